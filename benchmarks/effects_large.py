@@ -20,7 +20,7 @@ from large_model import DEVICE, WIDTH, settle, written
 
 from numdev.audit.isolation import attempt
 from numdev.config import effects_request
-from numdev.effects.study import Study, effects
+from numdev.effects.study import EffectsStudy, effects
 
 
 def seconds(work: object) -> float:
@@ -46,7 +46,7 @@ def main() -> None:
         "sites": False,
     }
     request = effects_request(str(path), {**flags, "stream": True})
-    study = Study(request, attempt)
+    study = EffectsStudy(request, attempt)
     subject, inputs = study.subject(study.formats[0]), study.chunks[0]
     first, second = (seconds(lambda: subject.exactly(inputs)) for _ in range(2))
     n = 8192 if DEVICE == "cuda" else 1024

@@ -33,9 +33,9 @@ from numdev.effects import verdict
 from numdev.effects.checks import Checks, checks_of
 from numdev.effects.outputs import Scored, compared, output_of, outputs_of
 from numdev.effects.report import Check, EffectsReport, OutputRow, RunSummary, check_names
-from numdev.effects.rounding import CHOOSES, AtSites, Places, Running
+from numdev.effects.rounding import CHOOSES, AtSites, Running, SiteTracker
 from numdev.effects.running import _widen
-from numdev.effects.study import Study
+from numdev.effects.study import EffectsStudy
 from numdev.effects.summary import summarise
 from numdev.effects.view import blocks
 from numdev.effects.wholeness import check
@@ -249,8 +249,8 @@ def independent(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.tensor(norm(x, "model.norm.weight") @ w["lm_head.weight"].T)
 
 
-def opened(target: Path, **asked: Any) -> tuple[Study, Any]:
-    study = Study(
+def opened(target: Path, **asked: Any) -> tuple[EffectsStudy, Any]:
+    study = EffectsStudy(
         effects_request(str(target), {"length": 24, "device": "cpu", **asked}), attempt
     )
     return study, study.subject(study.formats[0])
@@ -818,13 +818,13 @@ def test_nothing_compared_is_no_agreement(tmp_path: Path) -> None:
     assert check.reason.endswith("NaN or infinity at 1 of 3 positions")
     assert checks.compared("eager", (x, {}), (x, {}), every).holds
     exact, counts = checks.whole[0], int(checks.whole[0].shape[1])
-    assert checks.held_to("compiled", exact + 1, exact + 1).holds
-    assert checks.held_to("compiled", exact + 1, exact + 3).holds is False
-    check = checks.held_to("compiled", exact + 1, exact * math.nan)
+    assert checks.compared_with_compiled("compiled", exact + 1, exact + 1).holds
+    assert checks.compared_with_compiled("compiled", exact + 1, exact + 3).holds is False
+    check = checks.compared_with_compiled("compiled", exact + 1, exact * math.nan)
     assert check.reason.endswith(f"NaN or infinity at {counts} of {counts} positions")
     for own, compiled in ((exact * math.nan, exact), (exact[:, 1:], exact[:, 1:])):
         with pytest.raises(MeasurementError):
-            checks.held_to("compiled", own, compiled)
+            checks.compared_with_compiled("compiled", own, compiled)
 
 
 def nan_once(case: AttentionCase) -> Any:
@@ -959,7 +959,7 @@ def test_a_position_is_scored_by_the_token_that_it_predicts(
 )  # fmt: skip
 def test_operations_stand_where_their_module_does(name: str, sites: str) -> None:
     model = models.build(name)
-    places = Places(model)
+    places = SiteTracker(model)
     kinds = {m: places.kinds[x] for m, x in model.named_modules() if m}
     for said in sites.split("; "):
         module, _, site = said.partition(" ")
@@ -972,16 +972,16 @@ def sites_of(
 ) -> list[Any]:
     """The operations of an exact run, each with its site."""
     met: list[Any] = []
-    original = Places.site_of
+    original = SiteTracker.site_of
 
     def site_of(self: Any, func: Any, args: Any) -> str:
         site = original(self, func, args)
         met.append((func.overloadpacket.__name__, site))
         return site
 
-    patch.setattr(Places, "site_of", site_of)
+    patch.setattr(SiteTracker, "site_of", site_of)
     subject.exactly(inputs, **how)
-    patch.setattr(Places, "site_of", original)
+    patch.setattr(SiteTracker, "site_of", original)
     return met
 
 
@@ -1023,7 +1023,10 @@ def test_numbers_that_a_move_brings_in_are_rounded_at_its_site(name: str) -> Non
     """What it moves is as rounded as before; where it adds up or casts down, all is
     rounded."""
     function, expected = MOVING[name]
-    fmt, places = FORMATS["bfloat16"], Places(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    fmt, places = (
+        FORMATS["bfloat16"],
+        SiteTracker(torch.nn.Sequential(torch.nn.Linear(2, 2))),
+    )
     x = Wide.of(torch.tensor([1 / 3, 1 / 30], dtype=torch.float64), torch.bfloat16)
     with places.following(), Running(AtSites(places, fmt, ("embedding",))):
         output = function(x).exact
@@ -1048,7 +1051,7 @@ def test_complex_buffers_are_exact_too() -> None:
     wide, twin = copy.deepcopy(model), copy.deepcopy(model).double()
     twin.turn = model.turn.to(torch.complex128)
     _widen(wide, model, "cpu")
-    places = Places(wide)
+    places = SiteTracker(wide)
     with (
         torch.no_grad(),
         places.following(),
@@ -1500,7 +1503,7 @@ def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:
     )
     for times, holds in ((1.99, True), (2.01, False)):
         exact = checks.whole[0]
-        check = checks.held_to("compiled", exact + errors, exact + times * errors)
+        check = checks.compared_with_compiled("compiled", exact + errors, exact + times * errors)
         assert (check.holds, check.difference) == (holds, pytest.approx(times))
 
 

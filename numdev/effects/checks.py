@@ -51,7 +51,7 @@ BEFORE = ""  # the name of what the first layer gets
 HIDDEN = 4  # tokens that a mask hides
 NO_PLACES = "the output has no position for each token"
 INTERFACE = "computes another function than the model's attention interface"
-WRONG = {  # what is, where a check does not hold
+WRONG = {  # by check, what is wrong where it does not hold
     "repeat": "The model gives another output when it runs again (dropout, or a state)",
     "eager": f"The model's eager attention {INTERFACE}",
     "sdpa": f"The model's own call of SDPA {INTERFACE}",
@@ -108,9 +108,8 @@ class Checks:
             return untried.model_copy(update={"reason": f"not tried: {repeat.reason}"})
         try:
             check = self.attempt(name)
-        except (
-            Exception
-        ) as error:  # the model's own code: it may lack an argument or a way to run
+        # The model's own code runs here: it may lack an argument or a way to run
+        except Exception as error:
             reason = error.message if isinstance(error, NumdevError) else one_line(error)
             return untried.model_copy(update={"reason": reason})
         if isinstance(check, str):
@@ -118,8 +117,8 @@ class Checks:
         return check
 
     def inapplicable(self, name: str) -> str:
-        """Why the model or its inputs have nothing to check, as far as that shows before
-        it runs; empty where they have."""
+        """Why the check does not apply to this model or its inputs, as far as that shows
+        before it runs; empty where it applies."""
         model: Any = self.model
         if name in ("eager", "sdpa", "compiled eager"):
             if self.subject.by_hand:
@@ -145,7 +144,7 @@ class Checks:
         return ""
 
     def attempt(self, name: str) -> Check | str:
-        """Try the check; where the run itself shows that it does not apply, why."""
+        """The check, tried; or why it does not apply, where only the run shows that."""
         if name == "repeat":
             return self.repeat()
         if name in ("eager", "sdpa"):
@@ -178,18 +177,15 @@ class Checks:
         return {self.model.get_submodule(n): n for n in (*names, *layers_of(self.model))}
 
     def exact(self, inputs: Inputs, **how: Any) -> Exact:
-        """One exact run, and what each module that is followed gave in it, in the order
-        in which they ended; first what the first layer got."""
+        """The output of one exact run, and that of each module in `followed`, in the
+        order in which they ended; before these, as BEFORE, the input of the first
+        layer."""
         outs: dict[str, Tensor] = {}
         layers = set(layers_of(self.model))
 
         def enter(module: nn.Module, args: Any) -> None:
-            if (
-                not outs
-                and self.followed.get(module) in layers
-                and args
-                and is_floating(args[0])
-            ):
+            is_first = not outs and self.followed.get(module) in layers
+            if is_first and args and is_floating(args[0]):
                 outs[BEFORE] = widened(args[0])
 
         def keep(module: nn.Module, _inputs: Any, out: Any) -> None:
@@ -202,14 +198,16 @@ class Checks:
 
     @cached_property
     def whole(self) -> Exact:
-        """The exact run that others are held against."""
+        """The exact run that others are compared with."""
         return self.exact(self.inputs)
 
     def compared(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
         """Whether two exact runs agree at the positions that count, and where they part.
         Raises MeasurementError where there is nothing to compare."""
 
-        def apart(a: Tensor, b: Tensor) -> float:
+        def difference(a: Tensor, b: Tensor) -> float:
+            """The largest difference over the rms of `a`; 0 for tensors that are not of
+            one shape, or have no positions."""
             if a.shape != b.shape or a.shape[:2] != counts.shape:
                 return 0.0
             a, b = a[counts], b[counts]
@@ -223,48 +221,49 @@ class Checks:
             raise MeasurementError("no position of the output counts")
         if bad_positions(one[0], counts):
             raise MeasurementError("NaN or infinity in the exact output")
-        far: float | None = apart(one[0], other[0])
+        largest: float | None = difference(one[0], other[0])
         reason = ""
         if bad := bad_positions(other[0], counts):
-            far, reason = None, f"{WRONG[name]}: {_lost(bad, counts)}"
-        elif far is not None and far > LIMIT:
+            largest, reason = None, f"{WRONG[name]}: {_nonfinite(bad, counts)}"
+        elif largest is not None and largest > LIMIT:
             reason = (
-                f"{WRONG[name]}: in fp64 outputs differ by {three(far)} of their size"
+                f"{WRONG[name]}: in fp64 outputs differ by {three(largest)} of their size"
             )
         if reason:
-            both = (n for n in one[1] if n in other[1])
-            parted = next(
-                (n for n in both if apart(one[1][n], other[1][n]) > LIMIT), None
+            in_both = (n for n in one[1] if n in other[1])
+            first = next(
+                (n for n in in_both if difference(one[1][n], other[1][n]) > LIMIT), None
             )
-            reason += "" if parted is None else self.place(parted)
+            reason += "" if first is None else self.place(first)
         return Check(
-            name=name, holds=not reason, difference=far, limit=LIMIT, reason=reason
+            name=name, holds=not reason, difference=largest, limit=LIMIT, reason=reason
         )
 
     def place(self, name: str) -> str:
-        """A clause that says where two runs part first, to follow what is wrong."""
+        """The clause of a sentence that says where two runs first differ."""
         if name == BEFORE:
             return "; they differ before the first layer"
         module = self.model.get_submodule(name)
-        what = (
-            "attention"
-            if name in attention_modules(self.model)
-            else type(module).__name__
-        )
-        what = "output" if name in layers_of(self.model) else what
         layer = layer_of(module, name)
-        return (
-            "" if layer is None else f"; layer {layer} is the first whose {what} differs"
-        )
+        if layer is None:
+            return ""
+        if name in layers_of(self.model):
+            what = "output"
+        elif name in attention_modules(self.model):
+            what = "attention"
+        else:
+            what = type(module).__name__
+        return f"; layer {layer} is the first whose {what} differs"
 
     def again(self, name: str, **how: Any) -> Check:
-        """Two runs alike, or one of them another way."""
+        """Whether the exact run agrees with one that is made another way: `how` are
+        arguments of `exact`. Without any it is the same run again."""
         counts = counted(self.inputs, self.whole[0])
         return self.compared(name, self.whole, self.exact(self.inputs, **how), counts)
 
     def repeat(self) -> Check:
-        """Two runs alike. Raises MeasurementError where the exact output is not finite:
-        NaN is no other output than NaN."""
+        """Whether the model gives the same output again. Raises MeasurementError where
+        the exact output is not finite, since NaN does not differ from NaN."""
         if bad_positions(self.whole[0], counted(self.inputs, self.whole[0])):
             with first_nonfinite(self.model, len(self.whole[0])) as first:
                 self.subject.exactly(self.inputs)
@@ -287,8 +286,8 @@ class Checks:
         )
 
     def own_code(self, way: str) -> Check:
-        """The model's own code for attention of one kind, beside what it asks to be
-        computed."""
+        """Whether the model's own code for attention, eager or SDPA, computes what it
+        asks the attention interface to compute."""
         model: Any = self.model
         with led(model, way):
             if model.config._attn_implementation != way:
@@ -296,8 +295,8 @@ class Checks:
             return self.again(way, attention=None)
 
     def causality(self, name: str) -> Check | str:
-        """Later tokens change nothing before them: in a model for text generation, or one
-        most of whose calls hide later keys."""
+        """Whether later tokens change nothing before them. It applies to a model for text
+        generation, and to one most of whose calls hide later keys."""
         hides: list[bool] = []
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -322,16 +321,15 @@ class Checks:
         return self.compared("causality", one, other, counts)
 
     def changed(self, ids: Tensor, where: slice) -> Tensor:
-        """With another token of the text in these places; padding stays, since models
-        count it. Raises MeasurementError where that leaves all of them as they are."""
+        """The ids with another token of the text in these places; padding stays, since
+        models count it. Raises MeasurementError where no id would change."""
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         pads = torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
         tokens, changed = ids[~pads].unique(), ids.clone()
         place = torch.searchsorted(tokens, ids).clamp_max(len(tokens) - 1)
         if len(tokens) > 1:
-            changed[:, where] = torch.where(pads, ids, tokens[(place + 1) % len(tokens)])[
-                :, where
-            ]
+            others = torch.where(pads, ids, tokens[(place + 1) % len(tokens)])
+            changed[:, where] = others[:, where]
         if torch.equal(changed, ids):
             raise MeasurementError(
                 "no other token of the text can stand in the place of one"
@@ -339,7 +337,7 @@ class Checks:
         return changed
 
     def mask(self, *, decodes: bool) -> Check | str:
-        """Tokens that the attention mask hides change nothing at the others."""
+        """Whether tokens that the attention mask hides change nothing at the others."""
         ids = self.inputs["input_ids"]
         mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
         mask[:, :HIDDEN] = 0
@@ -353,7 +351,7 @@ class Checks:
         )
 
     def batch(self) -> Check:
-        """The first sequence alone, beside it in the batch."""
+        """Whether the first sequence has the same output alone and in the batch."""
         count = self.sequences
         alone = {
             name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
@@ -368,7 +366,8 @@ class Checks:
         return self.compared("batch", first, self.exact(alone), counted(alone, out[:1]))
 
     def cache(self, steps: int) -> Check:
-        """The last `steps` tokens one at a time, with a cache, beside all in one pass."""
+        """Whether decoding the last `steps` tokens one at a time, with a cache, gives the
+        outputs of one pass over all tokens."""
         if self.text != "input_ids":
             raise MeasurementError("a model that encodes is not decoded with a cache")
         length = self.inputs["input_ids"].shape[1]
@@ -384,41 +383,42 @@ class Checks:
         return self.compared("cache", self.whole, (out, {}), counts)
 
     def compiled(self, name: str, way: str) -> Check:
-        """The error of the model under torch.compile over that of the model as it is, its
-        attention its own code's of one kind, where it has several."""
+        """Whether torch.compile leaves the model's error as it is. `way`: which of the
+        model's own codes for attention runs, where it has several."""
         model: nn.Module = self.subject.real
         with torch.no_grad(), led(model, way):
             home = at_home(model, self.inputs)
-            own = output_of(model(**home))
+            as_is = output_of(model(**home))
             torch.compiler.reset()
             compiled = output_of(torch.compile(model, dynamic=False)(**home))
-        return self.held_to(name, own, compiled)
+        return self.compared_with_compiled(name, as_is, compiled)
 
-    def held_to(self, name: str, own: Tensor, compiled: Tensor) -> Check:
-        """Whether a compiled model's output errs like that of the model as it is."""
+    def compared_with_compiled(self, name: str, as_is: Tensor, compiled: Tensor) -> Check:
+        """Whether a compiled model's output errs at most COMPILED times as much as that
+        of the model as it is."""
         exact = self.whole[0]
         counts = counted(self.inputs, exact)
-        if not own.shape == compiled.shape == exact.shape:
-            shapes = f"{[*own.shape]} and {[*compiled.shape]}"
+        if not as_is.shape == compiled.shape == exact.shape:
+            shapes = f"{[*as_is.shape]} and {[*compiled.shape]}"
             raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
         if not counts.any():
             raise MeasurementError("no position of the output counts")
-        if bad_positions(own, counts):
+        if bad_positions(as_is, counts):
             raise MeasurementError("NaN or infinity in the output of the model as it is")
         about: Any = {"name": name, "limit": COMPILED}
         if bad := bad_positions(compiled, counts):
             return Check(
-                **about, holds=False, reason=f"{WRONG[name]}: {_lost(bad, counts)}"
+                **about, holds=False, reason=f"{WRONG[name]}: {_nonfinite(bad, counts)}"
             )
-        errors = [float((x - exact)[counts].norm()) for x in (own, compiled)]
-        far = min(errors[1] / max(errors[0], 1e-300), 1e300)
-        holds = far <= COMPILED
-        text = f"its error is {three(far)} times that of the model as it is"
+        errors = [float((x - exact)[counts].norm()) for x in (as_is, compiled)]
+        ratio = min(errors[1] / max(errors[0], 1e-300), 1e300)
+        holds = ratio <= COMPILED
+        text = f"its error is {three(ratio)} times that of the model as it is"
         text = f"compiled, {text}" if holds else f"{WRONG[name]}: {text}"
-        return Check(**about, holds=holds, difference=far, reason=text)
+        return Check(**about, holds=holds, difference=ratio, reason=text)
 
 
-def _lost(bad: int, counts: Tensor) -> str:
+def _nonfinite(bad: int, counts: Tensor) -> str:
     return f"NaN or infinity at {bad} of {int(counts.sum())} positions"
 
 

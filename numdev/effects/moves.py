@@ -46,19 +46,19 @@ SCALES = {  # numbers of a run that have a ratio, and what they are called
 }
 HOLDS = {None: "not tried", True: "holds", False: "fails"}
 NOTE = (
-    "A cost moved where its ratio differs from 1 over the sequences (Student's t, 1 "
-    "% over all "
-    "{tests} numbers of runs by Holm), or where it exceeds {surely:g} in every sequence."
+    "A cost moved where its ratio differs from 1 over the sequences (Student's t, 1 % "
+    "over all {tests} numbers of runs by Holm), or where it exceeds {surely:g} in every "
+    "sequence."
 )
 FEW = (
-    "Chance is unknown below {least} sequences: there, only a factor above "
-    "{surely:g} is a change."
+    "Chance is unknown below {least} sequences: there, only a factor above {surely:g} is "
+    "a change."
 )
 
 
 class EffectsNames:
-    """What tells rows of `numdev effects` apart, as `movement.Names` does for an
-    audit's."""
+    """The names by which rows of two reports are matched, as `movement.Names` has them
+    for an audit's."""
 
     def kernel(self, row: Any) -> Key:
         return label(row), row.format
@@ -89,16 +89,14 @@ class EffectsNames:
 
 
 def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
-    """Every run that both reports have, and those that moved: a cost that was 0, and no
-    longer is, or the reverse, whatever chance does; and checks that hold in one of them
-    alone."""
+    """Every run that both reports have, which of them moved, and the checks that hold in
+    one report alone. A cost that is 0 in one report alone moved, whatever chance does."""
     names = EffectsNames()
     pairs = grouped(measured_pairs(names, old.rows, new.rows), lambda pair: pair[1].run)
     ratios = {
-        (run, metric): [log for a, b in both if (log := log_ratio(a, b)) is not None]
+        (run, metric): _log_ratios(rows, metric)
         for run, rows in pairs.items()
         for metric in SCALES
-        if (both := both_numbers(rows, metric))
     }
     p = {key: _p(logs) for key, logs in ratios.items() if len(logs) >= LEAST}
     moved = dict(zip(p, holm(list(p.values()), ALPHA), strict=True))
@@ -110,7 +108,7 @@ def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
         for metric, words in SCALES.items():
             both = both_numbers(rows, metric)
             zero = any((a == 0) != (b == 0) for a, b in both)
-            logs = ratios.get((run, metric), [])
+            logs = ratios[run, metric]
             if not (zero or moved.get((run, metric), False) or _surely(logs)):
                 continue
             a, b = (statistics.median(side) for side in zip(*both, strict=True))
@@ -125,7 +123,7 @@ def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
         of_run += [
             Move(**about, place=place, excess=FAR, **fact) for fact in _counts_of(rows)
         ]
-        groups.append(_group_of_run(about, rows, ratios.get((run, "cost"), []), of_run))
+        groups.append(_group_of_run(about, rows, ratios[run, "cost"], of_run))
         moves += of_run
     notes = [NOTE.format(tests=len(p), surely=SURELY)]
     if any(group.unjudged for group in groups):
@@ -134,6 +132,12 @@ def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
     return names, Compared(
         groups, [*moves, *changed], tuple(notes), presences=tuple(presences)
     )
+
+
+def _log_ratios(rows: Sequence[tuple[Any, Any]], metric: str) -> list[float]:
+    """The logarithm of a number in B over that in A, for each sequence that has one."""
+    logs = (log_ratio(a, b) for a, b in both_numbers(rows, metric))
+    return [log for log in logs if log is not None]
 
 
 def _surely(logs: Sequence[float]) -> bool:
@@ -148,11 +152,7 @@ def _group_of_run(
     """One run. It is judged where its costs are equal, where they moved, or where chance
     is known from the ratios of enough of them."""
     both = both_numbers(rows, "cost")
-    a, b = (
-        (statistics.median(side) for side in zip(*both, strict=True))
-        if both
-        else (None, None)
-    )
+    a, b = map(statistics.median, zip(*both, strict=True)) if both else (None, None)
     same = sum(x == y for x, y in both)
     judged = bool(moves) or same == len(rows) or len(logs) >= LEAST
     return Group(
@@ -169,7 +169,8 @@ def _group_of_run(
 
 
 def _counts_of(rows: Sequence[tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
-    """What changed of a run's counts, over its sequences."""
+    """The fields of a move for each count of a run that changed, summed over its
+    sequences."""
     for metric, what in (
         ("positions", "positions"), ("flips", "top tokens that flip"),
         ("unexplained", "flips that are no near ties"),

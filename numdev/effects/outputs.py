@@ -16,35 +16,34 @@ from numdev.exact.wide import widened
 
 PARTS = 8  # of a sequence, for the growth of the error with position
 BLOCK = 1 << 24  # logits that are compared at once
-# A flip is a near tie up to so many times the largest error that roundings make at its
-# position: of two such errors one may be small by luck (in random models 1.74 times the
-# other's).
+# A flip is a near tie up to this many times the largest error that roundings make at its
+# position: one of two such errors may be small by luck (in random models the other was
+# 1.74 times as large).
 NEAR = 4
 EXACT_NONFINITE = "NaN or infinity in the exact output (fp64)"
 TINY = 1e-300  # a divisor that is never 0
 
 
 def output_of(answer: Any) -> Tensor:
-    """What a model's answer is compared by, [sequences, positions, width] in fp64: its
-    logits, else its last hidden state, else what it returns first. Raises
-    MeasurementError for anything else."""
+    """The tensor by which two answers of a model are compared, [sequences, positions,
+    width] in fp64: its logits, else its last hidden state, else what it returns first.
+    Raises MeasurementError for anything else."""
     parts = answer if isinstance(answer, Mapping) else getattr(answer, "__dict__", {})
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
     x: Any = next((x for x in named if isinstance(x, Tensor)), answer)
     x = x[0] if isinstance(x, tuple | list) and x else x
     if not is_floating(x) or x.ndim < 2:
-        what = (
-            f"the model returns {type(answer).__name__}, with no logits and no "
-            "hidden state"
+        raise MeasurementError(
+            f"the model returns {type(answer).__name__}, with no logits and no hidden "
+            "state"
         )
-        raise MeasurementError(what)
     out: Tensor = widened(x)
     return out[:, None] if out.ndim == 2 else out.flatten(1, -2)
 
 
 def outputs_of(answer: Any) -> dict[str, Tensor]:
-    """All that an answer is compared by: the one `output_of` it, or of a pipeline both of
-    its."""
+    """The tensors by which two answers are compared, by the name of the output: the one
+    `output_of` it, or both outputs of a pipeline."""
     x, image = output_of(answer), getattr(answer, "image", None)
     return {"": x} if image is None else {"latents": x, "image": output_of(image)}
 
@@ -61,7 +60,7 @@ def text_of(inputs: Mapping[str, Any]) -> str | None:
 def counted(
     inputs: Mapping[str, Any], out: Tensor, mask: str = "attention_mask"
 ) -> Tensor:
-    """Which positions of an output are no padding, bool [sequences, positions]."""
+    """The positions of an output that are no padding, bool [sequences, positions]."""
     shown = inputs.get(mask)
     if isinstance(shown, Tensor) and shown.shape == out.shape[:2]:
         return shown.to(out.device).bool()
@@ -69,7 +68,8 @@ def counted(
 
 
 class Scored(NamedTuple):
-    """How an output counts."""
+    """How an output is scored: as logits or states, at which positions, for which
+    tokens."""
 
     logits: bool  # else final states
     counted: Tensor  # bool [sequences, positions]: not padding
@@ -129,10 +129,10 @@ def compared(
     sequence."""
     rows: list[dict[str, Any]] = []
     for i, counts in enumerate(how.counted):
-        own, exact = x[i][counts], truth[i][counts]
-        bad = int((~own.isfinite()).any(dim=-1).sum())
+        values, exact = x[i][counts], truth[i][counts]
+        bad = int((~values.isfinite()).any(dim=-1).sum())
         where = f", first in {first[i]}" if i in first else ""
-        if not len(own):
+        if not len(values):
             rows.append({"status": "skipped", "reason": "the sequence is all padding"})
             continue
         # No kernel's fault, and nothing to measure it by
@@ -142,35 +142,31 @@ def compared(
             )
             continue
         if bad:
-            reason = (
-                f"NaN or infinity in the output at {bad} of {len(own)} positions{where}"
-            )
+            positions = f"{bad} of {len(values)} positions"
+            reason = f"NaN or infinity in the output at {positions}{where}"
             rows.append({"status": "failed", "reason": reason, "nonfinite": bad})
             continue
         if how.logits:
             errors = None if by_chance is None else by_chance[i][counts]
-            cost, row = _of_logits(own, exact, how.targets[i][counts], errors)
+            cost, row = _of_logits(values, exact, how.targets[i][counts], errors)
         else:
-            cost = (own - exact).square().sum(dim=-1) / exact.square().sum(
-                dim=-1
-            ).clamp_min(TINY)
-            cosine = torch.cosine_similarity(own, exact, dim=-1, eps=TINY).clamp(-1, 1)
-            row = {"angle": float(cosine.acos().rad2deg().mean())}
+            cost, row = _of_states(values, exact)
         # What is added to all logits of a position alike changes nothing.
         centred = _centred if how.logits else lambda x: x
         size = centred(exact).norm().clamp_min(TINY)
         parts = cost.tensor_split(PARTS) if len(cost) >= 2 * PARTS else ()
-        row |= {**_spread("cost", cost), "positions": len(own)}
+        row |= {**_spread("cost", cost), "positions": len(values)}
         row["growth"] = tuple(float(part.mean()) for part in parts)
-        row["error"] = float(centred(own - exact).norm() / size)
+        row["error"] = float(centred(values - exact).norm() / size)
         if beside is not None and bool(beside[i][counts].isfinite().all()):
-            row["apart"] = float(centred(own - beside[i][counts]).norm() / size)
+            row["apart"] = float(centred(values - beside[i][counts]).norm() / size)
         rows.append(row)
     return rows
 
 
 def _spread(name: str, x: Tensor) -> dict[str, float]:
-    """The mean over positions, the 99.9 % point and the largest."""
+    """The fields `name`, `name_p999` and `name_max` of a row: the mean over positions,
+    the 99.9 % point and the largest."""
     point = x.kthvalue(math.ceil(0.999 * len(x))).values
     return {
         name: float(x.mean()),
@@ -180,26 +176,36 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
 
 
 def _centred(x: Tensor) -> Tensor:
+    """The logits of each position less their mean."""
     return x - x.mean(dim=-1, keepdim=True)
+
+
+def _of_states(x: Tensor, exact: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """The cost of each position of final states [positions, width], and the field `angle`
+    of the row."""
+    size = exact.square().sum(dim=-1).clamp_min(TINY)
+    cost = (x - exact).square().sum(dim=-1) / size
+    cosine = torch.cosine_similarity(x, exact, dim=-1, eps=TINY).clamp(-1, 1)
+    return cost, {"angle": float(cosine.acos().rad2deg().mean())}
 
 
 def _of_logits(
     x: Tensor, exact: Tensor, targets: Tensor, by_chance: Tensor | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The cost of each position of logits [positions, tokens], and other fields of the
-    row."""
-    step, parts = max(1, BLOCK // x.shape[-1]), []
-    for own, right, token in zip(
+    """The cost of each position of logits [positions, tokens], and the fields of the row
+    that only logits have."""
+    step = max(1, BLOCK // x.shape[-1])
+    parts = []
+    for logits, exact_logits, token in zip(
         *(y.split(step) for y in (x, exact, targets)), strict=True
     ):
-        own, right = own.log_softmax(dim=-1), right.log_softmax(dim=-1)
-        change = own - right
-        cost = -(right.exp() * change).sum(dim=-1)  # KL(exact || x)
-        best, first = right.max(dim=-1).values, own.argmax(dim=-1, keepdim=True)
-        margin = best - right.gather(1, first)[:, 0]  # between the two likeliest tokens
-        parts.append(
-            (cost.clamp_min(0), margin, change.gather(1, token.clamp_min(0)[:, None]))
-        )
+        log_q, log_p = logits.log_softmax(dim=-1), exact_logits.log_softmax(dim=-1)
+        change = log_q - log_p
+        cost = -(log_p.exp() * change).sum(dim=-1)  # KL(exact || x)
+        best, top = log_p.max(dim=-1).values, log_q.argmax(dim=-1, keepdim=True)
+        margin = best - log_p.gather(1, top)[:, 0]  # 0 where the top token is the same
+        change_of_token = change.gather(1, token.clamp_min(0)[:, None])
+        parts.append((cost.clamp_min(0), margin, change_of_token))
     cost, margin, change = (torch.cat(p) for p in zip(*parts, strict=True))
     flips = margin.nonzero()[:, 0].tolist()
     row: dict[str, Any] = {"flips": len(flips), "first_flip": next(iter(flips), None)}

@@ -32,16 +32,16 @@ USED = "sdpa-default"  # what a model calls that asks for no backend
 
 
 def stands_for_use(kernel: str, against: str) -> int:
-    """Kernels in the order in which they stand for what a user runs, the lowest first:
-    what a model calls that asks for no backend, and last the one that others are compared
-    with."""
+    """A sort key: the kernel with the lowest stands for what a user runs. First comes the
+    one that a model calls if it asks for no backend, last the one that others are
+    compared with."""
     return {USED: 0, against: 2}.get(kernel, 1)
 
 
 # Over the rms of the exact output: fp64 in another order differs by 1e-13 and less.
 LIMIT = 1e-9
 COMPILED = 2.0  # how much more a compiled model may err than the model as it is
-# Of checks that are held to another limit than LIMIT.
+# The limits of the checks that have another one than LIMIT
 LIMITS = {"format": 0.0, "compiled": COMPILED, "compiled eager": COMPILED}
 
 
@@ -57,22 +57,22 @@ class PlannedRun(Record):
 
     @property
     def run(self) -> tuple[Any, ...]:
-        """As `OfRun.run`, but for the format and the output."""
+        """What identifies the run: `OfRun.run` without the format and the output."""
         return self.kind, self.kernel, str(self.options), self.site, self.layer
 
 
 class PlannedCheck(Record):
     name: str
     format: str = ""  # of a check in a format
-    applies: bool  # to this model, and somebody asked for it
+    applies: bool  # it was asked for, and this model can have it
 
 
 class EffectsPlan(Record):
     """What was to be measured."""
 
     kernels: tuple[PlannedKernel, ...]  # with which the whole model was to run
-    against: str  # of them the one that the others are compared with
-    # Of them the one, with its options, as which attention rounds at its sites
+    against: str  # the one of `kernels` that the others are compared with
+    # The one of `kernels`, with its options, by whose rounding model attention rounds
     sites_of: str
     named: bool  # whether the kernels were asked for by name
     formats: tuple[str, ...]
@@ -118,11 +118,12 @@ class OfRun(Record):
 
     @property
     def place(self) -> str:
+        """The output that the run is about, in words."""
         return {"": "output", "latents": "denoised latents"}.get(self.at, self.at)
 
     @property
     def run(self) -> tuple[Any, ...]:
-        """What tells one run from another."""
+        """What identifies the run in a report."""
         which = (self.kernel, str(self.options), self.site, self.layer)
         return self.kind, self.format, self.at, *which
 
@@ -156,12 +157,13 @@ class RunSummary(OfRun):
     cost: Estimate | None = None
     log_prob: Estimate | None = None
     share: Estimate | None = None  # of the whole's cost
-    unmatched: int = 0  # sequences with an error where what it is held against has none
-    over: Estimate | None = None  # its cost over that of what it is held against
-    over_worst: Value = None  # of the one sequence where it is largest
+    # Sequences in which this run has an error and the one that it is compared with none
+    unmatched: int = 0
+    over: Estimate | None = None  # its cost over that of the run it is compared with
+    over_worst: Value = None  # the same in the one sequence where it is largest
     beside: Literal["predicted", "eager", "sites"] | None = None
-    """What: the kernel's rounding model, else eager attention; of the whole, all sites
-    together."""
+    """The run that it is compared with: the kernel's rounding model, else eager
+    attention; for the whole model, all sites together."""
 
     @model_validator(mode="after")
     def _is_over_something(self) -> Self:
@@ -171,7 +173,8 @@ class RunSummary(OfRun):
 
 
 class Budget(Record):
-    """Whether the sites of one format account for the whole model's error in it."""
+    """Whether the errors of the single sites in one format add up to the whole
+    model's."""
 
     format: str
     kernel: str  # with which the whole model ran
@@ -180,7 +183,7 @@ class Budget(Record):
 
 
 class Check(Record):
-    """A property that the exact model must have, and whether it has."""
+    """A property that the exact model must have, and whether it has it."""
 
     name: str
     holds: bool | None  # None: it does not apply, or could not be tried
@@ -194,15 +197,8 @@ class Check(Record):
     reason: str = ""  # why it does not apply or could not be tried, or what is wrong
 
 
-IN_FP64 = (
-    "repeat",
-    "eager",
-    "sdpa",
-    "causality",
-    "cache",
-    "mask",
-    "batch",
-)  # the same in every format
+# The checks that are tried once, in fp64, and those that are tried in every format
+IN_FP64 = ("repeat", "eager", "sdpa", "causality", "cache", "mask", "batch")
 IN_FORMAT = ("compiled", "compiled eager", "format")
 ASKED_BY = {"cache": "generate", "compiled": "compile", "compiled eager": "compile"}
 
@@ -220,7 +216,7 @@ def check_names(
 
 
 def unasked(request: EffectsRequest, name: str) -> str:
-    """Why a check is not made that was not asked for; empty where it was."""
+    """The reason of a check that was not asked for; empty where it was."""
     option = ASKED_BY.get(name)
     asked = {"generate": request.generate, "compile": request.compile}
     return "" if option is None or asked[option] else f"not asked for: --{option}"
@@ -256,6 +252,7 @@ class EffectsReport(Report):
 
     @property
     def unmeasured(self) -> str:
+        """A sentence that says why the model ran with no kernel."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"the model ran with no kernel: {', or '.join(reasons)}"
 

@@ -1,8 +1,8 @@
 """A model's operations in fp64 (see `numdev.exact`), rounded at chosen sites alone.
 
-Sites are those of a transformer. An operation is placed (`Places`) by the module that
-runs it, by where that stands, and by whether attention was met; what is none of them is
-`other`."""
+Sites are those of a transformer. `SiteTracker` derives the site of an operation from the
+module that runs it, where that stands, and whether attention was called; what is at none
+of them is at `other`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from numdev.exact.wide import Wide
 from numdev.formats import Format
 from numdev.sources.capture import QKV, attention_modules, followed
 
-# The sites of attention itself are those of the first kernel's rounding model, in three
-# groups.
+# The rounding sites inside attention, in three groups; their formats are those of the
+# first kernel's rounding model.
 ATTENTION: Mapping[str, tuple[str, ...]] = {
     "attention scores": (
         *("q_scaled", "scores", "scaled", "softcap", "bias", "max", "exponent", "exp"),
@@ -48,8 +48,8 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 # Operators of attention that a module computes by hand: products of activations, and the
 # softmax.
 SCORED, SOFTMAX = ("bmm", "baddbmm"), ("_softmax", "_safe_softmax")
-# Operators that move values, or choose among them: what they give is as rounded as what
-# they get, but for numbers that they bring in.
+# Operators that move values, or choose among them: their result is as rounded as their
+# arguments, but for numbers that they bring in.
 MOVES = frozenset(
     """cat stack clone copy_ contiguous _unsafe_view embedding index index_select gather
     take where masked_fill masked_fill_ masked_scatter index_put index_put_ index_copy
@@ -58,7 +58,7 @@ MOVES = frozenset(
     max_pool2d_with_indices zeros_like ones_like triu ones new_zeros new_ones new_empty
     zeros empty zero_ lift_fresh empty_like lift_fresh_copy""".split()  # noqa: SIM905
 )
-# Of them, those that may put integers among floating-point values.
+# The operators of MOVES that may put integers among floating-point values.
 JOINS = frozenset(("cat", "stack", "copy_", "where", "maximum", "minimum"))
 # Operators that turn a small change of numbers into another choice, as a router's of
 # experts.
@@ -79,16 +79,12 @@ class AtSites:
     there."""
 
     def __init__(
-        self, places: Places, fmt: Format, sites: Collection[str],
+        self, places: SiteTracker, fmt: Format, sites: Collection[str],
         generator: torch.Generator | None = None,
     ) -> None:  # fmt: skip
-        self.places, self.format, self.sites, self.generator = (
-            places,
-            fmt,
-            sites,
-            generator,
-        )
-        self.narrower: dict[str, str] = {}  # by site, the narrower format it was met in
+        self.places, self.format, self.sites = places, fmt, sites
+        self.generator = generator
+        self.narrower: dict[str, str] = {}  # by site, the narrower format it computes in
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
         if is_weight and "weights" in self.sites:
@@ -101,11 +97,8 @@ class AtSites:
         fmt = values_format(dtype)
         if not moves(func) or fmt.precision > self.format.precision:
             return value
-        return (
-            rounded_number(value, fmt)
-            if self.places.site_of(func, ()) in self.sites
-            else value
-        )
+        is_rounded = self.places.site_of(func, ()) in self.sites
+        return rounded_number(value, fmt) if is_rounded else value
 
     def result(
         self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
@@ -161,7 +154,7 @@ def brings_other_numbers(
     return name in JOINS and any(True for _ in integers)
 
 
-class Places:
+class SiteTracker:
     """Follows which modules run, and names the sites of operations."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -171,16 +164,16 @@ class Places:
         self.layers, self.owners = ({named[name] for name in x} for x in (layers, owners))
         self.rotates = "rotary" in self.kinds.values()
         self.running: list[nn.Module] = []
-        # Of the running owners, whose attention was met
+        # The running owners whose attention has been called
         self.attended: set[nn.Module] = set()
-        # Of them, how far one is that attends by hand
+        # For a running owner that attends by hand, the site that it has come to
         self.by_hand: dict[nn.Module, str] = {}
-        # Of the residual stream, by the running layer
+        # The width of the residual stream in each running layer
         self.widths: dict[nn.Module, int] = {}
         self.begun = False  # whether a layer has run
 
     def following(self) -> AbstractContextManager[None]:
-        """Run the model in here."""
+        """A context in which the model runs, so that its modules are followed."""
         self.running, self.attended, self.begun = [], set(), False
 
         def enter(
@@ -201,7 +194,7 @@ class Places:
         return followed(self.kinds, enter, leave)
 
     def met(self) -> None:
-        """The running module's attention was met."""
+        """Note that the running module's attention was called."""
         self.attended.update(m for m in self.running if m in self.owners)
 
     def site_of(self, func: Any, args: Any) -> str:
@@ -259,7 +252,7 @@ def layers_of(model: nn.Module) -> list[str]:
         if isinstance(m, nn.ModuleList | nn.Sequential) and not _within(name, layers):
             members = dict(m.named_children())
             if all(any(True for _ in member.children()) for member in members.values()):
-                layers += [f"{name}.{own}" for own in members]
+                layers += [f"{name}.{child}" for child in members]
     return layers
 
 
@@ -272,10 +265,10 @@ def _kind(name: str, module: nn.Module, owners: list[str], layers: list[str]) ->
     """The site that a module's operations have, or `owner` (of projections), `layer` or
     `outside`, where that depends on the operation."""
     leaf, layer = name.rpartition(".")[2].lower(), _within(name, layers)
-    own = f"{leaf} {type(module).__name__.lower()}"
-    if "norm" in own:
+    described = f"{leaf} {type(module).__name__.lower()}"
+    if "norm" in described:
         return "norms"
-    if "rotary" in own or "rope" in own:
+    if "rotary" in described or "rope" in described:
         return "rotary"
     if name in owners:
         return "owner"

@@ -19,7 +19,7 @@ from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Planned
 from numdev.audit.rows import options_set
 from numdev.cases import AttentionCase
-from numdev.effects.rounding import ATTENTION, SITES, AtSites, Places, Running
+from numdev.effects.rounding import ATTENTION, SITES, AtSites, Running, SiteTracker
 from numdev.errors import MeasurementError, Refused
 from numdev.exact.dtypes import is_floating
 from numdev.exact.wide import Wide, widened
@@ -35,14 +35,15 @@ from numdev.sources.opening import CheckpointSource
 from numdev.sources.pipeline import PictureSource
 from numdev.system import System
 
-# The output, in any dtype, of a call that came in this format (its values may be in
-# fp64).
+# What answers a call that came in a format, though its values may be in fp64: its output,
+# in any dtype.
 Attention = Callable[[AttentionCase, Format], Tensor]
 Inputs = Mapping[str, Any]
 Source = CheckpointSource | PictureSource
 
 
 def exact(case: AttentionCase, _fmt: Format) -> Tensor:
+    """The output of a call in fp64."""
     return attend(case).out
 
 
@@ -59,16 +60,16 @@ class Subject:
             # Transformers' default has no fp64
             self.wide.set_experts_implementation("eager")
         _widen(self.wide, source.model, self.device)
-        # To run it within
+        # The context in which each model has its weights at hand
         self.weights: dict[nn.Module, Any] = dict.fromkeys(models, nullcontext)
         if source.streamed:
             self.weights = {m: Streamed(m, device=self.device).running for m in models}
-        self.places = Places(self.wide)
+        self.places = SiteTracker(self.wide)
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
         # Whether it chooses among its parts, as a router of experts does
         self.routes = False
-        self.ran_exactly = False  # whether `narrower` and `routes` say anything yet
-        # Why no kernel can answer its attention, once that was found out
+        self.ran_exactly = False  # until then `narrower` and `routes` are empty
+        # Why no kernel can answer its attention, once a run has shown it
         self.by_hand = ""
 
     def as_used(
@@ -164,13 +165,12 @@ class Subject:
                     claim = self._claim(planned, case.rounded_to(fmt))
                     break
             values = recipe(**claim).sites
-            own = [
-                s
+            formats = {
+                s: fmt.name if values[s] == WORKING else values[s]
                 for s in ATTENTION.get(site, FORWARD)
                 if values[s] not in (EXACT, "wide")
-            ]
-            rounds = {s: fmt.name if values[s] == WORKING else values[s] for s in own}
-            chosen = {**claim, **dict.fromkeys(FORWARD, EXACT), **rounds, **stochastic}
+            }
+            chosen = {**claim, **dict.fromkeys(FORWARD, EXACT), **formats, **stochastic}
             # Of which a quick exponential is part
             if site not in ("", "attention scores"):
                 chosen["exponential"] = "exact"
@@ -185,8 +185,8 @@ class Subject:
     def _inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
         """The inputs as the model takes them, floating-point ones wide."""
         home = {
-            n: x.to(self.device) if isinstance(x, Tensor) else x
-            for n, x in inputs.items()
+            name: x.to(self.device) if isinstance(x, Tensor) else x
+            for name, x in inputs.items()
         }
         for name, x in home.items():
             if is_floating(x):
@@ -238,11 +238,11 @@ class Subject:
 def first_nonfinite(
     model: nn.Module, count: int, cast_to: Format | None = None
 ) -> Iterator[dict[int, str]]:
-    """While the model runs in here on `count` sequences: by the number of a sequence, the
-    first of its modules that gives NaN or infinity, with its weight that holds some; or
-    that gets some from what is no module, such as attention. Of a module that mixes
-    sequences, all count. `cast_to`: the format that its weights were cast to, which they
-    may overflow."""
+    """A context in which the model runs on `count` sequences. It fills a dict: by the
+    number of a sequence the first module that gives NaN or infinity, with its weight that
+    holds some; or that gets some from what is no module, such as attention. A module that
+    mixes sequences counts for all of them. `cast_to`: the format that the weights were
+    cast to, which they may overflow."""
     first: dict[int, str] = {}
     names = {
         module: name or type(module).__name__ for name, module in model.named_modules()
@@ -285,18 +285,24 @@ def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
 
 
 def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
-    """Put `Wide` tensors with the source's values in the place of a model's own: where
-    these stay on disk, what makes them."""
-    made: dict[int, Any] = {}  # a tied weight stays one
+    """Replace the model's floating-point tensors by `Wide` ones with the source's values;
+    a tensor that stays on disk by one that makes it when it is read."""
+    widened_by_id: dict[int, Any] = {}  # a tied weight stays one
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
-            own, values = getattr(module, kind), getattr(source.get_submodule(name), kind)
-            for leaf, x in ((leaf, x) for leaf, x in own.items() if is_floating(x)):
-                if id(x) not in made:
+            tensors = getattr(module, kind)
+            values = getattr(source.get_submodule(name), kind)
+            for leaf, x in tensors.items():
+                if not is_floating(x):
+                    continue
+                if id(x) not in widened_by_id:
                     wide = partial(_wide, values[leaf], x.dtype, kind == "_parameters")
-                    on_disk = isinstance(x, Deferred)
-                    made[id(x)] = Deferred.of(x._empty, wide) if on_disk else wide(device)
-                own[leaf] = made[id(x)]
+                    widened_by_id[id(x)] = (
+                        Deferred.of(x._empty, wide)
+                        if isinstance(x, Deferred)
+                        else wide(device)
+                    )
+                tensors[leaf] = widened_by_id[id(x)]
 
 
 def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> Any:
@@ -307,8 +313,8 @@ def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> A
 
 
 def _unwrapped(case: AttentionCase) -> AttentionCase:
-    """The call with its values in fp64. In a mask the lowest number of a dtype hides a
-    key."""
+    """The call with its values in fp64. The lowest number of a mask's dtype, which hides
+    a key, becomes that of fp64."""
     values = {name: widened(x) for name, x in vars(case).items() if is_floating(x)}
     if case.mask is not None and "mask" in values:
         hidden = values["mask"] == torch.finfo(case.mask.dtype).min
@@ -320,16 +326,16 @@ def _unwrapped(case: AttentionCase) -> AttentionCase:
 
 @contextmanager
 def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
-    """What the first table or layer to run gives lies one unit in the last place off."""
+    """A context in which the output of the first table or layer to run is one unit in the
+    last place off, up or down at random."""
 
     def move(_module: nn.Module, _args: Any, x: Tensor) -> Tensor:
         stack.close()  # the first to run is moved, and no other
         generator = torch.Generator(x.device).manual_seed(seed)
         up = torch.rand(x.shape, generator=generator, device=x.device) < 0.5
         spacing = 2.0 * fmt.unit_roundoff
-        return round_to(x.double() * (1 + torch.where(up, spacing, -spacing)), fmt).to(
-            x.dtype
-        )
+        moved = x.double() * (1 + torch.where(up, spacing, -spacing))
+        return round_to(moved, fmt).to(x.dtype)
 
     with ExitStack() as stack:
         for m in model.modules():

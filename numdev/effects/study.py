@@ -4,7 +4,7 @@ one, and what single rounding sites do to it."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from numdev.formats import Format
 from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
-from numdev.report import PlannedKernel
+from numdev.report import PlannedKernel, Provenance
 from numdev.report.numbers import labelled
 from numdev.sources.capture import HINT, attention_modules, layer_of
 from numdev.sources.files import naming
@@ -47,8 +47,11 @@ from numdev.sources.pipeline import PictureSource, PipelineSource
 from numdev.sources.tensorfile import holds_cases
 from numdev.system import System
 
-LOGITS = 1 << 27  # that are held at once for one run: 1 GB in fp64
+LOGITS = 1 << 27  # in memory at once for one run: 1 GB in fp64
+AS_USED = ("whole", "repeat", "moved")  # kinds of runs in the format, as a user runs it
 Measured = tuple[int, list[OutputRow]]  # the number of a run, and its rows
+# Measures runs, by their numbers, on one part of the inputs in a format
+Measure = Callable[[Format, int, Sequence[int]], Iterator[Measured]]
 
 
 class Run(NamedTuple):
@@ -60,25 +63,25 @@ class Run(NamedTuple):
     layer: int | None = None
 
     def row(self, fmt: Format) -> dict[str, Any]:
-        """The fields of its rows that say which it is."""
-        own = {
+        """The fields of an `OutputRow` that identify the run, in a format."""
+        fields = {
             "kind": self.kind,
             "format": fmt.name,
             "site": self.site,
             "layer": self.layer,
         }
         if p := self.planned:
-            own |= {"kernel": p.kernel.name, "options": dict(p.options)}
-        return own
+            fields |= {"kernel": p.kernel.name, "options": dict(p.options)}
+        return fields
 
     @property
     def planned_run(self) -> PlannedRun:
-        """For the report."""
-        of = self.planned
+        """The run as the plan of a report records it."""
+        p = self.planned
         return PlannedRun(
             kind=self.kind,
-            kernel=of.kernel.name if of else "",
-            options=dict(of.options) if of else {},
+            kernel=p.kernel.name if p else "",
+            options=dict(p.options) if p else {},
             site=self.site,
             layer=self.layer,
         )
@@ -100,9 +103,8 @@ def effects(
     MeasurementError where the model cannot be run exactly."""
     rules = rules or default_rules()
     check_system(System.probe(request.device).as_dict(), rules)
-    watch = Stopwatch(
-        System.probe(request.device).device, ("model", "runs", "checks", "other")
-    )
+    sections = ("model", "runs", "checks", "other")
+    watch = Stopwatch(System.probe(request.device).device, sections)
     runner = (
         Isolated(request.time_limit)
         if request.isolate
@@ -110,78 +112,107 @@ def effects(
     )
     with runner as run, contextlib.ExitStack() as stack:
         with watch("model"):
-            study = Study(request, run)
+            study = EffectsStudy(request, run)
         for note in study.source.notes:
             say(note)
         names = [fmt.name for fmt in study.formats]
         asked = request.model_dump(mode="json") | {"formats": names}
         described = describe(study.source)
         head = header(asked, study.system, study.kernels, described)
-        with Journal.open(directory, head, overwrite=overwrite) as journal:
-            measure, done = study.measured, 0
-            total = len(study.formats) * len(study.chunks) * len(study.runs)
-            if workers is not None:
-                client = stack.enter_context(client_of(workers, study.system))
-                measure = partial(measured_on, client, shared_by(head), request)
-            for fmt in study.formats:
-                for number in range(len(study.chunks)):
-                    keys = [
-                        digest([fmt.name, number, run.row(fmt)]) for run in study.runs
-                    ]
-                    todo = [i for i, key in enumerate(keys) if not journal.visit(key)]
-                    with watch("runs"):
-                        for i, own in measure(fmt, number, todo) if todo else ():
-                            journal.append(keys[i], {"row": own})
-                            done, way = done + 1, study.runs[i]
-                            progress(f"{fmt.name} {way.kind} {way.site}", done, total)
-                with watch("checks"):
-                    if not journal.visit(key := digest([fmt.name, "checks"])):
-                        of = study.subject(fmt), study.chunks[0], request
-                        before = journal.records("check", Check)
-                        tried = list(checks_of(*of, before))
-                        facts = [{"routes": of[0].routes}]
-                        journal.append(key, {"check": tried, "model": facts})
-            rows, checks = (
-                journal.records("row", OutputRow),
-                journal.records("check", Check),
-            )
-            facts = journal.rows("model")
-    logits = any(row.flips is not None for row in rows)
-    report = EffectsReport(
+        journal = stack.enter_context(Journal.open(directory, head, overwrite=overwrite))
+        measure: Measure = study.measured
+        if workers is not None:
+            client = stack.enter_context(client_of(workers, study.system))
+            measure = partial(measured_on, client, shared_by(head), request)
+        _finish(study, journal, measure, watch, progress)
+    report = _report(
+        study,
+        journal,
+        asked,
         provenance=provenance(study.system, described, command),
-        request=asked,
         timings=watch.seconds(),
-        plan=EffectsPlan(
-            kernels=tuple(
-                PlannedKernel(
-                    role="kernel", kernel=p.kernel.name, options=dict(p.options)
-                )
-                for p in (study.against, *study.mine)
-            ),
-            against=study.against.kernel.name,
-            sites_of=labelled(study.used.kernel.name, study.used.options),
-            named="kernels" in request.model_fields_set,
-            formats=tuple(fmt.name for fmt in study.formats),
-            runs=tuple(run.planned_run for run in study.runs),
-            outputs=tuple(dict.fromkeys(row.at for row in rows)),
-            sequences=study.sequences,
-            logits=logits,
-            routes=any(fact["routes"] for fact in facts),
-            checks=tuple(
-                PlannedCheck(name=c.name, format=c.format, applies=c.applies)
-                for c in checks
-            ),
-        ),
-        output="logits" if logits else "states",
-        summary=EffectsSummary(answer=(), runs=()),
-        checks=checks,
-        rows=rows,
-        tokens=tuple(int(token) for token in study.chunks[0].get("input_ids", [()])[0]),
     )
     return judged(report, rules)
 
 
-class Study:
+def _finish(
+    study: EffectsStudy,
+    journal: Journal,
+    measure: Measure,
+    watch: Stopwatch,
+    progress: Progress,
+) -> None:
+    """Bring into the journal every run and every check that it lacks."""
+    done, total = 0, len(study.formats) * len(study.chunks) * len(study.runs)
+    for fmt in study.formats:
+        for number in range(len(study.chunks)):
+            keys = [digest([fmt.name, number, run.row(fmt)]) for run in study.runs]
+            todo = [i for i, key in enumerate(keys) if not journal.visit(key)]
+            with watch("runs"):
+                for i, rows in measure(fmt, number, todo) if todo else ():
+                    journal.append(keys[i], {"row": rows})
+                    done += 1
+                    run = study.runs[i]
+                    progress(f"{fmt.name} {run.kind} {run.site}", done, total)
+        key = digest([fmt.name, "checks"])
+        with watch("checks"):
+            if not journal.visit(key):
+                subject, before = study.subject(fmt), journal.records("check", Check)
+                checks = checks_of(subject, study.chunks[0], study.request, before)
+                tried = list(checks)  # what the model does is known after the checks
+                facts = [{"routes": subject.routes}]
+                journal.append(key, {"check": tried, "model": facts})
+
+
+def _report(
+    study: EffectsStudy,
+    journal: Journal,
+    request: dict[str, Any],
+    *,
+    provenance: Provenance,
+    timings: dict[str, float],
+) -> EffectsReport:
+    """The report of what is journalled, not yet judged."""
+    rows = journal.records("row", OutputRow)
+    checks = journal.records("check", Check)
+    logits = any(row.flips is not None for row in rows)
+    kernels = tuple(
+        PlannedKernel(role="kernel", kernel=p.kernel.name, options=dict(p.options))
+        for p in (study.against, *study.mine)
+    )
+    planned_checks = tuple(
+        PlannedCheck(name=c.name, format=c.format, applies=c.applies) for c in checks
+    )
+    outputs = tuple(dict.fromkeys(row.at for row in rows))
+    routes = any(fact["routes"] for fact in journal.rows("model"))
+    plan = EffectsPlan(
+        kernels=kernels,
+        against=study.against.kernel.name,
+        sites_of=labelled(study.used.kernel.name, study.used.options),
+        named="kernels" in study.request.model_fields_set,
+        formats=tuple(fmt.name for fmt in study.formats),
+        runs=tuple(run.planned_run for run in study.runs),
+        outputs=outputs,
+        sequences=study.sequences,
+        logits=logits,
+        routes=routes,
+        checks=planned_checks,
+    )
+    tokens = study.chunks[0].get("input_ids", [()])[0]
+    return EffectsReport(
+        provenance=provenance,
+        request=request,
+        timings=timings,
+        plan=plan,
+        output="logits" if logits else "states",
+        summary=EffectsSummary(answer=(), runs=()),
+        checks=checks,
+        rows=rows,
+        tokens=tuple(int(token) for token in tokens),
+    )
+
+
+class EffectsStudy:
     """An opened request: the model, what it reads, and all ways in which it is to run."""
 
     def __init__(self, request: EffectsRequest, run: Runner) -> None:
@@ -203,7 +234,7 @@ class Study:
         self._subject: Subject | None = None
 
     def subject(self, fmt: Format) -> Subject:
-        """The model in a format; of several the last one is kept."""
+        """The model in a format. It stays loaded until another format is asked for."""
         if self._subject is None or self._subject.format != fmt:
             self._subject = None
             self._subject = Subject(self.source, fmt, self.run, self.system)
@@ -211,31 +242,36 @@ class Study:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The runs in any format: first those that others are held against."""
+        """The runs in any format: first those that others are compared with."""
         floor = Planned(role="floor", kernel=find("floor"), options={})
-        placed = isinstance(self.source, CheckpointSource)  # operations have sites
-        model, main = self.source.model, (*self.mine, self.against)[0]
-        names = attention_modules(model) if self.request.by_layer else ()
-        layers: Any = {layer_of(model.get_submodule(name), name) for name in names} - {
-            None
+        has_sites = isinstance(self.source, CheckpointSource)
+        main = (*self.mine, self.against)[0]
+        runs = [Run("random"), Run("emulated")] if has_sites else []
+        runs += [Run("whole", p) for p in (self.against, *self.mine)]
+        runs += [Run("repeat", self.against), Run("moved", self.against)]
+        runs += [Run("attention", p) for p in (floor, *self.kernels)]
+        runs += [Run("predicted", p) for p in self.kernels]
+        if has_sites and self.request.sites:
+            runs += [Run("site", site=site) for site in SITES]
+        if self.request.by_layer:
+            runs += [Run("attention", main, layer=layer) for layer in self._layers()]
+        return runs
+
+    def _layers(self) -> list[int]:
+        """The numbers of the layers that have attention, ascending."""
+        model = self.source.model
+        layers = {
+            layer_of(model.get_submodule(name), name) for name in attention_modules(model)
         }
-        return [
-            *((Run("random"), Run("emulated")) if placed else ()),
-            *(Run("whole", p) for p in (self.against, *self.mine)),
-            *(Run("repeat", self.against), Run("moved", self.against)),
-            *(Run("attention", p) for p in (floor, *self.kernels)),
-            *(Run("predicted", p) for p in self.kernels),
-            *(Run("site", site=site) for site in SITES if self.request.sites and placed),
-            *(Run("attention", main, layer=layer) for layer in sorted(layers)),
-        ]
+        return sorted(layer for layer in layers if layer is not None)
 
     @property
     def used(self) -> Planned:
         """The kernel that stands for what a user runs: attention's sites round as it
         does."""
-        every = (*self.mine, self.against)
         return min(
-            every, key=lambda p: stands_for_use(p.kernel.name, self.against.kernel.name)
+            (*self.mine, self.against),
+            key=lambda p: stands_for_use(p.kernel.name, self.against.kernel.name),
         )
 
     @property
@@ -261,69 +297,50 @@ class Study:
     def measured(
         self, fmt: Format, number: int, todo: Sequence[int]
     ) -> Iterator[Measured]:
-        """Of one part of the inputs, the rows of these runs, each with its number."""
+        """The rows of these runs on one part of the inputs, each with the number of its
+        run."""
         subject, inputs = self.subject(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, Run("exact"))
         # No kernel can be put into it, and its own code is all there is
         if subject.by_hand:
             count = len(next(iter(inputs.values())))
-            nothing: Any = {"status": "skipped", "reason": subject.by_hand}
+            fields = {"status": "skipped", "reason": subject.by_hand}
             for i in todo:
                 about = self.runs[i].row(fmt)
-                yield (
-                    i,
-                    [
-                        OutputRow(**about, **nothing, sequence=before + n)
-                        for n in range(count)
-                    ],
-                )
+                yield i, _rows(about, [fields] * count, before)
             return
         truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
         del answer
         lost: dict[int, str] = {}  # where the truth itself is not finite
         if not all(bool(truth.isfinite().all()) for truth in truths.values()):
             lost = self._first_nonfinite(subject, inputs, Run("exact"))
+        # Up to the first run of the whole model, runs are those that others need
         count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
-        held = [self._outputs(subject, inputs, run) for run in self.runs[:count]]
-        *roundings, against = ({} if isinstance(x, Failure) else x for x in held)
+        outputs = [self._outputs(subject, inputs, run) for run in self.runs[:count]]
+        *roundings, against = ({} if isinstance(x, Failure) else x for x in outputs)
         # A choice of experts that changes moves one token, and may move it far.
-        errors = [
-            largest_error(x[""], truths[""])
-            for x in roundings
-            if x and not subject.routes
-        ]
-        by_chance = torch.stack(errors).amax(dim=0) if errors else None
+        by_chance = None if subject.routes else _largest_errors(roundings, truths)
         for i in todo:
-            run, named = self.runs[i], []
-            out = held[i] if i < count else self._outputs(subject, inputs, run)
+            run = self.runs[i]
+            output = outputs[i] if i < count else self._outputs(subject, inputs, run)
             first = lost
-            if not isinstance(out, Failure) and any(
-                bool((truth.isfinite() & ~out[at].isfinite()).any())
-                for at, truth in truths.items()
-            ):
+            if not isinstance(output, Failure) and _overflows(output, truths):
                 first = self._first_nonfinite(subject, inputs, run) | lost
+            rows: list[OutputRow] = []
             for at, truth in truths.items():
-                if isinstance(out, Failure):
-                    rows: list[Any] = [vars(out)] * len(truth)
+                if isinstance(output, Failure):
+                    numbers: list[Any] = [vars(output)] * len(truth)
                 else:
-                    beside = (
-                        against.get(at)
-                        if run.kind in ("whole", "repeat", "moved")
-                        else None
-                    )
-                    rows = compared(out[at], truth, how, by_chance, beside, first)
-                about = {**run.row(fmt), "at": at}
-                named += [
-                    OutputRow(**about, sequence=n, **x)
-                    for n, x in enumerate(rows, before)
-                ]
-            yield i, named
+                    beside = against.get(at) if run.kind in AS_USED else None
+                    numbers = compared(output[at], truth, how, by_chance, beside, first)
+                rows += _rows({**run.row(fmt), "at": at}, numbers, before)
+            yield i, rows
 
     def _outputs(
         self, subject: Subject, inputs: Inputs, run: Run
     ) -> dict[str, Tensor] | Failure:
-        """The outputs of one run, or why there are none."""
+        """The outputs of one run by name, or why it gave none."""
         try:
             return outputs_of(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
@@ -335,17 +352,19 @@ class Study:
         self, subject: Subject, inputs: Inputs, run: Run
     ) -> dict[int, str]:
         """By sequence of these inputs, where a run first gives NaN or infinity."""
-        as_used = run.kind in ("whole", "repeat", "moved")
-        model, cast_to = (
-            (subject.real, subject.format) if as_used else (subject.wide, None)
-        )
         count = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
-        with first_nonfinite(model, count, cast_to) as first:
+        following = (
+            first_nonfinite(subject.real, count, subject.format)
+            if run.kind in AS_USED
+            else first_nonfinite(subject.wide, count)
+        )
+        with following as first:
             self._answer(subject, inputs, run)
         return first
 
     def _answer(self, subject: Subject, inputs: Inputs, run: Run) -> Any:
-        """What the model returns. What its own code raises becomes one line."""
+        """What the model returns in one run. An error of the model's own code becomes one
+        of one line."""
         seed, planned = self.request.seed, run.planned
         with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
             if run.kind == "exact":
@@ -364,22 +383,50 @@ class Study:
             )
 
 
+def _rows(
+    about: dict[str, Any], numbers: Sequence[dict[str, Any]], first: int
+) -> list[OutputRow]:
+    """A row for each sequence, of which the first has the number `first`."""
+    return [
+        OutputRow(**about, sequence=sequence, **fields)
+        for sequence, fields in enumerate(numbers, first)
+    ]
+
+
+def _largest_errors(
+    roundings: Iterable[Mapping[str, Tensor]], truths: Mapping[str, Tensor]
+) -> Tensor | None:
+    """[sequences, positions]: the largest error of a logit in any of the runs with all
+    roundings; None where none of them gave an output."""
+    errors = [largest_error(outputs[""], truths[""]) for outputs in roundings if outputs]
+    return torch.stack(errors).amax(dim=0) if errors else None
+
+
+def _overflows(outputs: Mapping[str, Tensor], truths: Mapping[str, Tensor]) -> bool:
+    """Whether an output has NaN or infinity where the exact one is finite."""
+    return any(
+        bool((truth.isfinite() & ~outputs[at].isfinite()).any())
+        for at, truth in truths.items()
+    )
+
+
 def _opened_source(request: EffectsRequest, system: System) -> Source:
-    """Raises UsageError for what is no model, and for an option that means nothing for
-    it."""
+    """The model of a request. Raises UsageError for what is no model, and for an option
+    that means nothing for it."""
     path, target = Path(request.checkpoint), request.target
     what = "captured tensors" if holds_cases(path) else ""
-    if what := "a configuration" if path.suffix in (".yaml", ".yml") else what:
+    if path.suffix in (".yaml", ".yml"):
+        what = "a configuration"
+    if what:
         expected = (
             "a checkpoint, a state dict with --model, a diffusers pipeline or `demo`"
         )
         raise UsageError(
             f"{target}: expected {expected}, got {what}", hint="audit it instead"
         )
-    same = ("target", "checkpoint", *Reading.model_fields, "stream", "denoise")
-    source = open_source(
-        AuditRequest(**{name: getattr(request, name) for name in same}), system
-    )
+    names = ("target", "checkpoint", *Reading.model_fields, "stream", "denoise")
+    reading = AuditRequest(**{name: getattr(request, name) for name in names})
+    source = open_source(reading, system)
     if isinstance(source, PipelineSource):
         refuse_options(
             request, "a diffusers pipeline", ("by_layer", "generate", "compile")
@@ -397,19 +444,19 @@ def measured_on(
     number: int,
     todo: Any,
 ) -> Iterator[Measured]:
-    """As `Study.measured`, the runs shared out among the workers of a client."""
+    """As `EffectsStudy.measured`, the runs shared out among the workers of a client."""
     count = min(max(1, len(client.nthreads())), len(todo))
     parts = [
         (request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)
     ]
-    for rows in shared_out(client, expected, _there, parts):
+    for rows in shared_out(client, expected, _on_worker, parts):
         yield from rows
 
 
-def _there(request: str, *what: Any) -> list[Measured]:
-    return list(_opened(request).measured(*what))
+def _on_worker(request: str, *part: Any) -> list[Measured]:
+    return list(_opened(request).measured(*part))
 
 
 @cache
-def _opened(request: str) -> Study:
-    return Study(EffectsRequest.model_validate_json(request), attempt)
+def _opened(request: str) -> EffectsStudy:
+    return EffectsStudy(EffectsRequest.model_validate_json(request), attempt)

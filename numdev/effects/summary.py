@@ -19,19 +19,19 @@ from numdev.grouping import grouped
 from numdev.metrics.statistics import factor
 from numdev.report.numbers import labelled, percent, si, three
 
-LEAST = 3  # sequences that an interval is made of
+LEAST = 3  # sequences that an interval takes
 ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
 Costs = Mapping[int, float]  # by sequence
 Runs = Sequence[RunSummary]
 
 
 def summary_of(report: EffectsReport) -> EffectsSummary:
-    """Of all rows of a report."""
+    """The summary that the rows of a report give."""
     return summarise(report.rows, report.plan.against, logits=report.plan.logits)
 
 
 def summarised(report: EffectsReport) -> EffectsReport:
-    """With the runs, budgets and the answer that its rows give."""
+    """The report with the summary that its rows give."""
     return report.model_copy(update={"summary": summary_of(report)})
 
 
@@ -39,16 +39,14 @@ def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> Effec
     """The runs over their sequences, the budgets of the formats, the answer, and
     notes."""
     by_output = grouped(rows, lambda row: (row.format, row.at)).values()
-    outputs = [Output(own, against, logits=logits) for own in by_output]
+    outputs = [
+        OutputRuns(rows_of_output, against, logits=logits) for rows_of_output in by_output
+    ]
     budgets = tuple(x.budget for x in outputs if x.budget)
     notes: tuple[str, ...] = ()
     if off := ", ".join(budget.format for budget in budgets if not budget.adds_up):
-        notes = (
-            (
-                f"In {off} the sites do not add up to the whole: draw no conclusion "
-                "from shares."
-            ),
-        )
+        note = "the sites do not add up to the whole: draw no conclusion from shares."
+        notes = (f"In {off} {note}",)
     if any(row.at for row in rows):
         notes = ("In a diffusers pipeline single rounding sites are not tried.",)
     runs = tuple(run for x in outputs for run in x.runs)
@@ -56,26 +54,25 @@ def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> Effec
     return EffectsSummary(answer=answer, runs=runs, budgets=budgets, notes=notes)
 
 
-class Output:
+class OutputRuns:
     """All runs of one output of the model in one format."""
 
     def __init__(self, rows: Sequence[OutputRow], against: str, *, logits: bool) -> None:
         self.against, self.logits = against, logits
         by_run = grouped(rows, lambda row: row.run)
-        self.costs = {
-            run: {row.sequence: row.cost for row in own if row.cost is not None}
-            for run, own in by_run.items()
-        }
+        self.costs = {run: _costs(of_run) for run, of_run in by_run.items()}
         # The run of the whole model that stands for what a user runs; None where none
         # ran.
         wholes = [
-            own[0] for run, own in by_run.items() if run[0] == "whole" and self.costs[run]
+            of_run[0]
+            for run, of_run in by_run.items()
+            if run[0] == "whole" and self.costs[run]
         ]
         used = min(
             wholes, key=lambda row: stands_for_use(row.kernel, against), default=None
         )
         self.whole: Costs = self.costs[used.run] if used else {}
-        self.runs = [self._summary(own) for own in by_run.values()]
+        self.runs = [self._summary(of_run) for of_run in by_run.values()]
         self.main = next((run for run in self.runs if used and run.run == used.run), None)
         self.sites = [run for run in self.runs if run.kind == "site" and run.cost]
         self.budget = self._budget(self.main) if self.main and self.sites else None
@@ -86,16 +83,18 @@ class Output:
             values = [getattr(row, name) for row in rows if row.cost is not None]
             if values := [x for x in values if x not in (None, ())]:
                 fields[name] = over_sequences(values)
-        costs, (beside, yardstick) = self.costs[rows[0].run], self._yardstick(rows[0])
+        costs = self.costs[rows[0].run]
+        beside, yardstick = self._yardstick(rows[0])
         ratios = _ratios(costs, yardstick)
+        unmatched = [i for i, cost in costs.items() if cost and not yardstick.get(i)]
+        fields |= {
+            "reason": next((row.reason for row in rows if row.reason), None),
+            "failed": sum(row.status == "failed" for row in rows),
+            "nonfinite": sum(row.nonfinite > 0 for row in rows),
+        }
         return RunSummary(
             **fields,
-            reason=next((row.reason for row in rows if row.reason), None),
-            failed=sum(row.status == "failed" for row in rows),
-            nonfinite=sum(row.nonfinite > 0 for row in rows),
-            unmatched=sum(
-                bool(cost) and not yardstick.get(i) for i, cost in costs.items() if beside
-            ),
+            unmatched=len(unmatched) if beside else 0,
             share=_geometric(_ratios(costs, self.whole)),
             beside=beside,
             over=_geometric(ratios),
@@ -103,7 +102,8 @@ class Output:
         )
 
     def _yardstick(self, run: OutputRow) -> tuple[Any, Costs]:
-        """What a run's cost is held against, as `RunSummary.beside` names it."""
+        """The costs with which a run's are compared, and their name in
+        `RunSummary.beside`; none for a run that is compared with no other."""
 
         def of(**changes: Any) -> Costs:
             return self.costs.get(run.model_copy(update=changes).run, {})
@@ -128,63 +128,85 @@ class Output:
         )
 
     def answer(self) -> Iterator[str]:
-        """What a reader wants to know, the answer first."""
-        if (main := self.main) is None or main.cost is None:
+        """The sentences on the run that stands for what a user runs, in the order in
+        which a reader asks: attention's part, the whole error, what it changes."""
+        main = self.main
+        if main is None or main.cost is None:
             return
-        name, size = labelled(main.kernel, main.options), main.error or 1.0
-        fmt = f"{main.format} with {name}"
-        where = f"{fmt}, {main.place}" if main.at else fmt
-        what = main.place if main.at else "logits" if self.logits else "final states"
-        own = alone(main, self.runs)
-        if main.apart is not None and main.kernel != self.against and own and own.share:
-            moved = next(
-                (r.apart for r in self.runs if r.kind == "moved" and r.apart), None
-            )
-            ulp = (
-                f" (with inputs one ulp off by {three(moved / size)} times)"
-                if moved
-                else ""
-            )
-            share, far = _with_range(own.share, percent), three(main.apart / size)
-            yield (
-                f"{where}: attention, with its inputs rounded (which the sites `q, "
-                "k, v` and "
-                f"`rotary` count too), makes {share} of the error; with {name} and with "
-                f"{self.against} the {what} differ by {far} times the error{ulp}."
-            )
+        attention = alone(main, self.runs)
+        share = attention.share if attention else None
+        if main.apart is not None and main.kernel != self.against and share:
+            yield self._of_attention(main, main.apart, share)
+        yield self._of_cost(main, main.cost)
+        if main.flips is not None:
+            yield self._of_flips(main)
+
+    def _name(self, main: RunSummary) -> str:
+        """The run in words, with its output where a model has several."""
+        fmt = f"{main.format} with {labelled(main.kernel, main.options)}"
+        return f"{fmt}, {main.place}" if main.at else fmt
+
+    def _compared(self, main: RunSummary) -> str:
+        """The tensors whose error is meant, in words."""
+        return main.place if main.at else "logits" if self.logits else "final states"
+
+    def _of_attention(self, main: RunSummary, difference: float, share: Estimate) -> str:
+        """Attention's share of the error, and the difference between two kernels."""
+        size = main.error or 1.0
+        moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
+        ulp = (
+            f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
+        )
+        return (
+            f"{self._name(main)}: attention, with its inputs rounded (which the sites "
+            f"`q, k, v` and `rotary` count too), makes {_with_range(share, percent)} of "
+            f"the error; with {labelled(main.kernel, main.options)} and with "
+            f"{self.against} the {self._compared(main)} differ by "
+            f"{three(difference / size)} times the error{ulp}."
+        )
+
+    def _of_cost(self, main: RunSummary, cost: Estimate) -> str:
+        """The size of the error, and the sites that make most of it."""
         unit = " nats a position" if self.logits else ", relative and squared"
-        text = f"{where}: the error of the {what} is {_with_range(main.cost)}{unit}"
+        text = (
+            f"{self._name(main)}: the error of the {self._compared(main)} is "
+            f"{_with_range(cost)}{unit}"
+        )
         if (budget := self.budget) and budget.adds_up:
             shares = {run.site: run.share.mean for run in self.sites if run.share}
             first = sorted(shares, key=lambda site: -shares[site])[:3]
-            text += (
-                f"; its sites add up to {three(budget.parts.mean)} of that, the largest: "
-            )
+            sum_of_sites = three(budget.parts.mean)
+            text += f"; its sites add up to {sum_of_sites} of that, the largest: "
             text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
-        yield f"{text}."
-        if main.flips is not None:
-            other = next(
-                (r for r in self.runs if r.kind == "whole" and r is not main), None
-            )
-            beside = (
-                f" ({other.flips} with {other.kernel})" if other and other.flips else ""
-            )
-            yield f"{fmt} {flips_in_words(main)}{beside}."
+        return f"{text}."
+
+    def _of_flips(self, main: RunSummary) -> str:
+        """How often the top token changes, here and with another kernel."""
+        other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
+        beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
+        name = f"{main.format} with {labelled(main.kernel, main.options)}"
+        return f"{name} {flips_in_words(main)}{beside}."
+
+
+def _costs(rows: Sequence[OutputRow]) -> Costs:
+    return {row.sequence: row.cost for row in rows if row.cost is not None}
 
 
 def _ratios(above: Costs, below: Costs) -> list[float]:
+    """The ratio of two costs in every sequence where the lower one is above 0."""
     return [above[i] / below[i] for i in above if below.get(i, 0.0) > 0]
 
 
 def _geometric(values: Sequence[float]) -> Estimate | None:
-    """The geometric mean, its interval that of logarithms; none of under LEAST values."""
+    """The geometric mean with the interval of the logarithms' mean, which takes LEAST
+    values; None without a value."""
     mean, low, high = factor(values) if values else (0.0, None, None)
     low, high = (low, high) if len(values) >= LEAST else (None, None)
     return Estimate(mean=mean, low=low, high=high) if values else None
 
 
 def _mean(values: Sequence[float]) -> Estimate:
-    """The mean of what is above 0, its interval that of the geometric mean, in
+    """The mean of values above 0, its interval that of the geometric mean, in
     proportion."""
     mean, middle = _average(values), _geometric(values)
     if not middle or not middle.mean or middle.low is None or middle.high is None:
@@ -197,7 +219,7 @@ def _average(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-# What a number of a run is, from those of its sequences.
+# How a number of a run is made of those of its sequences
 OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("cost", "log_prob"), _mean),
     **dict.fromkeys(("log_perplexity", "error", "angle", "apart"), _average),
@@ -209,11 +231,12 @@ OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
 
 
 def alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
+    """The run with attention alone in the format that belongs to one of the whole."""
     return next((run for run in runs if run.run == ("attention", *whole.run[1:])), None)
 
 
 def interval_in_words(x: Estimate, write: Callable[[float | None], str]) -> str:
-    """Its ends; nothing where there is no interval, or both ends are written alike."""
+    """The ends of an interval; empty without one, and where both are written alike."""
     low, high = write(x.low), write(x.high)
     return "" if x.low is None or low == high else f"{low} to {high}"
 
@@ -224,11 +247,11 @@ def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
 
 
 def flips_in_words(run: RunSummary) -> str:
+    """The clause of a sentence that says how often a run changes the top token."""
     if run.flips == 0:
         return f"changes no top token ({run.positions:,} positions)"
     text = f"changes the top token at {run.flips} of {run.positions:,} positions"
     if run.unexplained:
         return f"{text}, {run.unexplained} of them not near ties"
-    return (
-        f"{text}, all of them near ties" if run.flips and run.unexplained == 0 else text
-    )
+    all_near_ties = run.flips and run.unexplained == 0
+    return f"{text}, all of them near ties" if all_near_ties else text

@@ -32,7 +32,7 @@ WHOLE = ("whole", "attention")  # the kinds of runs with a kernel that are judge
 
 
 class EffectsLimits(Strict):
-    """What `numdev effects` is held to; configs/gate/default.yaml says what each key
+    """The limits of `numdev effects`; configs/gate/default.yaml says what each key
     means."""
 
     kernel_over_predicted: AtMost
@@ -42,27 +42,28 @@ class EffectsLimits(Strict):
     unexplained_flips: AtMost
 
 
-class Yardstick(NamedTuple):
-    """What a ratio is held against."""
+class RatioRule(NamedTuple):
+    """How one of the ratios of `RunSummary.over` is judged."""
 
     rule: str
     limit: str  # the name of its limit
     words: str
 
 
-YARDSTICKS = {
-    "predicted": Yardstick(
+RATIO_RULES = {
+    "predicted": RatioRule(
         "own share", "kernel_over_predicted", "its own rounding model predicts"
     ),
-    "eager": Yardstick("own share", "kernel_over_baseline", "eager attention"),
-    "sites": Yardstick("model", "model_over_sites", "all rounding sites together"),
+    "eager": RatioRule("own share", "kernel_over_baseline", "eager attention"),
+    "sites": RatioRule("model", "model_over_sites", "all rounding sites together"),
 }
 
 
 def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
-    """For the model every planned check and what it read; for every planned kernel in
-    every format whether it ran, whether it is finite, and its share, the whole and its
-    flips, or why not."""
+    """The tests of a report. For the model: each planned check, and whether the exact
+    output is finite. For each planned kernel in each format: whether it ran, whether it
+    is finite, its own share of the error, the whole error and the flips; a test that
+    cannot be made has its reason."""
     plan, limits = report.plan, rules.limits_of("effects")
     runs = summary_of(report).runs
     steady = not any(
@@ -106,12 +107,14 @@ def _is_whole(run: RunSummary, kernel: PlannedKernel, fmt: str, at: str) -> bool
 
 
 def _of_checks(report: EffectsReport) -> Iterator[Test]:
+    """A test for every check of the model."""
     formats = ", ".join(report.plan.formats)
     for check in report.checks:
         standing = Standing.HELD if check.holds else Standing.EXCEEDED
         if check.holds is None:
             standing = Standing.UNDECIDED if check.applies else Standing.NOT_APPLICABLE
         failing = standing is Standing.EXCEEDED
+        limit = "" if check.limit is None else f"at most {three(check.limit)}"
         yield Test(
             rule=check.name,
             standing=standing,
@@ -120,7 +123,7 @@ def _of_checks(report: EffectsReport) -> Iterator[Test]:
             metric="difference",
             observed=check.difference,
             bound=check.limit,
-            limit="" if check.limit is None else f"at most {three(check.limit)}",
+            limit=limit,
             judged=int(check.holds is not None),
             offending=int(failing),
             reasons=(check.reason,) if check.holds is None else (),
@@ -129,8 +132,8 @@ def _of_checks(report: EffectsReport) -> Iterator[Test]:
 
 
 def _ran(report: EffectsReport, who: Mapping[str, Any], rules: Rules) -> Test:
-    """In how many sequences the model ran with a kernel, alone and as a whole. Where its
-    output is not finite it ran: that is another rule's."""
+    """The test of how many sequences the model ran on with a kernel, alone and as a
+    whole. A run whose output is not finite counts as one: another rule judges that."""
     rows = [
         row
         for row in report.rows
@@ -156,21 +159,22 @@ def _ran(report: EffectsReport, who: Mapping[str, Any], rules: Rules) -> Test:
 
 
 def _same_kernel(row: OutputRow, who: Mapping[str, Any]) -> bool:
-    mine = (who["kernel"], str(who["options"]), who["format"])
-    return (row.kernel, str(row.options), row.format) == mine
+    """Whether a row is one of the kernel, options and format of a test."""
+    expected = (who["kernel"], str(who["options"]), who["format"])
+    return (row.kernel, str(row.options), row.format) == expected
 
 
 def _of_output(
     plan: EffectsPlan, whole: RunSummary, runs: Sequence[RunSummary], limits: Any
 ) -> Iterator[dict[str, Any]]:
-    """Fields of the tests of one output of the model with one kernel in one format."""
+    """The fields of the tests of one output of the model, with one kernel in one
+    format."""
     attention = alone(whole, runs)
     yield _finite(whole, attention, runs)
     if whole.cost is None or attention is None or attention.cost is None:
         lacking = [run for run in (whole, attention) if run and run.cost is None]
-        reasons = tuple(run.reason for run in lacking if run.reason) or (
-            "it did not run",
-        )
+        reasons = tuple(run.reason for run in lacking if run.reason)
+        reasons = reasons or ("it did not run",)
         # Where neither ran, the rule on runs says so; one without the other judges
         # nothing.
         neither = whole.cost is None and (attention is None or attention.cost is None)
@@ -216,8 +220,8 @@ def _emulated(plan: EffectsPlan) -> bool:
 def _finite(
     whole: RunSummary, attention: RunSummary | None, runs: Sequence[RunSummary]
 ) -> dict[str, Any]:
-    """NaN and infinity are the kernel's fault where the model is finite with another
-    one."""
+    """The fields of the test of a finite output. NaN and infinity are the kernel's fault
+    where the model is finite with another one."""
     bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
     others = [
         run for run in runs
@@ -248,15 +252,14 @@ def _finite(
 def _ratio(
     plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool
 ) -> dict[str, Any]:
-    """A ratio is exceeded where the lower end of its interval is beyond the limit; also
-    surely (SURELY) where it has no interval, or in one sequence alone if that has many
-    positions and the model no router (`steady`). It is held where the ratio itself is
-    within and has an interval."""
-    by = YARDSTICKS[run.beside or "sites"]
-    name = f"{by.limit}_float32" if by.rule == "model" else by.limit
-    limit = getattr(
-        limits, by.limit if run.format in BIAS_FORMATS or by.rule != "model" else name
-    )
+    """The fields of the test of a ratio. It is exceeded where the lower end of its
+    interval is beyond the limit; also where the ratio is SURELY times the limit and has
+    no interval, or is so in one sequence that has many positions, in a model without a
+    router (`steady`). It is held where the ratio is within the limit and has an
+    interval."""
+    by = RATIO_RULES[run.beside or "sites"]
+    wide = by.rule == "model" and run.format not in BIAS_FORMATS
+    limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
     test: dict[str, Any] = {"rule": by.rule, "metric": "over", "bound": limit}
     test |= {"limit": f"at most {three(limit)}", "judged": run.positions}
     if run.beside == "eager" and run.kernel == plan.against:
@@ -287,10 +290,9 @@ def _ratio(
     elif ratio > limit:
         ends = f"{three(low)} to {three(run.over.high)}"
         why = (
-            f"{three(ratio, limit)}× ({ends}): more sequences would tell on which "
-            "side of the "
+            f"{three(ratio, limit)}× ({ends}): more sequences would tell on which side "
+            "of the limit it is"
         )
-        why += "limit it is"
     else:
         return test | {"standing": Standing.HELD}
     return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
@@ -299,8 +301,7 @@ def _ratio(
 def findings(
     judgement: Judgement, report: EffectsReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """A sentence for each limit that is exceeded, the farthest first; what was not
-    tested."""
+    """A finding for each limit that is exceeded, the farthest first; and no notes."""
     wrong = [test for test in judgement.tests if test.beyond]
     sentences = []
     for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
@@ -327,16 +328,17 @@ def findings(
 
 def _sentence(test: Test) -> str:
     """What a test says, made of its numbers, to follow the kernel's name."""
-    of: Any = test.beyond[0]
-    if isinstance(of, Check):
-        return of.reason
+    subject: Any = test.beyond[0]
+    if isinstance(subject, Check):
+        return subject.reason
     if test.rule == "finite":
-        return f"gives NaN or infinity where another kernel does not: {of.reason}"
-    return flips_in_words(of) if test.rule == "flips" else _of_ratio(test, of)
+        return f"gives NaN or infinity where another kernel does not: {subject.reason}"
+    return flips_in_words(subject) if test.rule == "flips" else _of_ratio(test, subject)
 
 
 def _of_ratio(test: Test, run: RunSummary) -> str:
-    by = YARDSTICKS[run.beside or "sites"]
+    """The clause of a sentence on a ratio, with its interval and limit."""
+    by = RATIO_RULES[run.beside or "sites"]
     with_all = "" if by.rule == "model" else "with all else exact, "
     place = f"the {'pipeline' if run.at else 'model'}'s {run.place}"
     within = "in one sequence; limit"
@@ -358,8 +360,8 @@ def _of_ratio(test: Test, run: RunSummary) -> str:
 
 
 def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
-    """What a kernel, or the model, passed: the number nearest to its limit; what held,
-    and what was not tested and why."""
+    """What a kernel passed: the number nearest to its limit. Of the model, whose tests
+    have no kernel: which checks hold, and which were not tested and why."""
     if tests[0].kernel != MODEL:
         return _nearest(report, tests)
     holding = [
@@ -375,6 +377,8 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
 
 
 def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
+    """The clause on the passed test whose number is nearest to its limit; None where no
+    number was judged."""
     passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
     test = max(passed, key=lambda test: test.nearness, default=None)
     if test is None:
@@ -382,12 +386,8 @@ def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
     who = (label(test), test.format, test.tensor)
     kind = "attention" if test.rule == "own share" else "whole"
     for run in report.summary.runs or summary_of(report).runs:
-        at = run.at or "output"
-        if (
-            run.kind == kind
-            and run.layer is None
-            and ((labelled(run.kernel, run.options), run.format, at) == who)
-        ):
+        of_run = (labelled(run.kernel, run.options), run.format, run.at or "output")
+        if run.kind == kind and run.layer is None and of_run == who:
             ratio = test.rule in ("own share", "model") and run.over
             return _of_ratio(test, run) if ratio else flips_in_words(run)
     return None

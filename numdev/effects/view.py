@@ -11,31 +11,25 @@ from numdev.report import document as doc
 from numdev.report.numbers import NONE, labelled, percent, ratio, si
 
 LOGITS = (
-    "cost: the error as Kullback-Leibler divergence from the exact distribution of "
-    "the next token, "
-    "nats a position. |Δ log p|: change of the log-probability of the text's own "
-    "tokens. flips: "
-    "positions where the top token changes."
+    "cost: the error as Kullback-Leibler divergence from the exact distribution of the "
+    "next token, nats a position. |Δ log p|: change of the log-probability of the text's "
+    "own tokens. flips: positions where the top token changes."
 )
 STATES = (
-    "cost: the squared relative error of the {}, a mean over positions. error: "
-    "their rms error "
-    "over the exact rms, of all positions together. angle: between these and the "
+    "cost: the squared relative error of the {}, a mean over positions. error: their rms "
+    "error over the exact rms, of all positions together. angle: between these and the "
     "exact ones."
 )
 BOTH = (
-    "attention alone: its cost with all else in fp64, of the whole's; its inputs "
-    "are rounded, "
-    "which the sites q, k, v and rotary count too. × predicted: that over what "
-    "the kernel's own rounding model predicts; × eager: where nothing is predicted, "
-    "over that of "
-    "eager attention. apart: rms difference of the output from that with "
-    "{}, of the exact output's rms."
+    "attention alone: its cost with all else in fp64, of the whole's; its inputs are "
+    "rounded, which the sites q, k, v and rotary count too. × predicted: that over what "
+    "the kernel's own rounding model predicts; × eager: where nothing is predicted, over "
+    "that of eager attention. apart: rms difference of the output from that with {}, of "
+    "the exact output's rms."
 )
 SITES = (
-    "attention scores, P and output: as {} rounds; in calls for which it has no "
-    "rounding model, as "
-    "the next kernel that has one, or FlashAttention-2."
+    "attention scores, P and output: as {} rounds; in calls for which it has no rounding "
+    "model, as the next kernel that has one, or FlashAttention-2."
 )
 STANDARD = {
     "repeat": "{}, again", "moved": "{}, inputs one ulp off",
@@ -47,14 +41,9 @@ BAR = 24  # the width of the longest bar
 
 def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     runs, logits = report.summary.runs, report.output == "logits"
-    for fmt, at in dict.fromkeys((run.format, run.at) for run in runs):
-        own = [run for run in runs if (run.format, run.at) == (fmt, at)]
-        title = (
-            f"{own[0].place.capitalize()} in {fmt} beside fp64"
-            if at
-            else f"{fmt} beside fp64"
-        )
-        yield _kernels(fmt, own, title, logits=logits)
+    for (fmt, at), of_output in grouped(runs, lambda run: (run.format, run.at)).items():
+        place = f"{of_output[0].place.capitalize()} in {fmt}" if at else fmt
+        yield _kernels(fmt, of_output, f"{place} beside fp64", logits=logits)
     what = "latents, or image" if any(run.at for run in runs) else "final states"
     legend = (
         f"{LOGITS if logits else STATES.format(what)} "
@@ -64,19 +53,19 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     for budget in report.summary.budgets:
         sites = [r for r in runs if r.format == budget.format and r.kind == "site"]
         title = (
-            f"One site alone in {budget.format}, of the whole with "
-            f"{budget.kernel}; together "
+            f"One site alone in {budget.format}, of the whole with {budget.kernel}; "
+            f"together {ratio(budget.parts.mean)}"
         )
-        yield _sites(sites, f"{title}{ratio(budget.parts.mean)}")
+        yield _sites(sites, title)
     if report.summary.budgets:
         yield from doc.notes((SITES.format(report.plan.sites_of),))
     yield from doc.notes(report.summary.notes)
     layers = [run for run in runs if run.layer is not None and run.cost]
-    for fmt, own in grouped(layers, lambda run: run.format).items():
+    for fmt, of_format in grouped(layers, lambda run: run.format).items():
         yield doc.table(
             ("layer", "of the whole", "cost"),
-            ([str(r.layer), _share(r), si(_mean(r.cost))] for r in own),
-            title=f"{own[0].kernel} in {fmt} in one layer, all else in fp64",
+            ([str(r.layer), _share(r), si(_mean(r.cost))] for r in of_format),
+            title=f"{of_format[0].kernel} in {fmt} in one layer, all else in fp64",
         )
     grown = [run for run in runs if run.growth and run.kind in ("whole", "emulated")]
     parts = len(grown[0].growth) if grown else 0
@@ -120,15 +109,17 @@ def _state(check: Check) -> doc.Cell:
 def _kernels(
     fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool
 ) -> doc.Table:
-    """The model with each kernel, and what it is held against below."""
+    """The model with each kernel, and below them the runs that they are compared with."""
     alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
     wholes = [run for run in runs if run.kind == "whole" and run.cost]
     present = {alone[r.run[1:]].beside for r in wholes if r.run[1:] in alone}
     beside = [what for what in BESIDE if what in present]
-    shown = [*wholes, *(run for kind in STANDARD for run in runs if run.kind == kind)]
+    by_kind = grouped(runs, lambda run: run.kind)
+    standards = [run for kind in STANDARD for run in by_kind.get(kind, ())]
+    shown = [*wholes, *standards]
 
     def cells(run: RunSummary) -> Iterator[str | doc.Cell]:
-        own = alone.get(run.run[1:]) if run.kind == "whole" else None
+        attention = alone.get(run.run[1:]) if run.kind == "whole" else None
         yield doc.Cell(_name(run), style="strong", title=run.reason or "")
         yield si(_mean(run.cost))
         yield si(_mean(run.log_prob)) if logits else si(run.error)
@@ -136,19 +127,19 @@ def _kernels(
             yield NONE if run.flips is None else f"{run.flips:,}"
         else:
             yield NONE if run.angle is None else f"{si(run.angle)}°"
-        yield _share(own)
-        yield from (_beside(own, what) for what in beside)
+        yield _share(attention)
+        yield from (_beside(attention, what) for what in beside)
         yield si(run.apart)
 
-    own = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
+    numbers = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
     ratios = (BESIDE[what] for what in beside)
-    columns = (f"the model in {fmt} with", *own, "attention alone", *ratios, "apart")
+    columns = (f"the model in {fmt} with", *numbers, "attention alone", *ratios, "apart")
     standard = [run.kind != "whole" for run in shown]
     return doc.table(columns, map(cells, shown), standard, title=title)
 
 
 def _beside(run: RunSummary | None, what: str) -> str:
-    """A run's cost over that of what it is held against, if that is this."""
+    """A run's cost over that of the run it is compared with, if that is `what`."""
     return ratio(run.over.mean) if run and run.over and run.beside == what else NONE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from numdev.effects.report import (
     LIMIT,
@@ -23,27 +23,20 @@ from numdev.grouping import grouped
 from numdev.report.numbers import labelled
 
 SIZES = (
-    *(
-        "cost",
-        "error",
-        "cost_p999",
-        "cost_max",
-        "log_prob",
-        "log_prob_p999",
-        "log_prob_max",
-    ),
+    *("cost", "error", "cost_p999", "cost_max"),
+    *("log_prob", "log_prob_p999", "log_prob_max"),
     *("angle", "apart"),
 )
-# Of a sequence, for `growth`; a shorter one than twice as many positions has none
+# Parts of a sequence in `growth`, which one of less than twice as many positions lacks
 PARTS = 8
-FAR = 10.0  # times what a kernel errs, which no floor does
-# The kinds that are also held against another kernel
+FAR = 10.0  # times the error of a kernel, which no floor reaches
+# The kinds of runs that are also compared with the kernel `against`
 STEADY = ("whole", "repeat", "moved")
 
 
 def check(report: EffectsReport) -> None:
-    """Raises MeasurementError for rows or checks that nobody planned, that are not there,
-    or that cannot be: what is not there exceeds no limit."""
+    """Raises MeasurementError for rows or checks that nobody planned, that are missing,
+    or whose numbers contradict each other. A missing row would exceed no limit."""
     wrong = next(
         itertools.chain(
             _of_request(report), _of_checks(report), _of_rows(report), _of_floors(report)
@@ -55,7 +48,7 @@ def check(report: EffectsReport) -> None:
 
 
 def _of_request(report: EffectsReport) -> Iterator[str]:
-    """Where the request asked for something else than was planned."""
+    """Where the plan is not what the request asked for."""
     plan, request = report.plan, report.request
     yield from other_formats(request, plan.formats)
     read = report.provenance.source.get("sequences_read")
@@ -95,18 +88,15 @@ def _of_request(report: EffectsReport) -> Iterator[str]:
         yield "the plan has some of the runs with all sites, and not all"
     if bool(kinds["site"]) != bool(request.get("sites") and kinds["emulated"]):
         yield "the plan has other runs of single sites than the request"
-    if (
-        (report.output == "logits") != plan.logits
-        or not plan.outputs
-        or plan.sequences < 1
-    ):
+    other_output = (report.output == "logits") != plan.logits
+    if other_output or not plan.outputs or plan.sequences < 1:
         yield "the plan has another output than the report"
 
 
 def _of_checks(report: EffectsReport) -> Iterator[str]:
-    made = [(check.name, check.format, check.applies) for check in report.checks]
+    present = [(check.name, check.format, check.applies) for check in report.checks]
     planned = [(check.name, check.format, check.applies) for check in report.plan.checks]
-    if made != planned or len({name[:2] for name in made}) < len(made):
+    if present != planned or len({name[:2] for name in present}) < len(present):
         yield "its checks are not those that were planned"
     applied = {check.name for check in report.plan.checks if check.applies}
     for option, name in (("generate", "cache"), ("compile", "compiled")):
@@ -120,6 +110,7 @@ def _of_checks(report: EffectsReport) -> Iterator[str]:
 
 
 def _contradiction(check: Check) -> str:
+    """What is wrong with a check; empty where its fields fit together."""
     limit = LIMITS.get(check.name, LIMIT)
     if check.limit not in (None, limit):
         return f"has another limit than {limit:g}"
@@ -134,14 +125,11 @@ def _contradiction(check: Check) -> str:
         case True:
             if size is None:
                 return "holds, and was not tried"
-            return "holds beyond its limit" if size is not None and size > limit else ""
+            return "holds beyond its limit" if size > limit else ""
         case False:
-            within = size is not None and size <= limit
-            return (
-                "fails within its limit, or for no reason"
-                if within or not check.reason
-                else ""
-            )
+            if not check.reason or (size is not None and size <= limit):
+                return "fails within its limit, or for no reason"
+            return ""
 
 
 def _of_rows(report: EffectsReport) -> Iterator[str]:
@@ -155,82 +143,80 @@ def _of_rows(report: EffectsReport) -> Iterator[str]:
         kind, *which = run.run
         where = f"{' '.join(filter(None, (kind, run.kernel, run.site)))} ({fmt})"
         where += f" of sequence {sequence}"
-        own = rows.pop(((kind, fmt, at, *which), sequence), [])
-        if len(own) != 1:
+        matching = rows.pop(((kind, fmt, at, *which), sequence), [])
+        if len(matching) != 1:
             yield f"{where} has no row, or several"
-        for row in own:
+        for row in matching:
             if wrong := _row(row, plan):
                 yield f"{where} {wrong}"
-            place = (fmt, at, sequence)
-            if (
-                row.status == "ok"
-                and positions.setdefault(place, row.positions) != row.positions
-            ):
+            if row.status != "ok":
+                continue
+            first = positions.setdefault((fmt, at, sequence), row.positions)
+            if row.positions != first:
                 yield f"{where} has another number of positions than other runs"
     for (kind, fmt, *_), sequence in rows:
         yield f"{kind} ({fmt}) of sequence {sequence} was not planned"
 
 
 def _of_floors(report: EffectsReport) -> Iterator[str]:
-    """The floor is the exact result, rounded once: no kernel errs much less in its
-    format."""
+    """Where the floor errs far more than a kernel: it is the exact result, rounded once,
+    so that no kernel errs much less in its format."""
     alone = [
         r for r in report.rows if r.kind == "attention" and r.layer is None and r.error
     ]
-    for (fmt, _, sequence), rows in grouped(
-        alone, lambda r: (r.format, r.at, r.sequence)
-    ).items():
+    by_call = grouped(alone, lambda r: (r.format, r.at, r.sequence))
+    for (fmt, _, sequence), rows in by_call.items():
         errors = {row.kernel: row.error or 0.0 for row in rows}
         if errors.get("floor", 0.0) > FAR * min(errors.values()):
             yield f"the floor ({fmt}) of sequence {sequence} errs far more than a kernel"
 
 
 def _row(row: OutputRow, plan: EffectsPlan) -> str:
-    """What of a row cannot be; empty where all fits together."""
-    present = {name: x for name in SIZES if (x := getattr(row, name)) is not None}
-    counts = (row.flips, row.unexplained, row.first_flip)
+    """What is wrong with a row; empty where its fields fit together."""
+    sizes = [x for name in SIZES if (x := getattr(row, name)) is not None]
     if row.status != "ok":
-        bare = (
-            not present and all(x is None for x in counts) and row.log_perplexity is None
-        )
-        if not bare or row.positions or row.growth:
-            return "has numbers though it was not measured"
-        if row.lost and (row.status != "skipped" or row.nonfinite):
-            return "has no exact output, and was measured"
-        return (
-            ""
-            if row.reason and (not row.nonfinite or row.status == "failed")
-            else "says no why"
-        )
-    if (
-        row.lost
-        or row.nonfinite
-        or row.positions < 1
-        or row.cost is None
-        or row.error is None
-    ):
+        return _unmeasured_row(row, sizes)
+    measured = row.positions > 0 and row.cost is not None and row.error is not None
+    if row.lost or row.nonfinite or not measured:
         return "has no numbers, and was measured"
-    if not all(0 <= x <= HUGE for x in present.values()):
+    if not all(0 <= x <= HUGE for x in sizes):
         return "has a number that cannot be"
     if not row.error and row.cost:
         return "has a cost without an error"
     for name in ("cost", "log_prob"):
-        mean, most, largest = (
-            getattr(row, f"{name}{end}") for end in ("", "_p999", "_max")
-        )
-        several = [x for x in (mean, most, largest) if x is not None]
-        if len(several) not in (0, 3) or (
-            several and not max(mean, most) <= largest * (1 + 1e-9)
-        ):
+        if not _ordered(*(getattr(row, f"{name}{end}") for end in ("", "_p999", "_max"))):
             return f"has a {name} above its largest"
     if len(row.growth) != (PARTS if row.positions >= 2 * PARTS else 0):
         return "has no growth along its positions"
-    if not plan.logits:
-        return (
-            ""
-            if row.angle is not None and row.flips is None
-            else "has the numbers of logits"
-        )
+    if plan.logits:
+        return _flips(row, plan)
+    is_of_states = row.angle is not None and row.flips is None
+    return "" if is_of_states else "has the numbers of logits"
+
+
+def _unmeasured_row(row: OutputRow, sizes: Sequence[float]) -> str:
+    """What is wrong with a row that should have no numbers."""
+    counts = (row.flips, row.unexplained, row.first_flip, row.log_perplexity)
+    has_numbers = sizes or row.positions or row.growth
+    if has_numbers or any(x is not None for x in counts):
+        return "has numbers though it was not measured"
+    if row.lost and (row.status != "skipped" or row.nonfinite):
+        return "has no exact output, and was measured"
+    if not row.reason or (row.nonfinite and row.status != "failed"):
+        return "says no why"
+    return ""
+
+
+def _ordered(mean: float | None, point: float | None, largest: float | None) -> bool:
+    """Whether a mean and the 99.9 % point over positions are at most the largest value;
+    true where all three are null, false where some are."""
+    if mean is None or point is None or largest is None:
+        return mean is None and point is None and largest is None
+    return max(mean, point) <= largest * (1 + 1e-9)
+
+
+def _flips(row: OutputRow, plan: EffectsPlan) -> str:
+    """What is wrong with the flips of a row of logits."""
     if row.flips is None or not 0 <= row.flips <= row.positions:
         return "has more flips than positions"
     if (row.first_flip is None) != (row.flips == 0):
@@ -239,15 +225,8 @@ def _row(row: OutputRow, plan: EffectsPlan) -> str:
         return "says which flips are unexplained, and the model chooses experts"
     if row.unexplained is not None and not 0 <= row.unexplained <= row.flips:
         return "has more unexplained flips than flips"
-    if (
-        row.kind in STEADY
-        and row.unexplained is None
-        and not plan.routes
-        and _explains(plan)
-    ):
+    # Flips are told from near ties by the errors of the emulated run
+    explained = not plan.routes and any(run.kind == "emulated" for run in plan.runs)
+    if row.kind in STEADY and row.unexplained is None and explained:
         return "does not say which flips are unexplained"
     return ""
-
-
-def _explains(plan: EffectsPlan) -> bool:
-    return any(run.kind == "emulated" for run in plan.runs)
