@@ -256,10 +256,10 @@ def _changes(
 ) -> tuple[Sequence[Finding], list[str]]:
     """What a kernel breaks along these axes, on the cases that it takes; and what is not
     tested."""
-    from numdev.invariance.study import SECTIONS, Study, compared_axes, prepared
+    from numdev.invariance.study import SECTIONS, InvarianceStudy, compared_axes, prepared
     from numdev.invariance.verdict import findings
 
-    study = Study(
+    study = InvarianceStudy(
         [planned], names, plan.system, attempt, Stopwatch(plan.system.device, SECTIONS)
     )
     rows = [

@@ -44,7 +44,7 @@ from numdev.invariance.models import _ways
 from numdev.invariance.report import Cause, InvarianceReport, InvarianceRow
 from numdev.invariance.study import invariance
 from numdev.invariance.view import blocks
-from numdev.invariance.wholeness import _of_way, check
+from numdev.invariance.wholeness import _way_contradiction, check
 from numdev.kernels.reference import gradients
 from numdev.report import read, write
 from numdev.report.document import Table
@@ -242,7 +242,10 @@ def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:
     check_way = report.plan.ways[0].model_copy(
         update={"format": row.format, "case": "c", "axis": "batch", "variant": "v0"}
     )
-    assert _of_way(check_way, [row]) == "compares another part of the call than the plan"
+    assert (
+        _way_contradiction(check_way, [row])
+        == "compares another part of the call than the plan"
+    )
 
 
 @pytest.mark.parametrize("excuse", ["mask", "option", "way"])
@@ -256,8 +259,8 @@ def test_nothing_excuses_a_kernel_that_the_way_does_not_add(excuse: str) -> None
     [row] = rows_along("strides", {**blank, **skipped})
     way = stored().plan.ways[0].model_copy(update={"axis": "strides", "variant": "v0"})
     wrong = f"is excused by the {excuse}, which the plan does not add"
-    assert _of_way(way, [row]) == wrong
-    assert _of_way(way.model_copy(update={"adds": excuse}), [row]) == ""
+    assert _way_contradiction(way, [row]) == wrong
+    assert _way_contradiction(way.model_copy(update={"adds": excuse}), [row]) == ""
 
 
 @pytest.mark.parametrize(("ran", "unjudged"), [(False, 0), (True, 1)])
@@ -860,7 +863,7 @@ def test_a_part_that_begins_later_is_counted_from_the_whole() -> None:
                             kv_head=slice(1, 2), key=slice(4, 9))  # fmt: skip
     apart = torch.zeros(1, 2, 4, 16, dtype=torch.bool)
     apart[0, 1, 2, 5] = apart[0, 0, 3, 1] = True
-    call: Any = SimpleNamespace(there=there)
+    call: Any = SimpleNamespace(in_base=there)
     assert _first(call, "out", apart) == (1, 3, 10, 5)
     assert _first(call, "dk", apart[:, 1:]) == (1, 1, 6, 5)
     assert [keys_seen(case, (0, 1, row, 0)) for row in (0, 10, 39)] == [1, 11, 40]

@@ -26,18 +26,18 @@ from numdev.cases import AttentionCase, explicit_mask, key_limits
 from numdev.invariance import ways
 
 SIZES = (1, 2, 8, 64)  # sequences in a batch
-LARGEST = 1 << 33  # scores of a call that an axis makes larger than the case
+LARGEST = 1 << 33  # scores of a call that is larger than the case, on a GPU
 LARGEST_CPU = 1 << 24
-PLAIN: Within = contextlib.nullcontext  # laid out, and run, as it is
+PLAIN: Within = contextlib.nullcontext  # the call laid out and run as it is
 AROUND = 4  # sequences of a batch whose order or neighbours change
 PAD = 37  # tokens: no multiple of a tile
 EXTEND = 16  # tokens that are added to a cache at once
-LARGE = 4.0  # what a neighbour's values are multiplied by: exact in every format
+LARGE = 4.0  # a neighbour's values times this are exact in every format
 
 
 class Part(NamedTuple):
-    """Where rows stand in a call: indices of its axes. `key` None: dk and dv are sums
-    over other queries, and not compared."""
+    """The place of rows in a call, as indices of its axes. With `key` None dk and dv are
+    not compared: they are sums over other queries."""
 
     batch: slice = slice(None)
     head: slice = slice(None)
@@ -54,26 +54,28 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-class Call(NamedTuple):
+class VariantCall(NamedTuple):
+    """One call of a variant, and which of its rows are compared with rows of the base."""
+
     case: AttentionCase
-    here: Part = WHOLE  # the rows that are compared, in this call
-    there: Part = WHOLE  # and in the base
-    first_key: int = 0  # of the base's keys the first one that this call has
+    in_call: Part = WHOLE  # the place of the compared rows in this call
+    in_base: Part = WHOLE  # and in the base
+    first_key: int = 0  # the first of the base's keys that this call has
 
     @property
     def moves_keys(self) -> bool:
         """Whether the same keys stand elsewhere in this call than in the base."""
-        starts = [
-            part.key.start or 0 if part.key else 0 for part in (self.here, self.there)
-        ]
-        return self.first_key != 0 or starts[0] != starts[1]
+        keys, keys_of_base = self.in_call.key, self.in_base.key
+        start = keys.start or 0 if keys else 0
+        start_in_base = keys_of_base.start or 0 if keys_of_base else 0
+        return self.first_key != 0 or start != start_in_base
 
 
 class Variant(NamedTuple):
     """One way to compute the base's rows again."""
 
     name: str
-    calls: tuple[Call, ...]
+    calls: tuple[VariantCall, ...]
     base: AttentionCase | None = None  # None: the case itself
     within: Within = PLAIN  # how the calls are laid out in memory, and run
     base_within: Within = PLAIN
@@ -92,10 +94,14 @@ Variants = Iterator[Variant]
 
 
 def again(
-    name: str, case: AttentionCase, here: Part = WHOLE, there: Part = WHOLE, **more: Any
+    name: str,
+    case: AttentionCase,
+    in_call: Part = WHOLE,
+    in_base: Part = WHOLE,
+    **fields: Any,
 ) -> Variant:
-    """A variant of one call."""
-    return Variant(name=name, calls=(Call(case, here, there),), **more)
+    """A variant of one call; `fields` are others of the variant."""
+    return Variant(name=name, calls=(VariantCall(case, in_call, in_base),), **fields)
 
 
 def alike(x: Tensor, like: Tensor) -> Tensor:
@@ -108,13 +114,13 @@ def alike(x: Tensor, like: Tensor) -> Tensor:
 
 
 def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
-    """The batch of these sequences of the case; from its batch on, neighbours that are
-    made."""
+    """The batch of these sequences of the case. A number beyond its batch gives a
+    neighbour: a sequence of the case, rolled along its length."""
     count = case.q.shape[0]
 
     def one(x: Tensor, index: int) -> Tensor:
-        own, times = x[index % count : index % count + 1], index // count
-        return own if not times else own.roll(times, dims=2) * (-1.0) ** times
+        sequence, times = x[index % count : index % count + 1], index // count
+        return sequence.roll(times, dims=2) * (-1.0) ** times if times else sequence
 
     changed: dict[str, Any] = {}
     for name in ways.FEATURES:
@@ -132,18 +138,17 @@ def grown(
     keys: tuple[int, int] = (0, 0),
     hidden: bool = False,
 ) -> AttentionCase:
-    """The case with so many query rows and keys before and behind its own. Its rows see
-    what they saw by causality, window and mask; where keys are `hidden`, a mask hides the
-    new ones from them, and a new row before them sees the first key alone. Nothing flows
-    back through new rows."""
+    """The case with more query rows and keys: `rows` and `keys` say how many before and
+    how many behind. The case's rows see what they saw by causality, window and mask;
+    where keys are `hidden`, a mask hides the new ones from them, and a new row before
+    them sees the first key alone. The gradient of the output is 0 in new rows."""
 
     def around(x: Tensor, before: int, behind: int, *, zero: bool = False) -> Tensor:
         times = -(-max(before, behind) // x.shape[2])
         other = [x.roll(i, dims=2) * (-1.0) ** i for i in range(1, times + 1)]
         tokens = torch.cat([x[:, :, :0], *other], dim=2) * float(not zero)
-        return alike(
-            torch.cat([tokens[:, :, :before], x, tokens[:, :, :behind]], dim=2), x
-        )
+        whole = torch.cat([tokens[:, :, :before], x, tokens[:, :, :behind]], dim=2)
+        return alike(whole, x)
 
     changed: dict[str, Any] = {
         "q": around(case.q, *rows),
@@ -187,6 +192,7 @@ def _together(mask: Tensor | None, shown: Tensor) -> Tensor:
 
 
 def without_positions(case: AttentionCase) -> AttentionCase:
+    """The case without causality and window, so that every row sees every key."""
     return dataclasses.replace(case, is_causal=False, causal_offset=0, window=None)
 
 
@@ -196,12 +202,16 @@ def _some_rows(case: AttentionCase) -> list[int]:
     return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
 
 
-def _cut(case: AttentionCase, first: int, last: int, keys: range | None = None) -> Call:
-    """These rows alone; dk and dv are theirs where they are all there are."""
-    kept = {"row": range(first, last)} | ({} if keys is None else {"key": keys})
+def _cut(
+    case: AttentionCase, first: int, last: int, keys: range | None = None
+) -> VariantCall:
+    """A call of these rows alone. dk and dv are compared where these are all rows."""
+    ranges = {"row": range(first, last)} | ({} if keys is None else {"key": keys})
     whole = (first, last) == (0, case.q_len)
-    there = Part(row=slice(first, last), key=slice(None) if whole else None)
-    return Call(case=part(case, **kept), there=there, first_key=keys.start if keys else 0)
+    in_base = Part(row=slice(first, last), key=slice(None) if whole else None)
+    return VariantCall(
+        case=part(case, **ranges), in_base=in_base, first_key=keys.start if keys else 0
+    )
 
 
 def _last_of(case: AttentionCase, name: str, rows: int, **changed: Any) -> Variant:
@@ -210,8 +220,8 @@ def _last_of(case: AttentionCase, name: str, rows: int, **changed: Any) -> Varia
     return again(name, whole, Part(row=slice(rows - 1, rows), key=None), Part(key=None))
 
 
-def _own(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
-    """The case's rows and keys where so many stand before them."""
+def _part_of_case(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
+    """The place of the case's rows and keys behind so many new ones."""
     return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
 
 
@@ -225,7 +235,8 @@ def batch(case: AttentionCase) -> Variants:
     """The first sequences in a larger batch, or the first and the last alone; of a large
     call the first kv head alone."""
     count, largest = case.q.shape[0], LARGEST if case.q.is_cuda else LARGEST_CPU
-    one, base, compared = case.q.shape[2] * case.kv_len, None, ""
+    one = case.q.shape[2] * case.kv_len  # scores of one head of one sequence
+    base, compared = None, ""
     if max(SIZES) * one * case.heads > largest and case.kv_heads > 1:
         base, compared = part(case, kv_head=range(1)), "kv head 0 alone"
     whole = base or case
@@ -240,39 +251,43 @@ def batch(case: AttentionCase) -> Variants:
             continue
         calls = []
         for first in [0, count - 1] if size == 1 else [0]:
-            own, again = (
-                min(size, count - first),
-                picked(whole, range(first, first + size)),
-            )
+            shared = min(size, count - first)
             calls.append(
-                Call(again, Part(slice(0, own)), Part(slice(first, first + own)))
+                VariantCall(
+                    picked(whole, range(first, first + size)),
+                    in_call=Part(batch=slice(0, shared)),
+                    in_base=Part(batch=slice(first, first + shared)),
+                )
             )
         yield Variant(name=name, calls=tuple(calls), base=base, part=compared)
 
 
 def order(case: AttentionCase) -> Variants:
+    """The first sequence at another place of the batch."""
     base = picked(case, range(AROUND))
     for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
         at = places.index(0)
-        here, there = (Part(batch=slice(i, i + 1)) for i in (at, 0))
+        in_call, in_base = (Part(batch=slice(i, i + 1)) for i in (at, 0))
         name = f"as number {at + 1} of {AROUND}"
-        yield again(name, picked(case, places), here, there, base=base)
+        yield again(name, picked(case, places), in_call, in_base, base=base)
 
 
 def neighbours(case: AttentionCase) -> Variants:
-    """What other sequences hold, NaN and numbers that make far larger scores among it."""
+    """Other values in the other sequences of the batch, NaN among them and numbers that
+    make far larger scores."""
     base, first = picked(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
     for name, factor in (("larger", LARGE), ("zero", 0.0), *ways.POISONS.items()):
         changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
         for x in changed.values():
             x[1:] = factor if name in ways.POISONS else x[1:] * factor
         other = dataclasses.replace(base, **changed)
-        here = first if name in ways.POISONS else Part(batch=slice(0, 1))
-        yield again(f"neighbours {name}", other, here, here, base=base)
+        compared_part = first if name in ways.POISONS else Part(batch=slice(0, 1))
+        yield again(f"neighbours {name}", other, compared_part, compared_part, base=base)
 
 
 def lengths(case: AttentionCase) -> Variants:
-    """In a batch, by a mask of keys; packed, by a mask that is diagonal in blocks."""
+    """Neighbours of other lengths: in a batch, by a mask of keys; packed, by a mask that
+    is diagonal in blocks."""
     around, n, m = picked(case, range(AROUND)), case.q_len, case.kv_len
 
     def padded(*others: int) -> AttentionCase:
@@ -293,22 +308,23 @@ def lengths(case: AttentionCase) -> Variants:
             name="packed", calls=(), reason="the call is too large for a mask of it here"
         )
         return
-    base, there = _packed(case, (n, n, n), 0), Part(row=slice(0, n), key=slice(0, n))
+    base, in_base = _packed(case, (n, n, n), 0), Part(row=slice(0, n), key=slice(0, n))
     for name, sizes, start in (
         ("packed, neighbours of other lengths", (n, n // 2, n + n // 2), 0),
         ("packed, behind another", (n // 2 + 1, n, n + n // 2 - 1), n // 2 + 1),
     ):
-        own = slice(start, start + n)
+        place = slice(start, start + n)
         packed = _packed(case, sizes, int(start > 0))
-        yield again(name, packed, Part(row=own, key=own), there, base=base)
+        yield again(name, packed, Part(row=place, key=place), in_base, base=base)
 
 
 def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
-    """Each sequence of the batch among others of these sizes; it is number `at` of
-    them."""
+    """Each sequence of the batch packed with others into one, of these sizes; the case's
+    own is number `at` of them."""
     around = sum(sizes[:at]), sum(sizes[at + 1 :])
     whole = grown(without_positions(case), rows=around, keys=around)
-    numbers, (low, high) = torch.repeat_interleave(torch.tensor(sizes)), key_limits(case)
+    numbers = torch.repeat_interleave(torch.tensor(sizes))
+    low, high = key_limits(case)
     shown, place = numbers[:, None] == numbers, torch.arange(len(numbers))
     if high is not None:
         shown &= place <= place[:, None] + high
@@ -318,25 +334,28 @@ def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase
 
 
 def padding(case: AttentionCase) -> Variants:
+    """Tokens before or behind the sequence that a mask hides."""
     for side in ("right", "left"):
         for amount in (1, PAD):
             keys = (amount, 0) if side == "left" else (0, amount)
             rows = keys if case.q_len == case.kv_len else (0, 0)
-            here = _own(case, rows[0], keys[0])
+            in_call = _part_of_case(case, rows[0], keys[0])
             more = grown(case, rows=rows, keys=keys, hidden=True)
-            yield again(f"{amount} on the {side}", more, here)
+            yield again(f"{amount} on the {side}", more, in_call)
 
 
 def heads(case: AttentionCase) -> Variants:
+    """The first and the last kv head alone, with their query heads."""
     for g in sorted({0, case.kv_heads - 1}) if case.kv_heads > 1 else ():
         of_group = slice(g * case.group, (g + 1) * case.group)
-        there = Part(head=of_group, kv_head=slice(g, g + 1))
+        in_base = Part(head=of_group, kv_head=slice(g, g + 1))
         yield again(
-            f"kv head {g} alone", part(case, kv_head=range(g, g + 1)), there=there
+            f"kv head {g} alone", part(case, kv_head=range(g, g + 1)), in_base=in_base
         )
 
 
 def rows(case: AttentionCase) -> Variants:
+    """Some rows alone; a single row as the last of several."""
     n = case.q_len
     for i in _some_rows(case) if n > 1 else ():
         yield Variant(name=f"row {i} alone", calls=(_cut(case, i, i + 1),))
@@ -347,16 +366,18 @@ def rows(case: AttentionCase) -> Variants:
 
 
 def longer(case: AttentionCase) -> Variants:
+    """More tokens behind the sequence, which causality hides."""
     high = key_limits(case)[1]
     if high is None or case.q_len - 1 + high > case.kv_len - 1:
         return
     text = case.q_len + case.causal_offset == case.kv_len
     for more in (1, PAD, case.kv_len):
         whole = grown(case, rows=(0, more if text else 0), keys=(0, more))
-        yield again(f"{more} tokens behind", whole, _own(case))
+        yield again(f"{more} tokens behind", whole, _part_of_case(case))
 
 
 def chunks(case: AttentionCase) -> Variants:
+    """The rows in chunks, each with the keys up to its last row."""
     n, high = case.q_len, key_limits(case)[1]
     for size in sorted({n // 2, 3 * n // 8, 64} if n >= 32 else ()):
         calls = []
@@ -369,6 +390,8 @@ def chunks(case: AttentionCase) -> Variants:
 
 
 def decode(case: AttentionCase) -> Variants:
+    """Some rows with the keys that they see and no causality; a single row as the last of
+    a causal prefill."""
     n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
     if n > 1 and high is not None:
         for i in _some_rows(case):
@@ -387,6 +410,7 @@ def decode(case: AttentionCase) -> Variants:
 
 
 def mask(case: AttentionCase) -> Variants:
+    """What is hidden as a mask of bool, and as one that is added to the scores."""
     shown, plain = explicit_mask(case), without_positions(case)
     if shown is None:
         shown = torch.ones(
@@ -401,6 +425,8 @@ def mask(case: AttentionCase) -> Variants:
 
 
 def strides(case: AttentionCase) -> Variants:
+    """The same values in other layouts; keys and values shared by all sequences, with
+    stride 0."""
     alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
     yield from unchanged(case, ways=LAYOUTS | (PACKED if alike else {}))
     if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
@@ -412,31 +438,44 @@ def strides(case: AttentionCase) -> Variants:
 
 
 def threads(case: AttentionCase) -> Variants:
-    here = torch.get_num_threads()
-    for count in sorted({1, 2, 3} - {here}) if not case.q.is_cuda else ():
+    """The same call on other numbers of CPU threads."""
+    current = torch.get_num_threads()
+    for count in sorted({1, 2, 3} - {current}) if not case.q.is_cuda else ():
         within = partial(ways.on_threads, count=count)
-        yield again(f"{count} in place of {here}", case, within=within)
+        yield again(f"{count} in place of {current}", case, within=within)
 
 
 def hidden(case: AttentionCase, *, poison: str) -> Variants:
+    """Poison in keys and values that a mask hides."""
     more = (0, PAD if case.q_len == case.kv_len else 0)
-    base, own = grown(case, rows=more, keys=(0, PAD), hidden=True), _own(case)
+    base, part_of_case = (
+        grown(case, rows=more, keys=(0, PAD), hidden=True),
+        _part_of_case(case),
+    )
     for tensors in ("kv", "k", "v"):
         changed = {}
         for tensor in tensors:
             changed[tensor] = x = getattr(base, tensor).clone()
             x[:, :, case.kv_len :] = ways.POISONS[poison]
         other = dataclasses.replace(base, **changed)
-        yield again(f"{poison} in {' and '.join(tensors)}", other, own, own, base=base)
+        yield again(
+            f"{poison} in {' and '.join(tensors)}",
+            other,
+            part_of_case,
+            part_of_case,
+            base=base,
+        )
 
 
 def _changed(
-    by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **more: Any
+    by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **arguments: object
 ) -> Within:
-    return partial(ways.changed, by=partial(by, **more), of=of)
+    """How a call is laid out with `by` applied to some of its tensors."""
+    return partial(ways.changed, by=partial(by, **arguments), of=of)
 
 
-def _against(base: Within, **ways: Within) -> dict[str, dict[str, Any]]:
+def _against(base: Within, **ways: Within) -> dict[str, dict[str, object]]:
+    """The fields of variants that differ from the base in how the call is laid out."""
     return {
         name: {"within": within, "base_within": base} for name, within in ways.items()
     }
@@ -456,16 +495,21 @@ BEFORE = {
     f"{name} before": partial(ways.sentinel, value=x) for name, x in ways.POISONS.items()
 }
 
-SAME_CALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+# Options that cut the keys, or order them; the study leaves out those that a kernel has
+# not.
+TILINGS = {
+    f"{name}={value}": {"options": {name: value}}
+    for name, values in ways.TILINGS.items()
+    for value in values
+}
+
+# By axis the variants that are the same call, laid out or run another way
+SAME_CALL: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "repeat": {"again": {}, "a third time": {}},
     "paged": _against(PLAIN, **PAGES),
     "graph": {"CUDA graph": {"wrap": "graph"}},
     "compiled": {"torch.compile": {"wrap": "compiled"}},
-    # Options that cut the keys, or order them; the study leaves out what a kernel has
-    # not.
-    "tiles": {
-        f"{n}={x}": {"options": {n: x}} for n, xs in ways.TILINGS.items() for x in xs
-    },
+    "tiles": TILINGS,
     "beyond": _against(_changed(ways.inside, value=None), **BEYOND),
     "unwritten": _against(partial(ways.sentinel, value=0.0), **BEFORE),
 }

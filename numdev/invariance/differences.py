@@ -15,56 +15,57 @@ from numdev.audit.isolation import Within
 from numdev.audit.plan import Planned
 from numdev.cases import AttentionCase, visible
 from numdev.formats import Format, format_of, round_to, ulp
-from numdev.invariance.axes import Call, Variant
+from numdev.invariance.axes import Variant, VariantCall
+from numdev.invariance.report import Fields
 from numdev.kernels import Output
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bits import bits
 
 TENSORS = ("out", "lse", *GRADIENTS)
-# What a key of dk may err less by, and still err as another key of its head does
+# A key of dk whose error is this many times smaller still errs like another of its head
 ELSEWHERE = 8.0
-EXACT = 1e-10  # of the terms of a sum: what fp64 in another order may change
+EXACT = 1e-10  # change of a sum over its terms that fp64 in another order may make
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements have other bits; of two dtypes, other values."""
+    """Bool: which elements have other bits; for two dtypes, which have other values."""
     if a.dtype != b.dtype:
         a, b = a.double(), b.double()
     return bits(a) != bits(b)
 
 
-def exact_change(call: Call, base: Reference, variant: Reference) -> float:
-    """How far the exact answer of the call's rows is from the base's, over the size of
-    what is added up: beyond EXACT it is another answer."""
-    counted: Any = call.there.of("out", ~base.empty)
-    if not counted.equal(call.here.of("out", ~variant.empty)):
+def exact_change(call: VariantCall, base: Reference, variant: Reference) -> float:
+    """The largest change of the exact answer of the call's rows against the base's, over
+    the terms of its sums. Beyond EXACT it is another answer; infinite where one form
+    alone sees no key."""
+    counted: Any = call.in_base.of("out", ~base.empty)
+    if not counted.equal(call.in_call.of("out", ~variant.empty)):
         return math.inf
     worst = 0.0
     for tensor in TENSORS:
-        a = call.there.of(tensor, getattr(base, tensor, None))
-        b = call.here.of(tensor, getattr(variant, tensor, None))
+        a = call.in_base.of(tensor, getattr(base, tensor, None))
+        b = call.in_call.of(tensor, getattr(variant, tensor, None))
         if a is None or b is None:
             continue
         terms: Any = a.abs() + 1
         if tensor in TERMS:
-            terms = call.there.of(tensor, getattr(base, TERMS[tensor]))
-        apart = torch.where(a == b, 0.0, (a - b).abs() / terms)  # -inf is -inf
-        apart = apart if tensor in ("dk", "dv") else apart[counted]
-        worst = max(
-            worst, float(apart.nan_to_num(nan=math.inf).amax()) if apart.numel() else 0.0
-        )
+            terms = call.in_base.of(tensor, getattr(base, TERMS[tensor]))
+        change = torch.where(a == b, 0.0, (a - b).abs() / terms)  # -inf is -inf
+        change = change if tensor in ("dk", "dv") else change[counted]
+        if change.numel():
+            worst = max(worst, float(change.nan_to_num(nan=math.inf).amax()))
     return worst
 
 
 def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> Tensor:
-    """What roundings may change in each element though the floor, and by luck one of two
-    forms, change nothing (terms that cancel): half a unit of the format in each of n like
-    terms, and |scale| max|q| max|k| 2^-24, what rounding a score in fp32 makes of all of
-    them. Of the log-sum-exp 1 + its size."""
+    """The change of each element that roundings explain even where the floor, and by luck
+    one of two forms, has none, since terms cancel: half a unit of the format in each of n
+    like terms, and |scale| max|q| max|k| 2^-24 of all of them for rounding a score in
+    fp32. For the log-sum-exp it is 1 + its size."""
     if tensor == "lse":
         return 1 + exact.lse.abs()
-    # But poison
+    # Poison is no number of the call, and does not count
     norms = (x.double().norm(dim=-1).nan_to_num(0.0, 0.0) for x in (case.q, case.k))
     q, k = (x.amax(dim=-1) for x in norms)
     score = abs(case.scale) * 2.0**-24 * q * k.repeat_interleave(case.group, dim=1)
@@ -75,8 +76,8 @@ def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> 
     return part * getattr(exact, TERMS[tensor])  # type: ignore[no-any-return]
 
 
-class Ran(NamedTuple):
-    """A kernel on a case, laid out and run in a way, and what it returned."""
+class KernelRun(NamedTuple):
+    """One run of a kernel on a case, laid out and run in a way, with its output."""
 
     planned: Planned
     case: AttentionCase
@@ -87,36 +88,30 @@ class Ran(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """A call computed in two ways."""
+    """A call computed in two ways, with its exact answer."""
 
     variant: Variant
-    first: Ran  # the base
-    others: list[Ran]  # the variant's calls
+    first: KernelRun  # the base
+    others: list[KernelRun]  # the variant's calls
     exact: Reference  # of the base
     format: Format
 
 
-def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
+def compared(forms: Forms) -> Iterator[tuple[str, Fields]]:
     """The fields of a row, for each tensor that the base has; rows that see no key are
     left out."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
-        truth, own = getattr(exact, tensor, None), getattr(forms.first.output, tensor)
-        if (
-            truth is None
-            or own is None
-            or all(c.there.of(tensor, truth) is None for c in calls)
-        ):
+        truth = getattr(exact, tensor, None)
+        values = getattr(forms.first.output, tensor)
+        if truth is None or values is None:
             continue
-        others = [getattr(ran.output, tensor) for ran in forms.others]
+        if all(call.in_base.of(tensor, truth) is None for call in calls):
+            continue
+        others = [getattr(run.output, tensor) for run in forms.others]
         if any(other is None for other in others):
-            yield (
-                tensor,
-                {
-                    "status": "skipped",
-                    "reason": f"{tensor} is returned in one form alone",
-                },
-            )
+            reason = f"{tensor} is returned in one form alone"
+            yield tensor, {"status": "skipped", "reason": reason}
             continue
         of_keys = tensor in ("dk", "dv")
         sees = (
@@ -125,23 +120,20 @@ def compared(forms: Forms) -> Iterator[tuple[str, dict[str, Any]]]:
         unit = unit_of(tensor, forms.first.case, exact, forms.format)
         parts, firsts = [], []
         for call, other in zip(calls, others, strict=True):
-            if (b := call.here.of(tensor, other)) is None or call.there.of(
-                tensor, sees
-            ) is None:
+            counted: Any = call.in_base.of(tensor, sees)
+            in_call = call.in_call.of(tensor, other)
+            if counted is None or in_call is None:
                 continue
-            whole: list[Any] = [
-                b,
-                *(call.there.of(tensor, x) for x in (own, truth, unit)),
-            ]
-            b, a, right, size = (
-                (x[..., None] for x in whole) if tensor == "lse" else whole
-            )
-            counted: Any = call.there.of(tensor, sees)
-            apart = differs(a, b) & counted[..., None]
-            own_part = _by_row(a, b, right, size, apart, counted, forms.format)
-            parts.append(own_part | _elsewhere(own_part, tensor))
-            if bool(apart.any()):
-                firsts.append(_first(call, tensor, apart))
+            in_base = (call.in_base.of(tensor, x) for x in (values, truth, unit))
+            tensors: list[Any] = [in_call, *in_base]
+            if tensor == "lse":
+                tensors = [x[..., None] for x in tensors]
+            b, a, right, size = tensors
+            moved = differs(a, b) & counted[..., None]
+            sums = _by_row(a, b, right, size, moved, counted, forms.format)
+            parts.append(sums | _elsewhere(sums, tensor))
+            if bool(moved.any()):
+                firsts.append(_first(call, tensor, moved))
         if parts:
             rows = {n: torch.cat([part[n].flatten() for part in parts]) for n in parts[0]}
             first = min(firsts, key=lambda at: (at[2], at[0], at[1]), default=None)
@@ -153,17 +145,13 @@ def _by_row(
     b: Tensor,
     truth: Tensor,
     unit: Tensor,
-    apart: Tensor,
+    moved: Tensor,
     counted: Tensor,
     fmt: Format,
 ) -> dict[str, Tensor]:
-    """Of each row [batch, heads, rows]: counts of elements, and squares summed over
-    them."""
-    own, (one, other), shown = (
-        format_of(a.dtype),
-        (a.double(), b.double()),
-        counted[..., None],
-    )
+    """Sums over each row, [batch, heads, rows]: counts of elements, and squares; of
+    `ulps` the largest."""
+    one, other, shown = a.double(), b.double(), counted[..., None]
     finite = one.isfinite() & other.isfinite()
     usable = finite & truth.isfinite() & shown
     turned = ~finite & (one != other) & ~(one.isnan() & other.isnan()) & shown
@@ -176,18 +164,18 @@ def _by_row(
     }  # fmt: skip
     counts = {
         "elements": shown.expand_as(a),
-        "differ": apart,
+        "differ": moved,
         "nonfinite": turned,
         "finite": usable,
     }
-    spacing = ulp(torch.maximum(one.abs(), other.abs()), own)
-    ulps = torch.where(apart, (one - other).abs() / spacing, 0.0)
+    spacing = ulp(torch.maximum(one.abs(), other.abs()), format_of(a.dtype))
+    ulps = torch.where(moved, (one - other).abs() / spacing, 0.0)
     sums = {name: x.square() for name, x in squares.items()} | counts
     return {name: x.sum(dim=-1) for name, x in sums.items()} | {"ulps": ulps.amax(dim=-1)}
 
 
 def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
-    """Of each key, the squared error that both forms make in some key of its head, scaled
+    """For each key the squared error that both forms make in some key of its head, scaled
     down by ELSEWHERE. Rounded dS does not sum to 0 over the keys, and the gradient of a
     maximum takes what is left to the key that holds it: where scores tie, each form may
     choose another key."""
@@ -200,9 +188,9 @@ def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
     return {"elsewhere": both.expand_as(rows["difference"])}
 
 
-def _summed(rows: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of all rows together, from their sums."""
-    fields: dict[str, Any] = {
+def _summed(rows: Mapping[str, Tensor]) -> dict[str, object]:
+    """The fields of an `InvarianceRow`, from the sums over each of its rows."""
+    fields: dict[str, object] = {
         n: int(rows[n].sum()) for n in ("elements", "differ", "nonfinite")
     }
     whole = {name: x.sum()[None] for name, x in rows.items()}
@@ -220,24 +208,25 @@ def _summed(rows: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _excess(squares: Mapping[str, Tensor]) -> float:
-    """The largest of differences over what roundings explain."""
+    """The largest difference over the one that roundings explain, as rms."""
     explained = torch.minimum(squares["error_base"], squares["error_variant"])
     for name in ("floor", "unit", "elsewhere"):
         explained = torch.maximum(explained, squares[name])
-    ratios = torch.where(
-        squares["difference"] > 0, squares["difference"] / explained, 0.0
-    )
+    differences = squares["difference"]
+    ratios = torch.where(differences > 0, differences / explained, 0.0)
     return math.sqrt(float(ratios.amax().clamp_max(1e300))) if len(ratios) else 0.0
 
 
-def _first(call: Call, tensor: str, apart: Tensor) -> tuple[int, int, int, int]:
-    """Where the first row that differs stands in the base: sequence, head, row,
+def _first(call: VariantCall, tensor: str, moved: Tensor) -> tuple[int, int, int, int]:
+    """The place in the base of the first row that differs: sequence, head, row,
     feature."""
-    row = int(apart.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
-    sequence, head, feature = apart[:, :, row].nonzero()[0].tolist()
-    there = call.there
-    of = (there.kv_head, there.key) if tensor in ("dk", "dv") else (there.head, there.row)
-    before = [x.start or 0 if x else 0 for x in (there.batch, *of)]
+    row = int(moved.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
+    sequence, head, feature = moved[:, :, row].nonzero()[0].tolist()
+    place = call.in_base
+    heads, rows = (
+        (place.kv_head, place.key) if tensor in ("dk", "dv") else (place.head, place.row)
+    )
+    before = [x.start or 0 if x else 0 for x in (place.batch, heads, rows)]
     return sequence + before[0], head + before[1], row + before[2], feature
 
 

@@ -21,7 +21,8 @@ from numdev.cases import AttentionCase
 from numdev.effects.outputs import output_of
 from numdev.errors import NumdevError, Refused, one_line
 from numdev.formats import Format, round_to
-from numdev.invariance.report import ModelRow
+from numdev.invariance.differences import KernelRun
+from numdev.invariance.report import Fields, ModelRow
 from numdev.kernels.reference import attend
 from numdev.sources.capture import answered, in_parts
 from numdev.sources.loss import at_home
@@ -36,14 +37,14 @@ def model_rows(
     inputs: Inputs,
     planned: Planned,
     fmt: Format,
-    run: Callable[[AttentionCase], Any],
+    run: Callable[[AttentionCase], KernelRun | Failure],
     axes: Collection[str],
 ) -> Iterator[ModelRow]:
-    """The model with a kernel, each way that is an axis asked for; `run` gives what the
-    kernel returns for a case, or a Failure. `wider` gives the model in a wider format,
+    """A row for the model with a kernel along each of these axes that it has. `run` gives
+    what the kernel returns for a case, or a Failure; `wider` the model in a wider format,
     whose output tells how far roundings explain a difference."""
 
-    def kernel(case: AttentionCase) -> Any:
+    def kernel(case: AttentionCase) -> Tensor:
         if isinstance(ran := run(case), Failure):
             raise Refused(ran.reason)
         return ran.output.out.to(case.q.dtype)
@@ -54,54 +55,56 @@ def model_rows(
     home = at_home(model, inputs)
     for axis in model_axes(model, inputs, axes):
         way = _ways(model, home)[axis]
-        row: dict[str, Any] = {
+        row: Fields = {
             "axis": axis, "kernel": planned.kernel.name, "options": dict(planned.options),
             "format": fmt.name,
         }  # fmt: skip
         try:
             with torch.no_grad():
                 a, b = answered(model, way, kernel)
-                c, d = answered(model, way, exact)
+                c, d = answered(model, way, exact)  # here attention changes nothing
                 wide = wider()
-                truth = answered(
-                    wide, _ways(wide, at_home(wide, inputs))[axis], _in_fp64
-                )[0]
-        except (
-            Exception
-        ) as error:  # the model's own code: it may have no cache, or another
+                wide_way = _ways(wide, at_home(wide, inputs))[axis]
+                truth, _ = answered(wide, wide_way, _in_fp64)
+        # The model's own code runs here: it may have no cache, or another one
+        except Exception as error:
             reason = error.message if isinstance(error, NumdevError) else one_line(error)
             yield ModelRow(**row, reason=reason)
             continue
-        changes = (a, a - b, c - d, a - truth, b - truth)
-        size, whole, rest, *errors = (float(x.square().mean()) for x in changes)
-        if not math.isfinite(size + whole + rest + sum(errors)) or not size:
+        tensors = (a, a - b, c - d, a - truth, b - truth)
+        size, change, others, *errors = (float(x.square().mean()) for x in tensors)
+        if not math.isfinite(size + change + others + sum(errors)) or not size:
             yield ModelRow(**row, reason="the model's output is not finite, or all zero")
             continue
         yield ModelRow(
-            **row, differ=int((a != b).sum()), elements=a.numel(),
-            difference=(whole / size) ** 0.5, rest=(rest / size) ** 0.5,
+            **row,
+            differ=int((a != b).sum()),
+            elements=a.numel(),
+            difference=(change / size) ** 0.5,
+            rest=(others / size) ** 0.5,
             explained=(min(errors) / size) ** 0.5,
-            share=max(0.0, 1 - rest / whole) if whole else None,
-        )  # fmt: skip
+            share=max(0.0, 1 - others / change) if change else None,
+        )
 
 
 def model_axes(
     model: nn.Module, inputs: Inputs, axes: Collection[str]
 ) -> tuple[str, ...]:
-    """Which of these axes the model's own output can be compared along."""
+    """The axes along which the model's own output can be compared."""
     return tuple(axis for axis in _ways(model, inputs) if axis in axes)
 
 
 def _in_fp64(case: AttentionCase) -> Tensor:
+    """The output of a call in fp64, in the dtype of the model."""
     return attend(case).out.to(case.q.dtype)
 
 
 def _ways(
     model: nn.Module, inputs: Inputs
 ) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    """By axis, what gives the output of the first sequence in the usual way and in
-    another, at the positions that are computed another way: of a decoding those that are
-    decoded."""
+    """By axis a function that returns two outputs of the first sequence, one computed in
+    the usual way and one in another, at the positions where they may differ: in decoding
+    those that are decoded."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     count, n = ids.shape
     first = {name: x[:1] if isinstance(x, Tensor) and len(x) == count else x

@@ -1,5 +1,5 @@
 """What `numdev invariance` says, as a report holds it: one row for each tensor of a
-kernel on a call, held against the same rows computed another way."""
+kernel on a call, compared with the same rows computed another way."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from numdev.config import Axis
 from numdev.report import OfKernel, PlannedKernel, Record, Report, Status, Tensor
 
 Value = float | None
+Fields = dict[str, Any]  # fields of a record, by name
 Place = tuple[int, int, int, int]
 
 
 class Cause(Record):
-    """What tells the two forms apart: two ways to cut or order the keys, as options of
-    `emulated` under which it makes the same difference, or two operators."""
+    """How the two forms were computed differently: two ways to cut or order the keys, as
+    options of `emulated` under which it makes the same difference, or two operators."""
 
     base: dict[str, Any]
     variant: dict[str, Any]
-    moved: bool = (
-        # Whether the keys of one form begin at other places than those of the other
-        False
-    )
+    # Whether the keys of one form begin at other places than those of the other
+    moved: bool = False
     residual: float | None = None
     """The norm of what is left of the difference, over that of the difference; None of
     operators, which are what ran."""
@@ -33,35 +32,35 @@ class Cause(Record):
         """`explained by tiling: 64 keys a tile in one split against 64 keys a tile in 4
         splits`."""
         if self.residual is None:
-            return " ran in place of ".join(
-                ", ".join(
-                    str(x) if name == "operator" else f"{name} {x}"
-                    for name, x in did.items()
-                )
-                for did in (self.variant, self.base)
-            )
+            return f"{_operator(self.variant)} ran in place of {_operator(self.base)}"
         one, two = _cut(self.base), _cut(self.variant)
-        if one == two:
-            splits = (self.base.get("splits") or 1) > 1
-            begins = (
-                "the splits start at other keys"
-                if splits
-                else "there are other keys around"
-            )
-            begins = "the tiles start at other keys" if self.moved else begins
-            return f"explained by tiling: {one} in both, but {begins}"
-        return f"explained by tiling: {one} against {two}"
+        if one != two:
+            return f"explained by tiling: {one} against {two}"
+        if self.moved:
+            begins = "the tiles start at other keys"
+        elif (self.base.get("splits") or 1) > 1:
+            begins = "the splits start at other keys"
+        else:
+            begins = "there are other keys around"
+        return f"explained by tiling: {one} in both, but {begins}"
 
 
-def _cut(options: Mapping[str, Any]) -> str:
+def _operator(did: Mapping[str, object]) -> str:
+    """An operator and its options, in words."""
+    return ", ".join(
+        str(value) if name == "operator" else f"{name} {value}"
+        for name, value in did.items()
+    )
+
+
+def _cut(options: Mapping[str, object]) -> str:
+    """A way to cut and order the keys, in words."""
     tile, splits = options.get("block_kv"), options.get("splits") or 1
     text = f"{tile} keys a tile" if tile else "all keys at once"
     text += ", the last first," if options.get("kv_order") == "descending" else ""
-    return (
-        text
-        if not tile
-        else f"{text} in {'one split' if splits == 1 else f'{splits} splits'}"
-    )
+    if not tile:
+        return text
+    return f"{text} in one split" if splits == 1 else f"{text} in {splits} splits"
 
 
 class Way(Record):
@@ -72,12 +71,12 @@ class Way(Record):
     case: str
     axis: Axis
     variant: str
-    # Why nobody could: no such call can be made, or its exact answer is another
+    # Why no kernel was tried: no such call can be made, or its exact answer is another
     reason: str = ""
-    part: str = ""  # what of the call is compared, where that is not all
+    part: str = ""  # the part of the call that is compared, where that is not all
     adds: Literal["", "mask", "option", "way"] = ""
     """What it asks of a kernel that the call as it is does not: a mask, an option of the
-    kernel's, or a way to run that a sound kernel may not have. Nothing else excuses one
+    kernel's, or a way to run that a sound kernel may not have. Only these excuse a kernel
     that declines it."""
 
 
@@ -111,22 +110,23 @@ class InvarianceRow(OfKernel):
     phase: str | None = None
     axis: Axis
     variant: str
-    part: str = ""  # what of the call is compared, where that is not all
+    part: str = ""  # the part of the call that is compared, where that is not all
     tensor: Tensor
-    # That were compared together, each in a row; none without numbers
+    # The tensors that were compared together, each in a row; none without numbers
     tensors: tuple[Tensor, ...]
     status: Status = "ok"
     excuse: Excuse = ""
     # Why there are no numbers; if `ok`, why there are no gradients
     reason: str | None = None
-    # Whether both forms gave their bits again; None: not asked
+    # Whether both forms gave their bits again; None where they did not run again
     repeats: bool | None = None
-    elements: int = 0  # that were compared
-    differ: int = 0  # of them with other bits
-    nonfinite: int = 0  # that are NaN or infinite in one form alone
-    difference: Value = None  # its rms
-    floor_ratio: Value = None  # that over the rms error of the exact result, rounded once
-    error_base: Value = None  # rms error of either form, over the same
+    elements: int = 0  # elements that were compared
+    differ: int = 0  # those with other bits
+    nonfinite: int = 0  # those that are NaN or infinite in one form alone
+    difference: Value = None  # rms difference
+    # The same over the floor's rms error: that of the exact result, rounded once
+    floor_ratio: Value = None
+    error_base: Value = None  # rms error of either form, over the floor's
     error_variant: Value = None
     excess: Value = None
     """The difference over what roundings explain, rms: the error of the better form, the
@@ -140,12 +140,13 @@ class InvarianceRow(OfKernel):
     feature."""
     keys: int | None = None  # how many keys that row sees
     cause: Cause | None = None
-    # The residual of the best pair of tilings, where it explains nothing
+    # The residual of the best pair of tilings, and how many pairs were tried
     closest: Value = None
-    tried: int | None = None  # of how many pairs
+    tried: int | None = None
 
     @property
     def same(self) -> bool:
+        """Whether it was measured, and every bit is the same."""
         return self.status == "ok" and self.differ == 0
 
     @property
@@ -165,9 +166,10 @@ class ModelRow(Record):
     elements: int = 0
     difference: Value = None  # rms, over the rms of the output
     explained: Value = None  # the error of the better of both ways, over the same
-    rest: Value = None  # the same with attention in fp64, whose answer cannot change
+    # The difference with attention in fp64, which cannot change: that of all else
+    rest: Value = None
     share: Value = None  # of the mean square of the change, what attention adds
-    reason: str | None = None
+    reason: str | None = None  # why there are no numbers
 
 
 class InvarianceSummary(Record):
@@ -192,6 +194,7 @@ class InvarianceReport(Report):
 
     @property
     def unmeasured(self) -> str:
+        """A sentence that says why no kernel ran."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"no kernel ran along any axis: {', or '.join(reasons[:4])}"
 

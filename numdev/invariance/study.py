@@ -47,7 +47,7 @@ from numdev.invariance.cause import explained
 from numdev.invariance.differences import (
     EXACT,
     Forms,
-    Ran,
+    KernelRun,
     compared,
     exact_change,
     keys_seen,
@@ -55,6 +55,7 @@ from numdev.invariance.differences import (
 from numdev.invariance.models import model_axes, model_rows
 from numdev.invariance.report import (
     Excuse,
+    Fields,
     InvariancePlan,
     InvarianceReport,
     InvarianceRow,
@@ -86,9 +87,9 @@ def invariance(
     say: Say = lambda text: None,
     command: str = "",
 ) -> InvarianceReport:
-    """Run `request`, journalling into `directory`; returns the report, held to the rules
-    (the default ones), which the caller writes. Raises UsageError for a request that
-    cannot be run."""
+    """Run `request`, journalling into `directory`; returns the report, judged by the
+    rules (the default ones), which the caller writes. Raises UsageError for a request
+    that cannot be run."""
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
@@ -111,35 +112,10 @@ def invariance(
     )
     head = header(asked, system, kernels, described)
     with Journal.open(directory, head, overwrite=overwrite) as journal, runs as run:
-        study = Study(kernels, axes, system, run, watch, backward=request.backward)
-        total, done = source.count() * len(formats) * len(axes), 0
-        with watch("capture"):
-            for located in source:
-                with watch("other"):
-                    for fmt in formats:
-                        case = prepared(
-                            located.load().rounded_to(fmt), backward=request.backward
-                        )
-                        about = {"case": vars(case.ref), "format": fmt.name}
-                        for axis, variant, rows_of in study.variants(case, fmt):
-                            progress(f"{located.ref.case} {axis}", done, total)
-                            key = digest([about, axis, variant.name, variant.options])
-                            if not journal.visit(key):
-                                own = list(rows_of())
-                                why = next(
-                                    (r.reason for r in own if r.excuse == "call"), None
-                                )
-                                way = Way(
-                                    format=fmt.name,
-                                    case=case.ref.case,
-                                    axis=axis,
-                                    variant=variant.name,
-                                    reason=why or "",
-                                    part=variant.part,
-                                    adds=added(axis, variant, case),
-                                )
-                                journal.append(key, {"row": own, "way": [way]})
-                        done += len(axes)
+        study = InvarianceStudy(
+            kernels, axes, system, run, watch, backward=request.backward
+        )
+        _finish(study, source, formats, journal, progress)
         if request.logits:
             with watch("model"):
                 study.model(source, formats, journal)
@@ -147,11 +123,7 @@ def invariance(
         ways = journal.records("way", Way)
         models = journal.records("model", ModelRow)
     if not rows:
-        along = listed(axes) if request.axes else "any axis"
-        what = (
-            f"{request.target}: no attention call could be made another way along {along}"
-        )
-        raise UsageError(what, hint="check --layers and --axis")
+        raise _no_call(request)
     plan = study.plan(formats, ways, named="kernels" in request.model_fields_set)
     report = InvarianceReport(
         provenance=provenance(system, described, command),
@@ -165,8 +137,62 @@ def invariance(
     return judged(report, rules)
 
 
+def _no_call(request: InvarianceRequest) -> UsageError:
+    """The error for a request of which no call can be made another way."""
+    along = listed(request.axes) if request.axes else "any axis"
+    what = f"{request.target}: no attention call could be made another way along {along}"
+    return UsageError(what, hint="check --layers and --axis")
+
+
+def _finish(
+    study: InvarianceStudy,
+    source: Source,
+    formats: Sequence[Format],
+    journal: Journal,
+    progress: Progress,
+) -> None:
+    """Bring into the journal every variant of every case that it lacks."""
+    total, done = source.count() * len(formats) * len(study.axes), 0
+    with study.watch("capture"):
+        for located in source:
+            with study.watch("other"):
+                for fmt in formats:
+                    case = located.load().rounded_to(fmt)
+                    case = prepared(case, backward=study.backward)
+                    about = {"case": vars(case.ref), "format": fmt.name}
+                    for axis, variant, rows_of in study.variants(case, fmt):
+                        progress(f"{located.ref.case} {axis}", done, total)
+                        key = digest([about, axis, variant.name, variant.options])
+                        if not journal.visit(key):
+                            rows = list(rows_of())
+                            way = _way(axis, variant, case, fmt, rows)
+                            journal.append(key, {"row": rows, "way": [way]})
+                    done += len(study.axes)
+
+
+def _way(
+    axis: Any,
+    variant: Variant,
+    case: AttentionCase,
+    fmt: Format,
+    rows: Sequence[InvarianceRow],
+) -> Way:
+    """A variant as the plan of a report records it, with why its call cannot be made
+    where its rows say so."""
+    reason = next((row.reason for row in rows if row.excuse == "call"), None)
+    return Way(
+        format=fmt.name,
+        case=case.ref.case,
+        axis=axis,
+        variant=variant.name,
+        reason=reason or "",
+        part=variant.part,
+        adds=added(axis, variant, case),
+    )
+
+
 def compared_axes(
-    study: Study, plan: Plan, rows: Sequence[InvarianceRow]
+    study: InvarianceStudy, plan: Plan, rows: Sequence[InvarianceRow]
 ) -> InvarianceReport:
     """Rows of a study of calls in memory, as a report that is not judged."""
     return InvarianceReport(
@@ -179,7 +205,7 @@ def compared_axes(
 
 
 def reproducers(
-    report: InvarianceReport, request: InvarianceRequest, directory: Path, **_: Any
+    report: InvarianceReport, request: InvarianceRequest, directory: Path, **_: object
 ) -> list[Path]:
     """A script for each finding: its kernel along its axis alone, on these calls."""
     rules = Rules.model_validate(report.rules)
@@ -187,15 +213,15 @@ def reproducers(
     if source is not None and Path(source).exists():
         request = request.model_copy(update={"checkpoint": str(Path(source).resolve())})
 
-    def facts(finding: Finding) -> dict[str, Any] | None:
+    def facts(finding: Finding) -> dict[str, object] | None:
         if finding.severity != "exceeded" or finding.kernel == MODEL:
             return None
-        alone = {
+        alone: Fields = {
             "axes": (finding.rule.split()[0],),
             "formats": finding.formats,
             "logits": False,
+            "kernels": ({"name": finding.kernel, "options": finding.options},),
         }
-        alone["kernels"] = ({"name": finding.kernel, "options": finding.options},)
         asked = request.model_dump() | alone
         folder = folder_of(finding.kernel.partition(":")[0])
         return {
@@ -208,16 +234,16 @@ def reproducers(
 
 
 def opened(request: InvarianceRequest, system: System) -> Source:
-    """What the request names, as an audit opens it."""
-    same = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
-    return open_source(
-        AuditRequest(**{name: getattr(request, name) for name in same}), system
-    )
+    """The source of the request's cases, as an audit opens it."""
+    names = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
+    reading = AuditRequest(**{name: getattr(request, name) for name in names})
+    return open_source(reading, system)
 
 
 def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
-    """The case as it is compared: without gradients there is no grad_out, and positions
-    that hide nothing from a single query say nothing."""
+    """The case as it is compared: without grad_out unless gradients are compared, and
+    without positions that hide nothing from a single query. Raises UsageError for a case
+    of some rows of a call."""
     if case.positions is not None:
         raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
     if case.q_len == 1 and keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
@@ -226,8 +252,8 @@ def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
 
 
 @dataclass
-class Study:
-    """Kernels and how they are run."""
+class InvarianceStudy:
+    """The kernels and axes of a request, and how kernels are run."""
 
     kernels: Sequence[Planned]
     axes: Sequence[str]
@@ -235,26 +261,27 @@ class Study:
     run: Runner
     watch: Stopwatch
     backward: bool = False
-    met: set[Any] = field(default_factory=set)
+    met: set[tuple[object, ...]] = field(default_factory=set)
     """The shapes of the cases so far. Causes are searched among all tilings in the first
-    of each; in others of the same shape they would be the same."""
+    case of each shape; in others they would be the same."""
     searches: bool = True
-    kept: dict[Any, Any] = field(default_factory=dict)
-    """References and outputs of the case at hand and of an axis's bases, by what they are
-    of."""
+    results: dict[Any, Any] = field(default_factory=dict)
+    """References and outputs of the present case and of an axis's bases, by the case's id
+    and how it was computed."""
     model_axes: tuple[str, ...] = ()  # along which the model's own output is compared
 
     def plan(
         self, formats: Sequence[Format], ways: Sequence[Way], *, named: bool
     ) -> InvariancePlan:
-        """What was to be compared, its axes asked for by name."""
+        """The plan as a report records it, as if its axes were asked for by name."""
+        kernels = [
+            PlannedKernel(
+                role="kernel", kernel=p.kernel.name, options=recorded_options(p)
+            )
+            for p in self.kernels
+        ]
         return InvariancePlan(
-            kernels=tuple(
-                PlannedKernel(
-                    role="kernel", kernel=p.kernel.name, options=recorded_options(p)
-                )
-                for p in self.kernels
-            ),
+            kernels=tuple(kernels),
             named=named,
             formats=tuple(fmt.name for fmt in formats),
             axes=tuple(self.axes),
@@ -267,16 +294,17 @@ class Study:
     def variants(
         self, case: AttentionCase, fmt: Format
     ) -> Iterator[tuple[str, Variant, Callable[[], Iterator[InvarianceRow]]]]:
-        """Every variant of a case along every axis, and what measures it."""
+        """Every variant of a case along every axis, with a function that measures its
+        rows."""
         shape = (fmt.name, case.q.shape, case.k.shape, case.is_causal, case.mask is None)
-        self.kept, self.searches = {}, shape not in self.met
+        self.results, self.searches = {}, shape not in self.met
         self.met.add(shape)
         with threads(fitting(case.q.shape[:3].numel() * case.kv_len)):
             for axis in self.axes:
                 for variant in VARIANTS[axis](case):
                     yield axis, variant, partial(self.rows, axis, variant, case, fmt)
-                self.kept = {
-                    k: x for k, x in self.kept.items() if k[:2] == (id(case), PLAIN)
+                self.results = {
+                    k: x for k, x in self.results.items() if k[:2] == (id(case), PLAIN)
                 }
 
     def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
@@ -295,7 +323,7 @@ class Study:
                 key = digest(["model", fmt.name, planned.kernel.name, planned.options])
                 if journal.visit(key):
                     continue
-                run = partial(self.ran, planned, gradients=False)
+                run = partial(self.run_kernel, planned, gradients=False)
                 of = (model, wider, source.prompt.inputs, planned, fmt, run)
                 journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
 
@@ -305,15 +333,17 @@ class Study:
         """All kernels on one variant, whose exact answer is checked first."""
         base, why = variant.base or case, variant.reason
         if not why:
-            exact = self._kept((id(base), PLAIN), base, partial(self.exact, base))
-            new = (call for call in variant.calls if call.case is not base)
-            change = max(
-                (exact_change(c, exact, self.exact(c.case)) for c in new), default=0.0
-            )
+            exact = self._cached((id(base), PLAIN), base, partial(self.exact, base))
+            changes = [
+                exact_change(call, exact, self.exact(call.case))
+                for call in variant.calls
+                if call.case is not base
+            ]
+            change = max(changes, default=0.0)
             if not change <= EXACT:
                 why = f"the exact answer changes by {change:.0e} of its terms"
         for planned in self.kernels:
-            fields: dict[str, Any] = {
+            fields: Fields = {
                 "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
                 "options": recorded_options(planned),
                 "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
@@ -337,46 +367,42 @@ class Study:
         self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
         exact: Reference, fmt: Format,
     ) -> Forms | Failure:  # fmt: skip
-        """What a kernel returns for the base, and in the other form."""
+        """A kernel's outputs for the base and for the variant's calls. A Failure where it
+        fails on either, and where its output for the base is not finite."""
         key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
-        run = partial(self.ran, planned, base, variant.base_within)
-        first, others = self._kept(key, base, run), []
+        run = partial(self.run_kernel, planned, base, variant.base_within)
+        first, others = self._cached(key, base, run), []
         if isinstance(first, Failure):
             return first
-        wrong = (
-            ~first.output.out.double().isfinite() & round_to(exact.out, fmt).isfinite()
-        )
-        if count := int((wrong & ~exact.empty[..., None]).sum()):
+        finite = round_to(exact.out, fmt).isfinite() & ~exact.empty[..., None]
+        if count := int((~first.output.out.double().isfinite() & finite).sum()):
             what = (
                 f"returns {count} elements that are NaN or infinite where the "
                 "exact result"
             )
             return Failure("failed", f"{what} is not")
         for call in variant.calls:
-            ran = self.ran(changed, call.case, variant.within, variant.wrap)
-            if isinstance(ran, Failure):
-                return ran
-            others.append(ran)
+            other = self.run_kernel(changed, call.case, variant.within, variant.wrap)
+            if isinstance(other, Failure):
+                return other
+            others.append(other)
         return Forms(variant, first, others, exact, fmt)
 
-    def _compared(self, fields: dict[str, Any], forms: Forms) -> Iterator[InvarianceRow]:
+    def _compared(self, fields: Fields, forms: Forms) -> Iterator[InvarianceRow]:
+        """The rows of both forms, one for each tensor. Where they differ the kernel runs
+        again: one that does not repeat itself has rows along `repeat` too."""
         with self.watch("comparing"):
             numbers = dict(compared(forms))
         repeats = None
         tensors: Any = tuple(numbers)
-        if fields["axis"] != "repeat" and any(
-            numbers.get(n, {}).get("differ") for n in STEADY
-        ):
+        moved = any(numbers.get(name, {}).get("differ") for name in STEADY)
+        if fields["axis"] != "repeat" and moved:
             unsteady = list(self._unsteady(fields, forms))
             repeats = not unsteady
             yield from unsteady
-            far = max(
-                (numbers[n].get("excess", 0.0) for n in numbers if n != "lse"),
-                default=0.0,
-            )
-            if unsteady and far <= ALIKE * max(
-                1.0, *(row.excess or 0.0 for row in unsteady)
-            ):
+            excesses = [x.get("excess", 0.0) for n, x in numbers.items() if n != "lse"]
+            noise = max([1.0, *(row.excess or 0.0 for row in unsteady)])
+            if unsteady and max(excesses, default=0.0) <= ALIKE * noise:
                 why = "the kernel gives another answer to the same call"
                 fields |= {
                     "tensor": "out",
@@ -394,35 +420,33 @@ class Study:
         for tensor in tensors:
             row = InvarianceRow(**fields, tensor=tensor, **numbers[tensor])
             if row.first is not None and tensor not in ("dk", "dv"):
-                row = row.model_copy(
-                    update={"keys": keys_seen(forms.first.case, row.first)}
-                )
+                keys = keys_seen(forms.first.case, row.first)
+                row = row.model_copy(update={"keys": keys})
             # Where a kernel does not repeat itself, tilings that fit do so by chance.
             if tensor == "out" and row.differ and row.axis != "repeat" and repeats:
                 with self.watch("causes"):
-                    found = explained(row, forms, self.system, search=self.searches)
-                row = row.model_copy(update=found)
+                    cause = explained(row, forms, self.system, search=self.searches)
+                row = row.model_copy(update=cause)
             yield row
 
-    def _unsteady(self, fields: dict[str, Any], forms: Forms) -> Iterator[InvarianceRow]:
-        """Where one of two forms gives other bits when it runs once more: rows along
-        `repeat`."""
+    def _unsteady(self, fields: Fields, forms: Forms) -> Iterator[InvarianceRow]:
+        """Rows along `repeat` of the first run that gives other bits, or fails, when it
+        is made again; none where all runs repeat."""
         name = f"again, {fields['axis']} {fields['variant']}"
         about = fields | {"axis": "repeat", "variant": name}
         # The base twice, since a kernel may alternate.
-        for ran in (forms.first, forms.first, *forms.others):
-            more = self.ran(ran.planned, ran.case, ran.within, ran.wrap)
+        for run in (forms.first, forms.first, *forms.others):
+            more = self.run_kernel(run.planned, run.case, run.within, run.wrap)
             if isinstance(more, Failure):
                 about |= {"tensor": "out", "tensors": (), "status": "failed"}
                 yield InvarianceRow(**about, reason=more.reason)
                 return
-            pairs = ((getattr(ran.output, n), getattr(more.output, n)) for n in STEADY)
+            pairs = ((getattr(run.output, n), getattr(more.output, n)) for n in STEADY)
             if all(x is y or same(x, y) for x, y in pairs):
                 continue
-            two = Forms(
-                again(name, ran.case), ran, [more], attend(ran.case), forms.format
-            )
-            changes = {n: x for n, x in compared(two) if x.get("differ")}
+            variant, exact = again(name, run.case), attend(run.case)
+            repeated = Forms(variant, run, [more], exact, forms.format)
+            changes = {n: x for n, x in compared(repeated) if x.get("differ")}
             tensors: Any = tuple(changes)
             for tensor in tensors:
                 yield InvarianceRow(
@@ -436,18 +460,19 @@ class Study:
         with self.watch("reference"):
             return gradients(case) if self.backward else attend(case)
 
-    def _kept(self, key: Any, case: AttentionCase, make: Callable[[], Any]) -> Any:
-        """What was made for a case before; the case is kept with it, and so its id."""
-        if key not in self.kept:
-            self.kept[key] = make(), case
-        return self.kept[key][0]
+    def _cached(self, key: object, case: AttentionCase, make: Callable[[], Any]) -> Any:
+        """What `make` returns, from an earlier call with this key if there was one. The
+        case is stored with it, so that its id stays its own."""
+        if key not in self.results:
+            self.results[key] = make(), case
+        return self.results[key][0]
 
-    def ran(
+    def run_kernel(
         self, planned: Planned, case: AttentionCase, within: Within = PLAIN,
         wrap: str | None = None, gradients: bool | None = None,
-    ) -> Ran | Failure:  # fmt: skip
-        """A kernel on a case, if need be laid out and run another way. One that declines
-        the backward pass runs forward alone."""
+    ) -> KernelRun | Failure:  # fmt: skip
+        """A kernel's output on a case, which may be laid out and run another way. A
+        kernel that declines the backward pass runs forward alone."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             return Failure("skipped", missing)
@@ -460,22 +485,20 @@ class Study:
         options = options_set(planned.options, kernel)
         both = self.backward if gradients is None else gradients
         with self.watch("kernels"):
-            output, declined = (
-                self.run(kernel, case, options, gradients=both, within=within),
-                "",
-            )
+            declined = ""
+            output = self.run(kernel, case, options, gradients=both, within=within)
             if both and isinstance(output, Failure) and output.status == "skipped":
                 declined = output.reason
                 output = self.run(kernel, case, options, within=within)
         if isinstance(output, Failure):
             return output
-        return Ran(planned, case, within, wrap, output, declined)
+        return KernelRun(planned, case, within, wrap, output, declined)
 
 
 def added(
     axis: str, variant: Variant, case: AttentionCase
 ) -> Literal["", "mask", "option", "way"]:
-    """What a variant asks of a kernel that the case does not."""
+    """What a variant asks of a kernel that the case as it is does not; see `Way.adds`."""
     if axis in WATCHED:
         return "way"
     if variant.options:
@@ -484,8 +507,8 @@ def added(
 
 
 def _excuse(failure: Failure, adds: str) -> Excuse:
-    """Why a kernel that was run gave nothing in a way that `adds` something; empty where
-    that is its fault."""
+    """The excuse of a kernel that was run in a way that `adds` something and gave no
+    output; empty where that is its fault."""
     if adds == "way":
         return "way"
     if failure.status == "skipped":
@@ -494,7 +517,7 @@ def _excuse(failure: Failure, adds: str) -> Excuse:
 
 
 def recorded_options(planned: Planned) -> dict[str, Any]:
-    """The options of a kernel that has some, as its rows hold them."""
+    """The options of a kernel as its rows record them; empty for one that has none."""
     return dict(planned.options) if planned.kernel.options else {}
 
 

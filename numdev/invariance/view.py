@@ -4,26 +4,22 @@ differs where and why, and the model's own output."""
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
 
 from numdev.config import AXES
 from numdev.gate.findings import label
 from numdev.grouping import grouped
-from numdev.invariance.report import InvarianceReport, InvarianceRow
+from numdev.invariance.report import InvarianceReport, InvarianceRow, ModelRow
 from numdev.invariance.verdict import another_form, farthest, multiple, tried_in_part
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, si, three
 
 SAME = "same"
 LEGEND = (
-    "same: the same bits in all calls and variants, or in those that it says were "
-    "made. Otherwise "
-    "the largest rms difference over the error of the exact result rounded once "
-    "(the floor's), and "
-    "in how many there is one of those that were made. "
-    "Red: a finding. It is judged by another number, the difference over what "
-    "roundings explain; "
-    "they explain more where a kernel errs more. A dash: not run."
+    "same: the same bits in all calls and variants, or in those that it says were made. "
+    "Otherwise the largest rms difference over the error of the exact result rounded "
+    "once (the floor's), and in how many there is one of those that were made. "
+    "Red: a finding. It is judged by another number, the difference over what roundings "
+    "explain; they explain more where a kernel errs more. A dash: not run."
 )
 SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
@@ -32,33 +28,38 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     accused = {(label(f), f.rule.split()[0]) for f in report.findings}
     for fmt, rows in grouped(report.rows, lambda r: r.format).items():
         for tensor in dict.fromkeys(r.tensor for r in rows if r.status == "ok"):
-            own = [r for r in rows if r.tensor == tensor or not r.elements]
+            of_tensor = [r for r in rows if r.tensor == tensor or not r.elements]
             title = f"{tensor} in {fmt}: largest rms difference, × the floor's error"
-            yield _axes(title, own, accused)
+            yield _axes(title, of_tensor, accused)
     yield from doc.notes((LEGEND,))
     moved = list(_differences(report.rows))
     yield _table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
     yield _table(moved, len(moved), only=doc.TEXT)
-    yield doc.table(
-        ("axis", "with", "differ", "change", "without attention's", "attention's share"),
-        (
-            (
-                m.axis,
-                doc.Cell(m.kernel, after=m.format),
-                _percent(m.differ / (m.elements or 1)),
-                si(m.difference),
-                si(m.rest),
-                _percent(m.share),
-            )
-            for m in report.models
-            if m.reason is None
-        ),
-        title="The model's own output, over its size",
-    )
+    yield _outputs(report.models)
     lacking = (r for r in report.rows if r.status != "ok")
     reasons = grouped(lacking, lambda r: (label(r), r.axis, r.reason)).items()
-    lines = ((kernel, axis, f"{len(own)}: {why}") for (kernel, axis, why), own in reasons)
+    lines = (
+        (kernel, axis, f"{len(rows)}: {why}") for (kernel, axis, why), rows in reasons
+    )
     yield doc.words(("kernel", "axis", "not run"), lines, title="Not run", only=doc.TEXT)
+
+
+def _outputs(models: Sequence[ModelRow]) -> doc.Table:
+    """How the model's own output changes along each axis."""
+
+    def cells(row: ModelRow) -> Iterator[str | doc.Cell]:
+        yield row.axis
+        yield doc.Cell(row.kernel, after=row.format)
+        yield _percent(row.differ / (row.elements or 1))
+        yield si(row.difference)
+        yield si(row.rest)
+        yield _percent(row.share)
+
+    return doc.table(
+        ("axis", "with", "differ", "change", "without attention's", "attention's share"),
+        map(cells, (row for row in models if row.reason is None)),
+        title="The model's own output, over its size",
+    )
 
 
 def _percent(x: float | None) -> str:
@@ -66,7 +67,7 @@ def _percent(x: float | None) -> str:
 
 
 def _axes(
-    title: str, rows: Sequence[InvarianceRow], accused: Container[Any]
+    title: str, rows: Sequence[InvarianceRow], accused: Container[tuple[str, str]]
 ) -> doc.Table:
     """Axes down, kernels across; red where there is a finding."""
     kernels = dict.fromkeys(label(r) for r in rows if r.status == "ok")
@@ -82,11 +83,11 @@ def _axes(
 
 
 def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
+    """How far a kernel changes along an axis, and in how many of its calls."""
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
-        return doc.Cell(
-            NONE, style="soft", title=next((r.reason or "" for r in rows), "")
-        )
+        reason = next((r.reason or "" for r in rows), "")
+        return doc.Cell(NONE, style="soft", title=reason)
     moved, less = [r for r in ok if not r.same], tried_in_part(rows, ok[0].axis)
     if not moved:
         return doc.Cell(SAME, style="good", after=less)
@@ -97,19 +98,20 @@ def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
 
 
 def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
-    """Of every kernel, axis and variant the call and tensor that moves most."""
+    """The cells of each row of the table: for each kernel, axis, variant and tensor, the
+    call that changes most."""
     moved = (r for r in rows if r.status == "ok" and r.differ)
-    for own in grouped(
+    by_variant = grouped(
         moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)
-    ).values():
-        r = farthest(own)
-        cause = next((x.cause for x in (r, *own) if x.cause is not None), None)
+    )
+    for of_variant in by_variant.values():
+        r = farthest(of_variant)
+        cause = next((x.cause for x in (r, *of_variant) if x.cause is not None), None)
         begins = NONE
         if r.first is not None:
             sequence, head, row, _ = r.first
-            begins = f"{sequence}, {head}, {row}" + (
-                "" if r.keys is None else f" of {r.keys} keys"
-            )
+            keys = "" if r.keys is None else f" of {r.keys} keys"
+            begins = f"{sequence}, {head}, {row}{keys}"
         why = str(cause or "")
         if not why and r.closest is not None:
             why = f"none of {r.tried} tilings and splits (residual {three(r.closest)})"
@@ -127,22 +129,14 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
 
 
 COLUMNS = (
-    "kernel",
-    "axis",
-    "variant",
-    "tensor",
-    "differ",
-    "over floor",
-    "ulps",
-    "begins",
-    "cause",
+    *("kernel", "axis", "variant", "tensor"),
+    *("differ", "over floor", "ulps", "begins", "cause"),
 )
 
 
 def _table(
-    rows: Sequence[tuple[str | doc.Cell, ...]], count: int, **more: Any
+    rows: Sequence[tuple[str | doc.Cell, ...]], count: int, **more: object
 ) -> doc.Table:
-    title = "What differs" + (
-        f", the first {len(rows)} of {count}" if len(rows) < count else ""
-    )
-    return doc.words(COLUMNS, rows, title=title, **more)
+    """The table of differences, which says how many of them it shows."""
+    part = f", the first {len(rows)} of {count}" if len(rows) < count else ""
+    return doc.words(COLUMNS, rows, title=f"What differs{part}", **more)

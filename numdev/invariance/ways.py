@@ -22,10 +22,10 @@ from numdev.kernels import Kernel, Output
 from numdev.kernels.output import refuse
 
 POISONS: Mapping[str, float] = {"NaN": math.nan, "large numbers": 1024.0}
-"""What stands in memory that must not matter: far above usual values, while its products
-with them stay finite in float16."""
-GUARD = 64  # rows of poison on each side of a head's
-TILINGS: Mapping[str, Sequence[Any]] = {
+"""Values of memory that must not matter: far above usual values, while their products
+with these stay finite in float16."""
+GUARD = 64  # rows of poison before and behind those of each head
+TILINGS: Mapping[str, Sequence[object]] = {
     "block_kv": (32, 64, 128, 256), "block_n": (32, 64, 128), "splits": (2, 4),
     "kv_order": ("descending",), "num_splits": (2, 4), "page_size": (1, 16),
     "disable_split_kv": (True,),
@@ -37,7 +37,7 @@ FEATURES = ("q", "k", "v", "grad_out")
 def changed(
     case: AttentionCase, *, by: Callable[[Tensor], Tensor], of: Sequence[str] = FEATURES
 ) -> Iterator[AttentionCase]:
-    """Each of these tensors in another layout."""
+    """The case with `by` applied to each of these tensors, which changes their layout."""
     tensors: dict[str, Any] = {
         name: by(x) for name in of if (x := getattr(case, name)) is not None
     }
@@ -46,16 +46,18 @@ def changed(
 
 @contextlib.contextmanager
 def packed(case: AttentionCase) -> Iterator[AttentionCase]:
+    """The case with q, k and v as slices of one tensor."""
     q, k, v = laid_out("packed", case.q, case.k, case.v)
     yield dataclasses.replace(case, q=q, k=k, v=v)
 
 
 def as_laid_out(x: Tensor, layout: str) -> Tensor:
+    """x in a layout of `numdev.cases.laid_out`."""
     return laid_out(layout, x, x, x)[0]
 
 
 def one_for_all(x: Tensor) -> Tensor:
-    """The first sequence's with stride 0."""
+    """The first sequence in place of every one, with stride 0."""
     return x[:1].expand_as(x)
 
 
@@ -86,12 +88,13 @@ def inside(x: Tensor, value: float | None) -> Tensor:
         whole = torch.full(shape, value, dtype=x.dtype, device=x.device)
     if x.stride(1) < x.stride(2):
         whole = transposed(whole)
-    own = whole[1 : b + 1, :, GUARD : GUARD + n]
-    return own.copy_(x)
+    part = whole[1 : b + 1, :, GUARD : GUARD + n]
+    return part.copy_(x)
 
 
 @contextlib.contextmanager
 def on_threads(case: AttentionCase, *, count: int) -> Iterator[AttentionCase]:
+    """The case, run on so many CPU threads."""
     with threads(count):
         yield case
 
@@ -105,7 +108,7 @@ class _Filled(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if "empty" in func.overloadpacket.__name__ and result.is_floating_point():
             result.fill_(self.value)
@@ -133,7 +136,8 @@ def wrapped(kernel: Kernel, wrap: str) -> Kernel:
     return dataclasses.replace(kernel, function=partial(run, kernel))
 
 
-def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: Any) -> Output:
+def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: object) -> Output:
+    """The kernel's output from a CUDA graph that is replayed once."""
     refuse((not case.q.is_cuda, "needs CUDA, but this run is on CPU"))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -148,9 +152,10 @@ def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: Any) -> Output:
     return copied(output)  # type: ignore[no-any-return]
 
 
-def _compiled(kernel: Kernel, case: AttentionCase, **options: Any) -> Any:
-    """Its output as an operation of autograd's graph where it has one: what is watched
-    beside it while it is measured is not compiled."""
+def _compiled(kernel: Kernel, case: AttentionCase, **options: object) -> object:
+    """The output of the compiled kernel, as one operation of autograd's graph where it
+    has such a function: what watches a kernel while it is measured is then not
+    compiled."""
     torch.compiler.reset()
     return torch.compile(kernel.training or kernel.function, dynamic=False)(
         case, **options

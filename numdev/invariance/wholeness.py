@@ -16,8 +16,8 @@ from numdev.invariance.report import InvarianceReport, InvarianceRow, ModelRow, 
 from numdev.report import Tensor
 from numdev.report.numbers import labelled
 
-NEARLY = 1e-6  # of the share, which follows from two other numbers
-# Begins the variant of a row along `repeat` that another variant led to
+NEARLY = 1e-6  # how far a share may be from the one that two other numbers give
+# The variant of a row along `repeat` that another variant led to begins so
 AGAIN = "again, "
 NUMBERS = (
     *("difference", "floor_ratio", "error_base", "error_variant"),
@@ -29,16 +29,19 @@ GRADIENTS = frozenset({"dq", "dk", "dv"})
 
 
 def check(report: InvarianceReport) -> None:
-    """Raises MeasurementError for rows that nobody planned, that are not there, or that
-    cannot be: what is not there exceeds no limit."""
-    if wrong := next(
-        itertools.chain(_of_request(report), _of_rows(report), _of_models(report)), ""
-    ):
-        raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
+    """Raises MeasurementError for rows that nobody planned, that are missing, or whose
+    numbers contradict each other. A missing row would exceed no limit."""
+    wrong = itertools.chain(
+        _plan_contradictions(report),
+        _row_contradictions(report),
+        _model_contradictions(report),
+    )
+    if first := next(wrong, ""):
+        raise MeasurementError(f"inconsistent report: {first}", hint=CUT)
 
 
-def _of_request(report: InvarianceReport) -> Iterator[str]:
-    """Where the request asked for something else than was planned."""
+def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
+    """Where the plan is not what the request asked for."""
     plan, request = report.plan, report.request
     if list(request.get("axes") or plan.axes) != list(plan.axes):
         yield "the plan has other axes than the request"
@@ -50,44 +53,46 @@ def _of_request(report: InvarianceReport) -> Iterator[str]:
     yield from other_formats(request, plan.formats)
     if repeated := _repeated(plan.ways):
         yield f"the plan has {repeated} twice"
-    if any(
-        way.format not in plan.formats or way.axis not in plan.axes for way in plan.ways
-    ):
+    planned = {(fmt, axis) for fmt in plan.formats for axis in plan.axes}
+    if not {(way.format, way.axis) for way in plan.ways} <= planned:
         yield "the plan has a way along an axis, or in a format, that it has not"
 
 
 def _repeated(ways: Sequence[Way]) -> str:
+    """The axis and variant of a way that is planned twice; empty without one."""
     counts = Counter((way.format, way.case, way.axis, way.variant) for way in ways)
-    return next(
-        (f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1), ""
-    )
+    twice = (f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1)
+    return next(twice, "")
 
 
-def _of_rows(report: InvarianceReport) -> Iterator[str]:
+def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
+    """Where rows are not those of the plan, or contradict themselves or each other."""
     plan = report.plan
     kernels = {labelled(kernel.kernel, kernel.options) for kernel in plan.kernels}
     rows = grouped(report.rows, lambda r: (label(r), r.format, r.case, r.axis, r.variant))
     returned: dict[tuple[str, str, str], set[Tensor]] = {}
     for way, kernel in itertools.product(plan.ways, kernels):
         where = f"{kernel} ({way.format}) of {way.case} along {way.axis} ({way.variant})"
-        own = rows.pop((kernel, way.format, way.case, way.axis, way.variant), [])
-        again = rows.pop(
-            (kernel, way.format, way.case, "repeat", f"{AGAIN}{way.axis} {way.variant}"),
-            [],
-        )
-        if wrong := _of_way(way, own) or _of_repeat(own, again):
+        matching = rows.pop((kernel, way.format, way.case, way.axis, way.variant), [])
+        repeated = f"{AGAIN}{way.axis} {way.variant}"
+        again = rows.pop((kernel, way.format, way.case, "repeat", repeated), [])
+        if wrong := _way_contradiction(way, matching) or _repeat_contradiction(
+            matching, again
+        ):
             yield f"{where} {wrong}"
-        if own and own[0].status == "ok":
-            tensors = {t for t in own[0].tensors if t not in GRADIENTS}
+        if matching and matching[0].status == "ok":
+            tensors = {t for t in matching[0].tensors if t not in GRADIENTS}
             if returned.setdefault((kernel, way.format, way.case), tensors) != tensors:
                 yield f"{where} has other tensors than in other ways"
-            if plan.backward and not (GRADIENTS & {*own[0].tensors} or own[0].reason):
+            if plan.backward and not (
+                GRADIENTS & {*matching[0].tensors} or matching[0].reason
+            ):
                 yield f"{where} has no gradients, and does not say why"
     for kernel, fmt, case, axis, variant in rows:
         yield f"{kernel} ({fmt}) of {case} along {axis} ({variant}) was not planned"
 
 
-def _of_way(way: Way, rows: Sequence[InvarianceRow]) -> str:
+def _way_contradiction(way: Way, rows: Sequence[InvarianceRow]) -> str:
     """What is wrong with the rows of one kernel in one way; empty where nothing is."""
     if not rows:
         return "has no row"
@@ -97,15 +102,14 @@ def _of_way(way: Way, rows: Sequence[InvarianceRow]) -> str:
     if first.status != "ok":
         if len(rows) > 1 or first.tensor != "out" or first.tensors:
             return "has rows beside one without numbers"
-        if (first.excuse == "call") != bool(way.reason) or (
-            way.reason and first.reason != way.reason
-        ):
+        other_reason = way.reason and first.reason != way.reason
+        if (first.excuse == "call") != bool(way.reason) or other_reason:
             return "gives another reason than the plan"
         if (first.status == "skipped") != bool(first.excuse):
             return "was skipped without an excuse, or failed with one"
         if first.excuse in ("mask", "option", "way") and first.excuse != way.adds:
             return f"is excused by the {first.excuse}, which the plan does not add"
-        return _bare(first)
+        return _unmeasured_contradiction(first)
     if way.reason:
         return "was measured, and its plan says that it cannot be"
     if sorted(first.tensors) != sorted(row.tensor for row in rows):
@@ -118,10 +122,12 @@ def _of_way(way: Way, rows: Sequence[InvarianceRow]) -> str:
         return (
             "differs, and does not say whether the kernel repeats itself, or the reverse"
         )
-    return next(filter(None, map(_contradiction, rows)), "")
+    return next(filter(None, map(_row_contradiction, rows)), "")
 
 
-def _of_repeat(rows: Sequence[InvarianceRow], again: Sequence[InvarianceRow]) -> str:
+def _repeat_contradiction(
+    rows: Sequence[InvarianceRow], again: Sequence[InvarianceRow]
+) -> str:
     """What is wrong with rows along `repeat` that these rows led to."""
     failing = [row for row in again if row.status == "failed" or row.differ]
     if len(failing) < len(again):
@@ -131,19 +137,23 @@ def _of_repeat(rows: Sequence[InvarianceRow], again: Sequence[InvarianceRow]) ->
     if any(row.excuse == "repeat" and row.repeats is not False for row in rows):
         return "has an excuse that it does not bear out"
     wrong = (
-        _bare(row) if row.status == "failed" else _contradiction(row) for row in again
+        _unmeasured_contradiction(row)
+        if row.status == "failed"
+        else _row_contradiction(row)
+        for row in again
     )
     return next(filter(None, wrong), "")
 
 
-def _bare(row: InvarianceRow) -> str:
+def _unmeasured_contradiction(row: InvarianceRow) -> str:
+    """What is wrong with a row that should have no numbers."""
     numbers = row.elements or row.differ or row.nonfinite or row.first is not None
     present = numbers or any(getattr(row, name) is not None for name in NUMBERS)
     return "has numbers though it was not measured" if present else ""
 
 
-def _contradiction(row: InvarianceRow) -> str:
-    """What of a measured row cannot be."""
+def _row_contradiction(row: InvarianceRow) -> str:
+    """What is wrong with a measured row; empty where its fields fit together."""
     if row.status != "ok" or row.excuse:
         return "has measured rows beside others"
     if not 0 < row.elements < 2**63 or not 0 <= row.differ <= row.elements:
@@ -166,10 +176,8 @@ def _contradiction(row: InvarianceRow) -> str:
         return "has some of its ratios to the floor's error, and not all"
     if any(x is not None and not 0 <= x <= HUGE for x in ratios):
         return "has a ratio that cannot be"
-    moved = any(
-        x > 0
-        for x in (row.difference or 0.0, row.excess or 0.0, row.excess_of_a_row or 0.0)
-    )
+    sizes = (row.difference, row.excess, row.excess_of_a_row)
+    moved = any((x or 0.0) > 0 for x in sizes)
     if not row.differ and (moved or row.floor_ratio or row.ulps or row.first is not None):
         return "has a difference in no element"
     if row.differ and row.first is None:
@@ -179,29 +187,28 @@ def _contradiction(row: InvarianceRow) -> str:
     return ""
 
 
-def _of_models(report: InvarianceReport) -> Iterator[str]:
+def _model_contradictions(report: InvarianceReport) -> Iterator[str]:
+    """Where rows of the model's output are not those of the plan, or contradict
+    themselves."""
     plan = report.plan
     rows = grouped(
         report.models, lambda m: (labelled(m.kernel, m.options), m.format, m.axis)
     )
     for kernel, fmt, axis in itertools.product(plan.kernels, plan.formats, plan.models):
         key = (labelled(kernel.kernel, kernel.options), fmt, axis)
-        own = rows.pop(key, [])
-        if len(own) != 1:
-            yield (
-                f"the model's output with {key[0]} ({fmt}) along {axis} has no "
-                "row, or several"
-            )
-        for row in own:
-            if wrong := _of_model(row):
-                yield f"the model's output with {key[0]} ({fmt}) along {axis} {wrong}"
-    for kernel_name, fmt, axis in rows:
-        yield (
-            f"the model's output with {kernel_name} ({fmt}) along {axis} was not planned"
-        )
+        matching = rows.pop(key, [])
+        where = f"the model's output with {key[0]} ({fmt}) along {axis}"
+        if len(matching) != 1:
+            yield f"{where} has no row, or several"
+        for row in matching:
+            if wrong := _model_contradiction(row):
+                yield f"{where} {wrong}"
+    for name, fmt, axis in rows:
+        yield f"the model's output with {name} ({fmt}) along {axis} was not planned"
 
 
-def _of_model(row: ModelRow) -> str:
+def _model_contradiction(row: ModelRow) -> str:
+    """What is wrong with a row of the model's output; empty where its fields fit."""
     sizes = (row.difference, row.explained, row.rest)
     if row.reason is not None:
         bare = not (row.differ or row.elements) and all(x is None for x in sizes)
