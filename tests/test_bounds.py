@@ -27,14 +27,14 @@ from numdev.training.bounds.report import (
     MERGED,
     BoundsReport,
     Comparison,
-    Dose,
+    DoseReading,
     Saturation,
 )
 from numdev.training.bounds.study import COLUMNS, ratios
 from numdev.training.bounds.words import amount, ratio
 from numdev.training.report import (
+    AttentionOutputRow,
     DistanceRow,
-    OutputRow,
     TrainReport,
     TrainSummary,
     VariantRecord,
@@ -294,7 +294,7 @@ def test_rungs_in_the_wrong_order_are_one() -> None:
     assert distances == pytest.approx([1.0, 1.1, 2.0])
 
 
-def dose_of(found: BoundsReport, variant: str, window: str) -> Dose:
+def dose_of(found: BoundsReport, variant: str, window: str) -> DoseReading:
     return next(d for d in found.doses if (d.variant, d.window) == (variant, window))
 
 
@@ -406,14 +406,16 @@ def test_every_format_is_answered(bounds: Found) -> None:
         assert f"flash over {name} is " in said(found)
 
 
-def at_output(variant: str, seed: int, **values: Any) -> OutputRow:
+def at_output(variant: str, seed: int, **values: Any) -> AttentionOutputRow:
     fields: dict[str, Any] = {
         "floors": 1.0,
         "apart": 1.2,
         "bias": 0.0,
         "slope": 0.0,
     } | values
-    return OutputRow(seed=seed, variant=variant, calls=2, elements=1000, **fields)
+    return AttentionOutputRow(
+        seed=seed, variant=variant, calls=2, elements=1000, **fields
+    )
 
 
 @pytest.mark.parametrize(

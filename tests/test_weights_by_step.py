@@ -19,8 +19,13 @@ from scipy.stats import gmean, wasserstein_distance
 
 from numdev import report
 from numdev.errors import UsageError
-from numdev.training.weights.report import CellRow, RunRecord, Standing, WeightsReport
-from numdev.training.weights.runs import is_over_steps, kept, seed_of, step_of
+from numdev.training.weights.report import (
+    ChanceComparison,
+    RunRecord,
+    WeightsCell,
+    WeightsReport,
+)
+from numdev.training.weights.runs import find_runs, is_over_steps, seed_of, step_of
 from numdev.training.weights.standing import LIMITS, answer, standings
 from numdev.training.weights.steps import QUANTILES, layer_of, over_steps
 
@@ -268,16 +273,16 @@ class CellLike:
         self.layer, self.kind, self.step = layer, kind, step
 
 
-def cells(values: dict[str, float], seeds: Iterable[int] = SEEDS) -> list[CellRow]:
+def cells(values: dict[str, float], seeds: Iterable[int] = SEEDS) -> list[WeightsCell]:
     """One place, in which runs have these distances in every metric and seed."""
-    numbers: dict[str, Any] = dict.fromkeys(CellRow.model_fields)
+    numbers: dict[str, Any] = dict.fromkeys(WeightsCell.model_fields)
     same = {
         **numbers, "against": "baseline", "elements": 9, "nonfinite_of": 0, "identical": 0,
         "nonfinite_against": 0, "tensors": 1, "zeros": 0, "nulls": {}, "step": 1, "layer": 0,
         "kind": "mlp", "equal": 0.5,
     }  # fmt: skip
     return [
-        CellRow(**{**same, "of": run, "seed": seed, **dict.fromkeys(LIMITS, x)})
+        WeightsCell(**{**same, "of": run, "seed": seed, **dict.fromkeys(LIMITS, x)})
         for run, x in values.items()
         for seed in seeds
     ]
@@ -285,7 +290,7 @@ def cells(values: dict[str, float], seeds: Iterable[int] = SEEDS) -> list[CellRo
 
 def judged(
     nulls: dict[str, float], flash: float, roles: dict[str, str]
-) -> list[Standing]:
+) -> list[ChanceComparison]:
     runs = [
         RunRecord(name="baseline", role="golden"),
         RunRecord(name="flash", role="flash"),
@@ -484,4 +489,4 @@ def test_steps_and_layers_by_name(tmp_path: Path) -> None:
     assert [layer_of(name) for name in names] == [3, "none", 0]
     assert not is_over_steps(["demo", str(tmp_path)])
     with pytest.raises(UsageError, match="no such file or directory"):
-        kept([str(tmp_path / "a-*"), "b,c"])
+        find_runs([str(tmp_path / "a-*"), "b,c"])

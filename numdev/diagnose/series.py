@@ -22,7 +22,7 @@ from numdev.sources.files import identity
 from numdev.sources.pipeline import is_pipeline
 from numdev.sources.prompts import PROMPT
 from numdev.sources.tensorfile import holds_cases, open_cases
-from numdev.training.weights.files import Weights, open_weights
+from numdev.training.weights.files import WeightSet, open_weights
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
 YAML = (".yaml", ".yml")
@@ -97,7 +97,7 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     return tuple(sound), tuple(left_out)
 
 
-def _nonfinite_tensor(weights: Weights) -> str | None:
+def _nonfinite_tensor(weights: WeightSet) -> str | None:
     """The first tensor with NaN or infinite elements and how many; None without one."""
     for name, tensor in weights.tensors.items():
         if count := int((~tensor.read().isfinite()).sum()):

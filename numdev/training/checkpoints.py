@@ -54,6 +54,7 @@ NAMES = {
 
 
 def place(directory: Path, variant: str, seed: int, step: int) -> Path:
+    """The directory of a checkpoint in a run's directory."""
     return directory / FOLDER / f"{folder_of(variant)}-seed{seed}-step{step}"
 
 
@@ -82,11 +83,12 @@ def write(
 
 
 def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
+    """The configuration by which transformers loads the network."""
     import transformers
 
     library: Any = transformers
     special = data.tokenizer is not None
-    common: dict[str, Any] = {
+    common: dict[str, object] = {
         "vocab_size": data.vocabulary,
         "bos_token_id": BOS_ID if special else None,
         "eos_token_id": EOS_ID if special else None,

@@ -15,16 +15,16 @@ from pydantic import Field, model_validator
 
 from numdev.config import Choice, Count, Named, Positive, Seeds
 from numdev.errors import UsageError, closest
-from numdev.training.report import VariantRole
+from numdev.training.report import Fields, VariantRole
 from numdev.yamlfile import Strict
 
+# Of the whole network: autocast over fp32 weights, or with `pure` the weights too
 Format = Literal["float32", "bfloat16", "float16", "pure bfloat16"]
-"""The whole network's: autocast over fp32 weights, or with `pure` weights and all."""
 AttentionFormat = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0)]
+# The rms of a re-rounding over that of the floor's rounding
 Dose = Annotated[float, Field(ge=1 / 64, le=64)]
-"""How many times as large as the floor's rounding a re-rounding is, in rms."""
 MOST_STEPS = 10_000_000
 LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
 DIFFERENCES = {
@@ -38,7 +38,8 @@ OF_ROLE: dict[str, tuple[Set[str], Set[str]]] = {
     "other_seed": ({"seed"}, set()),
     "variant": (set(), DIFFERENCES),
 }
-"""What a variant in a role must say, and may; in any other nothing."""
+"""The keys that a variant in a role must have, and those that it may have; a variant in
+another role may have none."""
 
 
 class ModelConfig(Strict):
@@ -79,13 +80,13 @@ class ModelConfig(Strict):
 
 
 class DataConfig(Strict):
-    """What is learned. `stdlib`: the source of Python's standard library; `text`: UTF-8
-    files."""
+    """The text that is learned. `stdlib`: the source of Python's standard library;
+    `text`: UTF-8 files."""
 
     source: Literal["stdlib", "text"]
     files: tuple[str, ...] = ()
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    # Of bpe; 2048
+    # Tokens of a bpe tokenizer; 2048 by default
     vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None
 
     @model_validator(mode="after")
@@ -114,7 +115,7 @@ class Optimiser(Strict):
 
 
 class VariantConfig(Strict):
-    """One run beside the others (docs/training.md). What is None is as in the golden
+    """One variant of a file (docs/training.md). A key that is None is as in the golden
     run."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
@@ -125,21 +126,20 @@ class VariantConfig(Strict):
     # In the golden run None: the network's
     attention_format: AttentionFormat | None = None
     seed: Positive | None = None  # added to the run's, for another initialisation
-    times: Dose | None = None  # of a null that re-rounds: 1 unless said
-    # The keys given here; the others are those of `optimiser`
+    times: Dose | None = None  # of a null that re-rounds; 1 by default
+    # Keys that it lacks are those of the file's `optimiser`
     optimiser: Optimiser | None = None
 
     @model_validator(mode="after")
     def _in_its_role(self) -> VariantConfig:
-        given = {name for name in DIFFERENCES if getattr(self, name) is not None}
-        needed, more = OF_ROLE.get(self.role, (set(), set()))
-        if not needed <= given <= needed | more:
-            expected = ", ".join(sorted(needed)) or "nothing"
-            optional = f" (and {', '.join(sorted(more))} at will)" if more else ""
-            got = ", ".join(sorted(given)) or "nothing"
-            raise ValueError(
-                f"{self.name}, {self.role}: expected {expected}{optional}, got {got}"
-            )
+        stated = {name for name in DIFFERENCES if getattr(self, name) is not None}
+        required, optional = OF_ROLE.get(self.role, (set(), set()))
+        if not required <= stated <= required | optional:
+            expected = ", ".join(sorted(required)) or "nothing"
+            if optional:
+                expected += f" (and {', '.join(sorted(optional))} at will)"
+            got = ", ".join(sorted(stated)) or "nothing"
+            raise ValueError(f"{self.name}, {self.role}: expected {expected}, got {got}")
         if self.times is not None and self.role != "null_rounding":
             raise ValueError(
                 f"{self.name}: times: expected with null_rounding, got {self.role}"
@@ -147,7 +147,7 @@ class VariantConfig(Strict):
         return self
 
 
-class Variant(Strict):
+class ResolvedVariant(Strict):
     """A variant with everything that decides what it computes."""
 
     name: str
@@ -162,12 +162,13 @@ class Variant(Strict):
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """All that it runs: its own, and the one behind it."""
+        """The kernels that it runs: that of its attention, and that of its gradients
+        where it is another."""
         return (self.kernel, *((self.backward_kernel,) if self.backward_kernel else ()))
 
 
 def folder_of(variant: str) -> str:
-    """What the directories of a variant's checkpoints begin with."""
+    """The beginning of the names of a variant's checkpoints: its name, made safe."""
     return re.sub(r"[^\w.-]+", "-", variant)
 
 
@@ -178,12 +179,12 @@ class Checkpoints(Strict):
     variants: tuple[str, ...] | None = None  # by name; None: all
 
     def at(self, steps: int) -> set[int]:
-        """After which of so many steps."""
+        """The steps, of a run of so many, after which weights are written."""
         return {steps if step == "last" else step for step in self.steps}
 
 
-class _Run(Strict):
-    """What a file and a request have in common."""
+class _CommonKeys(Strict):
+    """The keys that a file and a request have in common."""
 
     title: str | None = None
     model: ModelConfig
@@ -197,13 +198,13 @@ class _Run(Strict):
     save_every: Above = 300.0
 
 
-class TrainConfig(_Run):
+class TrainConfig(_CommonKeys):
     """The keys of a YAML file for `numdev train`."""
 
     seeds: Seeds = (0,)  # A list, or how many, counted from 0
-    # Steps at which everything is measured,
+    # Steps at which everything is measured (`recorded_steps`)
     record: Literal["log"] | tuple[Count, ...] = "log"
-    record_every: Positive | None = None  # and all multiples of this (`recorded_steps`)
+    record_every: Positive | None = None  # and all multiples of this
     optimiser: Optimiser = Optimiser()
     variants: tuple[VariantConfig, ...]
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -227,19 +228,22 @@ class TrainConfig(_Run):
         return self
 
 
-class TrainRequest(_Run):
+class TrainRequest(_CommonKeys):
+    """A training run with everything resolved."""
+
     target: str
     seeds: tuple[int, ...]
     recorded: tuple[int, ...]
-    variants: tuple[Variant, ...]  # in the order of the file
+    variants: tuple[ResolvedVariant, ...]  # in the order of the file
     device: str
 
     @property
-    def golden(self) -> Variant:
+    def golden(self) -> ResolvedVariant:
         return next(v for v in self.variants if v.role == "golden")
 
     def measured(self) -> dict[str, Any]:
-        """What decides the numbers, and so whether a run can be continued."""
+        """The fields that decide the numbers, which must be the same to continue a
+        run."""
         return self.model_dump(mode="json", exclude={"title", "save_every"})
 
 
@@ -262,9 +266,8 @@ def resolve(
             f"{target}: checkpoints: expected at most step {steps}, got {last}"
         )
     golden = next(v for v in config.variants if v.role == "golden")
-    shared = {name: getattr(config, name) for name in _Run.model_fields} | {
-        "steps": steps
-    }
+    shared = {name: getattr(config, name) for name in _CommonKeys.model_fields}
+    shared["steps"] = steps
     return TrainRequest(
         **shared,
         target=target,
@@ -275,28 +278,33 @@ def resolve(
     )
 
 
-def _complete(v: VariantConfig, golden: VariantConfig, optimiser: Optimiser) -> Variant:
+def _complete(
+    v: VariantConfig, golden: VariantConfig, optimiser: Optimiser
+) -> ResolvedVariant:
+    """A variant with what it does not say taken from the golden run, and the keys of the
+    optimiser from the file."""
     for changes in (golden.optimiser, v.optimiser):
         if changes is not None:
-            optimiser = optimiser.model_copy(
-                update=changes.model_dump(exclude_unset=True)
-            )
-    as_golden: dict[str, Any] = {
+            update = changes.model_dump(exclude_unset=True)
+            optimiser = optimiser.model_copy(update=update)
+    as_golden: Fields = {
         "kernel": golden.kernel,
         "format": golden.format or "bfloat16",
+        "attention_format": golden.attention_format,
     }
-    as_golden["attention_format"] = golden.attention_format
-    own = {name: value for name, value in v if value is not None}
-    return Variant(**{**as_golden, **own, "optimiser": optimiser})
+    stated = {name: value for name, value in v if value is not None}
+    return ResolvedVariant(**{**as_golden, **stated, "optimiser": optimiser})
 
 
 def recorded_steps(
     record: Literal["log"] | tuple[int, ...], every: int | None, steps: int
 ) -> tuple[int, ...]:
     """The steps at which rows are made, ascending: 0 and the last always."""
-    asked: set[int] = {0, steps, *(range(0, steps + 1, every) if every else ())}
+    chosen: set[int] = {0, steps, *(range(0, steps + 1, every) if every else ())}
     if record == "log":
-        asked |= {first * 10**n for n in range(len(str(steps))) for first in (1, 2, 3, 5)}
+        chosen |= {
+            first * 10**n for n in range(len(str(steps))) for first in (1, 2, 3, 5)
+        }
     else:
-        asked |= set(record)
-    return tuple(sorted(step for step in asked if step <= steps))
+        chosen |= set(record)
+    return tuple(sorted(step for step in chosen if step <= steps))

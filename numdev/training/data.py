@@ -1,4 +1,4 @@
-"""What networks learn: text as token ids.
+"""The text that networks learn, as token ids.
 
 A batch is a function of a seed and the number of its step, and of nothing else: there is
 no position in the data to be saved, and every device sees the same batches."""
@@ -48,16 +48,18 @@ class Tokens:
     vocabulary: int
     count: int  # windows in a batch
     context: int
-    # Transformers' own, saved with a checkpoint; None for bytes and given ids
+    # Of transformers, saved with a checkpoint; None for bytes
     tokenizer: Any
-    about: dict[str, Any]  # what a report says was learned, and what identifies it
+    about: dict[str, Any]  # the text in words, and the hash of its ids
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
-        """`inputs` and `targets` [count, context], int64: of windows drawn anywhere. A
-        trained tokenizer's windows begin with its first token, as every prompt will."""
-        made = torch.Generator().manual_seed(seed_of("batch", seed, step))
+        """`inputs` and `targets` [count, context] in int64, of windows drawn anywhere in
+        the ids. A trained tokenizer's windows begin with its first token, as every prompt
+        will."""
+        generator = torch.Generator().manual_seed(seed_of("batch", seed, step))
         width, device = self.context + (self.tokenizer is None), self.ids.device
-        starts = torch.randint(len(self.ids) - width + 1, (self.count, 1), generator=made)
+        positions = len(self.ids) - width + 1
+        starts = torch.randint(positions, (self.count, 1), generator=generator)
         window = self.ids[starts.to(device) + torch.arange(width, device=device)].long()
         if self.tokenizer is None:
             return {"inputs": window[:, :-1], "targets": window[:, 1:]}
@@ -86,27 +88,29 @@ def load(
         whole = b"\n\n".join(text.encode() for text in texts)
         ids, tokenizer = torch.from_numpy(np.frombuffer(whole, np.uint8).copy()), None
         vocabulary, unit = 256, "bytes"
-    named = (
-        ", ".join(Path(file).name for file in config.files)
-        or "the Python standard library"
-    )
+    names = ", ".join(Path(file).name for file in config.files)
+    source = names or "the Python standard library"
     if len(ids) <= model.context:
         raise UsageError(
-            f"{named}: expected more than model.context ({model.context}) tokens, "
+            f"{source}: expected more than model.context ({model.context}) tokens, "
             f"got {len(ids)}"
         )
     about = {
-        "prompt": f"{len(ids):,} {unit} of {named}",
+        "prompt": f"{len(ids):,} {unit} of {source}",
         "data_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
     return Tokens(
-        ids=ids.to(device), vocabulary=vocabulary, count=count, context=model.context,
-        tokenizer=tokenizer, about=about,
-    )  # fmt: skip
+        ids=ids.to(device),
+        vocabulary=vocabulary,
+        count=count,
+        context=model.context,
+        tokenizer=tokenizer,
+        about=about,
+    )
 
 
 def stdlib() -> list[str]:
-    """The library's own .py files in UTF-8, sorted by path."""
+    """The texts of the standard library's .py files that are UTF-8, sorted by path."""
     paths = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         # Not entered: site-packages may hold ten thousands of files.
@@ -154,7 +158,7 @@ def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    made: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    trained: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
         bos_token=BOS,
         eos_token=EOS,
@@ -167,10 +171,10 @@ def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]
         # another text.
         config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         (folder / "config.json").write_text(json.dumps(config))
-        made.save_pretrained(folder)
+        trained.save_pretrained(folder)
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     ids = loaded(texts[0], verbose=False)["input_ids"]
-    same = ids == made(texts[0], verbose=False)["input_ids"]
+    same = ids == trained(texts[0], verbose=False)["input_ids"]
     if ids[:1] != [BOS_ID] or not same or loaded.decode(ids[1:]) != texts[0]:
         raise MeasurementError("the saved tokenizer does not load as it was trained")
-    return made, loaded
+    return trained, loaded

@@ -1,4 +1,4 @@
-"""One variant of one seed: its network, its attention, its optimiser, and a step of them.
+"""One variant of one seed: its network, its attention, its optimiser, and their steps.
 
 A lane uses no random numbers but those of a generator of its own, and shares nothing with
 the lanes beside it but the batch, so it computes the same whoever runs beside it."""
@@ -19,7 +19,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError
 from numdev.kernels import Kernel, find
 from numdev.kernels.training import attended, crossed
-from numdev.training.config import ModelConfig, Optimiser, Variant
+from numdev.training.config import ModelConfig, Optimiser, ResolvedVariant
 from numdev.training.data import seed_of
 from numdev.training.models import Batch, build
 from numdev.training.optimiser import Updates
@@ -27,17 +27,16 @@ from numdev.training.optimiser import Updates
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = CaseRef(case="training")
 Chosen = tuple[Kernel, Mapping[str, Any]]  # a kernel and its options
+# Kernels that never wait for the device, as tests/test_training_gpu.py has seen
 RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash", "emulated"})
-"""Kernels that never wait for the device, as tests/test_training_gpu.py has seen."""
+# The first steps are not recorded: they make the optimiser's state, and compile kernels
 FIRST = 3
-"""Steps that run as they are: they make the optimiser's state, and compile what is
-compiled."""
-Run = Callable[[Batch], tuple[Tensor, Tensor]]
+Run = Callable[[Batch], tuple[Tensor, Tensor]]  # an update: the loss, the gradient's norm
 Move = Callable[[Tensor, Tensor], Tensor]
 
+# A dose of 1 moves one output in so many. Rounding to nearest errs by ulp²/12 in the mean
+# square, and so does moving one value in twelve by an ulp.
 ODDS = 12
-"""One output in so many is moved by a dose of 1. Rounding to nearest errs by ulp²/12 in
-the mean square, and so does moving one value in twelve by an ulp."""
 BITS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
@@ -46,25 +45,26 @@ BITS = {
 
 
 @dataclass(kw_only=True)
-class Attention:
+class KernelAttention:
     """attend(q, k, v) of `numdev.training.models`: a registered kernel as a network calls
     it. q, k and v are cast to `dtype` where one is given, and the output comes in q's own
     dtype."""
 
     kernel: Chosen
-    behind: Chosen | None  # whose gradients it has, where they are not its own
+    behind: Chosen | None  # the kernel of the gradients, where that is another
     dtype: torch.dtype | None
-    noise: torch.Generator | None  # with which outputs are re-rounded at random
-    times: float  # by how many floors
-    draws: torch.Generator | None  # from which a kernel draws random numbers
-    ran: str | None = None  # what the kernel says it runs, once it was asked
+    noise: torch.Generator | None  # for re-rounding outputs at random; None: not done
+    times: float  # the rms of that, in floors
+    draws: torch.Generator | None  # for the kernel's own random numbers
+    ran: str | None = None  # what the kernel says it runs; None before the first call
     # If it is a list, every call adds its `largest_score`
     largest: list[Tensor] | None = None
     # If it is a list, every call adds its q, k and v
     calls: list[AttentionCase] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own, dtype, scale = q.dtype, self.dtype or q.dtype, 1 / math.sqrt(q.shape[-1])
+        out_dtype, dtype = q.dtype, self.dtype or q.dtype
+        scale = 1 / math.sqrt(q.shape[-1])
         q, k, v = (x.to(dtype) for x in (q, k, v))
         case = AttentionCase(ref=HERE, q=q, k=k, v=v, scale=scale, is_causal=True)
         if self.calls is not None:
@@ -78,9 +78,9 @@ class Attention:
             with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
                 self.ran = kernel.attend(case, **options).ran or ""
         if self.behind is None:
-            out = attended(kernel, case, options, self.draws).to(own)
+            out = attended(kernel, case, options, self.draws).to(out_dtype)
         else:
-            out = crossed(kernel, case, options, *self.behind).to(own)
+            out = crossed(kernel, case, options, *self.behind).to(out_dtype)
         return out if self.noise is None else rerounded(out, self.noise, self.times)
 
 
@@ -110,12 +110,12 @@ def rate(config: Optimiser, step: int, steps: int) -> float:
 
 
 class Lane:
-    """A variant at step 0, or wherever `load` puts it. `loss`, and `norm`, that of the
-    gradient before clipping, are of the last batch, on the device."""
+    """A variant at step 0, or at the step of the state that `load` reads. `loss`, and
+    `norm`, that of the gradient before clipping, are of the last batch, on the device."""
 
     def __init__(
         self,
-        variant: Variant,
+        variant: ResolvedVariant,
         model: ModelConfig,
         vocabulary: int,
         seed: int,
@@ -125,25 +125,23 @@ class Lane:
         self.loss: Tensor | None = None
         self.norm: Tensor | None = None
         self.lr: float | None = None
-        kernels = [find(choice.name) for choice in variant.kernels]
-        options = [
-            k.with_options(c.options)
-            for k, c in zip(kernels, variant.kernels, strict=True)
-        ]
-        own, *behind = zip(kernels, options, strict=True)
-        draws = [
-            kernel.draws(given) for kernel, given in zip(kernels, options, strict=True)
-        ]
+        kernels: list[Chosen] = []
+        for choice in variant.kernels:
+            kernel = find(choice.name)
+            kernels.append((kernel, kernel.with_options(choice.options)))
+        forward, *behind = kernels
+        draws = [kernel.draws(options) for kernel, options in kernels]
         rerounds = variant.role == "null_rounding"
         if rerounds:
-            made = seed_of("rounding", seed, variant.name)
+            noise_seed = seed_of("rounding", seed, variant.name)
         else:  # without its name: a repeat of the golden run draws what that one drew
-            made = seed_of("draws", seed + variant.seed, options[0].get("seed"))
-        noise = torch.Generator(device).manual_seed(made)
+            kernel_seed = forward[1].get("seed")
+            noise_seed = seed_of("draws", seed + variant.seed, kernel_seed)
+        noise = torch.Generator(device).manual_seed(noise_seed)
         # All random numbers of the lane
         self.noise = noise if rerounds or draws[0] else None
-        self.attention = Attention(
-            kernel=own,
+        self.attention = KernelAttention(
+            kernel=forward,
             behind=behind[0] if behind else None,
             dtype=DTYPES.get(variant.attention_format or ""),
             noise=self.noise if rerounds else None,
@@ -155,8 +153,8 @@ class Lane:
             if variant.format == "pure bfloat16":
                 network = network.to(torch.bfloat16)
             if variant.role == "null_ulp":
-                made = seed_of("ulp", seed, variant.name)
-                move_weights(network, torch.Generator().manual_seed(made))
+                ulp_seed = seed_of("ulp", seed, variant.name)
+                move_weights(network, torch.Generator().manual_seed(ulp_seed))
             self.network = network.to(device).train()
             self.parameters = list(network.parameters())
             self.optimiser = Updates(variant.optimiser, self.parameters)
@@ -168,7 +166,7 @@ class Lane:
         self.recordable = (
             device.type == "cuda"
             and not self.scaler.is_enabled()
-            and all(kernel.name in RECORDABLE for kernel in kernels)
+            and all(kernel.name in RECORDABLE for kernel, _ in kernels)
             and not (behind and any(draws))
         )
         self.replay = Replay(device, self.noise) if self.recordable else None
@@ -185,9 +183,9 @@ class Lane:
                 self.loss, self.norm = self.replay(self._update, batch, plain=watched)
 
     def _update(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """One update; the loss and the norm of its gradient."""
+        """Make one update; returns the loss and the norm of its gradient."""
         loss = self._backward(batch)
-        # As far as a scaler knows one
+        # A scaler needs no more of an optimiser than `Updates` has
         optimiser = cast(torch.optim.Optimizer, self.optimiser)
         self.scaler.unscale_(optimiser)
         clip = self.variant.optimiser.clip
@@ -200,7 +198,7 @@ class Lane:
         return loss, norm
 
     def _backward(self, batch: Batch) -> Tensor:
-        """The loss; gradients are in the parameters."""
+        """The loss of a batch; its gradients are added to the parameters'."""
         name = self.variant.format
         with torch.autocast(
             self.device.type,
@@ -214,8 +212,7 @@ class Lane:
         return loss.detach()
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
-        """The gradient of a batch's loss by parameter, and nothing of the lane
-        changed."""
+        """The gradient of a batch's loss by parameter. The lane is left as it was."""
         before = None if self.noise is None else self.noise.get_state()
         with _named(self.variant):
             self._backward(batch)
@@ -238,8 +235,8 @@ class Lane:
 
     @torch.no_grad()
     def attend(self, calls: Sequence[AttentionCase]) -> list[Tensor]:
-        """The outputs of attention for calls of another lane, and nothing of this one
-        changed."""
+        """The outputs of attention for calls of another lane. This one is left as it
+        was."""
         before = None if self.noise is None else self.noise.get_state()
         with _named(self.variant):
             outs = [self.attention(case.q, case.k, case.v) for case in calls]
@@ -248,6 +245,7 @@ class Lane:
         return outs
 
     def weights(self) -> dict[str, Tensor]:
+        """The parameters by name, not copied."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
 
     def state(self) -> dict[str, Any]:
@@ -270,24 +268,21 @@ class Lane:
 
 
 @contextmanager
-def _named(variant: Variant) -> Iterator[None]:
-    """What goes wrong in here, as MeasurementError that names the variant. A kernel may
-    be foreign code: anything may come out of it."""
+def _named(variant: ResolvedVariant) -> Iterator[None]:
+    """A context whose errors become a MeasurementError that names the variant. A kernel
+    may be foreign code and raise anything."""
     try:
         yield
     except Exception as error:
-        words, hint = (
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            None,
-        )
-        if "deterministic" in str(error):
+        text = str(error)
+        words, hint = f"{type(error).__name__}: {' '.join(text.split())[:300]}", None
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        if "deterministic" in text:
             hint = "`deterministic: false` allows all algorithms"
-        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(
-            error
-        ):
+        elif is_memory or "can't allocate memory" in text:
             hint = (
-                "choose a smaller `batch` or `model`, or fewer variants: all are "
-                "in memory"
+                "choose a smaller `batch` or `model`, or fewer variants: all are in "
+                "memory"
             )
         elif isinstance(error, NumdevError):
             words, hint = error.message, error.hint
@@ -323,8 +318,8 @@ def rerounded(out: Tensor, generator: torch.Generator, times: float = 1.0) -> Te
 
 
 def jumps(times: float) -> tuple[int, float]:
-    """By how many ulps values are moved, and which share of them, for an rms of `times`
-    ulp/√12: the fewest ulps for which a share of the values is enough."""
+    """The number of ulps by which values are moved, and the share of values that is, for
+    an rms of `times` ulp/√12: the fewest ulps for which a share is enough."""
     ulps = math.ceil(times / math.sqrt(ODDS))
     return ulps, times**2 / (ODDS * ulps**2)
 
@@ -335,8 +330,8 @@ class _Moved(torch.autograd.Function):
         return move(out, steps)
 
     @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
-        return given[0], None, None
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None, None
 
 
 def moved_by(x: Tensor, steps: Tensor) -> Tensor:
@@ -363,9 +358,9 @@ def shifted_by(x: Tensor, ulps: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_weights(network: nn.Module, generator: torch.Generator) -> None:
-    """Every weight to a neighbouring number of its dtype, away from zero or toward it
-    with equal odds. Weights that are 0 stay. `generator` is on the CPU, and the network
-    too."""
+    """Move every weight to a neighbouring number of its dtype, away from zero or toward
+    it with equal odds. Weights that are 0 stay. Network and `generator` are on the
+    CPU."""
     for parameter in network.parameters():
         up = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
         parameter.copy_(moved_by(parameter, 2 * up - 1))
@@ -379,10 +374,11 @@ def move_weights(network: nn.Module, generator: torch.Generator) -> None:
 
 
 class Replay:
-    """A function of a batch that gives two scalars on the device, run as it is at first
-    and replayed from then on. It is the same at every call, and given with each, since
-    what it belongs to holds this: a cycle would keep the memory of both. Shapes of
-    batches must not change, and neither may the addresses of what it reads and writes."""
+    """Runs a function of a batch, which returns two scalars on the device: as it is at
+    first, from then on as a CUDA graph. The function is the same at every call. It is an
+    argument and not stored, since its object refers to this one: a cycle would keep the
+    memory of both. Shapes of batches, and addresses of what the function reads and
+    writes, must not change."""
 
     def __init__(self, device: torch.device, noise: torch.Generator | None) -> None:
         self.device, self.noise, self.ran = device, noise, 0
@@ -391,7 +387,7 @@ class Replay:
         self._results: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, run: Run, batch: Batch, *, plain: bool) -> tuple[Tensor, Tensor]:
-        """What `run` gives; `plain`: by running it, whatever was recorded."""
+        """The results of `run`. With `plain` it runs as it is, whatever was recorded."""
         self.ran += 1
         if plain or self.ran <= FIRST:
             return run(batch)
@@ -404,7 +400,8 @@ class Replay:
         return self._results
 
     def _recorded(self, run: Run, batch: Batch) -> torch.cuda.CUDAGraph:
-        """Record a run without running it. Raises what the run raises."""
+        """The graph of a run, which is recorded and not run. Raises what the run
+        raises."""
         self._batch = {name: x.clone() for name, x in batch.items()}
         graph = torch.cuda.CUDAGraph()
         if self.noise is not None:
@@ -422,8 +419,7 @@ class Replay:
         except RuntimeError as error:  # a recording that failed cannot be ended either
             failed = failed or error
         if failed is not None:
-            # It would go on believing that a graph is recorded, and draw no number ever
-            # again.
+            # The generator would still take a graph to be recorded, and never draw again
             fresh = torch.Generator(default.device)
             fresh.set_state(before)
             default.graphsafe_set_state(fresh.graphsafe_get_state())

@@ -24,20 +24,21 @@ from numdev.training.lane import Lane
 from numdev.training.measure import distance, row_of
 from numdev.training.outputs import outputs
 
-STATE, PARTLY = "state.pt", ".state.pt.partly"  # what it is called until it is complete
+STATE, PARTLY = "state.pt", ".state.pt.partly"  # the latter until it is complete
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 COMPILED = "TORCHINDUCTOR_DETERMINISTIC"
 
 
 class Ran(BaseModel):
-    """What the kernel of a variant ran, in words."""
+    """A variant and what its kernel says that it ran, in words."""
 
     variant: str
     ran: str | None
 
 
 class Lockstep:
-    """All lanes of a seed at one step, 0 to begin with. `whole` between steps."""
+    """All lanes of a seed at one step, at first 0. `whole` is false while a step is being
+    made."""
 
     def __init__(
         self, request: TrainRequest, data: Tokens, seed: int, device: torch.device
@@ -51,8 +52,8 @@ class Lockstep:
         self.golden = next(lane for lane in self.lanes if lane.variant.role == "golden")
 
     def advance(self) -> None:
-        """The next step of every lane. Where it is a recorded one, attention is
-        watched."""
+        """Make the next step of every lane. At a recorded step each attention call notes
+        its largest score."""
         step = self.step + 1
         watched = step in self.request.recorded
         self.whole = False
@@ -63,9 +64,9 @@ class Lockstep:
         self.step, self.whole = step, True
 
     def measured(self) -> dict[str, list[Any]]:
-        """The rows of this step, every variant's: its own, and its distances from the
-        golden run's weights. At step 0 from its gradient too, for the first batch, what
-        is at its attention's output, and what its kernel ran."""
+        """The rows of this step by kind: of every variant, and its distances from the
+        golden run's weights. At step 0 also the distance of the gradient of the first
+        batch, the errors of attention's output, and what the kernel ran."""
         tables: dict[str, list[Any]] = {
             "row": [],
             "distance": [],
@@ -80,15 +81,19 @@ class Lockstep:
             read["gradient"] = lambda lane: lane.gradient(first)
             calls = self.golden.calls(first)
             tables["output"] = list(outputs(self.lanes, self.golden, calls, self.seed))
+        others = [lane for lane in self.lanes if lane is not self.golden]
         for of, tensors in read.items():
             golden = tensors(self.golden)
-            for lane in (lane for lane in self.lanes if lane is not self.golden):
-                place = {
-                    "seed": self.seed,
-                    "variant": lane.variant.name,
-                    "step": self.step,
-                }
-                tables["distance"].append(distance(tensors(lane), golden, of=of, **place))
+            for lane in others:
+                row = distance(
+                    tensors(lane),
+                    golden,
+                    of=of,
+                    seed=self.seed,
+                    variant=lane.variant.name,
+                    step=self.step,
+                )
+                tables["distance"].append(row)
         for lane in self.lanes:
             tables["row"].append(row_of(lane, self.seed, self.step))
             if self.step == 0:
@@ -97,15 +102,14 @@ class Lockstep:
         return tables
 
     def save(self, path: Path, run: str) -> None:
-        """Write the state, for the run of this name; atomically. MeasurementError where
-        it cannot."""
+        """Write the state atomically, for the run of this name. Raises MeasurementError
+        where it cannot be written."""
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = path.with_name(PARTLY)
         state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
         state["digest"] = _digest(state)
-        with naming(
-            path, "the state cannot be saved", "is there room, and may you write there?"
-        ):
+        hint = "is there room, and may you write there?"
+        with naming(path, "the state cannot be saved", hint):
             try:
                 torch.save(state, written)
                 written.replace(path)
@@ -113,14 +117,15 @@ class Lockstep:
                 written.unlink(missing_ok=True)
 
     def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `save` wrote."""
         for lane in self.lanes:
             lane.load(state["lanes"][lane.variant.name])
         self.step = state["step"]
 
 
 def read_state(path: Path, run: str) -> dict[str, Any]:
-    """The saved state of the run of this name; empty where there is none as it was saved:
-    after a damaged or edited file training begins again."""
+    """The saved state of the run of this name; empty without one, and where the file is
+    damaged or edited, so that training begins again."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:
@@ -132,25 +137,24 @@ def read_state(path: Path, run: str) -> dict[str, Any]:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """SHA-256 over all tensors and numbers of a state, and where in it they are."""
+    """SHA-256 over all tensors and numbers of a state, and their places in it."""
     leaves, _ = tree_flatten_with_path(state)
     return digest_of({keystr(path): leaf for path, leaf in leaves})
 
 
 @contextmanager
 def deterministic(*, wanted: bool) -> Iterator[None]:
-    """Deterministic algorithms alone, an error from operators that have none; everything
-    as before afterwards. Unless it is `wanted` nothing is changed.
+    """A context in which PyTorch uses deterministic algorithms alone, and operators that
+    have none raise an error; if not `wanted`, a context that changes nothing. Settings
+    are restored afterwards.
 
     cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not filled
     before its use, as PyTorch would: nothing here reads what it did not write. Inductor
     is told by a variable, which it reads when a kernel that is compiled imports it:
     torch.use_deterministic_algorithms would import it, three seconds of CPU."""
     memory: Any = torch.utils.deterministic
-    before, filled = (
-        torch.get_deterministic_debug_mode(),
-        memory.fill_uninitialized_memory,
-    )
+    before = torch.get_deterministic_debug_mode()
+    filled = memory.fill_uninitialized_memory
     environment = {name: os.environ.get(name) for name in (WORKSPACE, COMPILED)}
     compiled = _inductor_is_deterministic()
     try:
@@ -173,20 +177,20 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
 
 
 def _inductor() -> Any:
-    """Its settings, where something has imported them."""
+    """Inductor's settings; None where nothing has imported them."""
     return sys.modules.get("torch._inductor.config")
 
 
 def _inductor_is_deterministic() -> bool:
+    """Whether Inductor is told to be deterministic."""
     settings = _inductor()
-    return (
-        os.environ.get(COMPILED) == "1"
-        if settings is None
-        else bool(settings.deterministic)
-    )
+    if settings is None:
+        return os.environ.get(COMPILED) == "1"
+    return bool(settings.deterministic)
 
 
 def _tell_inductor(wanted: bool) -> None:
+    """Set that in Inductor's settings, if they are loaded."""
     settings = _inductor()
     if settings is not None and hasattr(settings, "deterministic"):
         settings.deterministic = wanted

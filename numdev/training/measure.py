@@ -1,7 +1,5 @@
-"""What is measured of a lane at a recorded step: its row, and its distances from the
-golden lane; and which of the recorded losses are spikes. What is not finite is None, with
-the reason in `nulls`.
-"""
+"""The row of a lane at a recorded step, its distances from the golden lane, and which
+losses are spikes. A number that is not finite is None, with the reason in `nulls`."""
 
 from __future__ import annotations
 
@@ -16,29 +14,28 @@ from torch import Tensor
 
 from numdev.metrics.paired import paired
 from numdev.training.lane import Lane
-from numdev.training.report import DistanceRow, TrainRow
+from numdev.training.report import DistanceRow, Fields, TrainRow
 
 NOT_YET = "before the first update"
 NOT_FINITE = "not finite"
 UNDEFINED = "undefined: one of the two is zero"
 DISTANCES = ("max_abs", "mean_abs", "rel", "w1", "equal")
+# The rule of a spike, see `is_spike`
 PAST, LEAST = 20, 3
 TIMES, DEVIATIONS = 1.2, 6.0
 
 
 def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
-    """The row of a lane that has just made update `step`; at step 0 of one that made
-    none."""
-    seen = lane.attention.largest
-    values: dict[str, Any] = {
+    """The row of a lane that has just made update `step`; at step 0 none."""
+    scores = lane.attention.largest
+    norms = spectral_norms(list(lane.network.query_weights()))
+    values: Fields = {
         "loss": number(lane.loss),
         "grad_norm": number(lane.norm),
         "lr": lane.lr,
-        "max_logit": number(torch.stack(seen).amax()) if seen else None,
+        "max_logit": number(torch.stack(scores).amax()) if scores else None,
+        "spectral_norm": number(norms.amax()),
     }
-    values["spectral_norm"] = number(
-        spectral_norms(list(lane.network.query_weights())).amax()
-    )
     why = NOT_FINITE if step else NOT_YET
     nulls = {name: why for name, value in values.items() if value is None}
     return TrainRow(
@@ -49,17 +46,22 @@ def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
 def distance(
     ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any
 ) -> DistanceRow:
-    """How far all parameters, whose names are those of both, are apart, at a `place`
-    (seed, variant, step, of). None is given where anything is not finite."""
+    """The distance between two sets of parameters of the same names, all together, at a
+    `place` (seed, variant, step, of). Numbers are None where anything is not finite."""
     a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
-    apart = paired(a, b)
-    values = {name: getattr(apart, name) for name in DISTANCES}
-    if apart.nonfinite:
+    difference = paired(a, b)
+    values = {name: getattr(difference, name) for name in DISTANCES}
+    if difference.nonfinite:
         values = dict.fromkeys(values)
-    why = NOT_FINITE if apart.nonfinite else UNDEFINED
+    why = NOT_FINITE if difference.nonfinite else UNDEFINED
     nulls = {name: why for name, value in values.items() if value is None}
-    counts: dict[str, Any] = {"elements": apart.elements, "nonfinite": apart.nonfinite}
-    return DistanceRow(**place, nulls=nulls, **counts, **values)
+    return DistanceRow(
+        **place,
+        elements=difference.elements,
+        nonfinite=difference.nonfinite,
+        nulls=nulls,
+        **values,
+    )
 
 
 @torch.no_grad()
@@ -78,7 +80,7 @@ def spectral_norms(weights: list[Tensor]) -> Tensor:
 
 
 def number(x: Tensor | float | None) -> float | None:
-    """A scalar's value; None where there is none, or it is not finite."""
+    """The value of a scalar; None for None and for NaN and infinity."""
     value = math.nan if x is None else float(x)
     return value if math.isfinite(value) else None
 

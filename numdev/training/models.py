@@ -25,8 +25,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Batch = Mapping[str, Tensor]
 LAYER_EPS, RMS_EPS, ROPE_THETA = 1e-5, 1e-6, 10000.0
 SPREAD = 0.02  # the standard deviation of initial weights, as GPT-2 and Llama have it
+# Matrices that end a branch of the residual stream
 NARROW = ("attention.out.weight", "mlp.down.weight")
-"""Matrices that end a branch of the residual stream."""
 # Sums over parameters go in the order in which transformers' models have them.
 PARTS = {
     "llama": ("attention", "mlp", "norm_1", "norm_2"),
@@ -35,6 +35,7 @@ PARTS = {
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by PyTorch's own function."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
@@ -84,7 +85,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, heads, length, head_dim] with its positions in it, as transformers does
+    """x [batch, heads, length, head_dim] rotated by its positions, as transformers does
     it: the second half of the features is paired with the first."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
@@ -109,6 +110,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer: attention and an MLP, each behind a norm and added to the residual
+    stream."""
+
     attention: Attention
     mlp: MLP
     norm_1: Norm
@@ -167,11 +171,11 @@ class Network(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
     def query_weights(self) -> Iterator[Tensor]:
-        """Layer by layer, the rows of W_Q by head: [heads, head_dim, width]."""
+        """The rows of W_Q by head, [heads, head_dim, width], of each layer in turn."""
         for part in (m for m in self.modules() if isinstance(m, Attention)):
             first = next(part.parameters())
-            own = first.chunk(3, dim=0)[0] if hasattr(part, "qkv") else first
-            yield own.unflatten(0, (-1, part.head_dim))
+            queries = first.chunk(3, dim=0)[0] if hasattr(part, "qkv") else first
+            yield queries.unflatten(0, (-1, part.head_dim))
 
 
 @torch.no_grad()
@@ -189,10 +193,7 @@ def build(
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in network.named_parameters():
         if parameter.ndim >= 2:
-            spread = (
-                SPREAD / (2 * config.layers) ** 0.5 if name.endswith(NARROW) else SPREAD
-            )
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator).mul_(spread)
-            )
+            narrowed = (2 * config.layers) ** 0.5 if name.endswith(NARROW) else 1.0
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(drawn.mul_(SPREAD / narrowed))
     return network

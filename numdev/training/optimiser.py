@@ -16,8 +16,9 @@ from torch.optim.sgd import sgd
 
 from numdev.training.config import Optimiser
 
-Slots = dict[str, Tensor]
-"""What is remembered of a parameter."""
+Slots = dict[
+    str, Tensor
+]  # the optimiser's state of one parameter, by torch.optim's names
 
 
 class Updates:
@@ -25,9 +26,8 @@ class Updates:
     a group. Decay is on matrices, none on gains and biases. Parameters without a gradient
     stay."""
 
+    # By this torch.amp.GradScaler hands `found_inf` over on the device, and does not wait
     _step_supports_amp_scaling = True
-    """Tells torch.amp.GradScaler to hand `found_inf` over, on the device, instead of
-    waiting."""
 
     def __init__(self, config: Optimiser, parameters: Sequence[nn.Parameter]) -> None:
         self.config = config
@@ -37,10 +37,11 @@ class Updates:
         self.lr = torch.tensor(config.lr, device=device) if self.capturable else config.lr
         matrices = [p for p in parameters if p.ndim >= 2]
         others = [p for p in parameters if p.ndim < 2]
+        # GradScaler reads it by this name
         self.param_groups: list[dict[str, Any]] = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": others, "weight_decay": 0.0},
-        ]  # under the name that GradScaler reads
+        ]
         self.slots: dict[nn.Parameter, Slots] = {}
         self.update: Callable[..., None] = (
             self._sgd if config.name == "sgd" else self._adamw
@@ -55,6 +56,7 @@ class Updates:
 
     @torch.no_grad()
     def step(self) -> None:
+        """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -72,12 +74,14 @@ class Updates:
                 )
 
     def zero_grad(self) -> None:
+        """Drop all gradients."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
 
     def state(self) -> list[Slots]:
-        """What decides steps to come, besides weights: of each parameter in order."""
+        """The state of each parameter in order: with the weights it decides the steps to
+        come."""
         return [self.slots.get(p, {}) for p in self._parameters()]
 
     def load(self, state: Sequence[Slots]) -> None:
@@ -89,11 +93,13 @@ class Updates:
         }
 
     def _parameters(self) -> list[nn.Parameter]:
+        """All parameters, matrices first."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _adamw(
         self, parameters: list[nn.Parameter], grads: list[Tensor], **same: Any
     ) -> None:
+        """One update by AdamW of parameters with gradients."""
         for p in parameters:
             if p not in self.slots:
                 self.slots[p] = {
@@ -108,10 +114,10 @@ class Updates:
         adamw(
             list[Tensor](parameters),
             grads,
-            [own["exp_avg"] for own in slots],
-            [own["exp_avg_sq"] for own in slots],
+            [slot["exp_avg"] for slot in slots],
+            [slot["exp_avg_sq"] for slot in slots],
             [],
-            [own["step"] for own in slots],
+            [slot["step"] for slot in slots],
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -123,6 +129,7 @@ class Updates:
     def _sgd(
         self, parameters: list[nn.Parameter], grads: list[Tensor], **same: Any
     ) -> None:
+        """One update by SGD of parameters with gradients."""
         buffers = [self.slots.get(p, {}).get("momentum_buffer") for p in parameters]
         momentum = self.config.momentum
         sgd(

@@ -1,9 +1,8 @@
-"""What is at the output of attention before anything was learned: every variant's kernel
-on the golden run's own first attention calls, beside the truth and the golden run's
-kernel.
+"""The errors of attention before anything was learned: every variant's kernel on the
+golden run's own first attention calls, beside the truth and the golden run's kernel.
 
-Distances of weights are effects. This is their cause, in floors: so that a reader sees
-both."""
+Distances of weights are effects. Errors of attention, in floors, are their cause, so that
+a report shows both."""
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ from numdev.cases import AttentionCase
 from numdev.formats import format_of, round_to, ulp
 from numdev.kernels.reference.blocked import attend  # small: a compiler would take longer
 from numdev.training.lane import ODDS, Lane, largest_score
-from numdev.training.report import OutputRow
+from numdev.training.report import AttentionOutputRow
 
 OF = ("golden", "flash", "attention_precision", "null_rounding", "variant")
-"""Roles whose attention computes something else from the same q, k and v; those of the
-others differ in what they are given."""
+"""Roles whose attention computes something else from the same q, k and v. In the others
+q, k and v differ."""
 
-SHARP = 8.0
+SHARP = 8.0  # the least score of the largest, for calls that are made sharper
 
 
 def outputs(
     lanes: Sequence[Lane], golden: Lane, calls: Sequence[AttentionCase], seed: int
-) -> Iterator[OutputRow]:
+) -> Iterator[AttentionOutputRow]:
     """A row for each lane in a role of OF that computes in the golden lane's format.
     `calls` are the golden lane's, of one batch."""
     truths = [attend(case).out for case in calls]
@@ -39,8 +38,8 @@ def outputs(
     for lane in lanes:
         variant = lane.variant
         if variant.role in OF and variant.format == golden.variant.format:
-            own = base if lane is golden else lane.attend(calls)
-            row = row_of(own, base, truths, seed, variant.name)
+            outs = base if lane is golden else lane.attend(calls)
+            row = row_of(outs, base, truths, seed, variant.name)
             error = floors_of(lane.attend(sharp), sharp_truths)
             yield row.model_copy(update={"sharp": error})
 
@@ -69,32 +68,38 @@ def floors_of(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
 
 
 def row_of(
-    own: Sequence[Tensor],
+    outs: Sequence[Tensor],
     base: Sequence[Tensor],
     truths: Sequence[Tensor],
     seed: int,
     variant: str,
-) -> OutputRow:
-    """Of all calls laid end to end, in fp64; None throughout where anything is not
-    finite."""
+) -> AttentionOutputRow:
+    """The errors of a variant's outputs, over all calls laid end to end, in fp64; None
+    throughout where an output is not finite."""
     sums = torch.zeros(8, dtype=torch.float64)
     elements = nonfinite = 0
-    for out, golden, truth in zip(own, base, truths, strict=True):
+    for out, golden, truth in zip(outs, base, truths, strict=True):
         fmt = format_of(out.dtype)
         elements += out.numel()
         nonfinite += int((~out.isfinite()).sum())
-        error, apart = out.double() - truth, out.double() - golden.double()
+        error, difference = out.double() - truth, out.double() - golden.double()
         floor = round_to(truth, fmt).double() - truth
-        more = error - floor
+        beyond_floor = error - floor
         parts = (
-            *(error.square(), apart.square(), floor.square(), ulp(golden, fmt).square()),
-            *(more * truth.sign(), ulp(truth, fmt), more * truth, truth.square()),
+            error.square(),
+            difference.square(),
+            floor.square(),
+            ulp(golden, fmt).square(),
+            beyond_floor * truth.sign(),
+            ulp(truth, fmt),
+            beyond_floor * truth,
+            truth.square(),
         )
         sums += torch.stack([part.sum() for part in parts]).cpu()
-    errors, aparts, floors, spacings, away, ulps, along, squares = sums.tolist()
+    errors, differences, floors, spacings, away, ulps, along, squares = sums.tolist()
     values: dict[str, float | None] = {
         "floors": math.sqrt(errors / floors) if floors else None,
-        "apart": math.sqrt(aparts / spacings * ODDS) if spacings else None,
+        "apart": math.sqrt(differences / spacings * ODDS) if spacings else None,
         "bias": away / ulps if ulps else None,
         "slope": along / squares if squares else None,
     }
@@ -102,10 +107,10 @@ def row_of(
         values = dict.fromkeys(values)
     why = "not finite" if nonfinite else "the floor has no error"
     nulls = {name: why for name, value in values.items() if value is None}
-    return OutputRow(
+    return AttentionOutputRow(
         seed=seed,
         variant=variant,
-        calls=len(own),
+        calls=len(outs),
         elements=elements,
         nonfinite=nonfinite,
         floors=values["floors"],

@@ -2,9 +2,9 @@
 train`).
 
 All distances are from the golden run's weights, of the same seed and at the same step.
-Steps count updates: step 0 is the initialisation, and what a row says of a step is after
-that many updates, except `loss`, `grad_norm` and `max_logit`, which are of the batch that
-the last update used."""
+Steps count updates: step 0 is the initialisation. A row is of the weights after that many
+updates, except `loss`, `grad_norm` and `max_logit`, which are of the batch that the last
+update used."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from pydantic import Field
 
 from numdev.report import Axis, Figure, Record, Report
 
+Fields = dict[str, Any]  # fields of a record, by name
+# How a variant departs from the golden run
 VariantRole = Literal[
-    "golden",  # the eager baseline in the working format, which all others depart from
-    "flash",  # by another kernel in the same format
-    "low_precision",  # by another format, the whole network
-    "attention_precision",  # by another format in attention alone
-    "other_seed",  # by another initialisation
-    "null_repeat",  # by nothing
-    # By outputs of attention re-rounded at random, at the size of the floor
+    "golden",  # the eager baseline in the working format
+    "flash",  # another kernel in the same format
+    "low_precision",  # another format for the whole network
+    "attention_precision",  # another format in attention alone
+    "other_seed",  # another initialisation
+    "null_repeat",  # in nothing
+    # Outputs of attention re-rounded at random, at the size of the floor
     "null_rounding",
-    "null_ulp",  # by all weights moved by one ulp before the first step
-    "variant",  # by anything else
+    "null_ulp",  # all weights moved by one ulp before the first step
+    "variant",  # anything else
 ]
 
 
@@ -40,7 +42,7 @@ class VariantRecord(Record):
     # The dose of a null that re-rounds, in floors
     times: float | None = Field(None, gt=0)
     ran: str | None = None  # what the kernel said it ran
-    # Seed, optimiser, gradients' kernel
+    # What else differs from the golden run: seed, optimiser, the kernel of the gradients
     differs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -65,10 +67,10 @@ class DistanceRow(Record):
     seed: int
     variant: str
     step: int
-    # That of the first batch, before any update: step 0
-    of: Literal["weights", "gradient"]
+    of: Literal["weights", "gradient"]  # the gradient is of the first batch, at step 0
     elements: int
-    nonfinite: int = 0  # of them, in one of the two: then there is no distance
+    # Elements that are not finite in one of the two; with any there is no distance
+    nonfinite: int = 0
     max_abs: float | None
     mean_abs: float | None
     rel: float | None
@@ -77,8 +79,8 @@ class DistanceRow(Record):
     nulls: dict[str, str] = Field(default_factory=dict)
 
 
-class OutputRow(Record):
-    """What a variant's attention returns for the golden run's own calls of the first
+class AttentionOutputRow(Record):
+    """The errors of a variant's attention on the golden run's own calls of the first
     batch, all together, before any update. A floor is the rms error of rounding the truth
     once."""
 
@@ -117,7 +119,7 @@ class TrainReport(Report):
     variants: tuple[VariantRecord, ...]
     rows: tuple[TrainRow, ...]
     distances: tuple[DistanceRow, ...]
-    outputs: tuple[OutputRow, ...] = ()
+    outputs: tuple[AttentionOutputRow, ...] = ()
     figures: tuple[Figure, ...] = ()
 
     def tables(self) -> dict[str, Sequence[Record]]:

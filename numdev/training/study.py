@@ -1,9 +1,9 @@
 """`numdev train`: variants of a small network, trained in lockstep from the same start.
 
 Seeds come one after the other, their variants side by side (`numdev.training.lockstep`).
-Rows are journalled by seed and step; beside the journal stands the state to continue
-from. What of it was measured after the state was saved is computed again, and not
-recorded twice."""
+Rows are journalled by seed and step; beside the journal is the state to continue from.
+Steps that were measured after the state was saved are computed again, and not recorded
+twice."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.errors import UsageError
 from numdev.kernels import find
+from numdev.report import Provenance
 from numdev.system import System
 from numdev.training import checkpoints, figures
-from numdev.training.config import TrainRequest, Variant
+from numdev.training.config import ResolvedVariant, TrainRequest
 from numdev.training.data import Tokens, load
 from numdev.training.lockstep import (
     PARTLY,
@@ -39,8 +40,8 @@ from numdev.training.lockstep import (
 from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
 from numdev.training.report import (
+    AttentionOutputRow,
     DistanceRow,
-    OutputRow,
     TrainReport,
     TrainRow,
     TrainSummary,
@@ -66,9 +67,8 @@ def train(
     variant, for one that refuses or fails."""
     until = None if stop_after is None else time.monotonic() + stop_after
     model = request.model
-    numbers = (
-        request.batch * model.context * max(model.hidden, model.heads * model.context)
-    )
+    width = max(model.hidden, model.heads * model.context)
+    numbers = request.batch * model.context * width
     with deterministic(wanted=request.deterministic), threads(fitting(numbers)):
         system = System.probe(
             request.device
@@ -82,44 +82,61 @@ def train(
         with Journal.open(directory, head, overwrite=overwrite) as journal:
             if overwrite:
                 shutil.rmtree(directory / checkpoints.FOLDER, ignore_errors=True)
-            run = _Run(request, data, device, journal, progress, watch, until)
+            run = _TrainingRun(request, data, device, journal, progress, watch, until)
             if not run.finished():
                 return None
-            rows = tuple(with_spikes(journal.records("row", TrainRow)))
-            distances = journal.records("distance", DistanceRow)
-            outputs = journal.records("output", OutputRow)
-            ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
-        variants = [
-            record_of(v, request.golden, ran.get(v.name)) for v in request.variants
-        ]
-        # On the meta device its weights would be drawn by references, which import
-        # Dynamo.
-        network = build(request.model, data.vocabulary, None)
-        report = TrainReport(
+        report = _report(
+            request,
+            data,
+            journal,
             provenance=provenance(system, described, command),
-            request=request.model_dump(mode="json"),
-            summary=TrainSummary(
-                answer=(),
-                steps=request.steps,
-                seeds=request.seeds,
-                parameters=sum(p.numel() for p in network.parameters()),
-                model=request.model.kind,
-                data=described["prompt"],
-                axis=figures.axis_of(request.recorded),
-            ),
-            variants=tuple(variants),
-            rows=rows,
-            distances=distances,
-            outputs=outputs,
-            figures=figures.of_run(variants, rows, distances),
             timings=watch.seconds(),
         )
-        said = report.summary.model_copy(update={"answer": tuple(answer(report))})
-        return report.model_copy(update={"summary": said})
+        sentences = tuple(answer(report))
+        summary = report.summary.model_copy(update={"answer": sentences})
+        return report.model_copy(update={"summary": summary})
+
+
+def _report(
+    request: TrainRequest,
+    data: Tokens,
+    journal: Journal,
+    *,
+    provenance: Provenance,
+    timings: dict[str, float],
+) -> TrainReport:
+    """The report of what is journalled, without the answer."""
+    rows = tuple(with_spikes(journal.records("row", TrainRow)))
+    distances = journal.records("distance", DistanceRow)
+    ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
+    variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
+    # On the meta device its weights would be drawn by references, which import
+    # Dynamo.
+    network = build(request.model, data.vocabulary, None)
+    summary = TrainSummary(
+        answer=(),
+        steps=request.steps,
+        seeds=request.seeds,
+        parameters=sum(p.numel() for p in network.parameters()),
+        model=request.model.kind,
+        data=data.about["prompt"],
+        axis=figures.axis_of(request.recorded),
+    )
+    return TrainReport(
+        provenance=provenance,
+        request=request.model_dump(mode="json"),
+        summary=summary,
+        variants=tuple(variants),
+        rows=rows,
+        distances=distances,
+        outputs=journal.records("output", AttentionOutputRow),
+        figures=figures.of_run(variants, rows, distances),
+        timings=timings,
+    )
 
 
 @dataclass(eq=False)
-class _Run:
+class _TrainingRun:
     """One call of the study, until it is finished or the monotonic clock says `until`."""
 
     request: TrainRequest
@@ -129,19 +146,20 @@ class _Run:
     progress: Progress
     watch: Stopwatch
     until: float | None
-    loss: float | None = None  # the last that was recorded of the golden run
+    loss: float | None = None  # the golden run's, at the last recorded step
 
     def __post_init__(self) -> None:
         self.state = self.journal.directory / STATE
-        self.name = digest(self.journal.header)  # what a saved state must be of
+        self.name = digest(self.journal.header)  # identifies states saved by this run
 
     def finished(self) -> bool:
         """Train all seeds; False if time ran out before, with the state saved."""
         request = self.request
-        for place in itertools.product(request.seeds, request.recorded):
-            self.journal.visit(_key(*place))
+        for seed, step in itertools.product(request.seeds, request.recorded):
+            self.journal.visit(_key(seed, step))
         done = all(
-            self.is_recorded(s, request.steps) or self.seed(s) for s in request.seeds
+            self.is_recorded(seed, request.steps) or self.train_seed(seed)
+            for seed in request.seeds
         )
         if done:
             for name in (STATE, PARTLY):  # the latter where a save was killed
@@ -149,11 +167,11 @@ class _Run:
         return done
 
     def is_recorded(self, seed: int, step: int) -> bool:
-        """Whether all that is measured up to a step is in the journal."""
+        """Whether every recorded step up to this one is in the journal."""
         steps = [at for at in self.request.recorded if at <= step]
         return all(self.journal.visit(_key(seed, at)) for at in steps)
 
-    def seed(self, seed: int) -> bool:
+    def train_seed(self, seed: int) -> bool:
         """Train one seed to its end; False if time ran out before."""
         lanes = Lockstep(self.request, self.data, seed, self.device)
         state = read_state(self.state, self.name)
@@ -163,7 +181,7 @@ class _Run:
             self.record(lanes)
         try:
             with self.watch("training"):
-                finished = self.steps(lanes)
+                finished = self.take_steps(lanes)
         except KeyboardInterrupt:
             # A second Ctrl-C breaks a step off: then the state before it stands.
             if lanes.whole and self.is_recorded(seed, lanes.step):
@@ -173,9 +191,9 @@ class _Run:
             self.save(lanes)
         return finished
 
-    def steps(self, lanes: Lockstep) -> bool:
-        """All steps that are left; where time runs out one at least, and False. A step
-        with its rows is whole or was not made: an interrupt waits for its end."""
+    def take_steps(self, lanes: Lockstep) -> bool:
+        """Take all steps that are left, or at least one and False where time runs out. A
+        step is recorded whole or not at all: an interrupt waits for its end."""
         saved = time.monotonic()
         self.tell(lanes)
         while lanes.step < self.request.steps:
@@ -192,11 +210,13 @@ class _Run:
         return True
 
     def save(self, lanes: Lockstep) -> None:
+        """Write the state from which a later run continues."""
         with self.watch("saving"):
             lanes.save(self.state, self.name)
 
     def record(self, lanes: Lockstep) -> None:
-        """Measure and write what this step asks for, unless that is done."""
+        """Write the checkpoints and the rows of this step, if it has any. Rows that are
+        in the journal are not measured again."""
         self.checkpoint(lanes)
         key = _key(lanes.seed, lanes.step)
         if lanes.step in self.request.recorded and not self.journal.visit(key):
@@ -205,12 +225,13 @@ class _Run:
                 self.loss = number(lanes.golden.loss)
 
     def checkpoint(self, lanes: Lockstep) -> None:
-        asked = self.request.checkpoints
-        if asked is None or lanes.step not in asked.at(self.request.steps):
+        """Write the weights of this step, if the request asks for them."""
+        chosen = self.request.checkpoints
+        if chosen is None or lanes.step not in chosen.at(self.request.steps):
             return
         for lane in lanes.lanes:
             name = lane.variant.name
-            if asked.variants is None or name in asked.variants:
+            if chosen.variants is None or name in chosen.variants:
                 about = {
                     "variant": lane.variant.model_dump(mode="json"),
                     "seed": lanes.seed,
@@ -219,27 +240,29 @@ class _Run:
                     "request": self.request.measured(),
                     "data": self.data.about,
                 }
-                where = checkpoints.place(
+                path = checkpoints.place(
                     self.journal.directory, name, lanes.seed, lanes.step
                 )
                 checkpoints.write(
-                    lane.network, self.request.model, self.data, where, about
+                    lane.network, self.request.model, self.data, path, about
                 )
 
     def tell(self, lanes: Lockstep) -> None:
-        """Progress; an interrupt arrives here."""
+        """Report progress. An interrupt that waited arrives here."""
         steps, seeds = self.request.steps, self.request.seeds
         done = seeds.index(lanes.seed) * steps + lanes.step
         loss = "" if self.loss is None else f", loss {self.loss:.3f}"
         self.progress(f"seed {lanes.seed}{loss}", done, steps * len(seeds))
 
 
-def record_of(variant: Variant, golden: Variant, ran: str | None) -> VariantRecord:
-    """A variant as the report holds it, with what else differs from the golden run."""
-    given = variant.model_dump(mode="json")
-    differs = {n: given[n] for n in ("seed", "backward_kernel") if given[n]}
-    theirs = golden.optimiser.model_dump()
-    changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != theirs[k]}
+def record_of(
+    variant: ResolvedVariant, golden: ResolvedVariant, ran: str | None
+) -> VariantRecord:
+    """A variant as a report records it, with what else differs from the golden run."""
+    fields = variant.model_dump(mode="json")
+    differs = {n: fields[n] for n in ("seed", "backward_kernel") if fields[n]}
+    usual = golden.optimiser.model_dump()
+    changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != usual[k]}
     if changed:
         differs["optimiser"] = changed
     return VariantRecord(
@@ -256,18 +279,18 @@ def record_of(variant: Variant, golden: Variant, ran: str | None) -> VariantReco
 
 
 def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:
-    """The variants' kernels, each with options that it has and on a machine that can run
-    it."""
-    for variant, choice in (
-        (v, choice) for v in request.variants for choice in v.kernels
-    ):
-        kernel = find(choice.name)
-        options = recorded(kernel.with_options(choice.options))
-        if missing := kernel.missing(system):
-            words = f"variant {variant.name}: {kernel.name} cannot run here: {missing}"
-            raise UsageError(words, hint="leave it out, or choose another kernel")
-        yield Planned(role="kernel", kernel=kernel, options=options)
+    """The kernels of all variants. Raises UsageError for an option that a kernel has not,
+    and for a kernel that cannot run here."""
+    for variant in request.variants:
+        for choice in variant.kernels:
+            kernel = find(choice.name)
+            options = recorded(kernel.with_options(choice.options))
+            if missing := kernel.missing(system):
+                what = f"variant {variant.name}: {kernel.name} cannot run here: {missing}"
+                raise UsageError(what, hint="leave it out, or choose another kernel")
+            yield Planned(role="kernel", kernel=kernel, options=options)
 
 
 def _key(seed: int, step: int) -> str:
+    """The journal's key of a step of a seed."""
     return digest({"seed": seed, "step": step})

@@ -1,6 +1,6 @@
-"""The first sentences of a training run: what it may say, and no more. Distances are set
-beside a re-rounding of one floor in the same seed and at the same steps, while these tell
-causes apart; never at the last step, where they say how chaotic training is."""
+"""The first sentences of a training run. Distances are compared with a re-rounding of one
+floor in the same seed and at the same steps, as long as these tell causes apart; never at
+the last step, where they say how chaotic training is."""
 
 from __future__ import annotations
 
@@ -24,28 +24,26 @@ from numdev.training.report import DistanceRow, TrainReport, TrainRow, VariantRe
 
 Number = Callable[[float], str]
 LOST = (
-    "NOT FINITE: {name}: its loss is not finite in {n} of {all} seeds, first at "
-    "step {step} of "
-    "seed {seed}."
+    "NOT FINITE: {name}: its loss is not finite in {n} of {all} seeds, first at step "
+    "{step} of seed {seed}."
 )
 SAME = "{label}: its weights are the golden run's, bit for bit, at every recorded step."
 BESIDE = (
-    "{label}: its weights are {mean} times ({least} to {most}, {seeds}) as far from "
-    "the golden "
-    "run's as re-rounding attention at one floor, {when}."
+    "{label}: its weights are {mean} times ({least} to {most}, {seeds}) as far from the "
+    "golden run's as re-rounding attention at one floor, {when}."
 )
 ALONE = (
-    "{label}: its weights are {mean} ({least} to {most}, {seeds}) of their size off "
-    "the golden "
-    "run's at step {step}; with no re-rounding beside it nothing is said of later ones."
+    "{label}: its weights are {mean} ({least} to {most}, {seeds}) of their size off the "
+    "golden run's at step {step}; with no re-rounding beside it nothing is said of later "
+    "ones."
 )
 SPIKES = "{name}: its loss spikes (step {row.step} of seed {row.seed}; {count} recorded)."
 
 
 def answer(run: TrainReport) -> Iterator[str]:
-    """What is lost first, and attention that does more than round; then which runs are
-    the golden one; then early ratios, paired by seed, with their range; then spikes.
-    Nothing is said of stability: a run is one run."""
+    """First runs whose loss is not finite, and attention that does more than round; then
+    runs with the golden run's weights; then early ratios, paired by seed, with their
+    range; then spikes. No sentence is about stability, since a run is one run."""
     yield from _lost(run.variants, run.rows)
     yield from not_rounding(list(at_outputs(run)))
     weights = [d for d in run.distances if d.of == "weights" and d.step > 0]
@@ -53,13 +51,11 @@ def answer(run: TrainReport) -> Iterator[str]:
     for v in run.variants:
         if v.role != "golden":
             labels.setdefault(label_of(v), []).append(v.name)
-    own = {
+    by_label = {
         label: [d for d in weights if d.variant in names]
         for label, names in labels.items()
     }
-    same = {
-        label for label, rows in own.items() if rows and all(d.equal == 1.0 for d in rows)
-    }
+    same = {label for label, rows in by_label.items() if _are_equal(rows)}
     for label in same:
         yield SAME.format(label=label)
     distances = distances_of(run)
@@ -67,13 +63,18 @@ def answer(run: TrainReport) -> Iterator[str]:
     steps = saturation(paired).early if len(paired) else ()
     nulls = paired[(paired.role == "null_rounding") & (paired.times == PAIR[0])]
     base = next(iter(nulls.label), None)
-    for label, rows in own.items():
+    for label, rows in by_label.items():
         if label not in same and label != base:
             if base is not None and steps:
                 yield from _beside(label, base, curves(paired), steps)
             elif base is None:
                 yield from _alone(label, rows)
     yield from _spikes(run.variants, run.rows)
+
+
+def _are_equal(rows: Sequence[DistanceRow]) -> bool:
+    """Whether there are distances, and every element is equal in all."""
+    return bool(rows) and all(row.equal == 1.0 for row in rows)
 
 
 def _lost(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterator[str]:
@@ -94,6 +95,8 @@ def _lost(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterat
 def _beside(
     label: str, base: str, table: pd.DataFrame, steps: Sequence[int]
 ) -> Iterator[str]:
+    """How far a label's weights are beside re-rounding; nothing where no seed has
+    both."""
     by_seed = ratios(table[label], table[base], steps) if label in table else {}
     if by_seed:
         when = " to ".join(dict.fromkeys(map(str, (steps[0], steps[-1]))))
@@ -102,6 +105,7 @@ def _beside(
 
 
 def _alone(label: str, rows: Sequence[DistanceRow]) -> Iterator[str]:
+    """How far a label's weights are at the first step that has a distance."""
     step = min((d.step for d in rows if d.rel is not None), default=None)
     by_seed = {d.seed: d.rel for d in rows if d.step == step and d.rel is not None}
     if by_seed:
@@ -109,6 +113,7 @@ def _alone(label: str, rows: Sequence[DistanceRow]) -> Iterator[str]:
 
 
 def _ends(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
+    """The mean and the range over seeds, and their count, in words."""
     values = list(by_seed.values())
     seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
     mean, least, most = figures.mean(values), min(values), max(values)
@@ -121,6 +126,7 @@ def _ends(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
 
 
 def _spikes(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterator[str]:
+    """A sentence on each run whose loss spikes."""
     for name in (v.name for v in variants):
         spikes = [row for row in rows if row.variant == name and row.spike]
         if spikes:

@@ -26,39 +26,45 @@ from numdev.training.bounds.report import (
     FEWEST_SEEDS,
     MERGED,
     PAIR,
-    Dose,
+    DoseReading,
     Rung,
     Saturation,
     Window,
 )
 from numdev.training.report import VariantRole
 
-EQUAL = 2  # runs of one strength in a seed that marks are of
-PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
-FLAT = 1.25  # the highest rung's distance over the lowest's where a ladder tells no dose
-# Of an interval, its end over its beginning, with which a dose is still read
-WIDEST = 8.0
+EQUAL = 2  # runs of one strength in a seed that marks are made from
+# Chance decides where equal nulls are this many times as far from each other as at first
+PARTED = 2.0
+FLAT = (
+    1.25  # a ladder tells no dose if its highest rung is at most so far over its lowest
+)
+WIDEST = (
+    8.0  # the largest factor between the ends of an interval with which a dose is read
+)
 NO_PAIR = "there is no null run re-rounded at {0:g} floor{1} beside one at {2:g}"
 NO_LADDER = "there are no null runs of two strengths"
 NO_STEP = "no step is early: two doses lie together from the first recorded one on"
 IS_FLAT = (
-    "the ladder is flat there: {high} floors move the weights {lead:.2f} "
-    "times as far as {low}"
+    "the ladder is flat there: {high} floors move the weights {lead:.2f} times as far as "
+    "{low}"
 )
 IS_WIDE = (
-    "its interval over seeds, {low:.2g} to {high:.2g} floors, spans a factor "
-    "above {most:g}"
+    "its interval over seeds, {low:.2g} to {high:.2g} floors, spans a factor above "
+    "{most:g}"
 )
+# The factor by which a dose between rungs four times apart may be off: planted ones were
+# by up to 4 % over 20 seeds (benchmarks/dose.py). An interval over seeds does not contain
+# that error, and is widened by it.
 BETWEEN = 1.06
-"""By what factor a dose between rungs four times apart may be off: planted ones were by
-up to 4 % over 20 seeds (benchmarks/dose.py). An interval over seeds does not know that,
-and is widened."""
 End = Literal["within", "below", "above"]
-Windows = Mapping[Window, tuple[int, ...]]
+Windows = Mapping[Window, tuple[int, ...]]  # the steps of each window
 Place = tuple[int, int]  # a seed and a step
 
 
 class _Line(NamedTuple):
+    """A distance of one run, and its strength of re-rounding."""
+
     place: Place
     times: float
     value: float
@@ -68,12 +74,11 @@ class _Line(NamedTuple):
 
 
 def saturation(distances: pd.DataFrame) -> Saturation:
-    """The marks of one metric of weights: lines with the columns role, times, seed, step,
-    value.
+    """The marks of one metric of weights, from lines with the columns role, times, seed,
+    step, value.
 
-    They come from nulls alone: of each strength of PAIR the first runs, EQUAL at most, in
-    the order of the lines. Whatever other runs there are moves none. None looks at later
-    steps: a longer record moves none."""
+    They are made from nulls alone: of each strength of PAIR the first runs, EQUAL at
+    most, in the order of the lines. So no other run moves a mark, and no later step."""
     steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
     chance = chance_decides(distances)
     lead = lead_by_step(distances)
@@ -115,24 +120,24 @@ def chance_decides(distances: pd.DataFrame) -> int | None:
         ends = _equal(equal).groupby(["seed", "step"]).value.agg(["min", "max", "count"])
         ends = ends[ends["count"] > 1]
         if not ends.empty:
-            apart = ends["max"] / ends["min"]
-            first = apart.groupby("seed").transform("first")
-            return _first(apart[apart > PARTED * first])
+            spread = ends["max"] / ends["min"]
+            first = spread.groupby("seed").transform("first")
+            return _first(spread[spread > PARTED * first])
     return None
 
 
 def _equal(lines: pd.DataFrame) -> pd.DataFrame:
-    """Of runs that differ by chance alone the first few, so that more of them move no
-    mark."""
+    """The first EQUAL lines of each seed and step, so that more runs move no mark."""
     return lines.groupby(["seed", "step"], as_index=False).head(EQUAL)
 
 
 def _by_seed(lines: pd.DataFrame) -> pd.Series[float]:
-    """Of runs of one strength in a seed their geometric mean, by seed and step."""
+    """The geometric mean over runs of one strength, by seed and step."""
     return lines.groupby(["seed", "step"]).value.agg(statistics.geometric_mean)
 
 
 def _first(marked: pd.Series[float]) -> int | None:
+    """The first step of a series by step; None for an empty one."""
     return None if marked.empty else int(marked.index.get_level_values("step").min())
 
 
@@ -140,15 +145,17 @@ def _first(marked: pd.Series[float]) -> int | None:
 
 
 def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
-    """Every strength in every window: its distance over that of one floor, in each seed
-    the geometric mean over steps, then over seeds with an interval."""
+    """A rung for every strength in every window: its distance over that of one floor, in
+    each seed the geometric mean over steps, then over seeds with an interval."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     strengths = sorted({float(times) for times in nulls.times})
     for window, steps in windows.items():
-        here = nulls[(nulls.of == of_window(window)) & nulls.step.isin(steps)]
-        one = _by_seed(here[here.times == PAIR[0]])
+        in_window = nulls[
+            (nulls.of == tensors_of_window(window)) & nulls.step.isin(steps)
+        ]
+        one = _by_seed(in_window[in_window.times == PAIR[0]])
         for times in strengths:
-            lines = here[here.times == times]
+            lines = in_window[in_window.times == times]
             ratios = (_by_seed(lines) / one).dropna()
             by_seed = list(ratios.groupby("seed").agg(statistics.geometric_mean))
             mean, low, high = middle(by_seed) if by_seed else (None, None, None)
@@ -166,52 +173,59 @@ def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
 
 def doses(
     distances: pd.DataFrame, roles: Mapping[str, VariantRole], windows: Windows
-) -> Iterator[Dose]:
+) -> Iterator[DoseReading]:
     """The dose of every label but the rungs and other seeds, window by window."""
     for window, steps in windows.items():
-        here = distances[(distances.of == of_window(window)) & distances.step.isin(steps)]
-        here = here[here.value > 0]
-        ladders = _ladders(here[here.role == "null_rounding"])
+        moved = distances[
+            (distances.of == tensors_of_window(window)) & (distances.value > 0)
+        ]
+        in_window = moved[moved.step.isin(steps)]
+        ladders = _ladders(in_window[in_window.role == "null_rounding"])
         for label, role in roles.items():
-            if role not in ("null_rounding", "null_repeat", "other_seed", "golden"):
-                place: dict[str, Any] = {"variant": label, "role": role}
-                own = grouped(_lines(here[here.label == label]), lambda line: line.place)
-                distance = {
-                    at: statistics.geometric_mean(line.value for line in lines)
-                    for at, lines in own.items()
-                }
-                yield _dose(distance, ladders, **place, window=window, steps=steps)
+            if role in ("null_rounding", "null_repeat", "other_seed", "golden"):
+                continue
+            of_label = _lines(in_window[in_window.label == label])
+            distance = {
+                place: statistics.geometric_mean(line.value for line in lines)
+                for place, lines in grouped(of_label, lambda line: line.place).items()
+            }
+            yield _dose(
+                distance, ladders, variant=label, role=role, window=window, steps=steps
+            )
 
 
 def _lines(distances: pd.DataFrame) -> Iterator[_Line]:
+    """The distances of a table, with the seed and step and the strength of each."""
     columns = (distances[name] for name in ("seed", "step", "times", "value"))
     for seed, step, times, value in zip(*columns, strict=True):
         yield _Line((int(seed), int(step)), float(times), float(value))
 
 
 def _ladders(nulls: pd.DataFrame) -> Mapping[Place, Mapping[float, float]]:
-    """Strength to distance, where there are two strengths or more."""
-    ladders = {
-        place: {
-            times: statistics.geometric_mean(line.value for line in equal)
-            for times, equal in grouped(lines, lambda line: line.times).items()
-        }
-        for place, lines in grouped(_lines(nulls), lambda line: line.place).items()
-    }
-    return {place: ladder for place, ladder in ladders.items() if len(ladder) > 1}
+    """The distance by strength, for each seed and step with two strengths or more."""
+    ladders = {}
+    for place, lines in grouped(_lines(nulls), lambda line: line.place).items():
+        by_strength = grouped(lines, lambda line: line.times)
+        if len(by_strength) > 1:
+            ladders[place] = {
+                times: statistics.geometric_mean(line.value for line in equal)
+                for times, equal in by_strength.items()
+            }
+    return ladders
 
 
 def _dose(
     distance: Mapping[Place, float],
     ladders: Mapping[Place, Mapping[float, float]],
     **place: Any,
-) -> Dose:
-    """Read in each seed at each step; the geometric mean over steps, and over seeds."""
+) -> DoseReading:
+    """The dose of one label in one window: read in each seed at each step, then the
+    geometric mean over steps, and over seeds."""
     readings = {at: read(x, ladders[at]) for at, x in distance.items() if at in ladders}
     if not readings:
-        none = "no seed has a distance beside a ladder" if ladders else NO_LADDER
-        none = none if place["steps"] else NO_STEP
-        return Dose(**place, dose=None, low=None, high=None, why=none)
+        missing = "no seed has a distance beside a ladder" if ladders else NO_LADDER
+        missing = missing if place["steps"] else NO_STEP
+        return DoseReading(**place, dose=None, low=None, high=None, why=missing)
     seeds = grouped(readings, lambda at: at[0])
     by_seed = {
         seed: statistics.geometric_mean(readings[at][0] for at in places)
@@ -229,13 +243,11 @@ def _dose(
     if lead <= FLAT:
         why = IS_FLAT.format(high=strength(highest), low=strength(lowest), lead=lead)
     elif low is None or high is None:
-        why = (
-            f"{len(by_seed)} seed{'s' * (len(by_seed) > 1)}, and an interval "
-            f"needs {FEWEST_SEEDS}"
-        )
+        seeds_in_words = f"{len(by_seed)} seed{'s' * (len(by_seed) > 1)}"
+        why = f"{seeds_in_words}, and an interval needs {FEWEST_SEEDS}"
     elif high > WIDEST * low:
         why = IS_WIDE.format(low=low, high=high, most=WIDEST)
-    return Dose(
+    return DoseReading(
         **place,
         dose=mean,
         low=low,
@@ -248,13 +260,15 @@ def _dose(
 
 
 def _reach(ladders: Iterable[Mapping[float, float]]) -> tuple[float, float]:
+    """The lowest and the highest strength of any ladder."""
     every = [times for ladder in ladders for times in ladder]
     return min(every), max(every)
 
 
 def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
     """The strength at which a ladder, of two rungs or more, has this distance, and
-    whether that is within it; beyond its ends the strength of the end."""
+    whether that is within the ladder. A distance beyond its ends has the strength of the
+    end."""
     strengths, distances = pooled(ladder)
     if distance < distances[0] or distance > distances[-1]:
         below = distance < distances[0]
@@ -273,8 +287,8 @@ def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
 
 
 def pooled(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
-    """Strengths and distances, both ascending: rungs in the wrong order are one, at the
-    geometric means of theirs."""
+    """Strengths and distances, both ascending. Rungs in the wrong order are merged into
+    one, at their geometric means."""
     blocks: list[tuple[list[float], list[float]]] = []
     for times, distance in sorted(ladder.items()):
         blocks.append(([times], [distance]))
@@ -287,6 +301,7 @@ def pooled(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
 
 
 def _level(block: tuple[list[float], list[float]]) -> float:
+    """The distance of a block of merged rungs."""
     return statistics.geometric_mean(block[1])
 
 
@@ -296,14 +311,14 @@ def middle(ratios: Sequence[float]) -> Mean:
     return (mean, low, high) if len(ratios) >= FEWEST_SEEDS else (mean, None, None)
 
 
-def of_window(window: Window) -> str:
-    """Whose distance a window is of: the gradient's of the first batch, or the
-    weights'."""
+def tensors_of_window(window: Window) -> str:
+    """The tensors whose distance is taken in a window: `gradient`, of the first batch, or
+    `weights`."""
     return "gradient" if window == "start" else "weights"
 
 
 def strength(times: float) -> str:
-    """1/16, 1/4, 1, 16."""
+    """A strength in words: 1/16, 1/4, 1, 16."""
     inverse = 1 / times
     is_part = times < 1 and abs(inverse - round(inverse)) < 1e-9
     return f"1/{round(inverse)}" if is_part else f"{times:.3g}"

@@ -1,6 +1,6 @@
 """What `numdev bounds` says, as a report holds it: how far flash moves weights, beside
-low precision, another seed, and null runs, which tell what any perturbation would grow
-to. Distances are from the golden run of the same seed, of all weights together; a step
+low precision, another seed, and null runs, which show how far any perturbation would
+grow. Distances are from the golden run of the same seed, of all weights together; a step
 counts updates."""
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from numdev.report import Axis, Figure, Record, Report
 from numdev.training.report import VariantRole
 
 PAIRED = "mean_abs"
+# The metrics that are compared, in the order of a table
 METRICS: dict[str, str] = {
     PAIRED: "mean |difference|",
     "w1": "Wasserstein distance W1 of all weights pooled",
     "max_abs": "largest |difference|",
 }
-"""What is compared, in the order of a table."""
-FAR_BELOW = 0.1  # the end of the interval of what is far below
-WITHIN = 2.0  # times as far as chance, within which it may be chance
-MERGED = 1.25  # the larger dose of PAIR over the smaller where curves have merged
+FAR_BELOW = 0.1  # a ratio is far below 1 where its interval ends below this
+WITHIN = 2.0  # up to so many times as far as chance a distance may be chance
+MERGED = (
+    1.25  # curves have merged where the dose PAIR[1] moves at most so far over PAIR[0]
+)
+# Two strengths of re-rounding, in floors. While their distances differ, distances tell
+# causes apart
 PAIR = (1.0, 16.0)
-"""The two strengths of re-rounding, in floors, that tell whether distances still tell
-causes apart."""
+# Flash over low precision in W1, as Golden et al. report it: two to five times less
 PAPER = (0.2, 0.5)
-"""Flash over low precision in W1, as Golden et al. report it: two to five times less."""
 FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
+# The steps of a ratio: the first recorded one; all before curves bend towards each other;
+# from where they have merged; and `start`, the first gradient, before any update
 Window = Literal["first", "early", "saturated", "start"]
-"""Over which steps a ratio is: the first recorded one; all before curves bend towards
-each other; from where they have merged; the first gradient, before any update."""
 
 
 class Saturation(Record):
-    """Where curves merge, by the paired mean |difference| of nulls alone: the marks that
-    `numdev.training.bounds.ladder` defines."""
+    """The steps at which curves merge, by the paired mean |difference| of nulls alone:
+    the marks that `numdev.training.bounds.ladder` defines."""
 
     bends: int | None = None
     saturated: int | None = None
@@ -44,7 +46,7 @@ class Saturation(Record):
     # Before `bends` and `chance`; without a pair the first recorded one
     early: tuple[int, ...]
     late: tuple[int, ...] = ()  # from `saturated` on
-    reason: str | None = None  # why it is not known
+    reason: str | None = None  # why there are no marks
 
 
 class Comparison(Record):
@@ -65,8 +67,8 @@ class Comparison(Record):
 
     @property
     def standing(self) -> str:
-        """By the interval. A null is of chance: what is up to twice as far is within
-        it."""
+        """The verdict that the interval gives, to be followed by the name of the other
+        run. Beside a null, up to twice as far is within chance."""
         if self.low is None or self.high is None:
             return "No verdict beside"
         most = WITHIN if self.against_role.startswith("null") else 1.0
@@ -89,8 +91,8 @@ class Rung(Record):
     high: float | None
 
 
-class Dose(Record):
-    """A distance read off the ladder: the strength of re-rounding that moves as far."""
+class DoseReading(Record):
+    """A distance as a dose: the strength of re-rounding that moves weights as far."""
 
     variant: str
     role: VariantRole
@@ -99,7 +101,7 @@ class Dose(Record):
     dose: float | None  # in floors, the geometric mean over steps and seeds
     low: float | None  # 95 % over seeds, not beyond the ladder's ends
     high: float | None
-    # The share of readings beyond an end of the ladder, taken as that end
+    # The share of readings beyond an end of the ladder, which count as that end
     below: float = 0.0
     above: float = 0.0
     by_seed: dict[int, float] = Field(default_factory=dict)
@@ -107,8 +109,8 @@ class Dose(Record):
 
 
 class AtOutput(Record):
-    """What is at a variant's attention output for the golden run's first calls: means
-    over seeds of a training run's `outputs`."""
+    """The errors of a variant's attention on the golden run's first calls: means over
+    seeds of a training run's `outputs`."""
 
     variant: str
     role: VariantRole
@@ -148,12 +150,13 @@ class BoundsReport(Report):
     answers: tuple[Answer, ...] = ()
     comparisons: tuple[Comparison, ...]
     ladder: tuple[Rung, ...] = ()
-    doses: tuple[Dose, ...] = ()
+    doses: tuple[DoseReading, ...] = ()
     outputs: tuple[AtOutput, ...] = ()
     figures: tuple[Figure, ...] = ()
 
     @property
     def measured(self) -> bool:
+        """Whether any two distances could be compared."""
         return any(c.ratio is not None for c in self.comparisons)
 
     @property

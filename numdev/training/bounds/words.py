@@ -14,14 +14,13 @@ from numdev.training.bounds.report import (
     Answer,
     AtOutput,
     Comparison,
-    Dose,
+    DoseReading,
 )
 from numdev.training.report import TrainReport, VariantRole
 
 NOT_DETERMINISTIC = (
-    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run's weights differ by "
-    "up to {off} "
-    "when it is repeated. Only earlier steps are judged."
+    "NOT REPRODUCIBLE from step {first:.0f} on: the golden run's weights differ by up to "
+    "{off} when it is repeated. Only earlier steps are judged."
 )
 NOT_FINITE = (
     "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
@@ -31,20 +30,20 @@ UNSURE = "Not reproducible, so not judged beside"
 SCALED = 1 / 512  # the slope of an error on the truth: sound kernels have 3.4e-4 and less
 BIASED = 0.1  # ulp, beyond the golden run's own
 LARGE = 4.0  # times the golden run's error
-# Times it where scores are large: eager attention errs 2 to 4 floors, fused 1.1
+# Times the golden run's where scores are large: eager errs 2 to 4 floors, fused 1.1
 SHARPER = 2.0
 IN = {"w1": "in pooled W1", PAIRED: "in the mean", "max_abs": "in the largest"}
+# Runs without flash whose distance is compared with that of the same low precision
 CONTROLS: Mapping[VariantRole, str] = {
     "null_ulp": "an ulp on every weight",
     "attention_precision": "attention alone in {format}",
 }
-"""What needs no flash to move weights, beside the same low precision."""
+# Runs that flash is compared with in the answer: their name, and how they differ
 WORDS: Mapping[VariantRole, tuple[str, str]] = {
     "null_rounding": ("random rounding", "re-rounding attention's output at random"),
     "null_ulp": ("chance", "one ulp in every weight"),
     "other_seed": ("another seed", "another initialisation"),
 }
-"""What the answer sets a distance beside: its name, and what is done there."""
 
 
 # --- what voids the rest --------------------------------------------------------------
@@ -53,9 +52,9 @@ WORDS: Mapping[VariantRole, tuple[str, str]] = {
 def warnings(
     run: TrainReport, off: float, step: float, outputs: Sequence[AtOutput]
 ) -> Iterator[str]:
-    """A repeat that is `off` from a step on; runs that diverged, each with the seeds in
-    which it has no finite distance, and from which step on; attention that does more than
-    round."""
+    """Sentences on what makes others void: a repeat of the golden run whose weights are
+    `off` from `step` on; runs that diverged, with the seeds in which they have no finite
+    distance, and from which step on; attention that does more than round."""
     if off > 0:
         yield NOT_DETERMINISTIC.format(off=si(off), first=step)
     seeds: dict[str, dict[int, int]] = {}
@@ -71,7 +70,8 @@ def warnings(
 
 
 def not_rounding(outputs: Sequence[AtOutput]) -> Iterator[str]:
-    """Attention that does more than round, of flash runs and other variants."""
+    """A sentence for each way in which the attention of a flash run or another variant
+    does more than round."""
     golden = next((o for o in outputs if o.role == "golden"), None)
     for output in outputs:
         if output.role in ("flash", "variant"):
@@ -80,16 +80,17 @@ def not_rounding(outputs: Sequence[AtOutput]) -> Iterator[str]:
 
 
 def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[str]:
+    """What an attention does more than round, each as a clause."""
     if output.nonfinite:
         yield f"has {output.nonfinite:,} elements that are not finite"
     if output.slope is not None and abs(output.slope) >= SCALED:
         share = percent(output.slope, sign=True)
         yield f"is off by a scale of {share} (sound kernels: below {percent(SCALED)})"
-    own = (golden and golden.bias) or 0.0
-    if output.bias is not None and abs(output.bias) >= BIASED + abs(own):
+    usual = (golden and golden.bias) or 0.0
+    if output.bias is not None and abs(output.bias) >= BIASED + abs(usual):
         yield (
             f"is biased by {output.bias:+.2f} ulp along its sign (the golden run's: "
-            f"{own:+.2f})"
+            f"{usual:+.2f})"
         )
     least = (golden and golden.floors) or 1.0
     if output.floors is not None and output.floors >= LARGE * least:
@@ -97,9 +98,8 @@ def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[s
     sharp = (golden and golden.sharp) or 1.0
     if output.sharp is not None and output.sharp >= SHARPER * sharp:
         yield (
-            f"errs {times(output.sharp)} floors where q is scaled until scores "
-            "reach 8 (the "
-            f"golden run's: {times(sharp)}), as with a wrong scale"
+            f"errs {times(output.sharp)} floors where q is scaled until scores reach 8 "
+            f"(the golden run's: {times(sharp)}), as with a wrong scale"
         )
 
 
@@ -109,33 +109,32 @@ def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[s
 def answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
     """By the interval of flash over low precision in W1 in the early window: reproduced
     where it lies within PAPER, not reproduced where it lies outside, else undecided."""
-    low, high = PAPER
     for c in compared:
-        if (c.role, c.against_role, c.metric, c.window) == (
-            "flash",
-            "low_precision",
-            "w1",
-            "early",
-        ):
-            pair = {"variant": c.variant, "against": c.against}
-            if c.ratio is None:
-                yield Answer(**pair, verdict="undecided", why=c.nulls["ratio"])
-            elif c.low is None or c.high is None:
-                count = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
-                why = f"{count}, and a verdict needs {FEWEST_SEEDS}"
-                yield Answer(**pair, verdict="undecided", why=why)
-            elif low <= c.low and c.high <= high:
-                yield Answer(**pair, verdict="reproduced")
-            elif c.high < low or c.low > high:
-                yield Answer(**pair, verdict="not reproduced")
-            else:
-                yield Answer(
-                    **pair, verdict="undecided", why="its interval reaches across an end"
-                )
+        question = (c.role, c.against_role, c.metric, c.window)
+        if question == ("flash", "low_precision", "w1", "early"):
+            yield _answer(c)
 
 
-def of_the_paper(
-    made: Sequence[Answer],
+def _answer(c: Comparison) -> Answer:
+    """The answer that one comparison gives."""
+    low, high = PAPER
+    pair = {"variant": c.variant, "against": c.against}
+    if c.ratio is None:
+        return Answer(**pair, verdict="undecided", why=c.nulls["ratio"])
+    if c.low is None or c.high is None:
+        count = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
+        why = f"{count}, and a verdict needs {FEWEST_SEEDS}"
+        return Answer(**pair, verdict="undecided", why=why)
+    if low <= c.low and c.high <= high:
+        return Answer(**pair, verdict="reproduced")
+    if c.high < low or c.low > high:
+        return Answer(**pair, verdict="not reproduced")
+    why = "its interval reaches across an end"
+    return Answer(**pair, verdict="undecided", why=why)
+
+
+def paper_sentences(
+    answers: Sequence[Answer],
     compared: Sequence[Comparison],
     attention: Mapping[str, str],
     off: float,
@@ -145,7 +144,7 @@ def of_the_paper(
     by label."""
     early = {(c.variant, c.against, c.metric): c for c in compared if c.window == "early"}
     low, high = PAPER
-    for answer in made:
+    for answer in answers:
         ratios = [early[answer.variant, answer.against, metric] for metric in IN]
         first = ratios[0]
         verdict = answer.verdict.capitalize()
@@ -153,9 +152,8 @@ def of_the_paper(
             verdict = "Not reproducible, so undecided"
         if first.ratio is None:
             yield (
-                f"{verdict}: the paper's {low:g} to {high:g} (pooled W1): nothing "
-                "can be said of "
-                f"{answer.variant} over {answer.against}, since {answer.why}."
+                f"{verdict}: the paper's {low:g} to {high:g} (pooled W1): nothing can be "
+                f"said of {answer.variant} over {answer.against}, since {answer.why}."
             )
             continue
         why = f" ({answer.why})" if answer.why else ""
@@ -165,30 +163,33 @@ def of_the_paper(
             f"{answer.variant} over {answer.against} is {listed}, "
             f"{at_steps(first.steps)}."
         )
-        controls = [
-            f"{control.format(format=attention[c.variant])} {times(c.ratio)}"
-            for c in compared
-            if (c.against, c.metric, c.window) == (answer.against, PAIRED, "early")
-            and (control := CONTROLS.get(c.role or "variant"))
-            and c.ratio is not None
-        ]
+        controls = []
+        for c in compared:
+            control = CONTROLS.get(c.role or "variant")
+            place = (c.against, c.metric, c.window)
+            if (
+                place == (answer.against, PAIRED, "early")
+                and control
+                and c.ratio is not None
+            ):
+                name = control.format(format=attention[c.variant])
+                controls.append(f"{name} {times(c.ratio)}")
         if controls:
-            own = early[answer.variant, answer.against, PAIRED]
+            mean = early[answer.variant, answer.against, PAIRED]
             yield (
                 f"Controls, of the distance of {answer.against} in the mean: "
-                f"{', '.join(controls)}; {answer.variant} {times(own.ratio)}."
+                f"{', '.join(controls)}; {answer.variant} {times(mean.ratio)}."
             )
 
 
 def ratio(c: Comparison) -> str:
-    """0.75 [0.73, 0.78]; without its interval where there is none."""
-    return times(c.ratio) + (
-        "" if c.low is None else f" [{times(c.low)}, {times(c.high)}]"
-    )
+    """A ratio with its interval, if it has one: 0.75 [0.73, 0.78]."""
+    interval = "" if c.low is None else f" [{times(c.low)}, {times(c.high)}]"
+    return f"{times(c.ratio)}{interval}"
 
 
 def at_steps(steps: Sequence[int]) -> str:
-    """at step 1; at steps 1 to 18; nothing without a step."""
+    """Steps in words: at step 1; at steps 1 to 18."""
     when = " to ".join(dict.fromkeys(str(step) for step in (*steps[:1], *steps[-1:])))
     return f"at step{'s' * (len(steps) > 1)} {when}"
 
@@ -196,32 +197,34 @@ def at_steps(steps: Sequence[int]) -> str:
 # --- doses ----------------------------------------------------------------------------
 
 
-def of_doses(doses: Sequence[Dose], outputs: Sequence[AtOutput]) -> Iterator[str]:
-    """Of each flash run early, and what is at its output: effect and cause."""
-    at = {output.variant: output for output in outputs}
+def dose_sentences(
+    doses: Sequence[DoseReading], outputs: Sequence[AtOutput]
+) -> Iterator[str]:
+    """A sentence on the early dose of each flash run, and on the error of its attention's
+    output: effect and cause."""
+    by_variant = {output.variant: output for output in outputs}
     for dose in doses:
-        if (dose.role, dose.window) == ("flash", "early"):
-            beside = ""
-            output = at.get(dose.variant)
-            if output is not None and output.apart is not None:
-                beside = (
-                    f" At its output it lies {times(output.apart)} floors from the "
-                    "golden run's, "
-                    f"and errs {times(output.floors)}."
-                )
-            if dose.why is not None:
-                yield f"Dose undecided: of {dose.variant}, since {dose.why}.{beside}"
-            else:
-                yield (
-                    f"Dose: {dose.variant} moves the weights as far as re-rounding "
-                    "attention's "
-                    f"output at {amount(dose)}, {at_steps(dose.steps)}.{beside}"
-                )
+        if (dose.role, dose.window) != ("flash", "early"):
+            continue
+        cause = ""
+        output = by_variant.get(dose.variant)
+        if output is not None and output.apart is not None:
+            cause = (
+                f" At its output it lies {times(output.apart)} floors from the golden "
+                f"run's, and errs {times(output.floors)}."
+            )
+        if dose.why is not None:
+            yield f"Dose undecided: of {dose.variant}, since {dose.why}.{cause}"
+        else:
+            yield (
+                f"Dose: {dose.variant} moves the weights as far as re-rounding "
+                f"attention's output at {amount(dose)}, {at_steps(dose.steps)}.{cause}"
+            )
 
 
-def amount(dose: Dose) -> str:
-    """1.1 floors (0.6 to 2.3); below 1/16, or above 64, where most readings are beyond an
-    end."""
+def amount(dose: DoseReading) -> str:
+    """A dose in words: `1.1 floors (0.6 to 2.3)`; `below 1/16 floors` or `above 64
+    floors` where most readings are beyond an end of the ladder."""
     if dose.dose is None:
         return "–"
     for word, share in (("below", dose.below), ("above", dose.above)):
@@ -234,26 +237,24 @@ def amount(dose: Dose) -> str:
 # --- chance ---------------------------------------------------------------------------
 
 
-def said(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    """Each flash run early beside the null that re-rounds (else that of one ulp) and
-    beside another seed, by the mean |difference|."""
+def beside_chance(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
+    """The comparisons, early and by the mean |difference|, of each flash run with the
+    null that re-rounds (else that of one ulp), and with another seed."""
     chosen: dict[tuple[str, str], Comparison] = {}
     for c in sorted(compared, key=lambda c: c.ratio is None):
-        if (c.role, c.metric, c.window) == (
-            "flash",
-            PAIRED,
-            "early",
-        ) and c.against_role in WORDS:
+        question = (c.role, c.metric, c.window)
+        if question == ("flash", PAIRED, "early") and c.against_role in WORDS:
             chosen.setdefault((c.variant, c.against_role.partition("_")[0]), c)
     return tuple(chosen.values())
 
 
-def of_chance(
+def chance_sentences(
     compared: Sequence[Comparison], formats: Mapping[str, str], off: float
 ) -> Iterator[str]:
-    """Flash beside chance and another seed, while curves have not merged; or why nothing
-    can be said. Only an interval gives a verdict, before a repeat is `off`."""
-    for c in said(compared):
+    """A sentence on each flash run beside chance and beside another seed, early; or on
+    why nothing can be said. Only an interval gives a verdict, at steps before the first
+    at which a repeat is `off`."""
+    for c in beside_chance(compared):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
         over += f", and a verdict needs {FEWEST_SEEDS}" * (len(c.by_seed) < FEWEST_SEEDS)

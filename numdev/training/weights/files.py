@@ -1,9 +1,9 @@
 """Weights by name, one tensor at a time, wherever they are stored; without a model.
 
-A set of weights is a safetensors file, the index of a sharded one, what torch.save wrote,
-a directory of either, a directory of `torch.distributed.checkpoint`, or `demo`. Opening
-reads headers. A file that cannot be read does not stop the rest: it is in `damage`, which
-a comparison reports."""
+A set of weights is a safetensors file, the index of a sharded one, a file that torch.save
+wrote, a directory of either, a directory of `torch.distributed.checkpoint`, or `demo`.
+Opening reads headers. A file that cannot be read does not stop the others: it is in
+`damage`, which a comparison reports."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ from numdev.sources.containers import (
 
 ACCEPTED = (
     "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a "
-    "directory of "
-    "weights, a torch.distributed.checkpoint directory, or `demo`"
+    "directory of weights, a torch.distributed.checkpoint directory, or `demo`"
 )
 
 
 @dataclass(kw_only=True)
-class Weights:
+class WeightSet:
     """An opened set of weights, its tensors in the order of the files."""
 
     name: str  # as the user named it
-    # Those that are there, which `sources.files.identity` hashes
+    # The files that exist, which `sources.files.identity` hashes
     files: tuple[Path, ...] = ()
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    # In a pickle, names that share the storage of another, by which `tensors` has it
     tied: dict[str, str] = field(default_factory=dict)
-    """Names in a pickle that share the storage of another, which is the one in
-    `tensors`."""
     damage: list[str] = field(default_factory=list)  # why files cannot be read
 
     def find(self, name: str) -> StoredTensor | None:
@@ -49,14 +47,14 @@ class Weights:
         return self.tensors.get(self.tied.get(name, name))
 
 
-def open_weights(target: str) -> Weights:
-    """Open the weights at a path, or the demo's; prefixes common to all names are left
-    out. Damaged files are no error here, and there may be no tensor left. Raises
-    UsageError where there are none, or not clear which are meant."""
+def open_weights(target: str) -> WeightSet:
+    """The weights at a path, or the demo's; a prefix common to all names is left out.
+    Damaged files are no error here, and there may be no tensor left. Raises UsageError
+    where a path has no weights, or several sets."""
     path = demo_checkpoint() if target == "demo" else Path(target)
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
-    weights = Weights(name=target)
+    weights = WeightSet(name=target)
     try:
         for container in _containers(path):
             _add(weights, container)
@@ -70,9 +68,9 @@ def open_weights(target: str) -> Weights:
 
 
 def _containers(path: Path) -> Sequence[Container]:
-    """The containers meant by a path. Of a directory that is none: what transformers
-    reads; else its only index, all its files of a kind that is joined, or its only
-    file."""
+    """The containers of weights at a path. In a directory that is none these are the
+    files that transformers reads; else its only index, all its files of a kind that is
+    joined, or its only file."""
     if is_weights(path):
         return containers_at(path, lack=True)
     if path.is_file():
@@ -87,17 +85,15 @@ def _containers(path: Path) -> Sequence[Container]:
         return joined
     chosen = chosen or [container.path for container in inside]
     if len(chosen) != 1:
-        has = (
-            f"has {len(chosen)} sets of weights"
-            if chosen
-            else "has no weights that numdev reads"
-        )
+        has = "has no weights that numdev reads"
+        if chosen:
+            has = f"has {len(chosen)} sets of weights"
         raise UsageError(f"{path}: {has}", hint=f"give {ACCEPTED}")
     return containers_at(chosen[0], lack=True)
 
 
-def _add(weights: Weights, container: Container) -> None:
-    """List a container's tensors, or what is wrong with it."""
+def _add(weights: WeightSet, container: Container) -> None:
+    """Add a container's tensors to the set, or what is wrong with the container."""
     first: dict[object, str] = {}  # of each tie, the name that is listed
     try:
         for file in container.files:

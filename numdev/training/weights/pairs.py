@@ -18,18 +18,19 @@ from numdev.metrics.paired import paired
 from numdev.metrics.weights import WEIGHTS_AT_ONCE, weight_row
 from numdev.metrics.yardstick import widened
 from numdev.sources.files import is_plain
+from numdev.training.report import Fields
 
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")
 BEYOND = "is beyond what float64 holds"
 ZERO = "0 in both"
+# Sums over elements: counts, differences, squares, `w1` times elements; and `largest`, a
+# maximum. `comparable` counts the elements that show how equal two sets are: those of a
+# tensor that is 0 in both do not
 Sums = Mapping[str, Any]
-"""What adds up over elements: counts, sums, squares, `largest` (a maximum), `w1` times
-elements. `told` counts those by which sets can be told apart: none of a tensor that is 0
-in both."""
 
 
 def unfit(x: Tensor) -> str | None:
-    """Why a tensor has no floating-point values to measure; None where it has."""
+    """Why a tensor has no floating-point values to measure; None for one that has."""
     if not is_plain(x):
         return "is not stored as a plain array"
     stored = x.untyped_storage().nbytes() // x.itemsize
@@ -43,17 +44,18 @@ def unfit(x: Tensor) -> str | None:
 
 
 def name_of(x: Tensor) -> str:
+    """The name of a tensor's dtype."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def cast_costs(x: Tensor) -> dict[str, float]:
-    """What a cast to each of CASTS changes in a tensor that is not `unfit`: the sum over
-    the elements that the format holds, and how many these are."""
+    """The change that a cast to each of CASTS makes in a tensor that is not `unfit`: the
+    sum over the elements that the format can represent, and their number."""
     sums: dict[str, float] = {}
     for name in CASTS:
         row = weight_row("", widened(x), FORMATS[name])
-        held = sums[f"{name}_elements"] = row.elements - row.nonfinite
-        sums[f"{name}_change"] = (row.mean_abs or 0.0) * held
+        elements = sums[f"{name}_elements"] = row.elements - row.nonfinite
+        sums[f"{name}_change"] = (row.mean_abs or 0.0) * elements
     return sums
 
 
@@ -67,72 +69,69 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
     if any(lost):
         both = a.isfinite() & b.isfinite()
         a, b = a[both], b[both]
-    apart, n = paired(a, b), a.numel()
+    difference, n = paired(a, b), a.numel()
     size_b = _norm(b)
-    told = n if bool(a.any()) or bool(b.any()) else 0
+    comparable = n if bool(a.any()) or bool(b.any()) else 0
 
     def total(mean: float | None, times: int) -> float:
-        """A mean is None only where it is beyond float64, or there is no element."""
+        """The sum that a mean is of. A mean is None only where it is beyond float64, or
+        there is no element."""
         return times * (math.inf if mean is None else mean) if n else 0.0
 
-    # What is relative to a tensor of zeros is None: the gap is then the other's norm.
-    gap = _norm(a) if apart.rel is None else apart.rel * size_b
+    # A difference relative to a tensor of zeros is None: it is then the other's norm
+    gap = _norm(a) if difference.rel is None else difference.rel * size_b
     return {
         "elements": elements,
         "nonfinite_of": lost[0],
         "nonfinite_against": lost[1],
         "compared": n,
-        "largest": total(apart.max_abs, 1),
-        "gap": total(apart.mean_abs, n),
+        "largest": total(difference.max_abs, 1),
+        "gap": total(difference.mean_abs, n),
         "gap_squares": gap**2,
         "against_squares": size_b**2,
-        "told": told,
-        "equal": told * (apart.equal or 0.0),
-        "w1": total(apart.w1, n),
+        "comparable": comparable,
+        "equal": comparable * (difference.equal or 0.0),
+        "w1": total(difference.w1, n),
         **casts,
     }
 
 
 def pooled(parts: Sequence[Sums]) -> Sums:
-    """Several pairs, at least one, as one."""
+    """The sums of several pairs, at least one, together."""
     added = {name: sum(part[name] for part in parts) for name in parts[0]}
     return {**added, "largest": max(part["largest"] for part in parts)}
 
 
-def numbers(sums: Sums, w1: str = "w1") -> dict[str, Any]:
-    """The fields of a row, in which W1 has the name `w1`, with the reasons for what is
-    None in `nulls`: no element, a zero to divide by, or a value that float64 cannot
-    hold."""
+def numbers(sums: Sums, w1: str = "w1") -> Fields:
+    """The fields of a row, in which W1 has the name `w1`. `nulls` has the reason of each
+    number that is None: no element, a zero to divide by, or a value beyond float64."""
     n = sums["compared"]
     against = math.sqrt(sums["against_squares"])
     parts = {  # numerator, denominator, and why the latter may be 0
         "max_abs": (sums["largest"], 1, ""),
         "mean_abs": (sums["gap"], n, ""),
         "rel": (math.sqrt(sums["gap_squares"]), against, "against is 0 everywhere"),
-        "equal": (sums["equal"], sums["told"], ZERO),
+        "equal": (sums["equal"], sums["comparable"], ZERO),
         w1: (sums["w1"], n, ""),
     }
     for name in CASTS:
-        held, change = sums[f"{name}_elements"], sums[f"{name}_change"]
+        elements, change = sums[f"{name}_elements"], sums[f"{name}_change"]
+        mean_change = elements and change / elements
         same = f"a cast to {name} changes nothing"
-        parts[f"{name}_times"] = (sums["gap"] / max(n, 1), held and change / held, same)
+        parts[f"{name}_times"] = (sums["gap"] / max(n, 1), mean_change, same)
+    empty = "no element is finite in both" if sums["elements"] else "holds no elements"
     values: dict[str, float | None] = {}
     nulls = {}
     for name, (x, by, zero) in parts.items():
         values[name] = x / by if n and by and math.isfinite(x / by) else None
         if values[name] is None:
-            none = (
-                "no element is finite in both"
-                if sums["elements"]
-                else "holds no elements"
-            )
-            nulls[name] = none if not n else BEYOND if by else zero
+            nulls[name] = empty if not n else BEYOND if by else zero
     counts = ("elements", "nonfinite_of", "nonfinite_against")
     return {**{name: sums[name] for name in counts}, **values, "nulls": nulls}
 
 
 def _norm(x: Tensor) -> float:
-    """In fp64, block by block."""
+    """The L2 norm in fp64, block by block."""
     squares = [
         float(part.double().square().sum()) for part in x.split(WEIGHTS_AT_ONCE) if len(x)
     ]

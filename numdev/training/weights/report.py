@@ -1,8 +1,8 @@
-"""What `numdev weights` found, as a report holds it.
+"""The report of `numdev weights`.
 
 A row is about the tensors of one name in a set of weights (`of`) and in the one all
-others are compared with (`against`), the first on the command line. Differences are of -
-against; averages are over the elements that are finite in both."""
+others are compared with (`against`), the first on the command line. A difference is `of`
+less `against`; averages are over the elements that are finite in both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from numdev.report import Axis, Figure, Record, Report
 from numdev.training.report import VariantRole
 
 ALL: Literal["all"] = "all"
+# A layer by the first number in a tensor's name; `none` where it has none
 Layer = int | Literal["all", "none"]
-"""By the first number in a tensor's name; `none` where it has none."""
 Cast = Literal["bfloat16", "float16", "float8_e4m3fn"]
 Matter = Literal["damaged", "not finite", "reshaped", "missing", "extra", "not compared"]
 
 
 class WeightNumbers(Record):
-    """What rows of one tensor and of several have in common. `times` is mean_abs over
-    what a cast of the tensor of `against` changes, over the elements the format holds; W1
-    of a cast is that too, since rounding keeps the order."""
+    """The numbers that rows of one tensor and of several have in common. `times` is
+    mean_abs over the mean change that a cast of the tensor of `against` makes, over the
+    elements that the format can represent. That is W1 of a cast too, since rounding
+    preserves the order."""
 
     of: str
     against: str
@@ -41,7 +42,7 @@ class WeightNumbers(Record):
     nulls: dict[str, str] = Field(default_factory=dict)  # number to the reason it is null
 
     def times(self, format: str) -> float | None:
-        """How many times what a cast to the format would have changed."""
+        """The mean difference over the change that a cast to the format would make."""
         value: float | None = getattr(self, f"{format}_times")
         return value
 
@@ -51,25 +52,26 @@ class TensorRow(WeightNumbers):
     kind: str
     shape: tuple[int, ...]
     w1: float | None  # of its values; blind to which stands where
-    zero: bool = False  # in both: such a tensor says nothing of how equal the sets are
+    zero: bool = False  # 0 in both sets: then it does not show how equal they are
     stored_of: str
     stored_against: str
 
 
 class Together(WeightNumbers):
-    """Several tensors, every element counting alike."""
+    """Several tensors together, every element with the same weight."""
 
     tensors: int
     mean_w1: float | None
     """The mean of the tensors' W1, by elements: another number than W1 of all values
     pooled, which it is never below."""
-    identical: int  # of them, equal in every element, and not 0 throughout in both
-    zeros: int = 0  # of them, 0 throughout in both
+    identical: int  # tensors equal in every element, and not 0 throughout in both
+    zeros: int = 0  # tensors that are 0 throughout in both
     max_tensor: str | None
     yardstick: Cast | None
-    """The first cast coarser than what most tensors of `against` are stored in: a cast to
-    what they are in changes nothing, to a finer format next to nothing."""
-    times_median: float | None  # the median tensor's; then the largest, and whose that is
+    """The first cast coarser than the formats that most tensors of `against` are stored
+    in. A cast to their own format would change nothing, one to a finer next to
+    nothing."""
+    times_median: float | None  # of the median tensor; then the largest, and its tensor
     times_largest: float | None
     times_tensor: str | None
 
@@ -81,18 +83,18 @@ class GroupRow(Together):
 
 
 class RunRecord(Record):
-    """A run of which weights were kept at several steps."""
+    """A run with weights of several steps."""
 
     name: str
     role: VariantRole
     times: float | None = None  # the dose of a null that re-rounds, in floors
-    # Whether a user says that it differs from the first by rounding alone
+    # Whether the user declares that it differs from the first by rounding alone
     null: bool = False
 
 
-class CellRow(Together):
-    """What a run and the first, of one seed, have at a step: all tensors together, those
-    of a layer, of a kind, or of both."""
+class WeightsCell(Together):
+    """A run and the first, of one seed, at one step: all tensors together, those of a
+    layer, of a kind, or of a layer and kind."""
 
     seed: int
     step: int
@@ -100,10 +102,10 @@ class CellRow(Together):
     kind: str  # or ALL
 
 
-class Standing(Record):
-    """A run's distance in a layer and a kind at a step, beside what chance makes of the
-    same tensors in the same seed at the same step: runs re-rounded at one floor, or where
-    there are none all null runs of at most that."""
+class ChanceComparison(Record):
+    """A run's distance in a layer and a kind at a step, beside the distance that chance
+    alone makes in the same tensors, seed and step: that of runs re-rounded at one floor,
+    or where there are none of all null runs of at most that."""
 
     variant: str
     role: VariantRole
@@ -116,16 +118,16 @@ class Standing(Record):
     ratio: float | None  # value over null, by seed: the geometric mean, then the ends
     least: float | None
     most: float | None
+    # The distance over that of the farthest null run of at most one floor, in the seed
+    # where this is least
     margin: float | None
-    """Over the farthest null run of at most one floor, in the seed where that is
-    least."""
     stands_out: bool | None
     why: str | None = None  # why it is not judged
 
 
 class QuantileRow(Record):
-    """A quantile of a tensor's values in a run, over that of the first run; and the ends
-    of what the nulls of the seed have there. Of a layer and kind that stand out."""
+    """A quantile of a tensor's values in a run, less that of the first run, and the range
+    of the same in the seed's null runs; for a layer and kind that stand out."""
 
     variant: str
     seed: int
@@ -139,7 +141,7 @@ class QuantileRow(Record):
 
 
 class Remark(Record):
-    """What there is to say of one tensor of one set of weights, or of a whole file."""
+    """A remark on one tensor of a set of weights, or on a whole file."""
 
     source: str
     tensor: str | None
@@ -151,7 +153,7 @@ class SourceRecord(Record):
     name: str
     tensors: int
     elements: int
-    sha256: str  # over the names and contents of the files that are there
+    sha256: str  # over the names and contents of the files that exist
 
 
 class WeightsSummary(Record):
@@ -172,8 +174,8 @@ class WeightsReport(Report):
     # Over the steps of a training, in place of `rows` and `groups`:
     # The first is the one that all others are compared with
     runs: tuple[RunRecord, ...] = ()
-    cells: tuple[CellRow, ...] = ()
-    standings: tuple[Standing, ...] = ()
+    cells: tuple[WeightsCell, ...] = ()
+    standings: tuple[ChanceComparison, ...] = ()
     quantiles: tuple[QuantileRow, ...] = ()
     early: tuple[int, ...] = ()  # steps before curves bend (docs/bounds.md)
     figures: tuple[Figure, ...] = ()

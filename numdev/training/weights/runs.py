@@ -1,10 +1,10 @@
-"""Sets of weights that were kept over training: of each run one at a step, beside those
-of the run that all others are compared with.
+"""The checkpoints of several runs over training, by seed and step, beside those of the
+run that all others are compared with.
 
 They are the checkpoints of a `numdev train`, whose `training.json` says which variant
-each is of, or lists that a user gives, a run each. Steps are those of `training.json`,
-else those in names (`...-step500`, `checkpoint-500`), and so are seeds (`...-seed1-...`),
-0 where nothing tells."""
+each is of, or lists from a user, one for each run. Steps and seeds are those of
+`training.json`, else those in names (`...-step500`, `checkpoint-500`, `...-seed1-...`); a
+seed that neither has is 0."""
 
 from __future__ import annotations
 
@@ -32,33 +32,41 @@ Place = tuple[int, int]  # a seed and a step
 
 
 @dataclass(kw_only=True)
-class Kept:
-    """Runs, the first of them the one that the others are compared with, and where their
-    weights are: by seed and step, by run. Every place has the first run and another."""
+class RunCheckpoints:
+    """Runs, of which the first is the one that the others are compared with, and the
+    paths of their weights by seed and step, then by run. Every seed and step has weights
+    of the first run and of another."""
 
     name: str
     runs: tuple[RunRecord, ...]
     places: Mapping[Place, Mapping[str, str]]
-    missing: list[str] = field(default_factory=list)  # what has no place, in words
+    # A sentence on each seed and step that some run lacks
+    missing: list[str] = field(default_factory=list)
 
 
 def step_of(path: Path) -> int | None:
-    """The step of training of a checkpoint; None where nothing tells it."""
-    named = STEP.search(path.stem if path.suffix in SUFFIXES else path.name)
+    """The step of training of a checkpoint, by `training.json`, else by its name; None
+    where neither has one."""
     step = training_of(path).get("step")
-    return step if isinstance(step, int) else int(named[1]) if named else None
+    if isinstance(step, int):
+        return step
+    in_name = STEP.search(path.stem if path.suffix in SUFFIXES else path.name)
+    return int(in_name[1]) if in_name else None
 
 
 def seed_of(path: Path) -> int:
-    """The seed of a checkpoint: what `training.json` says, else the name's; 0 where
-    neither."""
-    named = SEED.search(path.name)
+    """The seed of a checkpoint, by `training.json`, else by its name; 0 where neither has
+    one."""
     seed = training_of(path).get("seed")
-    return seed if isinstance(seed, int) else int(named[1]) if named else 0
+    if isinstance(seed, int):
+        return seed
+    in_name = SEED.search(path.name)
+    return int(in_name[1]) if in_name else 0
 
 
 def training_of(checkpoint: Path) -> Mapping[str, Any]:
-    """What `numdev train` wrote beside the weights; empty where it did not."""
+    """The content of `training.json`, which `numdev train` writes beside the weights;
+    empty without one."""
     try:
         described = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,16 +75,16 @@ def training_of(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def is_over_steps(targets: Sequence[str]) -> bool:
-    """Whether targets name runs, and not sets of weights."""
+    """Whether any target is a run, and not a set of weights."""
     return any(target != "demo" and _is_run(target) for target in targets)
 
 
-def kept(targets: Sequence[str], nulls: Sequence[str] = ()) -> Kept:
+def find_runs(targets: Sequence[str], nulls: Sequence[str] = ()) -> RunCheckpoints:
     """The runs of one training, or of two lists and more, and `nulls`: lists of runs that
     differ from the first by rounding alone. Raises UsageError where there are none to
     compare."""
     if len(targets) == 1 and not nulls:
-        return _of_training(Path(targets[0]))
+        return _runs_of_training(Path(targets[0]))
     for target in (*targets, *nulls):
         if not _is_run(target):
             what = f"{target}: expected checkpoints by step, as {targets[0]} has"
@@ -85,15 +93,16 @@ def kept(targets: Sequence[str], nulls: Sequence[str] = ()) -> Kept:
             )
     if len(targets) < 2 and not nulls:
         raise UsageError("weights: expected two runs or more to compare, got one")
-    return _of_lists(targets, nulls)
+    return _runs_of_lists(targets, nulls)
 
 
 # --- a training of numdev -------------------------------------------------------------
 
 
-def _of_training(path: Path) -> Kept:
+def _runs_of_training(path: Path) -> RunCheckpoints:
+    """The checkpoints of the variants of one training run."""
     run = _trained(path)
-    found: dict[Place, dict[str, str]] = {}
+    places: dict[Place, dict[str, str]] = {}
     variants: dict[str, RunRecord] = {}
     for checkpoint in sorted((run / FOLDER).iterdir()) if (run / FOLDER).is_dir() else ():
         about = training_of(checkpoint)
@@ -102,28 +111,24 @@ def _of_training(path: Path) -> Kept:
             times = variant["times"] if variant["role"] == "null_rounding" else None
             record = RunRecord(name=variant["name"], role=variant["role"], times=times)
         except (KeyError, TypeError, ValueError) as error:
-            what = (
-                f"{checkpoint}: training.json does not say of which variant, "
-                "seed and step it is"
-            )
-            raise UsageError(
-                what, hint="give the checkpoints of each run as a list"
-            ) from error
+            what = "training.json does not say of which variant, seed and step it is"
+            hint = "give the checkpoints of each run as a list"
+            raise UsageError(f"{checkpoint}: {what}", hint=hint) from error
         variants[record.name] = record
-        found.setdefault((seed, step), {})[record.name] = str(checkpoint)
-    if not found:
+        places.setdefault((seed, step), {})[record.name] = str(checkpoint)
+    if not places:
         raise UsageError(f"{path}: keeps no checkpoints", hint=KEEP)
-    first = next(
-        (name for name, record in variants.items() if record.role == "golden"), None
-    )
-    if first is None:
+    golden = [name for name, record in variants.items() if record.role == "golden"]
+    if not golden:
         raise UsageError(f"{path}: keeps no checkpoint of its golden run", hint=KEEP)
-    order = [name for name in _order(found, variants) if name != first]
-    return _paired(path.name, [variants[name] for name in (first, *order)], found)
+    first = golden[0]
+    order = [name for name in _order(places, variants) if name != first]
+    return _paired(path.name, [variants[name] for name in (first, *order)], places)
 
 
 def _trained(path: Path) -> Path:
-    """The directory of a training run: itself, or the one that a bounds report is of."""
+    """The directory of a training run: the path itself, or the run of the bounds report
+    at the path."""
     directory = path.parent if path.name == "report.json" else path
     if not (directory / FOLDER).is_dir() and (directory / "report.json").is_file():
         report = reports.read(directory)
@@ -133,20 +138,21 @@ def _trained(path: Path) -> Path:
 
 
 def _order(
-    found: Mapping[Place, Mapping[str, str]], variants: Mapping[str, RunRecord]
+    places: Mapping[Place, Mapping[str, str]], variants: Mapping[str, RunRecord]
 ) -> Iterator[str]:
-    """Names of variants as the run's file has them, of those that were kept."""
-    checkpoint = next(iter(next(iter(found.values())).values()))
-    asked = training_of(Path(checkpoint)).get("request", {}).get("variants", ())
-    named = [v["name"] for v in asked if v["name"] in variants]
-    yield from dict.fromkeys((*named, *variants))
+    """The names of variants that have checkpoints, in the order of the run's file."""
+    checkpoint = next(iter(next(iter(places.values())).values()))
+    planned = training_of(Path(checkpoint)).get("request", {}).get("variants", ())
+    in_file = [v["name"] for v in planned if v["name"] in variants]
+    yield from dict.fromkeys((*in_file, *variants))
 
 
 # --- lists of a user ------------------------------------------------------------------
 
 
-def _of_lists(targets: Sequence[str], nulls: Sequence[str]) -> Kept:
-    found: dict[Place, dict[str, str]] = {}
+def _runs_of_lists(targets: Sequence[str], nulls: Sequence[str]) -> RunCheckpoints:
+    """The checkpoints of lists, each of which is a run."""
+    places: dict[Place, dict[str, str]] = {}
     runs: list[RunRecord] = []
     for target in (*targets, *nulls):
         role: VariantRole = "variant" if runs else "golden"
@@ -160,15 +166,16 @@ def _of_lists(targets: Sequence[str], nulls: Sequence[str]) -> Kept:
                 hint = "name one run, such as 'run/checkpoints/flash-seed*'"
                 raise UsageError(f"{target}: {what}", hint=hint)
         for step, path in listed:
-            found.setdefault((seed_of(path), step or 0), {})[target] = str(path)
-    if (twice := Counter(run.name for run in runs).most_common(1)[0])[1] > 1:
-        raise UsageError(f"{twice[0]}: is given twice", hint="name every run once")
-    return _paired(targets[0], runs, found)
+            places.setdefault((seed_of(path), step or 0), {})[target] = str(path)
+    [(name, count)] = Counter(run.name for run in runs).most_common(1)
+    if count > 1:
+        raise UsageError(f"{name}: is given twice", hint="name every run once")
+    return _paired(targets[0], runs, places)
 
 
 def _is_run(target: str) -> bool:
-    """A list or a pattern, or a directory that holds checkpoints by step and is none
-    itself."""
+    """Whether a target is a list or a pattern, or a directory with checkpoints by step
+    that is no checkpoint itself."""
     path = Path(target)
     if not path.exists():
         return "," in target or "*" in target
@@ -177,46 +184,48 @@ def _is_run(target: str) -> bool:
 
 
 def _checkpoints(target: str) -> Iterator[tuple[int | None, Path]]:
+    """The checkpoints that a target names, each with its step. Raises UsageError for a
+    path that does not exist."""
     path = Path(target)
     if path.is_dir():
         yield from _inside(path)
         return
     for part in filter(None, map(str.strip, target.split(","))):
-        places = sorted(glob.glob(part)) if "*" in part else [part]
-        if not places:
+        names = sorted(glob.glob(part)) if "*" in part else [part]
+        if not names:
             raise UsageError(f"{part}: no such file or directory")
-        for place in map(Path, places):
-            if not place.exists():
-                raise UsageError(f"{place}: no such file or directory")
-            yield step_of(place), place
+        for checkpoint in map(Path, names):
+            if not checkpoint.exists():
+                raise UsageError(f"{checkpoint}: no such file or directory")
+            yield step_of(checkpoint), checkpoint
 
 
 def _inside(path: Path) -> Iterator[tuple[int, Path]]:
-    """The checkpoints in a directory, or in its `checkpoints`."""
+    """The checkpoints in a directory, or in its `checkpoints`, each with its step."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    for place in sorted(p for p in folder.iterdir() if p.is_dir()):
-        step = step_of(place)
-        holds = container_at(place) is not None or any(
-            x.suffix in SUFFIXES for x in place.iterdir()
-        )
-        if step is not None and holds:
-            yield step, place
+    for directory in sorted(p for p in folder.iterdir() if p.is_dir()):
+        step = step_of(directory)
+        has_files = any(file.suffix in SUFFIXES for file in directory.iterdir())
+        if step is not None and (container_at(directory) is not None or has_files):
+            yield step, directory
 
 
 def _paired(
-    name: str, runs: Sequence[RunRecord], found: Mapping[Place, Mapping[str, str]]
-) -> Kept:
-    """Those places that have the first run and another; what has none is said."""
+    name: str, runs: Sequence[RunRecord], weights: Mapping[Place, Mapping[str, str]]
+) -> RunCheckpoints:
+    """The seeds and steps that have weights of the first run and of another, and a
+    sentence on each that lacks some run."""
     first = runs[0].name
     missing = []
-    for seed, step in sorted(found):
-        lacking = [run.name for run in runs if run.name not in found[seed, step]]
+    places = {}
+    for seed, step in sorted(weights):
+        of_runs = weights[seed, step]
+        lacking = [run.name for run in runs if run.name not in of_runs]
         if lacking:
             missing.append(f"step {step}, seed {seed}: not kept of {', '.join(lacking)}")
-    places = {
-        at: found[at] for at in sorted(found) if first in found[at] and len(found[at]) > 1
-    }
+        if first in of_runs and len(of_runs) > 1:
+            places[seed, step] = of_runs
     if not places:
         what = f"{name}: no step has weights of {first} and of another run"
         raise UsageError(what, hint=KEEP)
-    return Kept(name=name, runs=tuple(runs), places=places, missing=missing)
+    return RunCheckpoints(name=name, runs=tuple(runs), places=places, missing=missing)

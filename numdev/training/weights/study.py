@@ -1,7 +1,8 @@
 """`numdev weights`: sets of weights, tensor by tensor, against the first of them.
 
-Tensors are matched by name, one is read at a time, and a row and a few sums of it stay,
-so memory is that of the largest tensor. What cannot be compared becomes a remark."""
+Tensors are matched by name and read one at a time; a row and a few sums of each stay, so
+memory is that of the largest tensor. A tensor that cannot be compared becomes a
+remark."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor
 
@@ -18,14 +19,16 @@ from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS
+from numdev.grouping import grouped
 from numdev.report.io import claim
 from numdev.report.numbers import si, times
 from numdev.sources.containers import StoredTensor
 from numdev.sources.files import identity, some
 from numdev.system import System
+from numdev.training.report import Fields
 from numdev.training.weights import pairs
 from numdev.training.weights import report as records
-from numdev.training.weights.files import Weights, open_weights
+from numdev.training.weights.files import WeightSet, open_weights
 
 _LEAF = re.compile(r"(?:weight|bias|gamma|beta|running_mean|running_var)$")
 _NORM = re.compile(r"norm|layrnorm|^ln(_|\d|$)|^bn\d*$", re.IGNORECASE)
@@ -46,17 +49,16 @@ _RULES = {
     for kind, pattern in _KINDS.items()
 }
 KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")  # in the order shown
+# Where W1 is below this share of the mean difference, a sentence says that it is blind
 BLIND = 0.25
-"""Below this share of the mean difference, W1 needs the word that it is blind to
-pairing."""
 UNKNOWN = "{p.of} and {p.against}: the mean difference is not known ({null})."
 EQUAL = (
     "{p.of} equals {p.against}: every finite element of the {tensors} tensors compared"
     "{elements}{zeros}."
 )
 NOTHING = (
-    "{p.of} and {p.against}: all {p.tensors} tensors are 0 in both, so "
-    "nothing is compared."
+    "{p.of} and {p.against}: all {p.tensors} tensors are 0 in both, so nothing is "
+    "compared."
 )
 DIFFERS = (
     "{p.of} differs from {p.against} by {mean} on average: {beside} At most "
@@ -68,8 +70,7 @@ NO_CAST = (
 )
 BESIDE = (
     "{median}× what one cast to {p.yardstick} would have changed (median tensor), "
-    "largest in "
-    "{p.times_tensor} ({largest}×)."
+    "largest in {p.times_tensor} ({largest}×)."
 )
 BAGS = (
     "W1 of {p.of}, the mean of its tensors': {w1}, {share} of the mean "
@@ -77,11 +78,12 @@ BAGS = (
 )
 CAST = " and {times}× that of one cast to {p.yardstick}"
 IS_BLIND = (
-    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted "
-    "tensor, and of two "
-    "seeds shrinks with the size of a tensor. The mean difference is what the "
+    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, "
+    "and of two seeds shrinks with the size of a tensor. The mean difference is what the "
     "weights differ by."
 )
+
+Measured = tuple[records.TensorRow, pairs.Sums]  # a tensor's row, and its sums
 
 
 def weights(
@@ -94,9 +96,9 @@ def weights(
     progress: Progress = lambda what, done, total: None,
 ) -> records.WeightsReport:
     """Compare every set of weights with the first, for a report in `directory`, which the
-    caller writes. Raises UsageError, before anything is read, where one is not there or
-    the directory is taken, and MeasurementError where no tensor could be compared."""
-    for target in targets[1:]:  # rows are told apart by the name of the set they are of
+    caller writes. Raises UsageError, before anything is read, where a set does not exist
+    or the directory is taken, and MeasurementError where no tensor could be compared."""
+    for target in targets[1:]:  # rows are identified by the name of their set
         if targets[1:].count(target) > 1:
             raise UsageError(f"{target}: is given twice", hint="name every set once")
     request = {"targets": list(targets), "device": device}
@@ -105,27 +107,33 @@ def weights(
     claim(directory, "weights", request, overwrite=overwrite)
     watch = Stopwatch(system.device)
     with watch("weights"):
-        both = Comparison(opened, system.device)
-        rows, sums = _split(both.measured(progress))
-        if not rows:
-            said = [f"{r.source}: {r.tensor or ''} {r.words}" for r in both.remarks]
-            raise MeasurementError(f"no tensor could be compared: {some(said)}")
+        comparison = WeightComparison(opened, system.device)
+        measured = list(comparison.measured(progress))
+        if not measured:
+            raise nothing_compared(comparison.remarks)
         sources = tuple(map(record_of, opened))
-    groups = tuple(_groups(rows, sums))
-    remarks = tuple(both.remarks)
+    groups = tuple(_groups(measured))
+    remarks = tuple(comparison.remarks)
     return records.WeightsReport(
         provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
         request=request,
         summary=records.WeightsSummary(answer=tuple(_answer(groups, remarks))),
         sources=sources,
-        rows=tuple(rows),
+        rows=tuple(row for row, _ in measured),
         groups=groups,
         remarks=remarks,
         timings=watch.seconds(),
     )
 
 
-def record_of(source: Weights) -> records.SourceRecord:
+def nothing_compared(remarks: Iterable[records.Remark]) -> MeasurementError:
+    """The error where no tensor could be compared, with the reasons."""
+    words = [f"{r.source}: {r.tensor or ''} {r.words}" for r in remarks]
+    return MeasurementError(f"no tensor could be compared: {some(words)}")
+
+
+def record_of(source: WeightSet) -> records.SourceRecord:
+    """A set of weights as a report records it."""
     return records.SourceRecord(
         name=source.name,
         tensors=len(source.tensors),
@@ -134,32 +142,25 @@ def record_of(source: Weights) -> records.SourceRecord:
     )
 
 
-def _split(
-    measured: Iterable[tuple[records.TensorRow, pairs.Sums]],
-) -> tuple[list[records.TensorRow], list[pairs.Sums]]:
-    both = list(measured)
-    return [row for row, _ in both], [sums for _, sums in both]
+class WeightComparison:
+    """The tensors of sets of weights beside the first's, and remarks on those that cannot
+    be compared."""
 
-
-class Comparison:
-    """The tensors of sets of weights beside the first's, and remarks on what has no place
-    there."""
-
-    def __init__(self, opened: Sequence[Weights], device: str) -> None:
+    def __init__(self, opened: Sequence[WeightSet], device: str) -> None:
         self.first, *self.others = opened
         self.device = device
-        # Each once: the first set is met by all
+        # As keys, since several sets may lead to one remark on the first
         self.remarks: dict[records.Remark, None] = {}
 
     def measured(
         self, progress: Progress = lambda what, done, total: None
-    ) -> Iterator[tuple[records.TensorRow, pairs.Sums]]:
-        """The row of each of `tensors`, and what adds up of it. NaN and infinity are a
-        remark."""
-        costs, costed = {}, None
+    ) -> Iterator[Measured]:
+        """The row and the sums of each of `tensors`. NaN and infinity become a remark."""
+        costs: dict[str, float] = {}
+        last = None
         for name, other, of, against in self.tensors(progress):
-            if against is not costed:  # once for all others
-                costs, costed = pairs.cast_costs(against), against
+            if against is not last:  # the casts are the same for all other sets
+                costs, last = pairs.cast_costs(against), against
             sums = pairs.compare(of, against, costs)
             row = records.TensorRow(
                 of=other.name,
@@ -172,24 +173,22 @@ class Comparison:
                 zero=not bool(of.any()) and not bool(against.any()),
                 **pairs.numbers(sums),
             )
-            for source, lost in (
-                (other, row.nonfinite_of),
-                (self.first, row.nonfinite_against),
-            ):
-                if lost:
-                    words = f"has {lost} NaN or infinite elements of {row.elements}"
+            nonfinite = ((other, row.nonfinite_of), (self.first, row.nonfinite_against))
+            for source, count in nonfinite:
+                if count:
+                    words = f"has {count} NaN or infinite elements of {row.elements}"
                     self.remark(source, name, "not finite", words)
             yield row, sums
 
     def tensors(
         self, progress: Progress = lambda what, done, total: None
-    ) -> Iterator[tuple[str, Weights, Tensor, Tensor]]:
-        """A name, another set, its tensor and the first set's, on the device: whatever
-        can be compared, in the order of the first set."""
+    ) -> Iterator[tuple[str, WeightSet, Tensor, Tensor]]:
+        """The name of each tensor that can be compared, the other set, its tensor and the
+        first set's, on the device; in the order of the first set."""
         for source in (self.first, *self.others):
             for words in source.damage:
                 self.remark(source, None, "damaged", words)
-        plan: dict[str, list[tuple[Weights, StoredTensor, StoredTensor]]] = {
+        plan: dict[str, list[tuple[WeightSet, StoredTensor, StoredTensor]]] = {
             n: [] for n in self.first.tensors
         }
         for other in self.others:
@@ -203,13 +202,16 @@ class Comparison:
                 if of is not None and against is not None:
                     yield name, other, of, against
 
-    def matched(self, other: Weights) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
-        """The tensors that another set and the first have in one shape. What a damaged
-        set lacks may be in the file that cannot be read, and is not called missing."""
+    def matched(
+        self, other: WeightSet
+    ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
+        """The tensors that another set and the first have in one shape. A tensor that a
+        damaged set lacks may be in the file that cannot be read, and is not called
+        missing."""
         first = self.first
         for name, ours in first.tensors.items():
-            called = (name, *(alias for alias, its in first.tied.items() if its == name))
-            theirs = next(filter(None, map(other.find, called)), None)
+            aliases = [alias for alias, target in first.tied.items() if target == name]
+            theirs = next(filter(None, map(other.find, (name, *aliases))), None)
             if theirs is None:
                 if not other.damage:
                     self.remark(other, name, "missing", "is not there")
@@ -218,14 +220,14 @@ class Comparison:
                 self.remark(other, name, "reshaped", words)
             else:
                 yield name, theirs, ours
-        known = {*first.tensors, *first.tied}
-        known |= {name for alias, name in other.tied.items() if alias in known}
+        names = {*first.tensors, *first.tied}
+        names |= {name for alias, name in other.tied.items() if alias in names}
         for name in other.tensors:
-            if name not in known and not first.damage:
+            if name not in names and not first.damage:
                 self.remark(other, name, "extra", f"is not in {first.name}")
 
-    def values(self, source: Weights, name: str, stored: StoredTensor) -> Tensor | None:
-        """A tensor on the device; None, with a remark, where it has no values to
+    def values(self, source: WeightSet, name: str, stored: StoredTensor) -> Tensor | None:
+        """A tensor on the device; None, after a remark, where it has no values to
         measure."""
         try:
             tensor = stored.read()
@@ -238,15 +240,15 @@ class Comparison:
         return tensor.detach().to(self.device)  # a saved Parameter would record a graph
 
     def remark(
-        self, source: Weights, name: str | None, what: records.Matter, words: str
+        self, source: WeightSet, name: str | None, what: records.Matter, words: str
     ) -> None:
-        self.remarks[
-            records.Remark(source=source.name, tensor=name, what=what, words=words)
-        ] = None
+        """Note a remark, once."""
+        remark = records.Remark(source=source.name, tensor=name, what=what, words=words)
+        self.remarks[remark] = None
 
 
 def kind_of(name: str) -> str:
-    """What a weight is by its name, one of KINDS; it only groups rows."""
+    """The kind of a weight by its name, one of KINDS; it only groups rows."""
     parts = name.split(".")
     module = parts[-2] if len(parts) > 1 and _LEAF.match(parts[-1]) else parts[-1]
     if _NORM.search(module):
@@ -256,66 +258,72 @@ def kind_of(name: str) -> str:
     return next((kind for kind, rule in _RULES.items() if rule.search(name)), "other")
 
 
-def _groups(
-    rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]
-) -> Iterator[records.GroupRow]:
-    for of in dict.fromkeys(row.of for row in rows):
+def _groups(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
+    """The rows of all tensors of each set together, and of those of each kind."""
+    for of_set in grouped(measured, lambda pair: pair[0].of).values():
         for name in (records.ALL, *KINDS):
-            these = [
-                (row, part)
-                for row, part in zip(rows, sums, strict=True)
-                if row.of == of and name in (records.ALL, row.kind)
-            ]
-            if these:
-                own, parts = _split(these)
-                yield records.GroupRow(name=name, **together(own, parts))
+            group = [pair for pair in of_set if name in (records.ALL, pair[0].kind)]
+            if group:
+                yield records.GroupRow(name=name, **together(group))
 
 
-def together(
-    rows: Sequence[records.TensorRow], sums: Sequence[pairs.Sums]
-) -> dict[str, Any]:
-    """The fields of several tensors of one set, as one."""
-    stored = [FORMATS[row.stored_against].precision for row in rows]
-    coarser = {
-        name: sum(FORMATS[name].precision < p for p in stored) for name in pairs.CASTS
-    }
-    cast = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
+def together(measured: Sequence[Measured]) -> Fields:
+    """The fields of a row of several tensors of one set."""
+    rows = [row for row, _ in measured]
+    cast = _coarser_cast(rows)
     ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
-    apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
+    changes = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
     largest = max(ratios, key=lambda name: ratios[name], default=None)
+    most_changed = max(changes, key=lambda name: changes[name], default=None)
+    median = statistics.median(ratios.values()) if ratios else None
+    sums = pairs.pooled([sums for _, sums in measured])
     return {
         "of": rows[0].of,
         "against": rows[0].against,
-        **pairs.numbers(pairs.pooled(sums), "mean_w1"),
+        **pairs.numbers(sums, "mean_w1"),
         "tensors": len(rows),
-        "identical": sum(
-            r.equal == 1 and not (r.nonfinite_of or r.nonfinite_against) for r in rows
-        ),
-        "zeros": sum(r.zero for r in rows),
-        "max_tensor": max(apart, key=lambda name: apart[name], default=None),
+        "identical": sum(map(_is_identical, rows)),
+        "zeros": sum(row.zero for row in rows),
+        "max_tensor": most_changed,
         "yardstick": cast,
-        "times_median": statistics.median(ratios.values()) if ratios else None,
+        "times_median": median,
         "times_largest": None if largest is None else ratios[largest],
         "times_tensor": largest,
     }
 
 
+def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
+    """The first of CASTS that is coarser than the formats of most tensors; None where no
+    cast is."""
+    stored = [FORMATS[row.stored_against].precision for row in rows]
+    for name in pairs.CASTS:
+        precision = FORMATS[name].precision
+        if 2 * sum(precision < p for p in stored) > len(rows):
+            return name
+    return None
+
+
+def _is_identical(row: records.TensorRow) -> bool:
+    """Whether a tensor is finite and equal in both sets, and not 0 throughout."""
+    return row.equal == 1 and not (row.nonfinite_of or row.nonfinite_against)
+
+
 def _answer(
     groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]
 ) -> Iterator[str]:
-    """The mean difference beside what one cast of the same tensors would have changed, W1
-    beside the mean difference, and what could not be compared, damage first."""
+    """Sentences on each set: its mean difference beside the change of one cast of the
+    same tensors, and W1 beside the mean difference; then on what could not be compared,
+    damage first."""
     for g in (g for g in groups if g.name == records.ALL):
         zeros = ZEROS.format(p=g) if g.zeros else ""
-        if g.mean_abs is None or g.max_abs == 0:
-            same = NOTHING if g.zeros == g.tensors else EQUAL
-            yield (UNKNOWN if g.mean_abs is None else same).format(
-                p=g,
-                null=g.nulls.get("mean_abs"),
-                tensors=g.tensors - g.zeros,
-                elements="" if g.zeros else f" ({g.elements:,})",
-                zeros=zeros,
-            )
+        if g.mean_abs is None:
+            yield UNKNOWN.format(p=g, null=g.nulls.get("mean_abs"))
+            continue
+        if g.max_abs == 0:
+            sentence = NOTHING if g.zeros == g.tensors else EQUAL
+            elements = "" if g.zeros else f" ({g.elements:,})"
+            compared = g.tensors - g.zeros
+            yield sentence.format(p=g, tensors=compared, elements=elements, zeros=zeros)
             continue
         beside = NO_CAST if g.times_median is None else BESIDE
         ratios = {"median": times(g.times_median), "largest": times(g.times_largest)}
@@ -337,11 +345,10 @@ def _answer(
 
 
 def matters(remarks: Sequence[records.Remark]) -> Iterator[str]:
-    """What could not be compared, or needs a word, damage first."""
+    """A sentence on the remarks of each matter and set, damage first."""
+    by_matter = grouped(remarks, lambda r: r.what)
     for what in get_args(records.Matter):
-        for source in dict.fromkeys(r.source for r in remarks if r.what == what):
-            these = [r for r in remarks if (r.what, r.source) == (what, source)]
-            listed = some(
-                [f"{r.tensor} {r.words}" if r.tensor else r.words for r in these]
-            )
-            yield f"{what.capitalize()} in {source}: {listed}."
+        by_source = grouped(by_matter.get(what, ()), lambda r: r.source)
+        for source, of_source in by_source.items():
+            words = [f"{r.tensor} {r.words}" if r.tensor else r.words for r in of_source]
+            yield f"{what.capitalize()} in {source}: {some(words)}."
