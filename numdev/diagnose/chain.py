@@ -17,9 +17,7 @@ finite."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ from numdev.cases import AttentionCase, key_range
 from numdev.diagnose import passes
 from numdev.diagnose import statistics as stats
 from numdev.diagnose.passes import Computed, Truth
-from numdev.diagnose.report import HeadRow
+from numdev.diagnose.report import Fields, HeadRow
 from numdev.diagnose.statistics import Columns
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import SavedForward
@@ -39,7 +37,7 @@ from numdev.sources.projection import Projection
 
 # How far from its row's largest score another is nearly tied, as in the paper
 NEAR = 1e-3
-OF_WEIGHTS = (
+WEIGHT_NUMBERS = (
     "moved",
     "dw_q_error",
     "dw_q_norm",
@@ -79,16 +77,16 @@ def diagnosed(
             **_biases(truth, rounded),
             "ds_row_sum": ds_row_sum(truth, rounded),
             **_delta_errors(truth, rounded),
-            **_of_weights(truth, rounded),
+            **_weight_numbers(truth, rounded),
         }
         numbers = stats.by_head(columns)
     ref = case.ref
-    place: dict[str, Any] = {
+    place: Fields = {
         "checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
         "layer": ref.layer, "call": ref.call,
     }  # fmt: skip
     heads = tuple(
-        HeadRow(**place, head=head, **row, nulls=_nulls(truth, rounded, row))
+        HeadRow(**place, head=head, **row, nulls=_null_reasons(truth, rounded, row))
         for head, row in enumerate(numbers)
     )
     return Diagnosis(truth=truth, rounded=rounded, heads=heads)
@@ -101,7 +99,7 @@ def _ties(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
     Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it
     is multiplied with V (site `p`)."""
     blocks = [
-        _ties_of(r, saved, truth, rows)
+        _ties_in_block(r, saved, truth, rows)
         for rows in row_blocks(r.case, passes.BLOCKS_AT_ONCE)
     ]
     tied, near, one_signed, ones, powers = (
@@ -116,7 +114,7 @@ def _ties(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
     }
 
 
-def _ties_of(
+def _ties_in_block(
     r: Rounder, saved: SavedForward, truth: Truth, rows: slice
 ) -> tuple[Tensor, ...]:
     """Five numbers of each row of a block, [B, H, rows]: how many keys have the largest
@@ -183,7 +181,7 @@ def _biases(truth: Truth, rounded: Computed) -> Columns:
 
 def _delta_errors(truth: Truth, rounded: Computed) -> Columns:
     """The mean error of delta, its t, and its longest run over the sequences."""
-    error = truth.off(rounded.delta, truth.exact.delta)
+    error = truth.delta_error(rounded.delta, truth.exact.delta)
     runs = stats.longest_run(error, truth.rows).nan_to_num(-math.inf)
     return {
         "delta_mean": stats.mean(error, truth.rows),
@@ -204,13 +202,13 @@ def _zero_sums(truth: Truth) -> bool:
     return truth.case.softcap is None and truth.case.sinks is None
 
 
-def _of_weights(truth: Truth, rounded: Computed) -> Columns:
-    """The numbers that need W_Q, by OF_WEIGHTS; NaN without a projection."""
-    numbers = dict.fromkeys(OF_WEIGHTS, torch.full_like(truth.size, math.nan))
+def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
+    """The numbers that need W_Q, by WEIGHT_NUMBERS; NaN without a projection."""
+    numbers = dict.fromkeys(WEIGHT_NUMBERS, torch.full_like(truth.size, math.nan))
     if truth.projection is None:
         return numbers
     PK = truth.PK.masked_fill(~truth.rows[..., None], 0.0)
-    uneven = truth.off(rounded.delta, rounded.even) * truth.size[:, None]
+    uneven = truth.delta_error(rounded.delta, rounded.even) * truth.size[:, None]
     # Formula 2
     by_delta = truth.weights(-truth.case.scale * uneven[..., None] * truth.PK)
     return {
@@ -222,11 +220,11 @@ def _of_weights(truth: Truth, rounded: Computed) -> Columns:
     }
 
 
-def _nulls(truth: Truth, rounded: Computed, row: Mapping[str, Any]) -> dict[str, str]:
+def _null_reasons(truth: Truth, rounded: Computed, row: Fields) -> dict[str, str]:
     """The reason of every number of a head that is null."""
 
     def reason(name: str) -> str:
-        if truth.projection is None and name in OF_WEIGHTS:
+        if truth.projection is None and name in WEIGHT_NUMBERS:
             return "W_Q is not known: no single linear layer makes the queries"
         if row["rows"] == 0:
             return "no query sees more than one key"

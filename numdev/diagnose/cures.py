@@ -16,7 +16,7 @@ from torch import Tensor
 from numdev.audit.isolation import Failure, attempt
 from numdev.diagnose.chain import Diagnosis
 from numdev.diagnose.passes import Computed, Truth, computed
-from numdev.diagnose.report import CureRow, KernelRow
+from numdev.diagnose.report import CureRow, Fields, KernelRow
 from numdev.diagnose.statistics import bias, by_head, mean, norm, t_of
 from numdev.errors import NumdevError
 from numdev.kernels import Kernel
@@ -99,7 +99,7 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
     truth, recipe = diagnosis.truth, diagnosis.rounded.recipe
     rows = []
     for name, cure in {NONE: Cure("", {}), **cures}.items():
-        same: dict[str, Any] = {"cure": name, "options": dict(cure.options)}
+        same: Fields = {"cure": name, "options": dict(cure.options)}
         try:
             rounded = (
                 computed(truth.case, changed(recipe, **cure.options))
@@ -111,7 +111,7 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
                 CureRow(**h.place, **same, reason=str(error)) for h in diagnosis.heads
             ]
             continue
-        numbers = _seen(truth, rounded.out, rounded.dq, rounded.delta)
+        numbers = _seen_numbers(truth, rounded.out, rounded.dq, rounded.delta)
         for head, columns, count in zip(
             diagnosis.heads, numbers, _nonfinite(rounded, truth.case.heads), strict=True
         ):
@@ -131,32 +131,32 @@ def _nonfinite(rounded: Computed, heads: int) -> list[int]:
 
 
 def seen_from_outside(
-    diagnosis: Diagnosis, kernel: Kernel, options: Mapping[str, Any]
+    diagnosis: Diagnosis, kernel: Kernel, options: Mapping[str, object]
 ) -> tuple[KernelRow, ...]:
     """A kernel's forward and backward pass on the call, one row for every head; where it
     refuses the call or fails, the rows say why. The caller asks whether the kernel can
     run here."""
     truth = diagnosis.truth
     output = attempt(kernel, truth.case, options, gradients=True)
-    same: dict[str, Any] = {"kernel": kernel.name, "options": dict(options)}
+    same: Fields = {"kernel": kernel.name, "options": dict(options)}
     if isinstance(output, Failure):
         same["reason"] = output.reason
         return tuple(KernelRow(**head.place, **same) for head in diagnosis.heads)
     assert output.dq is not None
     out = output.out.detach().double()
     delta = (upstream(truth.case).double() * out).sum(dim=-1)
-    numbers = _seen(truth, out, output.dq, delta)
+    numbers = _seen_numbers(truth, out, output.dq, delta)
     return tuple(
         KernelRow(**head.place, **same, ran=output.ran, **columns)
         for head, columns in zip(diagnosis.heads, numbers, strict=True)
     )
 
 
-def _seen(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[dict[str, Any]]:
+def _seen_numbers(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[Fields]:
     """The numeric fields of a `SeenRow`, for every head."""
     with torch.no_grad(), plain_arithmetic(truth.case.q.device):
         exact, rows = truth.exact, truth.rows
-        error = truth.off(delta, exact.delta)
+        error = truth.delta_error(delta, exact.delta)
         off = out.double() - exact.out
         dq_error = (dq.detach().double() - exact.dq).transpose(0, 1)
         return by_head(

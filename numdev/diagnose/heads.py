@@ -184,26 +184,28 @@ def answer(
     judged_rows = [rows[r.key] for r in ranking if judged(r)]
     if at_fault(first):
         sentences = [
-            *_fault(first, rows[first.key], ranking),
-            *_cure(first, cures),
+            *_fault_sentences(first, rows[first.key], ranking),
+            *_cure_sentence(first, cures),
         ]
     elif _drowns(first):
         sentences = [
-            _drowned(first, rows[first.key], ranking),
-            *_cure(first, cures),
+            _drowned_sentence(first, rows[first.key], ranking),
+            *_cure_sentence(first, cures),
         ]
     elif judged_rows:
-        sentences = [_no_fault(judged_rows)]
+        sentences = [_no_fault_sentence(judged_rows)]
     else:
         sentences = []
     if len(judged_rows) < len(ranking):
         sentences.append(
-            _not_judged([rows[r.key] for r in ranking if not judged(r)], ranking)
+            _not_judged_sentence([rows[r.key] for r in ranking if not judged(r)], ranking)
         )
     return tuple(sentences)
 
 
-def _fault(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> tuple[str, str]:
+def _fault_sentences(
+    first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
+) -> tuple[str, str]:
     """What the errors of a head at fault do, and which conditions of the chain hold."""
     # A head that attends to one key has P at 1 without any tie: then only a biased
     # output shows that rounding P V to one side is where it begins.
@@ -230,7 +232,7 @@ def _drowns(ranked: Ranked) -> bool:
     return ranked.score >= DROWNED and judged(ranked, WRONG)
 
 
-def _drowned(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
+def _drowned_sentence(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
     """What rounding does to the layer of a head whose errors have no common sign."""
     return (
         f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
@@ -240,7 +242,7 @@ def _drowned(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
     )
 
 
-def _no_fault(judged_rows: Sequence[HeadRow]) -> str:
+def _no_fault_sentence(judged_rows: Sequence[HeadRow]) -> str:
     """How many heads were cleared, and how far the worst of them is off."""
     count = len(judged_rows)
     shifted = [head for head in judged_rows if meets(head, DELTA)]
@@ -257,14 +259,14 @@ def _no_fault(judged_rows: Sequence[HeadRow]) -> str:
     )
 
 
-def _not_judged(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) -> str:
+def _not_judged_sentence(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) -> str:
     """How many heads could not be judged, with the reason of the first."""
     nulls = heads[0].nulls
     why = nulls.get("delta_mean") or nulls.get("delta_t") or "not measured"
     return f"Sign of delta's error not known in {len(heads)} of {len(ranking)}: {why}."
 
 
-def _cure(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
+def _cure_sentence(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
     """What the best cure of a head leaves of its error; empty where none was run."""
     rows = {cure.cure: cure for cure in cures if cure.key == first.key}
     if not rows:
@@ -285,4 +287,5 @@ def _cure(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Names in a sentence."""
     return ", ".join(names) or "none"

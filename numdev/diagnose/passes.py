@@ -55,6 +55,7 @@ class Truth:
 
     @cached_property
     def dw_q(self) -> Tensor:
+        """The exact dW_Q."""
         return self.weights(self.exact.dq)
 
     def dw_q_error(self, dq: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class Truth:
         """[H]: |error of dW_Q| / |dW_Q|."""
         return norm(dw_q_error) / norm(self.dw_q)
 
-    def off(self, delta: Tensor, right: Tensor) -> Tensor:
+    def delta_error(self, delta: Tensor, right: Tensor) -> Tensor:
         """[B, H, q_len] in fp64: delta less another, over `size`; 0 in rows that see no
         key."""
         error = (delta.double() - right) / self.size[:, None]

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from numdev.report import Axis, Figure, Record, Report
 
 Value = float | None
+Fields = dict[str, Any]  # fields of a record, by name
 
 
 class DiagnosedCheckpoint(Record):
@@ -36,7 +37,7 @@ class HeadPlace(Record):
     head: int
 
     @property
-    def place(self) -> dict[str, Any]:
+    def place(self) -> Fields:
         """The fields that say where, for another record of the same head."""
         return {name: getattr(self, name) for name in HeadPlace.model_fields}
 

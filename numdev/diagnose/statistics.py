@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from numdev.diagnose.report import Fields
 from numdev.formats import Format, ulp
 from numdev.sources.projection import Projection
 from numdev.training.measure import spectral_norms
@@ -51,7 +51,7 @@ def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
     blocks below half a step of their means is missed, not small (as in
     `numdev.metrics.bias`). NaN for fewer than FEWEST_BLOCKS blocks and where they have no
     spread."""
-    sums, counts = _in_blocks(torch.where(rows, x, 0.0)), _in_blocks(rows.to(x.dtype))
+    sums, counts = _block_sums(torch.where(rows, x, 0.0)), _block_sums(rows.to(x.dtype))
     seen = counts > 0
     n = seen.sum(dim=-1).to(x.dtype)
     means = torch.where(seen, sums / counts, 0.0)
@@ -63,7 +63,7 @@ def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
     return (middle / (spread / n.sqrt())).masked_fill(few, math.nan)
 
 
-def _in_blocks(x: Tensor) -> Tensor:
+def _block_sums(x: Tensor) -> Tensor:
     """[H, blocks]: the sums of [B, H, n] over blocks of rows."""
     batch, heads, n = x.shape
     blocks = min(1 if batch >= BLOCKS else BLOCKS, n)
@@ -93,7 +93,7 @@ def bias(
     return mean(along, rows), t_of(along, rows, step=1.0 / error.shape[-1])
 
 
-def by_head(columns: Columns) -> list[dict[str, Any]]:
+def by_head(columns: Columns) -> list[Fields]:
     """The numbers of each head by name, None for NaN and infinity. Waits for the device,
     once."""
     rows = torch.stack([x.double() for x in columns.values()], dim=-1).tolist()

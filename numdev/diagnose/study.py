@@ -263,7 +263,7 @@ def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> Audit
 
 def origin_of(
     request: DiagnoseRequest, stages: Iterable[Stage], texts: Mapping[str, Path | None]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Hashes of the targets, and of what their models are built from and read, so that a
     run is not continued on others at the same paths. `texts`: by a stage's name the file
     of ids from its training's text, if it has one."""
@@ -272,7 +272,7 @@ def origin_of(
     if request.text:
         directories = [request.tokenizer] if request.tokenizer else request.targets
         files["tokenizer"] = _tokenizer_files(directories)
-    hashes: dict[str, Any] = {
+    hashes: dict[str, object] = {
         name: identity(paths) for name, paths in files.items() if paths
     }
     hashes["training_text"] = {

@@ -62,11 +62,11 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     yield doc.Paragraph(ABOUT)
     if ranking:
         first = leading(ranking)
-        yield _ranked(report)
+        yield _ranking_table(report)
         yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
-        yield _map(report)
-        yield _cures(report, first)
-        yield _kernels(report, first)
+        yield _heat_map(report)
+        yield _cure_table(report, first)
+        yield _kernel_table(report, first)
         if report.summary.axis:
             yield doc.Heading("Over training")
             yield doc.Figures(report.figures, report.summary.axis, "")
@@ -82,7 +82,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     yield from doc.notes(report.summary.notes)
 
 
-def _cures(report: DiagnoseReport, head: Ranked) -> doc.Table:
+def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
     """What each cure does for one head; the attention as it is is the standard."""
     rows = [row for row in report.cures if row.key == head.key]
     remark = doc.Column("where it fails, or what it takes", align="left", width=200)
@@ -100,7 +100,7 @@ def _cures(report: DiagnoseReport, head: Ranked) -> doc.Table:
     )
 
 
-def _kernels(report: DiagnoseReport, head: Ranked) -> doc.Table:
+def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
     """Each real kernel on the inputs of one head."""
 
     def cells(row: KernelRow) -> Iterator[str | doc.Cell]:
@@ -116,26 +116,26 @@ def _kernels(report: DiagnoseReport, head: Ranked) -> doc.Table:
     )
 
 
-def _score(report: DiagnoseReport) -> str:
+def _score_name(report: DiagnoseReport) -> str:
     """The name of the number that heads are ordered by."""
     if any(judged(ranked, WRONG) for ranked in report.summary.ranking):
         return "error in the layer's dW_Q"
     return "|mean error of delta|"
 
 
-def _scored(head: Ranked) -> doc.Cell:
+def _score_cell(head: Ranked) -> doc.Cell:
     """A head's score; the colour of one that does no harm would accuse it."""
     shown = shade(head.score, SHADES) if harms(head) else None
     return doc.Cell(percent(head.score).removesuffix(" %"), shown)
 
 
-def _ranked(report: DiagnoseReport) -> doc.Table:
+def _ranking_table(report: DiagnoseReport) -> doc.Table:
     """The first heads, each with its numbers and how much of the chain it meets."""
     rows = {head.key: head for head in report.heads}
 
     def cells(ranked: Ranked) -> Iterator[str | doc.Cell]:
         yield doc.Cell(ranked.brief, style="strong")
-        yield _scored(ranked)
+        yield _score_cell(ranked)
         yield from _cells(rows[ranked.key], HEAD)
         verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(
             ranked.conditions, "met"
@@ -147,11 +147,11 @@ def _ranked(report: DiagnoseReport) -> doc.Table:
 
     columns = ("head", "layer's dW_Q off, %", *_titles(HEAD), "conditions")
     first, count = report.summary.ranking[:SHOWN], len(report.summary.ranking)
-    title = f"Heads by {_score(report)}, the first {len(first)} of {count}"
+    title = f"Heads by {_score_name(report)}, the first {len(first)} of {count}"
     return doc.table(columns, map(cells, first), title=title)
 
 
-def _map(report: DiagnoseReport) -> doc.Table:
+def _heat_map(report: DiagnoseReport) -> doc.Table:
     """What each head scores, by call; a dash for a head whose W_Q is not known where
     another's is. A call goes by its layer, or by its name where layers make several."""
     ranking = sorted(
@@ -166,8 +166,8 @@ def _map(report: DiagnoseReport) -> doc.Table:
         name = str(r.layer) if alone else r.case
         of_call = cells.setdefault(name, [doc.Cell(NONE)] * len(heads))
         if judged(r, WRONG) or not of_weights:
-            of_call[heads.index(r.head)] = _scored(r)
-    title = f"Layer by head, in %: {_score(report)}"
+            of_call[heads.index(r.head)] = _score_cell(r)
+    title = f"Layer by head, in %: {_score_name(report)}"
     return doc.heat_map(title, heads, cells, only=("terminal", "html"))
 
 
@@ -188,9 +188,11 @@ CURE = (*SEEN, "nonfinite")
 
 
 def _titles(fields: Sequence[str]) -> list[str]:
+    """The titles of the columns of these fields."""
     return [NUMBERS[name][0] for name in fields]
 
 
 def _cells(row: HeadPlace, fields: Sequence[str]) -> list[str]:
+    """The numbers of these fields of a row, as written; a dash for null."""
     values = ((NUMBERS[name][1], getattr(row, name)) for name in fields)
     return [NONE if x is None else write(x).removesuffix(" %") for write, x in values]

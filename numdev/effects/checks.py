@@ -183,12 +183,12 @@ class Checks:
         outs: dict[str, Tensor] = {}
         layers = set(layers_of(self.model))
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: tuple[object, ...]) -> None:
             is_first = not outs and self.followed.get(module) in layers
             if is_first and args and is_floating(args[0]):
                 outs[BEFORE] = widened(args[0])
 
-        def keep(module: nn.Module, _inputs: Any, out: Any) -> None:
+        def keep(module: nn.Module, _inputs: object, out: object) -> None:
             x = out[0] if isinstance(out, tuple) else out
             if module in self.followed and is_floating(x):
                 outs[self.followed[module]] = widened(x)
@@ -422,7 +422,7 @@ def _nonfinite(bad: int, counts: Tensor) -> str:
     return f"NaN or infinity at {bad} of {int(counts.sum())} positions"
 
 
-def reproducers(report: EffectsReport, directory: Path, **_: Any) -> list[Path]:
+def reproducers(report: EffectsReport, directory: Path, **_: object) -> list[Path]:
     """A script for each finding that one can be written for; it needs torch and
     transformers."""
     path = report.request["checkpoint"]

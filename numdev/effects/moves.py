@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from scipy.special import stdtr
 
+from numdev.effects.report import Check, EffectsReport, Fields, OutputRow
 from numdev.gate.compare_report import Compared, Group, Move, Presence
 from numdev.gate.compare_studies import (
     both_numbers,
@@ -37,6 +37,7 @@ COSTS = (
 )
 """The numbers of a run, but for `first_flip`, which is null where nothing flips."""
 ALPHA = 0.01
+Pair = tuple[OutputRow, OutputRow]  # of A and of B
 LEAST = 3  # sequences, below which chance is unknown
 SURELY = 10.0  # a factor in every sequence that is no chance, however few they are
 SCALES = {  # numbers of a run that have a ratio, and what they are called
@@ -60,21 +61,25 @@ class EffectsNames:
     """The names by which rows of two reports are matched, as `movement.Names` has them
     for an audit's."""
 
-    def kernel(self, row: Any) -> Key:
+    def kernel(self, row: OutputRow) -> Key:
+        """What identifies the kernel and the format of a row."""
         return label(row), row.format
 
-    def step(self, row: Any) -> Key:
+    def step(self, row: OutputRow) -> Key:
+        """What identifies a row: its kernel, its run and its sequence."""
         return self.kernel(row), (row.run, row.sequence), False
 
     row = step
 
-    def lost(self, a: Any, b: Any) -> list[str]:
+    def lost(self, a: OutputRow, b: OutputRow) -> list[str]:
+        """The numbers that a row has in A and lacks in B."""
         return [
             *lost_numbers(a, b, COSTS),
             *(["growth"] if a.growth and not b.growth else []),
         ]
 
-    def about(self, row: Any) -> dict[str, Any]:
+    def about(self, row: OutputRow) -> Fields:
+        """The fields of a move that say which row it is about."""
         layer = "" if row.layer is None else f"L{row.layer}"
         where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
         about = {
@@ -84,11 +89,12 @@ class EffectsNames:
         }
         return about | {"format": row.format, "tensor": where}
 
-    def place(self, row: Any) -> Place:
+    def place(self, row: OutputRow) -> Place:
+        """The place of a row, in a report whose rows are of no call."""
         return nowhere(self.about(row)["tensor"])
 
 
-def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
+def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compared]:
     """Every run that both reports have, which of them moved, and the checks that hold in
     one report alone. A cost that is 0 in one report alone moved, whatever chance does."""
     names = EffectsNames()
@@ -115,26 +121,27 @@ def moves(old: Any, new: Any) -> tuple[EffectsNames, Compared]:
             mean = statistics.mean(logs) if logs else None
             text = f"{words.format(place=rows[0][1].place)} from {three(a)} to {three(b)}"
             excess = FAR if zero or mean is None else 1 + abs(mean)
-            numbers: dict[str, Any] = {"a": a, "b": b, "change": factor(mean)}
+            numbers: Fields = {"a": a, "b": b, "change": factor(mean)}
             numbers["excess"] = min(FAR, excess)
             of_run.append(
                 Move(**about, place=place, metric=metric, words=text, **numbers)
             )
         of_run += [
-            Move(**about, place=place, excess=FAR, **fact) for fact in _counts_of(rows)
+            Move(**about, place=place, excess=FAR, **fact)
+            for fact in _count_changes(rows)
         ]
-        groups.append(_group_of_run(about, rows, ratios[run, "cost"], of_run))
+        groups.append(_run_group(about, rows, ratios[run, "cost"], of_run))
         moves += of_run
     notes = [NOTE.format(tests=len(p), surely=SURELY)]
     if any(group.unjudged for group in groups):
         notes.insert(0, FEW.format(least=LEAST, surely=SURELY))
-    changed, presences = _checks(old.checks, new.checks)
+    changed, presences = _check_moves(old.checks, new.checks)
     return names, Compared(
         groups, [*moves, *changed], tuple(notes), presences=tuple(presences)
     )
 
 
-def _log_ratios(rows: Sequence[tuple[Any, Any]], metric: str) -> list[float]:
+def _log_ratios(rows: Sequence[Pair], metric: str) -> list[float]:
     """The logarithm of a number in B over that in A, for each sequence that has one."""
     logs = (log_ratio(a, b) for a, b in both_numbers(rows, metric))
     return [log for log in logs if log is not None]
@@ -145,8 +152,8 @@ def _surely(logs: Sequence[float]) -> bool:
     return bool(logs) and (min(logs) > math.log(SURELY) or max(logs) < -math.log(SURELY))
 
 
-def _group_of_run(
-    about: dict[str, Any], rows: Sequence[tuple[Any, Any]], logs: Sequence[float],
+def _run_group(
+    about: Fields, rows: Sequence[Pair], logs: Sequence[float],
     moves: Sequence[Move],
 ) -> Group:  # fmt: skip
     """One run. It is judged where its costs are equal, where they moved, or where chance
@@ -168,7 +175,7 @@ def _group_of_run(
     )
 
 
-def _counts_of(rows: Sequence[tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
+def _count_changes(rows: Sequence[Pair]) -> Iterator[Fields]:
     """The fields of a move for each count of a run that changed, summed over its
     sequences."""
     for metric, what in (
@@ -194,7 +201,9 @@ def _p(logs: Sequence[float]) -> float:
     return float(2 * stdtr(len(logs) - 1, -abs(statistics.mean(logs)) / spread))
 
 
-def _checks(old: Sequence[Any], new: Sequence[Any]) -> tuple[list[Move], list[Presence]]:
+def _check_moves(
+    old: Sequence[Check], new: Sequence[Check]
+) -> tuple[list[Move], list[Presence]]:
     """Checks that hold in one report alone, and those that one report alone could try."""
     sides = [
         {(check.name, check.format): check for check in checks} for checks in (old, new)
@@ -203,7 +212,8 @@ def _checks(old: Sequence[Any], new: Sequence[Any]) -> tuple[list[Move], list[Pr
     presences: list[Presence] = []
     for key in dict.fromkeys((*sides[0], *sides[1])):
         a, b = (side.get(key) for side in sides)
-        check: Any = b or a
+        check = b or a
+        assert check is not None
         one, two = (None if each is None else each.holds for each in (a, b))
         if one == two:
             continue
@@ -217,8 +227,8 @@ def _checks(old: Sequence[Any], new: Sequence[Any]) -> tuple[list[Move], list[Pr
                     tensor="checks",
                     place=place,
                     metric="check",
-                    a=a and a.difference,
-                    b=b and b.difference,
+                    a=a.difference if a else None,
+                    b=b.difference if b else None,
                     excess=FAR,
                     words=f"{words} ({check.reason})" if check.reason else words,
                 )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from numdev.effects.report import Fields
 from numdev.errors import MeasurementError
 from numdev.exact.dtypes import is_floating
 from numdev.exact.wide import widened
@@ -24,7 +25,7 @@ EXACT_NONFINITE = "NaN or infinity in the exact output (fp64)"
 TINY = 1e-300  # a divisor that is never 0
 
 
-def output_of(answer: Any) -> Tensor:
+def output_of(answer: object) -> Tensor:
     """The tensor by which two answers of a model are compared, [sequences, positions,
     width] in fp64: its logits, else its last hidden state, else what it returns first.
     Raises MeasurementError for anything else."""
@@ -76,7 +77,7 @@ class Scored(NamedTuple):
     targets: Tensor  # int64 alike: the text's own token that a position predicts, or -1
 
     @classmethod
-    def of(cls, model: nn.Module, answer: Any, inputs: Mapping[str, Any]) -> Scored:
+    def of(cls, model: nn.Module, answer: object, inputs: Mapping[str, Any]) -> Scored:
         out, name = output_of(answer), text_of(inputs)
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -122,12 +123,12 @@ def compared(
     by_chance: Tensor | None,
     beside: Tensor | None,
     first: Mapping[int, str] = MappingProxyType({}),
-) -> list[dict[str, Any]]:
+) -> list[Fields]:
     """For each sequence, the numbers of an `OutputRow`. `by_chance`: the `largest_error`
     that roundings make; `beside`: the output of the run to take `apart` from. A sequence
     with NaN or infinity has a `reason` and no numbers; `first` says where it came up, by
     sequence."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Fields] = []
     for i, counts in enumerate(how.counted):
         values, exact = x[i][counts], truth[i][counts]
         bad = int((~values.isfinite()).any(dim=-1).sum())
@@ -148,9 +149,9 @@ def compared(
             continue
         if how.logits:
             errors = None if by_chance is None else by_chance[i][counts]
-            cost, row = _of_logits(values, exact, how.targets[i][counts], errors)
+            cost, row = _score_logits(values, exact, how.targets[i][counts], errors)
         else:
-            cost, row = _of_states(values, exact)
+            cost, row = _score_states(values, exact)
         # What is added to all logits of a position alike changes nothing.
         centred = _centred if how.logits else lambda x: x
         size = centred(exact).norm().clamp_min(TINY)
@@ -180,7 +181,7 @@ def _centred(x: Tensor) -> Tensor:
     return x - x.mean(dim=-1, keepdim=True)
 
 
-def _of_states(x: Tensor, exact: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def _score_states(x: Tensor, exact: Tensor) -> tuple[Tensor, Fields]:
     """The cost of each position of final states [positions, width], and the field `angle`
     of the row."""
     size = exact.square().sum(dim=-1).clamp_min(TINY)
@@ -189,9 +190,9 @@ def _of_states(x: Tensor, exact: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return cost, {"angle": float(cosine.acos().rad2deg().mean())}
 
 
-def _of_logits(
+def _score_logits(
     x: Tensor, exact: Tensor, targets: Tensor, by_chance: Tensor | None
-) -> tuple[Tensor, dict[str, Any]]:
+) -> tuple[Tensor, Fields]:
     """The cost of each position of logits [positions, tokens], and the fields of the row
     that only logits have."""
     step = max(1, BLOCK // x.shape[-1])
@@ -208,7 +209,7 @@ def _of_logits(
         parts.append((cost.clamp_min(0), margin, change_of_token))
     cost, margin, change = (torch.cat(p) for p in zip(*parts, strict=True))
     flips = margin.nonzero()[:, 0].tolist()
-    row: dict[str, Any] = {"flips": len(flips), "first_flip": next(iter(flips), None)}
+    row: Fields = {"flips": len(flips), "first_flip": next(iter(flips), None)}
     if by_chance is not None:
         row["unexplained"] = int((margin > NEAR * by_chance).sum())
     if len(change := change[targets >= 0]):

@@ -15,6 +15,7 @@ from numdev.config import EffectsRequest
 from numdev.report import PlannedKernel, Record, Report
 
 Value = float | None
+Fields = dict[str, Any]  # fields of a record, by name
 Place = Literal["", "latents", "image"]
 Kind = Literal[
     "whole",  # the model in the format with a kernel: what a user runs
@@ -28,6 +29,7 @@ Kind = Literal[
 ]
 
 
+Beside = Literal["predicted", "eager", "sites"]
 USED = "sdpa-default"  # what a model calls that asks for no backend
 
 
@@ -47,7 +49,7 @@ LIMITS = {"format": 0.0, "compiled": COMPILED, "compiled eager": COMPILED}
 
 class PlannedRun(Record):
     """One way in which the model was to run, in every format, by the fields of
-    `OfRun`."""
+    `RunFields`."""
 
     kind: Kind
     kernel: str = ""
@@ -57,7 +59,7 @@ class PlannedRun(Record):
 
     @property
     def run(self) -> tuple[Any, ...]:
-        """What identifies the run: `OfRun.run` without the format and the output."""
+        """What identifies the run: `RunFields.run` without the format and the output."""
         return self.kind, self.kernel, str(self.options), self.site, self.layer
 
 
@@ -84,7 +86,7 @@ class EffectsPlan(Record):
     checks: tuple[PlannedCheck, ...]
 
 
-class OfRun(Record):
+class RunFields(Record):
     """One way to run the model, and what became of its output: over the scored positions
     of one sequence, or of all (means; of `_p999`, `_max` and `first_flip` the worst)."""
 
@@ -128,7 +130,7 @@ class OfRun(Record):
         return self.kind, self.format, self.at, *which
 
 
-class OutputRow(OfRun):
+class OutputRow(RunFields):
     """One run on one sequence."""
 
     sequence: int
@@ -148,7 +150,7 @@ class Estimate(Record):
     high: Value = None
 
 
-class RunSummary(OfRun):
+class RunSummary(RunFields):
     """One run over all sequences, of which `failed` have no number since the run
     failed."""
 
@@ -161,7 +163,7 @@ class RunSummary(OfRun):
     unmatched: int = 0
     over: Estimate | None = None  # its cost over that of the run it is compared with
     over_worst: Value = None  # the same in the one sequence where it is largest
-    beside: Literal["predicted", "eager", "sites"] | None = None
+    beside: Beside | None = None
     """The run that it is compared with: the kernel's rounding model, else eager
     attention; for the whole model, all sites together."""
 

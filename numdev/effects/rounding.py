@@ -87,6 +87,8 @@ class AtSites:
         self.narrower: dict[str, str] = {}  # by site, the narrower format it computes in
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
+        """The values that an operation reads from a tensor: a parameter's are rounded at
+        the site `weights`."""
         if is_weight and "weights" in self.sites:
             return self._rounded(values, values_format(dtype))
         return values
@@ -94,6 +96,7 @@ class AtSites:
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
+        """A number that an operation brings in, rounded at the operation's site."""
         fmt = values_format(dtype)
         if not moves(func) or fmt.precision > self.format.precision:
             return value
@@ -103,6 +106,7 @@ class AtSites:
     def result(
         self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
     ) -> Tensor:
+        """The values that an operation returns, rounded at its site."""
         if moves(func) and not brings_other_numbers(func, args, dtype):
             return values
         fmt, site = values_format(dtype), self.places.site_of(func, args)
@@ -111,6 +115,7 @@ class AtSites:
         return self._rounded(values, fmt) if site in self.sites else values
 
     def _rounded(self, values: Tensor, fmt: Format) -> Tensor:
+        """The values rounded to a format, if that is no wider than the model's."""
         if fmt.precision > self.format.precision:
             return values
         return rounded(values, fmt, self.generator)
@@ -187,7 +192,7 @@ class SiteTracker:
                 states = next(filter(is_floating, (*args, *named.values())), None)
                 self.widths[module] = 0 if states is None else states.shape[-1]
 
-        def leave(module: nn.Module, *_: Any) -> None:
+        def leave(module: nn.Module, *_: object) -> None:
             if self.running and self.running[-1] is module:
                 self.running.pop()
 
@@ -197,7 +202,7 @@ class SiteTracker:
         """Note that the running module's attention was called."""
         self.attended.update(m for m in self.running if m in self.owners)
 
-    def site_of(self, func: Any, args: Any) -> str:
+    def site_of(self, func: OpOverload, args: tuple[Any, ...]) -> str:
         """The site of an operation of the module that runs."""
         module = self.running[-1] if self.running else None
         kind = self.kinds[module] if module is not None else "outside"

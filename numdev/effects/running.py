@@ -115,13 +115,14 @@ class Subject:
         self, inputs: Inputs, attention: Attention | None, sites: Collection[str],
         drawn: int | None, run: Callable[..., Any] | None,
     ) -> Any:  # fmt: skip
+        """As `exactly`, with attention answered as `attention` says."""
         generator = (
             None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         )
         rounding = AtSites(self.places, self.format, sites, generator)
         running = Running(rounding)
 
-        def answer(case: AttentionCase) -> Any:
+        def answer(case: AttentionCase) -> Tensor:
             self.places.met()
             kind, dtype = case.q.device.type, case.q.dtype
             if torch.is_autocast_enabled(kind):  # the model's own
@@ -197,13 +198,13 @@ class Subject:
         return home
 
     def kernel(
-        self, planned: Planned, layer: Any, case: AttentionCase, fmt: Format
+        self, planned: Planned, layer: int | None, case: AttentionCase, fmt: Format
     ) -> Tensor:
         """Attention by a kernel, on inputs rounded to the format of the call; with a
         `layer` (else None) in this one alone, and exactly in all others."""
         if layer not in (None, case.ref.layer):
             return exact(case, fmt)
-        return self._ran(planned, case.rounded_to(fmt)).out
+        return self._run_kernel(planned, case.rounded_to(fmt)).out
 
     def predicted(self, planned: Planned, case: AttentionCase, fmt: Format) -> Tensor:
         """The same as the kernel's rounding model has it; exactly, where a call comes in
@@ -213,7 +214,9 @@ class Subject:
         case = case.rounded_to(fmt)
         return find("emulated").attend(case, **self._claim(planned, case)).out
 
-    def _ran(self, planned: Planned, case: AttentionCase) -> Output:
+    def _run_kernel(self, planned: Planned, case: AttentionCase) -> Output:
+        """The kernel's output on a case. Raises Refused where it cannot run here or
+        declines, and MeasurementError where it fails."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             raise Refused(missing)
@@ -226,7 +229,7 @@ class Subject:
 
     def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, Any]:
         """The options of `emulated` that the kernel rounds like on a rounded case."""
-        claim = planned.kernel.claims(case, self._ran(planned, case), self.system)
+        claim = planned.kernel.claims(case, self._run_kernel(planned, case), self.system)
         if claim is None or case.format.precision > MOST_BITS:
             raise Refused(
                 f"{planned.kernel.name} has no rounding model for {case.format.name}"
@@ -257,13 +260,13 @@ def first_nonfinite(
                 sequences = range(count) if bool(bad.any()) else ()
             first.update({i: where() for i in sequences if i not in first})
 
-    def enter(module: nn.Module, args: tuple[Any, ...], _named: Any) -> None:
+    def enter(module: nn.Module, args: tuple[object, ...], _named: object) -> None:
         # Others may get masks, which hold -inf
         if not any(True for _ in module.children()):
             with _disable_current_modes():
                 note(args[:1], lambda: f"the input of {names[module]}")
 
-    def leave(module: nn.Module, _args: Any, out: Any) -> None:
+    def leave(module: nn.Module, _args: object, out: Any) -> None:
         with _disable_current_modes():
             note(out, lambda: names[module] + _bad_weight(module, cast_to))
 
@@ -306,6 +309,7 @@ def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
 
 
 def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> Any:
+    """A parameter or buffer in fp64 under the dtype that the model has it in."""
     with _disable_current_modes():  # it may be read from disk while the model runs
         values = values.make(device) if isinstance(values, Deferred) else values.detach()
         wide = Wide.of(widened(values.to(device)), dtype, is_weight=True)
@@ -329,7 +333,7 @@ def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
     """A context in which the output of the first table or layer to run is one unit in the
     last place off, up or down at random."""
 
-    def move(_module: nn.Module, _args: Any, x: Tensor) -> Tensor:
+    def move(_module: nn.Module, _args: object, x: Tensor) -> Tensor:
         stack.close()  # the first to run is moved, and no other
         generator = torch.Generator(x.device).manual_seed(seed)
         up = torch.rand(x.shape, generator=generator, device=x.device) < 0.5

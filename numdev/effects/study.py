@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from numdev.effects.report import (
     EffectsPlan,
     EffectsReport,
     EffectsSummary,
+    Fields,
+    Kind,
     OutputRow,
     PlannedCheck,
     PlannedRun,
@@ -47,6 +49,9 @@ from numdev.sources.pipeline import PictureSource, PipelineSource
 from numdev.sources.tensorfile import holds_cases
 from numdev.system import System
 
+if TYPE_CHECKING:
+    from distributed import Client
+
 LOGITS = 1 << 27  # in memory at once for one run: 1 GB in fp64
 AS_USED = ("whole", "repeat", "moved")  # kinds of runs in the format, as a user runs it
 Measured = tuple[int, list[OutputRow]]  # the number of a run, and its rows
@@ -57,14 +62,14 @@ Measure = Callable[[Format, int, Sequence[int]], Iterator[Measured]]
 class Run(NamedTuple):
     """One way to run the model, by the fields of `OutputRow`."""
 
-    kind: Any
+    kind: Kind
     planned: Planned | None = None
     site: str = ""
     layer: int | None = None
 
-    def row(self, fmt: Format) -> dict[str, Any]:
+    def row(self, fmt: Format) -> Fields:
         """The fields of an `OutputRow` that identify the run, in a format."""
-        fields = {
+        fields: Fields = {
             "kind": self.kind,
             "format": fmt.name,
             "site": self.site,
@@ -276,7 +281,7 @@ class EffectsStudy:
 
     @property
     def sequences(self) -> int:
-        """How many the model reads."""
+        """The number of sequences that the model reads."""
         return sum(len(next(iter(x.values()))) for x in self.chunks)
 
     @cached_property
@@ -301,7 +306,7 @@ class EffectsStudy:
         run."""
         subject, inputs = self.subject(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
-        answer = self._answer(subject, inputs, Run("exact"))
+        answer = self._answer(subject, inputs, None)
         # No kernel can be put into it, and its own code is all there is
         if subject.by_hand:
             count = len(next(iter(inputs.values())))
@@ -314,7 +319,7 @@ class EffectsStudy:
         del answer
         lost: dict[int, str] = {}  # where the truth itself is not finite
         if not all(bool(truth.isfinite().all()) for truth in truths.values()):
-            lost = self._first_nonfinite(subject, inputs, Run("exact"))
+            lost = self._first_nonfinite(subject, inputs, None)
         # Up to the first run of the whole model, runs are those that others need
         count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
         outputs = [self._outputs(subject, inputs, run) for run in self.runs[:count]]
@@ -330,7 +335,7 @@ class EffectsStudy:
             rows: list[OutputRow] = []
             for at, truth in truths.items():
                 if isinstance(output, Failure):
-                    numbers: list[Any] = [vars(output)] * len(truth)
+                    numbers: list[Fields] = [vars(output)] * len(truth)
                 else:
                     beside = against.get(at) if run.kind in AS_USED else None
                     numbers = compared(output[at], truth, how, by_chance, beside, first)
@@ -349,26 +354,28 @@ class EffectsStudy:
             )
 
     def _first_nonfinite(
-        self, subject: Subject, inputs: Inputs, run: Run
+        self, subject: Subject, inputs: Inputs, run: Run | None
     ) -> dict[int, str]:
-        """By sequence of these inputs, where a run first gives NaN or infinity."""
+        """By sequence of these inputs, where a run, or None for the exact one, first
+        gives NaN or infinity."""
         count = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
         following = (
             first_nonfinite(subject.real, count, subject.format)
-            if run.kind in AS_USED
+            if run is not None and run.kind in AS_USED
             else first_nonfinite(subject.wide, count)
         )
         with following as first:
             self._answer(subject, inputs, run)
         return first
 
-    def _answer(self, subject: Subject, inputs: Inputs, run: Run) -> Any:
-        """What the model returns in one run. An error of the model's own code becomes one
-        of one line."""
-        seed, planned = self.request.seed, run.planned
+    def _answer(self, subject: Subject, inputs: Inputs, run: Run | None) -> Any:
+        """What the model returns in one run, or exactly for None. An error of the model's
+        own code becomes one of one line."""
+        seed = self.request.seed
         with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
-            if run.kind == "exact":
+            if run is None:
                 return subject.exactly(inputs)
+            planned = run.planned
             if planned is None:
                 drawn = seed + 1 if run.kind == "random" else None
                 others = [p for p in self.mine if p is not self.used]
@@ -383,9 +390,7 @@ class EffectsStudy:
             )
 
 
-def _rows(
-    about: dict[str, Any], numbers: Sequence[dict[str, Any]], first: int
-) -> list[OutputRow]:
+def _rows(about: Fields, numbers: Sequence[Fields], first: int) -> list[OutputRow]:
     """A row for each sequence, of which the first has the number `first`."""
     return [
         OutputRow(**about, sequence=sequence, **fields)
@@ -437,12 +442,12 @@ def _opened_source(request: EffectsRequest, system: System) -> Source:
 
 
 def measured_on(
-    client: Any,
+    client: Client,
     expected: str,
     request: EffectsRequest,
     fmt: Format,
     number: int,
-    todo: Any,
+    todo: Sequence[int],
 ) -> Iterator[Measured]:
     """As `EffectsStudy.measured`, the runs shared out among the workers of a client."""
     count = min(max(1, len(client.nthreads())), len(todo))
@@ -454,9 +459,11 @@ def measured_on(
 
 
 def _on_worker(request: str, *part: Any) -> list[Measured]:
+    """As `EffectsStudy.measured`, on a worker that opens the model once."""
     return list(_opened(request).measured(*part))
 
 
 @cache
 def _opened(request: str) -> EffectsStudy:
+    """The study of a request in JSON."""
     return EffectsStudy(EffectsRequest.model_validate_json(request), attempt)

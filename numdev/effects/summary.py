@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numdev.effects.report import (
+    Beside,
     Budget,
     EffectsReport,
     EffectsSummary,
     Estimate,
+    Fields,
     OutputRow,
     RunSummary,
     stands_for_use,
@@ -78,7 +80,8 @@ class OutputRuns:
         self.budget = self._budget(self.main) if self.main and self.sites else None
 
     def _summary(self, rows: Sequence[OutputRow]) -> RunSummary:
-        fields: dict[str, Any] = {name: getattr(rows[0], name) for name in ABOUT}
+        """One run over its sequences."""
+        fields: Fields = {name: getattr(rows[0], name) for name in ABOUT}
         for name, over_sequences in OVER_SEQUENCES.items():
             values = [getattr(row, name) for row in rows if row.cost is not None]
             if values := [x for x in values if x not in (None, ())]:
@@ -101,7 +104,7 @@ class OutputRuns:
             over_worst=max(ratios, default=None),
         )
 
-    def _yardstick(self, run: OutputRow) -> tuple[Any, Costs]:
+    def _yardstick(self, run: OutputRow) -> tuple[Beside | None, Costs]:
         """The costs with which a run's are compared, and their name in
         `RunSummary.beside`; none for a run that is compared with no other."""
 
@@ -118,6 +121,7 @@ class OutputRuns:
         return "eager", of(kernel=self.against, options={})
 
     def _budget(self, main: RunSummary) -> Budget:
+        """The sum of the sites' costs beside that of the whole model."""
         sites = [self.costs[run.run] for run in self.sites]
         sums = {i: sum(costs.get(i, 0.0) for costs in sites) for i in self.whole}
         ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
@@ -136,40 +140,43 @@ class OutputRuns:
         attention = alone(main, self.runs)
         share = attention.share if attention else None
         if main.apart is not None and main.kernel != self.against and share:
-            yield self._of_attention(main, main.apart, share)
-        yield self._of_cost(main, main.cost)
+            yield self._attention_sentence(main, main.apart, share)
+        yield self._cost_sentence(main, main.cost)
         if main.flips is not None:
-            yield self._of_flips(main)
+            yield self._flips_sentence(main)
 
-    def _name(self, main: RunSummary) -> str:
+    def _run_name(self, main: RunSummary) -> str:
         """The run in words, with its output where a model has several."""
         fmt = f"{main.format} with {labelled(main.kernel, main.options)}"
         return f"{fmt}, {main.place}" if main.at else fmt
 
-    def _compared(self, main: RunSummary) -> str:
+    def _tensors_name(self, main: RunSummary) -> str:
         """The tensors whose error is meant, in words."""
         return main.place if main.at else "logits" if self.logits else "final states"
 
-    def _of_attention(self, main: RunSummary, difference: float, share: Estimate) -> str:
+    def _attention_sentence(
+        self, main: RunSummary, difference: float, share: Estimate
+    ) -> str:
         """Attention's share of the error, and the difference between two kernels."""
         size = main.error or 1.0
         moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
         ulp = (
             f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
         )
+        kernel = labelled(main.kernel, main.options)
         return (
-            f"{self._name(main)}: attention, with its inputs rounded (which the sites "
-            f"`q, k, v` and `rotary` count too), makes {_with_range(share, percent)} of "
-            f"the error; with {labelled(main.kernel, main.options)} and with "
-            f"{self.against} the {self._compared(main)} differ by "
+            f"{self._run_name(main)}: attention, with its inputs rounded (which the "
+            f"sites `q, k, v` and `rotary` count too), makes "
+            f"{_with_range(share, percent)} of the error; with {kernel} and with "
+            f"{self.against} the {self._tensors_name(main)} differ by "
             f"{three(difference / size)} times the error{ulp}."
         )
 
-    def _of_cost(self, main: RunSummary, cost: Estimate) -> str:
+    def _cost_sentence(self, main: RunSummary, cost: Estimate) -> str:
         """The size of the error, and the sites that make most of it."""
         unit = " nats a position" if self.logits else ", relative and squared"
         text = (
-            f"{self._name(main)}: the error of the {self._compared(main)} is "
+            f"{self._run_name(main)}: the error of the {self._tensors_name(main)} is "
             f"{_with_range(cost)}{unit}"
         )
         if (budget := self.budget) and budget.adds_up:
@@ -180,7 +187,7 @@ class OutputRuns:
             text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
         return f"{text}."
 
-    def _of_flips(self, main: RunSummary) -> str:
+    def _flips_sentence(self, main: RunSummary) -> str:
         """How often the top token changes, here and with another kernel."""
         other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
         beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
@@ -189,6 +196,7 @@ class OutputRuns:
 
 
 def _costs(rows: Sequence[OutputRow]) -> Costs:
+    """The cost of each sequence that has one."""
     return {row.sequence: row.cost for row in rows if row.cost is not None}
 
 
@@ -216,6 +224,7 @@ def _mean(values: Sequence[float]) -> Estimate:
 
 
 def _average(values: Sequence[float]) -> float:
+    """The arithmetic mean."""
     return sum(values) / len(values)
 
 
@@ -242,6 +251,7 @@ def interval_in_words(x: Estimate, write: Callable[[float | None], str]) -> str:
 
 
 def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
+    """The mean with its interval in brackets, if it has one."""
     within = interval_in_words(x, write)
     return write(x.mean) + (f" ({within})" if within else "")
 

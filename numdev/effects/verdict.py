@@ -4,10 +4,17 @@ Needs no torch."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from numdev.effects.report import Check, EffectsPlan, EffectsReport, OutputRow, RunSummary
+from numdev.effects.report import (
+    Check,
+    EffectsPlan,
+    EffectsReport,
+    Fields,
+    OutputRow,
+    RunSummary,
+)
 from numdev.effects.summary import (
     alone,
     flips_in_words,
@@ -64,12 +71,13 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
     output is finite. For each planned kernel in each format: whether it ran, whether it
     is finite, its own share of the error, the whole error and the flips; a test that
     cannot be made has its reason."""
-    plan, limits = report.plan, rules.limits_of("effects")
+    plan = report.plan
+    limits: EffectsLimits = rules.limits_of("effects")
     runs = summary_of(report).runs
     steady = not any(
         check.name == "repeat" and check.holds is False for check in report.checks
     )
-    yield from _of_checks(report)
+    yield from _check_tests(report)
     lost = dict.fromkeys(row.reason or "" for row in report.rows if row.lost)
     yield Test(
         rule="exact output",
@@ -79,16 +87,16 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
         reasons=tuple(lost),
     )
     for kernel, fmt in itertools.product(plan.kernels, plan.formats):
-        who: dict[str, Any] = {
+        who: Fields = {
             "role": "kernel",
             "kernel": kernel.kernel,
             "options": kernel.options,
             "format": fmt,
         }
-        yield _ran(report, who, rules)
+        yield _test_of_runs(report, who, rules)
         for at in plan.outputs:
             whole = next(run for run in runs if _is_whole(run, kernel, fmt, at))
-            for fields in _of_output(plan, whole, runs, limits):
+            for fields in _output_tests(plan, whole, runs, limits):
                 judged = fields["standing"] in (Standing.HELD, Standing.EXCEEDED)
                 if judged and not steady:
                     fields |= {
@@ -106,7 +114,7 @@ def _is_whole(run: RunSummary, kernel: PlannedKernel, fmt: str, at: str) -> bool
     return (run.kernel, str(run.options)) == (kernel.kernel, str(kernel.options))
 
 
-def _of_checks(report: EffectsReport) -> Iterator[Test]:
+def _check_tests(report: EffectsReport) -> Iterator[Test]:
     """A test for every check of the model."""
     formats = ", ".join(report.plan.formats)
     for check in report.checks:
@@ -131,7 +139,7 @@ def _of_checks(report: EffectsReport) -> Iterator[Test]:
         )
 
 
-def _ran(report: EffectsReport, who: Mapping[str, Any], rules: Rules) -> Test:
+def _test_of_runs(report: EffectsReport, who: Fields, rules: Rules) -> Test:
     """The test of how many sequences the model ran on with a kernel, alone and as a
     whole. A run whose output is not finite counts as one: another rule judges that."""
     rows = [
@@ -158,19 +166,22 @@ def _ran(report: EffectsReport, who: Mapping[str, Any], rules: Rules) -> Test:
     return run_test(who, rules, "out", count, reasons, asked=report.plan.named)
 
 
-def _same_kernel(row: OutputRow, who: Mapping[str, Any]) -> bool:
+def _same_kernel(row: OutputRow, who: Fields) -> bool:
     """Whether a row is one of the kernel, options and format of a test."""
     expected = (who["kernel"], str(who["options"]), who["format"])
     return (row.kernel, str(row.options), row.format) == expected
 
 
-def _of_output(
-    plan: EffectsPlan, whole: RunSummary, runs: Sequence[RunSummary], limits: Any
-) -> Iterator[dict[str, Any]]:
+def _output_tests(
+    plan: EffectsPlan,
+    whole: RunSummary,
+    runs: Sequence[RunSummary],
+    limits: EffectsLimits,
+) -> Iterator[Fields]:
     """The fields of the tests of one output of the model, with one kernel in one
     format."""
     attention = alone(whole, runs)
-    yield _finite(whole, attention, runs)
+    yield _finite_test(whole, attention, runs)
     if whole.cost is None or attention is None or attention.cost is None:
         lacking = [run for run in (whole, attention) if run and run.cost is None]
         reasons = tuple(run.reason for run in lacking if run.reason)
@@ -185,8 +196,8 @@ def _of_output(
             }  # fmt: skip
         return
     steady = bool(whole.growth) and not plan.routes
-    yield _ratio(plan, attention, limits, steady=steady)
-    yield _ratio(plan, whole, limits, steady=steady)
+    yield _ratio_test(plan, attention, limits, steady=steady)
+    yield _ratio_test(plan, whole, limits, steady=steady)
     if not plan.logits or plan.routes or whole.unexplained is None:
         lacks = plan.logits and not plan.routes and _emulated(plan)
         yield {
@@ -217,9 +228,9 @@ def _emulated(plan: EffectsPlan) -> bool:
     return any(run.kind == "emulated" for run in plan.runs)
 
 
-def _finite(
+def _finite_test(
     whole: RunSummary, attention: RunSummary | None, runs: Sequence[RunSummary]
-) -> dict[str, Any]:
+) -> Fields:
     """The fields of the test of a finite output. NaN and infinity are the kernel's fault
     where the model is finite with another one."""
     bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
@@ -228,7 +239,7 @@ def _finite(
         if run.kind == "whole" and (run.format, run.at) == (whole.format, whole.at)
         and run is not whole and run.cost is not None and not run.nonfinite
     ]  # fmt: skip
-    test: dict[str, Any] = {"rule": "finite", "metric": "nonfinite", "bound": 0.0}
+    test: Fields = {"rule": "finite", "metric": "nonfinite", "bound": 0.0}
     test |= {
         "limit": "at most 0",
         "observed": float(bad),
@@ -249,9 +260,9 @@ def _finite(
     }
 
 
-def _ratio(
-    plan: EffectsPlan, run: RunSummary, limits: Any, *, steady: bool
-) -> dict[str, Any]:
+def _ratio_test(
+    plan: EffectsPlan, run: RunSummary, limits: EffectsLimits, *, steady: bool
+) -> Fields:
     """The fields of the test of a ratio. It is exceeded where the lower end of its
     interval is beyond the limit; also where the ratio is SURELY times the limit and has
     no interval, or is so in one sequence that has many positions, in a model without a
@@ -260,7 +271,7 @@ def _ratio(
     by = RATIO_RULES[run.beside or "sites"]
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
-    test: dict[str, Any] = {"rule": by.rule, "metric": "over", "bound": limit}
+    test: Fields = {"rule": by.rule, "metric": "over", "bound": limit}
     test |= {"limit": f"at most {three(limit)}", "judged": run.positions}
     if run.beside == "eager" and run.kernel == plan.against:
         why = "where nothing is predicted it is what others are held against"
@@ -333,10 +344,12 @@ def _sentence(test: Test) -> str:
         return subject.reason
     if test.rule == "finite":
         return f"gives NaN or infinity where another kernel does not: {subject.reason}"
-    return flips_in_words(subject) if test.rule == "flips" else _of_ratio(test, subject)
+    return (
+        flips_in_words(subject) if test.rule == "flips" else _ratio_clause(test, subject)
+    )
 
 
-def _of_ratio(test: Test, run: RunSummary) -> str:
+def _ratio_clause(test: Test, run: RunSummary) -> str:
     """The clause of a sentence on a ratio, with its interval and limit."""
     by = RATIO_RULES[run.beside or "sites"]
     with_all = "" if by.rule == "model" else "with all else exact, "
@@ -389,5 +402,5 @@ def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
         of_run = (labelled(run.kernel, run.options), run.format, run.at or "output")
         if run.kind == kind and run.layer is None and of_run == who:
             ratio = test.rule in ("own share", "model") and run.over
-            return _of_ratio(test, run) if ratio else flips_in_words(run)
+            return _ratio_clause(test, run) if ratio else flips_in_words(run)
     return None

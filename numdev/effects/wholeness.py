@@ -39,7 +39,10 @@ def check(report: EffectsReport) -> None:
     or whose numbers contradict each other. A missing row would exceed no limit."""
     wrong = next(
         itertools.chain(
-            _of_request(report), _of_checks(report), _of_rows(report), _of_floors(report)
+            _plan_contradictions(report),
+            _check_contradictions(report),
+            _row_contradictions(report),
+            _floor_contradictions(report),
         ),
         "",
     )
@@ -47,7 +50,7 @@ def check(report: EffectsReport) -> None:
         raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
 
 
-def _of_request(report: EffectsReport) -> Iterator[str]:
+def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
     """Where the plan is not what the request asked for."""
     plan, request = report.plan, report.request
     yield from other_formats(request, plan.formats)
@@ -93,7 +96,8 @@ def _of_request(report: EffectsReport) -> Iterator[str]:
         yield "the plan has another output than the report"
 
 
-def _of_checks(report: EffectsReport) -> Iterator[str]:
+def _check_contradictions(report: EffectsReport) -> Iterator[str]:
+    """Where the checks are not those of the plan, or contradict themselves."""
     present = [(check.name, check.format, check.applies) for check in report.checks]
     planned = [(check.name, check.format, check.applies) for check in report.plan.checks]
     if present != planned or len({name[:2] for name in present}) < len(present):
@@ -105,11 +109,11 @@ def _of_checks(report: EffectsReport) -> Iterator[str]:
     if "repeat" not in applied:
         yield "the plan has no check of whether the model repeats itself"
     for each in report.checks:
-        if wrong := _contradiction(each):
+        if wrong := _check_contradiction(each):
             yield f"the check {each.name} {wrong}"
 
 
-def _contradiction(check: Check) -> str:
+def _check_contradiction(check: Check) -> str:
     """What is wrong with a check; empty where its fields fit together."""
     limit = LIMITS.get(check.name, LIMIT)
     if check.limit not in (None, limit):
@@ -132,7 +136,8 @@ def _contradiction(check: Check) -> str:
             return ""
 
 
-def _of_rows(report: EffectsReport) -> Iterator[str]:
+def _row_contradictions(report: EffectsReport) -> Iterator[str]:
+    """Where rows are not those of the plan, or contradict themselves or each other."""
     plan = report.plan
     rows = grouped(report.rows, lambda r: (r.run, r.sequence))
     wanted = itertools.product(
@@ -147,7 +152,7 @@ def _of_rows(report: EffectsReport) -> Iterator[str]:
         if len(matching) != 1:
             yield f"{where} has no row, or several"
         for row in matching:
-            if wrong := _row(row, plan):
+            if wrong := _row_contradiction(row, plan):
                 yield f"{where} {wrong}"
             if row.status != "ok":
                 continue
@@ -158,7 +163,7 @@ def _of_rows(report: EffectsReport) -> Iterator[str]:
         yield f"{kind} ({fmt}) of sequence {sequence} was not planned"
 
 
-def _of_floors(report: EffectsReport) -> Iterator[str]:
+def _floor_contradictions(report: EffectsReport) -> Iterator[str]:
     """Where the floor errs far more than a kernel: it is the exact result, rounded once,
     so that no kernel errs much less in its format."""
     alone = [
@@ -171,11 +176,11 @@ def _of_floors(report: EffectsReport) -> Iterator[str]:
             yield f"the floor ({fmt}) of sequence {sequence} errs far more than a kernel"
 
 
-def _row(row: OutputRow, plan: EffectsPlan) -> str:
+def _row_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
     """What is wrong with a row; empty where its fields fit together."""
     sizes = [x for name in SIZES if (x := getattr(row, name)) is not None]
     if row.status != "ok":
-        return _unmeasured_row(row, sizes)
+        return _unmeasured_contradiction(row, sizes)
     measured = row.positions > 0 and row.cost is not None and row.error is not None
     if row.lost or row.nonfinite or not measured:
         return "has no numbers, and was measured"
@@ -189,12 +194,12 @@ def _row(row: OutputRow, plan: EffectsPlan) -> str:
     if len(row.growth) != (PARTS if row.positions >= 2 * PARTS else 0):
         return "has no growth along its positions"
     if plan.logits:
-        return _flips(row, plan)
+        return _flips_contradiction(row, plan)
     is_of_states = row.angle is not None and row.flips is None
     return "" if is_of_states else "has the numbers of logits"
 
 
-def _unmeasured_row(row: OutputRow, sizes: Sequence[float]) -> str:
+def _unmeasured_contradiction(row: OutputRow, sizes: Sequence[float]) -> str:
     """What is wrong with a row that should have no numbers."""
     counts = (row.flips, row.unexplained, row.first_flip, row.log_perplexity)
     has_numbers = sizes or row.positions or row.growth
@@ -215,7 +220,7 @@ def _ordered(mean: float | None, point: float | None, largest: float | None) -> 
     return max(mean, point) <= largest * (1 + 1e-9)
 
 
-def _flips(row: OutputRow, plan: EffectsPlan) -> str:
+def _flips_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
     """What is wrong with the flips of a row of logits."""
     if row.flips is None or not 0 <= row.flips <= row.positions:
         return "has more flips than positions"
