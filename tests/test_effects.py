@@ -1503,7 +1503,9 @@ def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:
     )
     for times, holds in ((1.99, True), (2.01, False)):
         exact = checks.whole[0]
-        check = checks.compared_with_compiled("compiled", exact + errors, exact + times * errors)
+        check = checks.compared_with_compiled(
+            "compiled", exact + errors, exact + times * errors
+        )
         assert (check.holds, check.difference) == (holds, pytest.approx(times))
 
 

@@ -55,7 +55,7 @@ class Norm(nn.Module):
         return F.layer_norm(wide, shape, weight, None, LAYER_EPS).to(x.dtype)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """The projections around `attend`: of q, k and v by themselves, or gpt2's of all
     three."""
 
@@ -113,14 +113,14 @@ class Block(nn.Module):
     """A layer: attention and an MLP, each behind a norm and added to the residual
     stream."""
 
-    attention: Attention
+    attention: SelfAttention
     mlp: MLP
     norm_1: Norm
     norm_2: Norm
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
-        parts = {"attention": Attention(config, attend), "mlp": MLP(config)}
+        parts = {"attention": SelfAttention(config, attend), "mlp": MLP(config)}
         norms = {"norm_1": Norm(config), "norm_2": Norm(config)}
         for name in PARTS[config.kind]:
             self.add_module(name, {**parts, **norms}[name])
@@ -172,7 +172,7 @@ class Network(nn.Module):
 
     def query_weights(self) -> Iterator[Tensor]:
         """The rows of W_Q by head, [heads, head_dim, width], of each layer in turn."""
-        for part in (m for m in self.modules() if isinstance(m, Attention)):
+        for part in (m for m in self.modules() if isinstance(m, SelfAttention)):
             first = next(part.parameters())
             queries = first.chunk(3, dim=0)[0] if hasattr(part, "qkv") else first
             yield queries.unflatten(0, (-1, part.head_dim))
