@@ -22,6 +22,7 @@ from numdev.audit.isolation import Failure, attempt
 from numdev.audit.operation import Distance
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase, empty_rows
+from numdev.explain.narrow_sums import Sums, looked_at
 from numdev.explain.wrong_function import far_off, suspect
 from numdev.formats import FORMATS, Format, format_of
 from numdev.kernels import Output, find
@@ -35,7 +36,8 @@ from numdev.kernels.emulation.kernel import (
 )
 from numdev.kernels.reference import attend, blocked, gradients, key_gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
-from numdev.metrics.deviation import Metrics
+from numdev.metrics import tiled
+from numdev.metrics.deviation import Deviation, Metrics, nullify
 from numdev.metrics.finiteness import Outside, all_finite
 from numdev.metrics.sampling import Sample, Strata, membership
 from numdev.metrics.yardstick import Yardstick, widened
@@ -47,7 +49,7 @@ from numdev.operations.attention.finiteness import (
 )
 from numdev.report import CaseRecord
 from numdev.sources.tensorfile import kind_of
-from numdev.tensors import ATTENTION
+from numdev.tensors import ATTENTION, tensor_spec
 
 KV_TENSORS = tuple(spec.name for spec in ATTENTION if spec.sums_over_rows)
 # By tensor, the field of a reference with its term scale.
@@ -238,6 +240,8 @@ class Bench:
     unscreened: str | None = None  # why no rows stand beside a sample
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What emulations return, by recipe."""
+    narrow_sums: dict[str, tuple[Output, Sums]] = field(default_factory=dict)
+    """By gradient, itself as running sums have it after the output of the last kernel."""
 
     @classmethod
     def of(
@@ -368,7 +372,12 @@ class Bench:
         }
 
     def annotate(
-        self, output: Output, tensor: str, measured: Tensor, units: Sequence[Metrics]
+        self,
+        output: Output,
+        tensor: str,
+        units: Sequence[Metrics],
+        deviation: Deviation,
+        measured: Tensor,
     ) -> None:
         if tensor == "out":
             self._count_in_empty_rows(units, measured)
@@ -378,6 +387,8 @@ class Bench:
                 unit["nulls"] = {**unit["nulls"], "lse_error": why}
         if tensor == "dq":
             self._count_gradients_of_empty_rows(units, measured)
+        if tensor_spec(tensor).is_gradient:
+            self._look_for_narrow_sums(output, tensor, units, deviation)
 
     def _count_in_empty_rows(self, units: Sequence[Metrics], out: Tensor) -> None:
         """How much is not finite in rows that see no key."""
@@ -411,6 +422,60 @@ class Bench:
         counts = wrong.sum(dim=(0, 2, 3)).tolist()
         for unit, count in zip(units, counts, strict=True):
             unit["nonfinite"] += count
+
+    def _look_for_narrow_sums(
+        self,
+        output: Output,
+        tensor: str,
+        units: Sequence[Metrics],
+        deviation: Deviation,
+    ) -> None:
+        """At least which share of the error of a running sum in 16 bits is in a gradient,
+        in one kv head of the call and the query heads that read it."""
+        case, select, ref = self.restricted, self.selection, self.case.ref
+        kv_head = tiled.chosen_head(ref.layer, ref.call, len(select.kv_heads))
+        heads = range(kv_head * case.group, (kv_head + 1) * case.group)
+        chosen = heads if tensor == "dq" else range(kv_head, kv_head + 1)
+        why = tiled.unmeasured(tensor, self.format.name, case.q_len, case.kv_len)
+        if select.queries is not None:
+            why = tiled.SAMPLED
+        elif why is None and (
+            deviation.compared is None or deviation.compared[2] is None
+        ):
+            why = tiled.UNPREDICTED
+        for number, unit in enumerate(units):
+            if why is not None or number not in chosen:
+                nullify(unit, ("narrow_sum",), why or tiled.ELSEWHERE)
+        if why is not None or deviation.compared is None:
+            return
+        x, _, expected = deviation.compared
+        assert expected is not None
+        batch, queries, keys = looked_at(case, tensor)
+        if tensor not in self.narrow_sums or self.narrow_sums[tensor][0] is not output:
+            few = part(
+                case,
+                kv_head=range(kv_head, kv_head + 1),
+                batch=batch,
+                row=queries,
+                key=keys,
+            )
+            place = (
+                slice(batch.stop),
+                slice(heads.start, heads.stop),
+                slice(queries.start, queries.stop),
+            )
+            out = select.select(output.out)[place]
+            sums = Sums.of(few, tensor, out, self.reference.lse[place])
+            self.narrow_sums[tensor] = output, sums
+        rows = queries if tensor == "dq" else keys
+        looked = (
+            slice(batch.stop),
+            slice(chosen.start, chosen.stop),
+            slice(rows.start, rows.stop),
+        )
+        shares = self.narrow_sums[tensor][1].narrow(x[looked], expected[looked])
+        for number, share in zip(chosen, shares, strict=True):
+            units[number]["narrow_sum"] = share
 
     @cached_property
     def in_float32(self) -> Reference:

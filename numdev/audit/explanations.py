@@ -118,10 +118,10 @@ def _is_judged(name: str, row: DeviationRow) -> bool:
     return any(t.metric == name and t.where.fit(row) for t in default_rules().thresholds)
 
 
-def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
+def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, ...]:
     """The tensors of one call that are beyond what the default rules allow them, by
     rounding: none where another function is suspected of the output, or something is not
-    finite."""
+    finite. `narrow`: by sums in 16 bits too, which no way of rounding excuses."""
 
     def is_beyond(heads: Sequence[DeviationRow]) -> bool:
         predicted = [r for r in heads if r.worst_row is not None]
@@ -135,6 +135,8 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
             sizes += [excess("rms_ratio", middle, predicted[0], len(predicted))]
             sizes += [excess("rms_ratio", r.rms_ratio, r) for r in predicted]
         sizes += [excess("worst_row", r.worst_row, r) for r in predicted]
+        if narrow:
+            sizes += [excess("narrow_sum", r.narrow_sum, r) for r in predicted]
         certain = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
         sizes += [excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
         return max(sizes) > 1

@@ -107,6 +107,7 @@ class Failing:
             if row.tensor in self.wrong and row.status == "ok":
                 sizes.append(excess("expected_ratio", row.expected_ratio, row))
                 sizes.append(excess("worst_row", row.worst_row, row))
+                sizes.append(excess("narrow_sum", row.narrow_sum, row))
                 if row.expected_ratio is None:
                     sizes.append((row.baseline_ratio or 0.0) / 2)
         return max(sizes)
@@ -281,11 +282,10 @@ class Failing:
     def likes(self) -> Mapping[str, Likeness]:
         """By tensor that computes nothing else, the known way of rounding that explains
         the call as it came: searched for once for the same tensors."""
-        formats = self.unnamed_formats
-        if set(self.wrong).isdisjoint(self.bench.by_row):
+        formats, wrong = self.unnamed_formats, beyond(self.rows, narrow=False)
+        if set(wrong).isdisjoint(self.bench.by_row):
             return {}
         if (*formats,) not in self.likes_of:
-            wrong = beyond(self.rows)
             likes = likenesses(self.output, wrong, formats, self.bench, self.system)
             self.likes_of[(*formats,)] = likes
         return self.likes_of[(*formats,)]
@@ -484,6 +484,6 @@ def _may_round_so(call: Failing) -> bool:
     # A wrong log-sum-exp or gradient says nothing about how the others are rounded.
     if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor == "out"):
         return False
-    wrong = beyond(call.rows)
+    wrong = beyond(call.rows, narrow=False)
     ratios = (r.baseline_ratio or 0.0 for r in call.rows if r.tensor in wrong)
     return bool(wrong) and max(ratios, default=math.inf) <= FAR

@@ -17,7 +17,7 @@ from numdev.audit.isolation import Runner
 from numdev.audit.timing import Stopwatch
 from numdev.formats import Format
 from numdev.kernels import Kernel
-from numdev.metrics.deviation import Metrics
+from numdev.metrics.deviation import Deviation, Metrics
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.sampling import Strata
 from numdev.metrics.yardstick import Yardstick
@@ -131,10 +131,15 @@ class PreparedCall(Protocol):
         where all rows are finite, as they should be."""
 
     def annotate(
-        self, output: Any, tensor: str, measured: Tensor, units: Sequence[Metrics]
+        self,
+        output: Any,
+        tensor: str,
+        units: Sequence[Metrics],
+        deviation: Deviation,
+        measured: Tensor,
     ) -> None:
-        """Adds to a kernel's metrics of each unit what the operation knows of them;
-        `measured` is what is measured of the tensor."""
+        """Adds to a kernel's metrics of each unit what the operation knows of them.
+        `measured` is what is measured of the tensor, `deviation` what it came to."""
 
 
 Call = TypeVar("Call", bound=PreparedCall)

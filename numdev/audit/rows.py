@@ -106,7 +106,7 @@ class Runs(Generic[Call]):
                 yardstick = bench.yardsticks[tensor].for_format(fmt)
                 units = self.likes[tensor].without_its_bias(units, yardstick)
             if task.role == "kernel":
-                bench.annotate(self.output, tensor, chosen, units)
+                bench.annotate(self.output, tensor, units, along[tensor], chosen)
             self._finish(units, tensor, outside)
             rows += self._rows(tensor, units, fmt)
         for tensor, distance in by_distance.items():

@@ -15,8 +15,16 @@ from typing import Any
 
 from numdev.errors import MeasurementError
 from numdev.grouping import grouped
+from numdev.metrics import tiled
 from numdev.metrics.of_rows import FIELDS
-from numdev.report import AuditReport, CallRecord, DeviationRow, PlanRecord, SweepReport
+from numdev.report import (
+    AuditReport,
+    CallRecord,
+    CaseRecord,
+    DeviationRow,
+    PlanRecord,
+    SweepReport,
+)
 from numdev.tensors import TensorSpec, tensor_spec
 
 Measured = AuditReport | SweepReport
@@ -163,6 +171,8 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
     """Returns what contradicts itself among the rows of one call of one kernel; None
     where nothing does."""
     ok = [row for row in rows if row.status == "ok"]
+    if lacking := _lacks_narrow_sum(ok, plan, case):
+        return f"lacks the narrow_sum of {lacking.tensor} head {lacking.head}"
     if any(row.tensors != ok[0].tensors or row.tensor not in row.tensors for row in ok):
         return "has rows of different calls"
     if ok and {row.tensor for row in ok} != set(ok[0].tensors):
@@ -180,6 +190,32 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
             measured = of_tensor[0].rows_measured or 0
             if measured < case.batch * length:
                 return f"has fewer rows of {tensor} than there are"
+    return None
+
+
+def _lacks_narrow_sum(
+    rows: Rows, plan: PlanRecord, call: CallRecord
+) -> DeviationRow | None:
+    """A gradient of one call of attention in which a sum in 16 bits was to be looked for,
+    and was not."""
+    if not isinstance(call, CaseRecord):
+        return None
+    planned = _planned_units(plan, call)
+    groups = min((units for units in planned.values()), key=len, default=())
+    for row in rows:
+        if row.role != "kernel" or not tensor_spec(row.tensor).is_gradient or not groups:
+            continue
+        chosen = groups[tiled.chosen_head(row.layer, row.call, len(groups))]
+        size = call.extents()[row.tensor].units // call.kv_heads
+        is_predicted = row.claim is not None or row.expected_ratio is not None
+        if (
+            row.narrow_sum is None
+            and (row.head or 0) // size == chosen
+            and is_predicted
+            and (plan.rows is None or plan.rows >= call.q_len)
+            and tiled.unmeasured(row.tensor, row.format, call.q_len, call.kv_len) is None
+        ):
+            return row
     return None
 
 

@@ -240,6 +240,8 @@ def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
         return row.noise is None and plan.repeats < 2
     if metric == "empty_nonfinite":
         return not row.empty_rows
+    if metric == "narrow_sum":
+        return why != NOT_MEASURED  # a reason that `check_whole` has held beside the call
     # Too few heads have it, or it is a sample's maximum
     if value_of(row, metric)[0] is not None:
         return True

@@ -56,6 +56,7 @@ ESTIMATED = frozenset(
 TESTED = frozenset(
     {"bias", "bias_sign", "bias_feature", "bias_size", "bias_t", "bias_p"}
     | {"suspicion", "suspicion_cut", "suspicion_share", "imprecision_share"}
+    | {"narrow_sum"}
 )
 # Multiples of an error, and so 0 where there is none, whatever the denominator.
 ERRORS = frozenset(

@@ -24,7 +24,7 @@ SOUND: dict[str, Any] = {
     "elements": 10_000, "sequences": 8, "nonfinite": 0, "max_abs": 4e-3, "mean_abs": 8e-4,
     "rms": 1e-3, "row_rel": 1e-3, "floor_ratio": 1.1, "baseline_ratio": 0.3, "fa_rule": True,
     "bias_p": 0.5, "bias_size": 0.01, "bias_of": "mean", "expected_ratio": 1.02,
-    "rms_ratio": 1.0, "worst_row": 1.5, "noise": 0.0,
+    "rms_ratio": 1.0, "worst_row": 1.5, "noise": 0.0, "narrow_sum": 0.0,
 }  # fmt: skip
 
 

@@ -184,6 +184,8 @@ class DeviationRow(OfKernel, _OfCall):
     rms_ratio: float | None = None
     rms_rows: float | None = None  # of how many rows that is, in effect
     worst_row: float | None = None
+    # Of a gradient, at least which share of the error of a running sum in 16 bits it has
+    narrow_sum: float | None = None
     # The preset whose roundings are expected, or the way that explains it
     claim: str | None = None
     noise: float | None = None  # rms difference of repeated runs; 0 is bitwise the same

@@ -1,0 +1,212 @@
+"""What is seen of gradients that are summed in 16 bits over tiles, in kernels that do and
+in kernels that do not.
+
+    OMP_NUM_THREADS=1 python benchmarks/narrow_sums.py [--seeds 1] [--first 0] [--only NAME]
+    OMP_NUM_THREADS=1 python benchmarks/narrow_sums.py --planted
+
+Of the sound kernels of `benchmarks/false_alarms.py`, none of which the measurement
+knows, every regime of inputs in 256 tokens, with and without a causal mask and grouped
+heads, and the long cases of `numdev check`, in both formats: the row's `narrow_sum`, which
+the rule of that name allows so much. Printed for each kernel: how many rows, the largest,
+and how many are beyond the limit. `--planted`: of kernels with one running sum in the
+inputs' format, by its tile, order and what is rounded: in how many rows that show it is
+seen, and the smallest and the median number."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from false_alarms import FORMATS, kernels
+from torch import Tensor
+
+from numdev.audit.check import CheckSource
+from numdev.audit.plan import Task
+from numdev.audit.task import bench_of, measure_task
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError
+from numdev.gate.rules import default_rules
+from numdev.kernels import Kernel, of_function
+from numdev.sources.regimes import REGIMES
+from numdev.system import System
+
+HERE = System.here("cpu")
+LONG = ("causal", "six-on-two", "long")  # default cases that are long enough
+SHAPES = (
+    {"heads": 2, "seq_len": 256, "head_dim": 64},
+    {"heads": 2, "seq_len": 256, "head_dim": 64, "causal": True},
+    {
+        "batch": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "seq_len": 200,
+        "head_dim": 32,
+        "causal": True,
+    },
+)
+LIMIT = next(t.at_most for t in default_rules().thresholds if t.metric == "narrow_sum")
+
+
+def cases(seed: int) -> Iterator[AttentionCase]:
+    """All of one seed."""
+    drawn = [
+        {"name": f"{name} {number}", "inputs": name, **shape}
+        for name in REGIMES
+        for number, shape in enumerate(SHAPES)
+    ]
+    source = CheckSource([*LONG, *drawn], (seed,), "cpu", gradients=True)
+    for located in source:
+        yield located.load()
+
+
+def measured(
+    case: AttentionCase, fmt: str, tried: list[Kernel]
+) -> Iterator[tuple[Kernel, str, float]]:
+    """By kernel and tensor, the numbers of one case."""
+    try:
+        bench = bench_of(case, fmt, gradients=True)
+    except MeasurementError:
+        return
+    for kernel in tried:
+        task = Task(
+            case=case.ref, role="kernel", kernel=kernel.name, options={}, format=fmt,
+            gradients=True,
+        )  # fmt: skip
+        for row in measure_task(task, kernel, bench, HERE, later=[]).rows:
+            if row.narrow_sum is not None:
+                yield kernel, row.tensor, row.narrow_sum
+
+
+def sound(first: int, seeds: int, only: str) -> None:
+    tried = [kernel for kernel in kernels() if only in kernel.name]
+    numbers: dict[str, list[tuple[float, str]]] = {kernel.name: [] for kernel in tried}
+    for seed in range(first, first + seeds):
+        for case in cases(seed):
+            for fmt in FORMATS:
+                for kernel, tensor, number in measured(case, fmt, tried):
+                    where = f"{case.ref.case}, seed {seed}, {fmt}, {tensor}"
+                    numbers[kernel.name].append((number, where))
+    every = sorted(pair for own in numbers.values() for pair in own)
+    for name, own in (*numbers.items(), ("all", every)):
+        beyond = sum(number > (LIMIT or 0.0) for number, _ in own)
+        largest = max(own, default=(0.0, "none"))
+        print(
+            f"{name}: {len(own)} rows, largest {largest[0]:.3f} ({largest[1]}), "
+            f"{beyond} beyond {LIMIT}",
+            flush=True,
+        )
+
+
+# --- planted --------------------------------------------------------------------------
+
+
+class _Planted(torch.autograd.Function):
+    """Attention with one cast, of which a gradient is summed in the inputs' format."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale, how):  # type: ignore[no-untyped-def]
+        S = scale * (q.double() @ k.double().mT)
+        if causal:
+            S = S.masked_fill(
+                ~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -torch.inf
+            )
+        out = (S.softmax(dim=-1) @ v.double()).to(q.dtype)
+        ctx.save_for_backward(q, k, v, S, out)
+        ctx.how = scale, how
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        q, k, v, S, out = ctx.saved_tensors
+        scale, (tensors, tile, is_reversed, products) = ctx.how
+
+        def r(x: Tensor) -> Tensor:
+            return x.to(q.dtype).float()
+
+        def summed(name: str, left: Tensor, right: Tensor) -> Tensor:
+            total = torch.zeros(*left.shape[:-1], right.shape[-1])
+            starts = list(range(0, left.shape[-1], tile))
+            for i in reversed(starts) if is_reversed else starts:
+                new = left[..., i : i + tile] @ right[:, :, i : i + tile]
+                if name in tensors:
+                    total = r(total + (r(new) if products else new))
+                else:
+                    total = total + new
+            return total.to(q.dtype)
+
+        dO, P = grad.float(), S.softmax(dim=-1).float()
+        dS = r(P * (dO @ v.float().mT - (dO * out.float()).sum(dim=-1, keepdim=True)))
+        dq = summed("dq", dS, scale * k.float())
+        dk = summed("dk", dS.mT, scale * q.float())
+        dv = summed("dv", r(P).mT, dO)
+        return dq, dk, dv, None, None, None
+
+
+def faulty(
+    tensors: tuple[str, ...], tile: int, is_reversed: bool, products: bool
+) -> Callable[..., Tensor]:
+    how = tensors, tile, is_reversed, products
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out: Tensor = _Planted.apply(q, k, v, is_causal, scale, how)  # type: ignore[no-untyped-call]
+        return out
+
+    return attend
+
+
+def planted(first: int, seeds: int) -> None:
+    for tensors in (("dq",), ("dk", "dv")):
+        for tile in (16, 32, 48, 64, 96, 128):
+            for is_reversed, products in ((False, False), (True, False), (False, True)):
+                attend = faulty(tensors, tile, is_reversed, products)
+                name = f"{' and '.join(tensors)}, tiles of {tile}"
+                name += ", last first" * is_reversed + ", products too" * products
+                seen = partial(_seen, of_function(name, attend), tensors)
+                numbers = [x for n in range(first, first + seeds) for x in seen(n)]
+                caught = sum(x > (LIMIT or 0.0) for x in numbers)
+                print(
+                    f"{name}: {caught} of {len(numbers)}, least {min(numbers):.2f}, "
+                    f"median {statistics.median(numbers):.2f}",
+                    flush=True,
+                )
+
+
+def _seen(kernel: Kernel, tensors: tuple[str, ...], seed: int) -> Iterator[float]:
+    for name in ("normal", "long", "causal"):
+        given = {"name": name, "inputs": name, **SHAPES[1]} if name == "normal" else name
+        source = CheckSource([given], (seed,), "cpu", gradients=True)
+        for located in source:
+            for fmt in FORMATS:
+                for _, tensor, number in measured(located.load(), fmt, [kernel]):
+                    if tensor in tensors:
+                        yield number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="What is seen of gradients that are summed in 16 bits over tiles?"
+    )
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--only", default="", help="kernels with this in their names")
+    parser.add_argument("--planted", action="store_true", help="kernels that do sum so")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.planted:
+        planted(given.first, given.seeds)
+    else:
+        sound(given.first, given.seeds, given.only)
+
+
+if __name__ == "__main__":
+    main()
