@@ -47,6 +47,7 @@ SHAPES = (
         "causal": True,
     },
 )
+NOTABLE = 0.05  # shown at once
 LIMIT = next(t.at_most for t in default_rules().thresholds if t.metric == "narrow_sum")
 
 
@@ -89,6 +90,9 @@ def sound(first: int, seeds: int, only: str) -> None:
                 for kernel, tensor, number in measured(case, fmt, tried):
                     where = f"{case.ref.case}, seed {seed}, {fmt}, {tensor}"
                     numbers[kernel.name].append((number, where))
+                    if number > NOTABLE:
+                        print(f"  {kernel.name}: {number:.3f} ({where})", flush=True)
+            print(f"  done: {case.ref.case}, seed {seed}", flush=True)
     every = sorted(pair for own in numbers.values() for pair in own)
     for name, own in (*numbers.items(), ("all", every)):
         beyond = sum(number > (LIMIT or 0.0) for number, _ in own)

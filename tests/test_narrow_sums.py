@@ -25,7 +25,7 @@ rates = load("benchmarks/suspicion_rates.py")
 designs = load("benchmarks/designs.py")
 load("benchmarks/false_alarms.py")  # which the next one imports
 benchmark = load("benchmarks/narrow_sums.py")
-LONG = {"name": "long", "heads": 1, "seq_len": 192, "head_dim": 32}
+LONG = {"name": "long", "heads": 1, "seq_len": 256, "head_dim": 32, "causal": True}
 
 
 def drawn(fmt: str = "bfloat16") -> AttentionCase:
