@@ -33,7 +33,7 @@ from numdev.kernels import Kernel, of_function
 from numdev.sources.regimes import REGIMES
 from numdev.system import System
 
-HERE = System.here("cpu")
+HERE = System.probe("cpu")
 LONG = ("causal", "six-on-two", "long")  # default cases that are long enough
 SHAPES = (
     {"heads": 2, "seq_len": 256, "head_dim": 64},

@@ -28,7 +28,7 @@ from numdev.formats import Format, format_named, format_of, round_to
 from numdev.gate.judging import concluded, judgement_of
 from numdev.gate.rules import as_data, default_rules
 from numdev.kernels import Kernel
-from numdev.metrics.deviation import Metrics
+from numdev.metrics.deviation import Deviation, Metrics
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import (
@@ -137,14 +137,21 @@ class Call:
     def outside_sample(self, output: Any) -> Mapping[str, Sequence[Outside]]:
         return {}
 
-    def annotate(self, output: Any, tensor: str, x: Tensor, units: list[Metrics]) -> None:
+    def annotate(
+        self,
+        output: Any,
+        tensor: str,
+        units: Sequence[Metrics],
+        deviation: Deviation,
+        measured: Tensor,
+    ) -> None:
         """Names an eps that explains an output ten times better than the right one."""
         exact = self.yardsticks["out"].reference
         for eps in (1e-8, 1e-5) if tensor == "out" else ():
             other = rms_norm(self.case, eps, None).tensors["out"]
-            cut = float((x - exact).norm() / (x - other).norm())
+            cut = float((measured - exact).norm() / (measured - other).norm())
             if cut >= 10:
-                units[0] |= {"suspicion": f"eps is {eps:g}", "suspicion_cut": cut}
+                units[0].update({"suspicion": f"eps is {eps:g}", "suspicion_cut": cut})
 
 
 class RmsNorm:
