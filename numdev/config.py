@@ -304,7 +304,7 @@ class SweepRequest(SweepConfig):
 
     target: str
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, object]:
         """What decides the numbers, and so whether a finished task can be kept."""
         return self.model_dump(mode="json", exclude={"title", "x", "y", "keep"})
 
@@ -359,7 +359,7 @@ class EffectsRequest(Reading):
     model_dtype: Literal["float64"] = "float64"
 
 
-def effects_request(target: str, flags: Mapping[str, Any]) -> EffectsRequest:
+def effects_request(target: str, flags: Mapping[str, object]) -> EffectsRequest:
     """What `numdev effects` is asked of a checkpoint, a cached model's name, or
     `demo`."""
     name, path = Path(target).resolve().name, str(Path(target))
@@ -435,7 +435,7 @@ class InvarianceRequest(InvarianceConfig):
     target: str  # what it is called
 
 
-def invariance_request(target: str, flags: Mapping[str, Any]) -> InvarianceRequest:
+def invariance_request(target: str, flags: Mapping[str, object]) -> InvarianceRequest:
     """What `target` names, and what was asked of it beside."""
     name, fields = _target(target, InvarianceConfig)
     return validated(
@@ -444,7 +444,9 @@ def invariance_request(target: str, flags: Mapping[str, Any]) -> InvarianceReque
 
 
 def audit_request(
-    target: str | None, flags: Mapping[str, Any], fields: Mapping[str, Any] | None = None
+    target: str | None,
+    flags: Mapping[str, object],
+    fields: Mapping[str, object] | None = None,
 ) -> AuditRequest:
     """What `target` names (None: configs/audit/default.yaml), and what was asked of it
     beside. `fields`: the request's, where the target is no file but in memory."""
@@ -469,7 +471,7 @@ def _target(target: str, config: type[AuditConfig | InvarianceConfig]) -> tuple[
     return target, {"checkpoint": _cached(target)}
 
 
-def sweep_request(path: Path, flags: Mapping[str, Any]) -> SweepRequest:
+def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
     """A sweep's YAML, and what was asked beside; `seed`: where its seeds are counted
     from."""
     asked = _asked(flags)
@@ -499,11 +501,11 @@ def _cached(name: str) -> str:
     raise UsageError(f"{name}: no such file or directory", hint=hint)
 
 
-def _given(config: Strict) -> dict[str, Any]:
+def _given(config: Strict) -> dict[str, object]:
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
-def _asked(flags: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(flags: Mapping[str, object]) -> dict[str, Any]:
     """What was said: neither None nor an option that was given no time."""
     return {
         name: value for name, value in flags.items() if value is not None and value != ()

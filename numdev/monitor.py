@@ -108,7 +108,7 @@ class watch:
         if self.step < 0:
             self.log("no training step of the model was seen")
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or not (
             module.training and torch.is_grad_enabled()
         ):
@@ -133,7 +133,7 @@ class watch:
         with suppress(MeasurementError):
             observer.close()
 
-    def _after(self, module: nn.Module, args: Any, answer: Any) -> None:
+    def _after(self, module: nn.Module, args: object, answer: object) -> None:
         with self.lock:
             observer = self.observer
             if observer is None or not observer.is_of_this_thread():
@@ -157,10 +157,10 @@ class _Hook:
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: object) -> None:
         self.call(*arguments)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Takes whatever arguments, and does nothing
         return getattr, (nullcontext(), "__exit__")
 

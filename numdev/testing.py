@@ -142,7 +142,7 @@ def check(
     or nothing was measured. Raises UsageError for wrong arguments, MeasurementError for
     rules made for another system."""
     name, kernel = _kernel_of(function, claims)
-    named: Any = (
+    named: Sequence[Named] | None = (
         [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
     )
     formats = (formats,) if isinstance(formats, str) else tuple(formats)
@@ -207,7 +207,7 @@ def check(
 
 
 def _kernel_of(
-    function: Callable[..., Any] | Kernel, claims: Mapping[str, Any] | None
+    function: Callable[..., object] | Kernel, claims: Mapping[str, object] | None
 ) -> tuple[str, Kernel]:
     """What a check calls a function, and the function as a kernel with these claims."""
     if isinstance(function, Kernel):
@@ -421,7 +421,9 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
     ]
 
 
-def _left_out(report: AuditReport, function: Callable[..., Any] | None) -> Iterator[str]:
+def _left_out(
+    report: AuditReport, function: Callable[..., object] | None
+) -> Iterator[str]:
     """A sentence for each reason for which calls were skipped; for parameters of a plain
     `function` that no call set, and shapes that none has; for gradients that are not
     measured; and, where it cannot be told of grouped heads, for those it was not

@@ -36,7 +36,7 @@ class Strict(BaseModel):
     )
 
 
-def each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def each_once(values: tuple[object, ...]) -> tuple[object, ...]:
     if not values:
         raise ValueError("is an empty list")
     (value, count), *_ = Counter(map(str, values)).most_common(1)
@@ -45,7 +45,7 @@ def each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-def as_list(value: Any) -> Any:
+def as_list(value: object) -> object:
     """What may be given alone as a list."""
     return (value,) if isinstance(value, int | str) else value
 
@@ -209,7 +209,7 @@ def expand(entry: Any, part: str, where: str) -> Iterator[Any]:
         yield from expand(cell, part, where) if again else (cell,)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value as a cell's name has it; of a regime its name and the options it is
     given."""
     if not isinstance(value, dict):
@@ -249,7 +249,7 @@ def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseMo
     return model
 
 
-def parts_of(annotation: Any) -> Iterator[Any]:
+def parts_of(annotation: object) -> Iterator[object]:
     """A type, the types in it, and what is said of them: of `tuple[Case, ...]` also
     Case."""
     yield annotation
