@@ -186,7 +186,7 @@ def answered(
         return run()
 
 
-def first_call(run: Callable[[], Any]) -> AttentionCase | None:
+def first_call(run: Callable[[], object]) -> AttentionCase | None:
     """The first attention call that `run` makes, hanging in whatever graph made its
     tensors; `run` gets no further. None where it makes none; what it raises before comes
     out unchanged."""
@@ -319,13 +319,13 @@ class Watch:
             self.ran[self.model] += 1
 
         def enter(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> None:
             if not begun or threading.get_ident() == thread:
                 self.running.append(Frame(module=module, arguments=args, named=kwargs))
                 self.ran[module] += 1
 
-        def leave(module: nn.Module, *_: Any) -> None:
+        def leave(module: nn.Module, *_: object) -> None:
             if begun and threading.get_ident() != thread:
                 return
             # Not where a hook raised before
@@ -442,8 +442,8 @@ class _Interceptor(TorchFunctionMode):
             torch.backends.mha.set_fastpath_enabled(fast)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         if self.watch and not self.watch.running:
             return func(*args, **kwargs)
@@ -509,7 +509,7 @@ class _Interceptor(TorchFunctionMode):
             out = out.reshape(*query.shape[:-1], out.shape[-1])
         return out if self.step is None else self.step.hold(case, out)
 
-    def _multi_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _multi_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
         """What `multi_head_attention_forward` returns, its SDPA call met. It calls SDPA
         by the name in its own module, where this mode sees nothing, so it is run from a
         copy in which that name is ours. Where weights are asked for (the default) it
@@ -606,7 +606,7 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> Any:
+) -> object:
     """What numdev registers with transformers: its own SDPA function, whose call is met
     with what the model passed beside it. Outside a capture it answers all the same."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -691,7 +691,7 @@ def _shown_alone(mask: Tensor | None, shown: Tensor) -> Tensor:
 
 def in_parts(
     model: nn.Module, inputs: Mapping[str, Any], ends: Iterable[int]
-) -> Iterator[Any]:
+) -> Iterator[object]:
     """What a model returns for its `input_ids` read in parts, up to each of `ends`, with
     a cache. An `attention_mask` is given to each part up to its end."""
     ids, mask, past, start = inputs["input_ids"], inputs.get("attention_mask"), None, 0

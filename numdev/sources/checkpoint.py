@@ -122,7 +122,7 @@ class StoredWeights:
     def identity(self) -> str:
         return self.identifying()()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """What a report says of it beside its name and identity."""
         code = "not run" if self.config.get("auto_map") else ""
         nesting = "".join(container.nesting for container in self.containers)
@@ -190,7 +190,7 @@ class Checkpoint(StoredWeights):
         return self._built(deferred, dtype).eval()
 
     def _built(
-        self, state: dict[str, Tensor], dtype: torch.dtype, **options: Any
+        self, state: dict[str, Tensor], dtype: torch.dtype, **options: object
     ) -> nn.Module:
         """transformers' model of these weights, checked."""
         self._refuse_counts(state)
@@ -239,7 +239,9 @@ class Checkpoint(StoredWeights):
                 what = f"config.json: {what} that is stored, got {labels:,}"
                 raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
 
-    def _refuse_larger(self, cls: Any, config: Any, state: Mapping[str, Tensor]) -> None:
+    def _refuse_larger(
+        self, cls: Any, config: object, state: Mapping[str, Tensor]
+    ) -> None:
         """Raises MeasurementError for a model that is far larger than all that is stored:
         it would fill the memory before it does not fit."""
         stored, needs = sum(x.numel() for x in state.values()), 0
@@ -265,7 +267,7 @@ class Checkpoint(StoredWeights):
                         state[name].repeat_interleave(b, axis).narrow(axis, 0, n)
                     )
 
-    def _class_and_config(self) -> tuple[Any, Any]:
+    def _class_and_config(self) -> tuple[Any, object]:
         """The config's first architecture, and the config as transformers has it."""
         with quiet():
             import transformers
@@ -362,12 +364,12 @@ def _names_in(containers: Sequence[Container]) -> list[str]:
     return [tensor.name for tensor in stored]
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, object]:
     """A stored configuration as transformers reads it: `{"__float__": "Infinity"}` is
     infinity, and likewise -infinity and NaN. Raises MeasurementError where the file is no
     JSON object."""
 
-    def number(stored: dict[str, Any]) -> Any:
+    def number(stored: dict[str, object]) -> object:
         word = stored.get(SPECIAL)
         return float(word) if len(stored) == 1 and word in NUMBERS else stored
 
@@ -386,7 +388,7 @@ def _may_be_left_over(key: str, model: nn.Module) -> bool:
     return not numbered and ".".join(parts) not in dict(model.named_modules())
 
 
-def size(config: Mapping[str, Any], *names: str) -> int | None:
+def size(config: Mapping[str, object], *names: str) -> int | None:
     """The first of these keys that holds a number above 0, here or in the text model's
     config."""
     text = config.get("text_config")
@@ -404,7 +406,7 @@ class StateDict(StoredWeights):
     factory: str
     build: Callable[..., Any]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         build = self.build
         made_from = (
             vars(build).get("__init__", build) if isinstance(build, type) else build
@@ -489,7 +491,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         what = f"{path}: weights alone need --model package.module:factory{got}"
         raise UsageError(what, hint="or give the directory of a Hugging Face checkpoint")
     build = imported(factory, "model")
-    config: Mapping[str, Any] = {}
+    config: Mapping[str, object] = {}
     beside = (path if path.is_dir() else path.parent) / "config.json"
     container = container_at(path)
     content = None if container is None else container.beside()
@@ -539,7 +541,13 @@ class Deferred(Tensor):
     _empty: Tensor
 
     @staticmethod
-    def of(empty: Tensor, make: Any, *, device: Any = "cpu", sealed: str = "") -> Any:
+    def of(
+        empty: Tensor,
+        make: Callable[[torch.device], Tensor],
+        *,
+        device: Any = "cpu",
+        sealed: str = "",
+    ) -> Any:
         """One like `empty` (on the meta device) that says it is on `device`."""
         x: Any = Tensor._make_wrapper_subclass(
             Deferred,
@@ -555,8 +563,8 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
+    ) -> object:
         # All of a recipe happens on one device, which is chosen when it is followed.
         kwargs = {name: x for name, x in (kwargs or {}).items() if name != "device"}
         for x in tree_flatten((args, kwargs))[0]:
@@ -567,11 +575,12 @@ class Deferred(Tensor):
             what = f"the weights are changed in place ({func}) while the model is built"
             raise MeasurementError(what, hint=CANNOT)
 
-        def output(i: int, device: torch.device) -> Any:
+        def output(i: int, device: torch.device) -> Tensor:
             values, named = tree_map_only(
                 Deferred, lambda x: x.make(device), (args, kwargs)
             )
-            return tree_flatten(func(*values, **named))[0][i]
+            value: Tensor = tree_flatten(func(*values, **named))[0][i]
+            return value
 
         empties, named = tree_map_only(Deferred, lambda x: x._empty, (args, kwargs))
         outputs, whole = tree_flatten(func(*empties, **named))
@@ -624,10 +633,10 @@ class Streamed:
             self._fill(list(slots(module)))
 
     def running(self) -> AbstractContextManager[None]:
-        def enter(unit: nn.Module, *_: Any) -> None:
+        def enter(unit: nn.Module, *_: object) -> None:
             self._fill(self.units[unit])
 
-        def leave(unit: nn.Module, *_: Any) -> None:
+        def leave(unit: nn.Module, *_: object) -> None:
             for places, name, _weight, empty in self.units[unit]:
                 places[name] = empty
 
@@ -673,7 +682,7 @@ class InMemory:
             f"{n} {list(x.shape) if isinstance(x, Tensor) else x}" for n, x in named
         )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         code = dict.fromkeys(type(module).forward for module in self.model.modules())
         return {"model_made_from": fingerprint(*code)}
 
@@ -696,7 +705,7 @@ class InMemory:
         return self
 
 
-def digest_of(tensors: Mapping[str, Any]) -> str:
+def digest_of(tensors: Mapping[str, object]) -> str:
     """SHA-256 over names, formats, shapes and values, in the order of names."""
     whole = hashlib.sha256()
     for name, x in sorted(tensors.items()):

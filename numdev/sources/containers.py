@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     # Tensors of one container whose values are the same ones have equal ties
-    tie: tuple[Any, ...] | None = None
+    tie: tuple[object, ...] | None = None
 
 
 class Container(Protocol):
@@ -78,7 +78,7 @@ class Container(Protocol):
         """Every tensor, in the order in which they are stored. Raises MeasurementError
         for a container that is damaged."""
 
-    def beside(self) -> Mapping[str, Any] | None:
+    def beside(self) -> Mapping[str, object] | None:
         """What is saved with the tensors; None where a container holds nothing else."""
 
 
@@ -119,7 +119,7 @@ class SafetensorsFile(_File):
         for name, shape in shapes.items():
             yield StoredTensor(name=name, shape=shape, read=partial(self._read, name))
 
-    def beside(self) -> Mapping[str, Any] | None:
+    def beside(self) -> Mapping[str, object] | None:
         return None
 
     def _read(self, name: str) -> Tensor:
@@ -153,11 +153,11 @@ class TorchFile(_File):
         hint = f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}"
         raise MeasurementError(what, hint=hint)
 
-    def beside(self) -> Mapping[str, Any]:
+    def beside(self) -> Mapping[str, object]:
         return read_pickle(self.path)
 
 
-def _tie(x: Tensor) -> tuple[Any, ...] | None:
+def _tie(x: Tensor) -> tuple[object, ...] | None:
     """What views of the same values have in common; None without elements or a plain
     array."""
     if not is_plain(x) or x.numel() == 0:
@@ -195,7 +195,7 @@ class DistributedCheckpoint:
         for name, x in tensors.items():
             yield StoredTensor(name=name, shape=x.shape, read=x.read)
 
-    def beside(self) -> Mapping[str, Any] | None:
+    def beside(self) -> Mapping[str, object] | None:
         return None
 
     @cached_property

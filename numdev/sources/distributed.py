@@ -153,7 +153,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
     a file that asks for anything but metadata (nothing is run), is damaged, or names one
     elsewhere."""
     path = directory / METADATA
-    places: dict[Any, dict[str, Any]] = {}
+    places: dict[object, dict[str, Any]] = {}
     tensors = []
     refuse_pointer(path)
     with (
@@ -196,7 +196,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
 class _Record:
     """Stands for an object of torch's: holds what was stored of it, and does nothing."""
 
-    def __init__(self, *arguments: Any) -> None: ...
+    def __init__(self, *arguments: object) -> None: ...
 
     def __setstate__(self, stored: Any) -> None:
         # TensorProperties store a tuple, the dtype first.
@@ -208,7 +208,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._path, self._records = path, dict[str, type[_Record]]()
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """The stand-in for a name that metadata may use; raises for every other."""
         if name in _RECORDS.get(module, ()):
             # Made for this file alone: an instruction that writes into a class spoils no
