@@ -239,6 +239,31 @@ def test_a_delta_in_16_bits_is_caught_on_the_demo() -> None:
     assert middle["sound", "rms_ratio"] == pytest.approx(1, abs=0.015)
 
 
+@pytest.mark.slow
+def test_a_dq_that_is_summed_in_16_bits_is_caught_on_the_demo() -> None:
+    """Four tiles of keys make its error 2 % larger at most; its sound twin passes."""
+    report = numdev.audit(
+        "demo", kernels=[planted.sound, planted.dq_accumulator_rounded], layers=(0,),
+        formats="bfloat16", backward=True,
+    )  # fmt: skip
+    (finding,) = [f for f in report.findings if f.severity != "note"]
+    assert (finding.kernel, finding.rule) == (
+        "planted:dq_accumulator_rounded",
+        "narrow sum",
+    )
+    assert finding.cause == "dQ is summed in bfloat16 over tiles of 64 keys"
+    shares = {
+        (r.kernel, r.tensor, r.head): r.narrow_sum
+        for r in report.rows
+        if r.narrow_sum is not None
+    }
+    assert {head for _, tensor, head in shares if tensor == "dq"} == {0, 1}
+    assert all(
+        share > 0.5 if kernel == finding.kernel and tensor == "dq" else share < 0.05
+        for (kernel, tensor, _), share in shares.items()
+    )
+
+
 def flash_on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(
