@@ -44,6 +44,7 @@ QUICK = {
         "{tmp}/model --layers 1 --length 16 --width 128 --rows 8 --kernel sdpa-math",
         "the model's forward pass",
     ),
+    "benchmarks/narrow_sums.py": ("--only nothing", "0 rows"),
     "benchmarks/power.py": ("--one 0 --small --to {tmp}/units", ""),
     "benchmarks/sampling_coverage.py": (
         "--length 300 --samples 2",

@@ -32,9 +32,7 @@ def test_a_sound_kernel_passes() -> None:
     """All that is to be measured was, and within every limit."""
     judged = judge([*(row(h) for h in range(8)), *(lse(h) for h in range(8))])
     assert (judged.outcome, judged.exit_code, judged.fa_rule) == ("passed", 0, (8, 8))
-    of_gradients = [v for v in judged.tests if v.outcome is None]
-    assert [v.rule for v in of_gradients] == ["narrow sum"]
-    assert {v.outcome for v in judged.tests if v not in of_gradients} == {"passed"}
+    assert {v.outcome for v in judged.tests} == {"passed"}
 
 
 @pytest.mark.parametrize(("tensor", "fmt", "metric", "at", "beyond"), [

@@ -242,10 +242,21 @@ def test_what_may_be_lacking_is_what_the_rule_says() -> None:
             "the plan has what the row lacks"
         )
         absent = only(judge([row()], rules(metric="rms", at_most=1, may_lack=lenient,
-                                           where={"tensor": "dq"})))  # fmt: skip
+                                           where={"tensor": "lse"})))  # fmt: skip
         assert absent.standing == (
             "missing" if lenient == "nothing" else "not applicable"
         )
+
+
+def test_a_rule_of_gradients_says_nothing_where_none_were_planned() -> None:
+    """Unless they are asked for: of `nothing` that may lack."""
+    for lenient, count in (("nothing", 1), ("rows", 0), ("numbers", 0)):
+        book = rules(metric="rms", at_most=1, may_lack=lenient, where={"tensor": "d*"})
+        assert len(rule_tests(judge([row()], book))) == count
+        trained = judge(
+            [row(), row(tensor="dv"), row(tensor="dk"), row(tensor="dq")], book
+        )
+        assert len(rule_tests(trained)) == 3
 
 
 def test_an_undecided_head_beside_others_is_no_pass() -> None:

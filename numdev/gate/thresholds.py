@@ -49,7 +49,7 @@ from numdev.report import (
     Standing,
 )
 from numdev.report.numbers import three
-from numdev.tensors import tensor_spec
+from numdev.tensors import TENSORS, tensor_spec
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 REASONS = 5  # calls whose inputs are not finite
@@ -99,9 +99,11 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
     groups = measured(rows)
     for threshold in rules.thresholds:
         chosen = threshold.where.choose(groups)
+        needed = threshold.may_lack == "nothing"
+        if not (chosen or needed or plan.backward) and _is_of_gradients(threshold.where):
+            continue  # none were planned
         if not chosen:
             why = NOTHING + _unmatched(threshold.where, groups)
-            needed = threshold.may_lack == "nothing"
             standing = Standing.MISSING if needed else Standing.NOT_APPLICABLE
             yield Test(rule=threshold.name, standing=standing, reasons=(why,))
         for group in chosen.values():
@@ -111,6 +113,12 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
                 else (group,)
             )
             yield from (_judge(threshold, part, plan) for part in parts)
+
+
+def _is_of_gradients(where: Selector) -> bool:
+    """Returns whether a selector fits gradients alone."""
+    specs = [spec for spec in TENSORS.values() if matches(where.tensor, spec.name)]
+    return bool(specs) and all(spec.is_gradient for spec in specs)
 
 
 def _unmatched(where: Selector, groups: Groups) -> str:
