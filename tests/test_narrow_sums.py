@@ -99,7 +99,7 @@ def report() -> AuditReport:
 def test_the_default_rules_catch_it(report: AuditReport) -> None:
     """By that rule alone, and with its name."""
     (finding,) = [f for f in report.findings if f.severity == "exceeded"]
-    assert (finding.rule, finding.tensor, finding.limit) == ("narrow sum", "dq", 0.25)
+    assert (finding.rule, finding.tensor, finding.limit) == ("narrow sum", "dq", 0.5)
     assert (finding.observed or 0) > 0.5
     assert finding.cause == "dQ is summed in bfloat16 over tiles of 128 keys"
     assert "sums dq from tile to tile in 16 bits: at least 0." in finding.sentence

@@ -33,6 +33,7 @@ from numdev.kernels.reference.blocked import scores
 from numdev.metrics.tiled import TILES
 
 CERTAIN = 6.0  # standard deviations that a share is lessened by
+MOST_SHARE = 1.5  # what has more of it errs otherwise: all of a gradient may cancel
 ROWS = 128  # of a gradient, in which it is looked for
 MOST_ROWS = 2048  # of all query heads and sequences
 
@@ -102,8 +103,10 @@ class Sums:
         weighed = d * torch.where(square > 0, square.reciprocal(), 0.0)
         products, of_head = weighed * n, (1, 3, 4)
         error = products.square().sum(dim=of_head).sqrt()
-        share: Tensor = products.sum(dim=of_head) - CERTAIN * error
-        return share / (weighed * d).sum(dim=of_head)
+        size = (weighed * d).sum(dim=of_head)
+        share: Tensor = products.sum(dim=of_head) / size
+        least = share - CERTAIN * error / size
+        return torch.where(share <= MOST_SHARE, least, least.clamp_max(0.0))
 
     @cached_property
     def is_finite(self) -> Tensor:
@@ -134,10 +137,11 @@ def _stored(case: AttentionCase, tiles: Tensor) -> Tensor:
     """The running sum of tiles [tiles, ...], rounded before each is added, unless all
     that is still to come is less than a last digit: then it is rounded as the cast
     rounds."""
-    ulp = 2 * case.format.unit_roundoff
+    fmt = case.format
+    ulp, least = 2 * fmt.unit_roundoff, 2.0 ** (fmt.emin - fmt.precision + 1)
     total, rest = tiles[0], tiles[1:].sum(dim=0)
     for tile in tiles[1:]:
-        rounds = rest.abs() > ulp * total.abs()
+        rounds = rest.abs() > (ulp * total.abs()).clamp_min(least)
         total = total + (_rounded(case, total) - total) * rounds + tile
         rest = rest - tile
     return total
