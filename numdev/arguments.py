@@ -60,7 +60,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def expect_fields(record: Any) -> None:
+def expect_fields(record: object) -> None:
     """Raises UsageError for a field of a dataclass whose annotation does not allow what
     it has."""
     signature, hints = _declared(cast(Any, type(record)))
@@ -69,7 +69,7 @@ def expect_fields(record: Any) -> None:
 
 
 def expect(
-    name: str, value: Any, hint: Any, *, default: Any = inspect.Parameter.empty
+    name: str, value: object, hint: object, *, default: object = inspect.Parameter.empty
 ) -> None:
     """Raises UsageError, which names the argument, where the value is not of the
     annotation."""
@@ -81,7 +81,7 @@ def expect(
 
 
 @functools.cache
-def _declared(function: Any) -> tuple[inspect.Signature, dict[str, Any]]:
+def _declared(function: Any) -> tuple[inspect.Signature, dict[str, object]]:
     return inspect.signature(function), typing.get_type_hints(function)
 
 
@@ -110,13 +110,13 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, origin or hint)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     """Whether it is a sequence or a set, and no text, mapping or tensor."""
     no_list = isinstance(value, str | bytes | Mapping) or hasattr(value, "ndim")
     return isinstance(value, Collection) and not no_list
 
 
-def _words(hint: Any) -> Iterator[str]:
+def _words(hint: object) -> Iterator[str]:
     """What an annotation allows."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -137,7 +137,7 @@ def _words(hint: Any) -> Iterator[str]:
         yield _a(getattr(hint, "__name__", str(hint)))
 
 
-def _got(value: Any) -> str:
+def _got(value: object) -> str:
     """What came, in a few words."""
     if isinstance(value, str) and not value:
         return "an empty string"

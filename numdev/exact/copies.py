@@ -6,7 +6,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,12 @@ from numdev.exact.refusals import unsupported
 from numdev.exact.wide import Wide, widened
 
 
-def wide_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def wide_arguments(arguments: tuple[object, ...]) -> tuple[object, ...]:
     """A copy of a tree: floating-point tensors as `Wide` of their own values, leaves of
     autograd that require a gradient where the originals do; other tensors cloned. What is
     one tensor, or shares storage, does so in the copy, with the same strides."""
     copies = wide_copies(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
-    copied: tuple[Any, ...] = tree_map(lambda x: copies.get(id(x), x), arguments)
+    copied: tuple[object, ...] = tree_map(lambda x: copies.get(id(x), x), arguments)
     return copied
 
 
@@ -34,7 +33,7 @@ def wide_module(module: nn.Module) -> nn.Module:
     Raises Unsupported for an attribute that cannot be copied."""
     tensors = list({id(x): x for x in _tensors_in(module)}.values())
     copies = wide_copies(tensors)
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for x in tensors:
         wide = copies[id(x)]
         if isinstance(x, nn.Parameter):
@@ -51,7 +50,7 @@ def wide_module(module: nn.Module) -> nn.Module:
 def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Copies by the identity of the originals; those that share storage share that of
     their copies."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    groups: dict[object, list[Tensor]] = defaultdict(list)
     for x in tensors:
         if not isinstance(x, Wide) and x.layout != torch.strided:
             raise unsupported("an argument", f"it is a tensor of the layout {x.layout}")
@@ -98,7 +97,7 @@ def _span(x: Tensor) -> int:
 def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that stand anywhere in a module's attributes."""
     seen: set[int] = set()
-    pending: list[Any] = [module]
+    pending: list[object] = [module]
     while pending:
         x = pending.pop()
         if id(x) in seen:
@@ -110,7 +109,7 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
             pending += _parts(x)
 
 
-def _parts(x: object) -> list[Any]:
+def _parts(x: object) -> list[object]:
     if isinstance(x, Mapping):
         return list(x.values())
     if isinstance(x, list | tuple | set | frozenset):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,7 @@ def promoted(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def asked_dtype(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> torch.dtype | None:
     """The floating-point dtype that a call asks its result to have, if any."""
     for name in ("dtype", "out_dtype", "input_dtype"):
@@ -78,8 +77,8 @@ def asked_dtype(
 
 def result_dtypes(
     func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     results: Sequence[object],
 ) -> list[torch.dtype]:
     """The dtypes that a call's results say, one for each; of no meaning where a result is
@@ -100,7 +99,7 @@ def result_dtypes(
 
 
 def _of_norm(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], role: str,
+    func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], role: str,
     common: torch.dtype,
 ) -> torch.dtype:  # fmt: skip
     """The dtype of a norm's output, gradient or statistics. On a CPU statistics of 16-bit
@@ -117,5 +116,5 @@ def _of_norm(
     return x.dtype if isinstance(x, Tensor) else common
 
 
-def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _tensors(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
     return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -58,7 +57,7 @@ class Unsupported(MeasurementError):
 
 
 def check_supported(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
     """Raise Unsupported where an operator is no function of its values."""
     name = func.overloadpacket.__name__
@@ -72,7 +71,7 @@ def check_supported(
 
 
 def argument(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str
+    func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], name: str
 ) -> object:
     """The argument of this name that an operator is called with, else its default, else
     None."""

@@ -4,7 +4,7 @@ numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,11 @@ class Rounding(Protocol):
         """A Python number as an operation on tensors of `dtype` reads it."""
 
     def result(
-        self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        values: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         """What an operation gives, or has written, and says is of `dtype`. Never of a
         view."""
@@ -56,7 +60,11 @@ class Unrounded:
         return value
 
     def result(
-        self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        values: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         return values
 
@@ -70,7 +78,7 @@ class EveryOperation:
 
     def __init__(
         self, *, seed: int | None = None,
-        chosen: Callable[[OpOverload, tuple[Any, ...]], bool] | None = None,
+        chosen: Callable[[OpOverload, tuple[object, ...]], bool] | None = None,
     ) -> None:  # fmt: skip
         self.seed, self.chosen = seed, chosen
         self.generators: dict[torch.device, torch.Generator] = {}
@@ -91,7 +99,11 @@ class EveryOperation:
         return value
 
     def result(
-        self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        values: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         if self.chosen is not None and not self.chosen(func, args):
             return values

@@ -43,8 +43,12 @@ class Computing(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> object:
         if func is aten.logsumexp.default and isinstance(self.rounding, EveryOperation):
             with self:
                 return _logsumexp(*args, **(kwargs or {}))
@@ -85,7 +89,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    function: Callable[..., Any], *arguments: Any, rounding: Rounding = UNROUNDED,
+    function: Callable[..., object], *arguments: object, rounding: Rounding = UNROUNDED,
     seed: int | None = None, cotangent: Cotangent | None = None,
 ) -> Evaluation:  # fmt: skip
     """What a function, or a module, gives on these arguments, any tree of tensors and
@@ -116,7 +120,7 @@ def evaluate(
 
 
 def _differentiable(
-    function: Callable[..., Any], inputs: tuple[Any, ...]
+    function: Callable[..., object], inputs: tuple[object, ...]
 ) -> dict[str, Tensor]:
     """The tensors that get gradients, by name."""
     paths, _ = tree_flatten_with_path(inputs)
@@ -127,7 +131,7 @@ def _differentiable(
 
 
 def _gradients(
-    output: Any, leaves: Mapping[str, Tensor], cotangent: Cotangent
+    output: object, leaves: Mapping[str, Tensor], cotangent: Cotangent
 ) -> dict[str, Tensor | None]:
     outputs = [x for x in tree_leaves(output) if is_floating(x) and x.requires_grad]
     if not outputs or not leaves:

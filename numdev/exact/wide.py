@@ -87,8 +87,12 @@ class Wide(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Any = None,
+    ) -> object:
         """Outside of a run, as when a cache is put together: nothing is rounded."""
         return compute(func, args, kwargs or {}, UNROUNDED)
 
@@ -101,7 +105,7 @@ class Wide(Tensor):
     def __copy__(self) -> Tensor:
         return self.detach().requires_grad_(self.requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wide:
+    def __deepcopy__(self, memo: dict[int, object]) -> Wide:
         copy = Wide.of(self.exact.clone(), self.dtype, is_weight=self.is_weight)
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
@@ -143,7 +147,7 @@ def widened(x: Any) -> Any:
     return x.to(computed_in(x.dtype)) if is_floating(x) else x
 
 
-def narrowed(x: Any) -> Any:
+def narrowed(x: object) -> Any:
     """A `Wide` tensor as an ordinary one of the dtype that it says, rounded once to
     nearest; anything else as it is. It keeps strides, and no gradient."""
     if not isinstance(x, Wide):
@@ -153,12 +157,12 @@ def narrowed(x: Any) -> Any:
 
 def compute(
     func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     rounding: Rounding,
     *,
     draws: bool = True,
-) -> Any:
+) -> object:
     """What an operation gives: computed in fp64 and rounded as `rounding` says,
     floating-point tensors as `Wide` of the dtype that PyTorch would give. What it writes
     into is written into.
@@ -192,8 +196,8 @@ class _Call:
     def __init__(
         self,
         func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         rounding: Rounding,
     ) -> None:
         self.func, self.args, self.kwargs, self.rounding = func, args, kwargs, rounding
@@ -208,7 +212,7 @@ class _Call:
         self.stands_for: dict[int, Tensor] = {}
         self.given: dict[int, Tensor] = {}
 
-    def run(self) -> Any:
+    def run(self) -> object:
         for target in self.targets:
             values = widened(target)
             self.given[id(target)], self.stands_for[id(values)] = values, target
@@ -229,7 +233,7 @@ class _Call:
                 outs[i].refusal = unsupported(self.func, VECTORS).message
         return tree_unflatten(outs, spec)
 
-    def _read(self, x: Any) -> Any:
+    def _read(self, x: Any) -> object:
         if id(x) in self.given:
             return self.given[id(x)]
         if isinstance(x, Wide):
@@ -238,7 +242,7 @@ class _Call:
             return computed_in(x)
         return widened(x)
 
-    def _with_numbers_read(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_numbers_read(self) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments, with Python numbers that meet tensors as the run has them."""
         if self.device is None:
             return self.args, dict(self.kwargs)
@@ -254,7 +258,7 @@ class _Call:
         }
         return args, named
 
-    def _number(self, x: Any, kind: str, device: torch.device) -> Any:
+    def _number(self, x: object, kind: str, device: torch.device) -> object:
         """A Python number as the operation reads it: an integer where it meets
         floating-point values, and is no size or dimension."""
         meets_values = (
@@ -298,7 +302,7 @@ class _Call:
             raise unsupported(self.func, f"numdev has no format for {dtype}") from error
 
 
-def check_readable(tree: Any) -> None:
+def check_readable(tree: object) -> None:
     """Raise Unsupported for a tensor that may not be read, unless in a backward pass."""
     for x in tree_leaves(tree):
         if isinstance(x, Wide) and x.refusal and torch._C._current_graph_task_id() == -1:
@@ -306,7 +310,7 @@ def check_readable(tree: Any) -> None:
 
 
 def written(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Iterator[Tensor]:
     """The tensors that an operation writes into."""
     trains = argument(func, args, kwargs, "training") is True
@@ -318,13 +322,13 @@ def written(
             yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
 
 
-def _any_wide(args: tuple[Any, ...]) -> bool:
+def _any_wide(args: tuple[object, ...]) -> bool:
     return any(isinstance(x, Wide) for x in tree_leaves(args))
 
 
 def _without_half_to_float(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The call of a softmax that gives float32 of float16, which fp64 must not do."""
     names = [parameter.name for parameter in func._schema.arguments]
     if "half_to_float" not in names:
@@ -351,8 +355,11 @@ def _float64_by_default(wanted: bool) -> Iterator[None]:
 
 
 def _drawn(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounding: Rounding
-) -> Any:
+    func: OpOverload,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    rounding: Rounding,
+) -> object:
     """Random numbers, drawn in the dtype that tensors say."""
     if func is aten.native_dropout.default:
         return _dropped_out(func, args, kwargs, rounding)
@@ -369,7 +376,10 @@ def _drawn(
 
 
 def _dropped_out(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], rounding: Rounding
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, object],
+    rounding: Rounding,
 ) -> tuple[Wide, Tensor]:
     """`native_dropout`, its mask drawn in the dtype that the input says."""
     x, p = args[0], float(args[1])
@@ -381,7 +391,7 @@ def _dropped_out(
 
 
 def _reshaped_in_place(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, object]
 ) -> Wide:
     """A view put in the place of its tensor, as `x.t_()` does."""
     wide: Wide = args[0]

@@ -53,7 +53,7 @@ Claim = Mapping[str, Any] | None
 Claims = Callable[[AttentionCase, "Output", System], Claim]
 
 
-def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any]:
+def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str, object]:
     """Unless it says otherwise: FlashAttention-2's arithmetic, a group summed before a
     cast."""
     return {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
@@ -123,7 +123,7 @@ class Kernel:
         """Why it cannot run on `system`, as a sentence; None when it can."""
         return self.broken or self.requires.missing(system)
 
-    def with_options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    def with_options(self, chosen: Mapping[str, object]) -> dict[str, Any]:
         """All options with the `chosen` ones in force; raises UsageError for an unknown
         option or value."""
         for name, value in chosen.items():
@@ -149,13 +149,13 @@ class Kernel:
             self.validate(options)
         return options
 
-    def attend(self, case: AttentionCase, **options: Any) -> Output:
+    def attend(self, case: AttentionCase, **options: object) -> Output:
         """Run the case. Refused where it declines; MeasurementError where it returns no
         output."""
         self.accept(case)
         return as_output(self.function(case, **{**self.options, **options}), case)
 
-    def gradients(self, case: AttentionCase, **options: Any) -> Output:
+    def gradients(self, case: AttentionCase, **options: object) -> Output:
         """One training step: out and lse of a forward pass, and dq, dk and dv from
         `case.grad_out`. Raises as `attend` does, Refused without a backward, UsageError
         without grad_out."""
@@ -287,7 +287,7 @@ def find(name: str) -> Kernel:
     return kernels[name]
 
 
-def of_function(name: str, function: Callable[..., Any]) -> Kernel:
+def of_function(name: str, function: Callable[..., object]) -> Kernel:
     """The kernel that was registered with this function; else the function, adapted by
     the names of its parameters as a kernel called `name`. Raises UsageError where it
     cannot be."""
@@ -297,7 +297,7 @@ def of_function(name: str, function: Callable[..., Any]) -> Kernel:
     return next(registered, None) or adapt(name, function)
 
 
-def imported(path: str, role: str) -> Callable[..., Any]:
+def imported(path: str, role: str) -> Callable[..., object]:
     """The callable `package.module:name` or `FILE.py:name`, asked for in a role
     ("kernel") that messages name. The current folder is searched last. Raises UsageError
     where it cannot be imported, or is none."""
@@ -309,7 +309,7 @@ def imported(path: str, role: str) -> Callable[..., Any]:
     except Exception as error:  # an import runs foreign code: anything may come out of it
         what = f"cannot import {module_name!r} for the {role} {path!r}: {error!r}"
         raise UsageError(what, hint="is its folder on PYTHONPATH?") from error
-    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    function: Callable[..., object] | None = getattr(module, attribute, None)
     if not callable(function):
         names = [
             n for n, f in vars(module).items() if callable(f) and not n.startswith("_")
@@ -345,7 +345,7 @@ def importable(path: str) -> str:
     return f"{'.'.join(parts)}:{attribute}"
 
 
-def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+def options_of(function: Callable[..., object]) -> dict[str, object]:
     """The options of a kernel function of a case: its keyword-only parameters and their
     defaults. Raises UsageError for one without a default, since what is not asked for
     must still be recorded, and for one that can be given by position, which no request
@@ -368,11 +368,11 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     return options
 
 
-def fingerprint(*functions: Callable[..., Any]) -> str:
+def fingerprint(*functions: Callable[..., object]) -> str:
     """A hash of the files that define the functions; of one in a notebook of its own
     source, of a name where there is neither."""
 
-    def source(function: Callable[..., Any]) -> bytes:
+    def source(function: Callable[..., object]) -> bytes:
         code = getattr(inspect.unwrap(function), "__code__", None)
         file = Path(code.co_filename) if code else None
         if file is not None and file.is_file():
@@ -386,13 +386,13 @@ def fingerprint(*functions: Callable[..., Any]) -> str:
     ]
 
 
-def summary_of(function: Callable[..., Any]) -> str:
+def summary_of(function: Callable[..., object]) -> str:
     return (inspect.getdoc(function) or "").split("\n")[0]
 
 
-def _identity(function: Callable[..., Any]) -> str:
+def _identity(function: Callable[..., object]) -> str:
     return f"{function.__module__}:{getattr(function, '__qualname__', '?')}"
 
 
-def _typed(value: Any) -> tuple[Any, type]:
+def _typed(value: object) -> tuple[object, type]:
     return value, type(value)  # True is no 1, and 64.0 no 64

@@ -129,7 +129,7 @@ class Ranks:
         self.ranks: Any = spawn(rank, place, nprocs=world, join=False, daemon=True)
         self.ask(None, START_S)
 
-    def ask(self, task: Mapping[str, Any] | None, limit_s: float = LIMIT_S) -> Any:
+    def ask(self, task: Mapping[str, object] | None, limit_s: float = LIMIT_S) -> Any:
         """What rank 0 answers, to no task that all are there. Any exception ends them;
         raises MeasurementError where one fails, dies, or it does not answer in time."""
         try:
@@ -195,7 +195,7 @@ def rank(
             answer = _of_rank(pickle.loads(pipes[number].recv_bytes()), mesh)
 
 
-def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, object]:
     """The output, and the gradients where the task has an upstream one, all of them
     whole."""
     from torch.distributed.tensor.experimental import _attention as cp

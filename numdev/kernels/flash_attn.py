@@ -57,7 +57,7 @@ class Version(NamedTuple):
         yield elsewhere, f"aligns bottom-right, an offset of {offset}, not {at}"
         yield negative, "takes a side of a window below 0 for one without a limit"
 
-    def attend(self, case: AttentionCase, **options: Any) -> Output:
+    def attend(self, case: AttentionCase, **options: object) -> Output:
         left, right = (
             self.unlimited if x is None else x for x in case.window or (None, None)
         )
@@ -78,7 +78,7 @@ class Version(NamedTuple):
 
     def claims(
         self, case: AttentionCase, output: Output, system: System
-    ) -> Mapping[str, Any] | None:
+    ) -> Mapping[str, object] | None:
         """Version 2 as PyTorch's copy of it; the others sum a group in fp32 (`dk_accum`
         in their sources), in tiles that are not documented. With a soft cap no emulation
         stands for it: its tanh is the GPU's approximate one, off by 2^-11, more than

@@ -113,12 +113,12 @@ def flashinfer(
     )
 
 
-def _plan_arguments(case: AttentionCase) -> dict[str, Any]:
+def _plan_arguments(case: AttentionCase) -> dict[str, object]:
     """What `plan` is told of a case in either layout of the keys."""
     b, n, m = case.q.shape[0], case.q_len, case.kv_len
     left = (case.window or (None, None))[0]
     mask = None if case.mask is None else explicit_mask(case)
-    how: dict[str, Any] = {
+    how: dict[str, object] = {
         "head_dim_vo": case.v.shape[-1],
         "causal": case.is_causal,
         "sm_scale": case.scale,
@@ -134,8 +134,8 @@ def _plan_arguments(case: AttentionCase) -> dict[str, Any]:
 
 
 def _plan_ragged(
-    wrapper: Any, case: AttentionCase, how: Mapping[str, Any]
-) -> tuple[Any, ...]:
+    wrapper: Any, case: AttentionCase, how: Mapping[str, object]
+) -> tuple[object, ...]:
     """K and V one sequence after the other, [tokens, kv_heads, head_dim]."""
     b, h, n, d = case.q.shape
     sequences = torch.arange(b + 1, dtype=torch.int32, device=case.q.device)
@@ -146,8 +146,8 @@ def _plan_ragged(
 
 
 def _plan_paged(
-    wrapper: Any, case: AttentionCase, page_size: int, how: Mapping[str, Any]
-) -> tuple[Any, ...]:
+    wrapper: Any, case: AttentionCase, page_size: int, how: Mapping[str, object]
+) -> tuple[object, ...]:
     """K and V in pages, each sequence from a page of its own."""
     (b, h, n, d), m, device = case.q.shape, case.kv_len, case.q.device
     sequences = torch.arange(b + 1, dtype=torch.int32, device=device)
@@ -160,7 +160,7 @@ def _plan_paged(
     return (tuple(_paged(x, pages * page_size, page_size) for x in (k, v)),)
 
 
-def _splits(wrapper: Any, case: AttentionCase) -> int:
+def _splits(wrapper: object, case: AttentionCase) -> int:
     """Into how many parts the keys were divided, by the plan of `fa2` (`PrefillPlanInfo`
     in `scheduler.cuh`): blocks in all, over those of each part."""
     plan = list(getattr(wrapper, "_plan_info", None) or ())

@@ -58,7 +58,7 @@ NO_LIMITS: Any = dict.fromkeys(
 Modification = Callable[..., Tensor]
 
 
-def _check(options: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, object]) -> None:
     """Raises UsageError for options that would be ignored."""
     asked = [n.upper() for n, x in options.items() if n != "compiled" and x is not None]
     if not options["compiled"] and asked:
@@ -67,7 +67,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 def _claims(
     case: AttentionCase, output: Output, system: System
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, object] | None:
     """What the FlexAttention that ran computes like, in both passes."""
     did, d = output.did or {}, case.q.shape[-1]
     # Scores in fp32 from widened inputs, P rounded for its product
@@ -167,7 +167,7 @@ def flex(case: AttentionCase, *, compiled: bool, **options: Any) -> Output:
 
 
 def _call(
-    *qkv: Tensor, with_lse: bool, **arguments: Any
+    *qkv: Tensor, with_lse: bool, **arguments: object
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Output, log-sum-exp, and whether this is compiled: a constant that the compiler
     sets."""
@@ -199,7 +199,7 @@ def _score_mod(case: AttentionCase) -> Modification | None:
     return changed
 
 
-def _block_mask(case: AttentionCase) -> Any:
+def _block_mask(case: AttentionCase) -> object:
     """Which keys are seen, for as many batches and heads as a mask distinguishes; None:
     all."""
     mask, (low, high) = _four_axes(case.mask, bool_mask=True), key_limits(case)

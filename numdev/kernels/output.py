@@ -64,7 +64,7 @@ def refuse(*reasons: Reason) -> None:
         raise Refused(words)
 
 
-def as_output(result: Any, case: AttentionCase) -> Output:
+def as_output(result: object, case: AttentionCase) -> Output:
     """What a kernel function returned, an Output, a tensor, or a tuple that begins with
     the output, as an Output. A tuple's second element, if not None, is the log-sum-exp;
     attention weights [batch, heads, q_len, kv_len] in its place are none, and `not_lse`
@@ -92,7 +92,7 @@ def as_output(result: Any, case: AttentionCase) -> Output:
     return output
 
 
-def _check(what: str, x: Any, shape: tuple[int, ...], case: AttentionCase) -> None:
+def _check(what: str, x: object, shape: tuple[int, ...], case: AttentionCase) -> None:
     if not isinstance(x, Tensor):
         problem = type(x).__name__
     elif tuple(x.shape) != shape:
@@ -126,10 +126,10 @@ def upstream_in(case: AttentionCase, dtype: torch.dtype) -> Tensor:
 
 
 def differentiate(
-    function: Callable[[AttentionCase], Any],
+    function: Callable[[AttentionCase], object],
     case: AttentionCase,
     *,
-    during_backward: AbstractContextManager[Any] | None = None,
+    during_backward: AbstractContextManager[object] | None = None,
 ) -> Output:
     """The function's output and its gradients; `during_backward` is entered for the
     backward pass. dO is brought to the output's dtype. The gradient of an input the

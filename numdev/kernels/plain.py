@@ -50,7 +50,7 @@ Roles = Mapping[str, str | None]
 thing)."""
 
 
-def adapt(name: str, function: Callable[..., Any]) -> Kernel:
+def adapt(name: str, function: Callable[..., object]) -> Kernel:
     """`function(case, ...)` or `function(q, k, v, ...)` as a Kernel called `name`.
 
     Raises UsageError where parameters cannot be read, or a required one is of unknown
@@ -76,7 +76,7 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     _refuse_misfits(name, parameters, [p.name for p in others if p.default is p.empty])
     required = {p.name for p in named.values() if p.default is p.empty}
 
-    def run(case: AttentionCase, **options: Any) -> Any:
+    def run(case: AttentionCase, **options: object) -> object:
         k, v = (case.k, case.v) if roles["gqa"] else repeated(case)
         by_name = _positions_by_name(case, roles)
         if by_name and case.mask is not None and case.restricts_positions:
@@ -134,13 +134,15 @@ def _refuse_misfits(
         raise UsageError(what, hint=hint)
 
 
-def parameters(function: Callable[..., Any]) -> dict[str, str]:
+def parameters(function: Callable[..., object]) -> dict[str, str]:
     """What a plain function takes of NAMES, with its names for it."""
     roles = _roles(inspect.signature(function).parameters)
     return {role: name for role, name in roles.items() if name}
 
 
-def never_set(function: Callable[..., Any], cases: Collection[CaseRecord]) -> list[str]:
+def never_set(
+    function: Callable[..., object], cases: Collection[CaseRecord]
+) -> list[str]:
     """The parameters of a plain function whose meaning no case calls for."""
     needed = set(itertools.chain.from_iterable(map(_needed, cases)))
     return [name for role, name in parameters(function).items() if role not in needed]
@@ -200,11 +202,11 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
 
 def _arguments(
     case: AttentionCase, roles: Roles, required: Collection[str], by_name: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The case's values under the function's names, causality and window `by_name` or in
     the mask. What the case has no use for is left to the function's default, else OFF;
     causality is always said: some are causal by default."""
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "scale": case.scale,
         "softcap": case.softcap,
         "sinks": case.sinks,

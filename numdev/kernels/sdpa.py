@@ -60,7 +60,7 @@ class OperatorLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ran: list[str] = []
-        self.returned: Any = None
+        self.returned: object = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -69,8 +69,8 @@ class OperatorLog(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.ran.append(name)

@@ -225,7 +225,7 @@ def divided(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
 # --- the kernel -----------------------------------------------------------------------
 
 
-def _check(options: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, object]) -> None:
     if options["partial_format"] == "float32" and options["inner"] != "emulated":
         what = f"{options['inner']} hands over its output in the working format"
         raise UsageError(what, hint="leave out partial_format, or take inner: emulated")
@@ -233,7 +233,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 def claims(
     case: AttentionCase, output: Output, system: System
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, object] | None:
     """What the merged shards compute like; None where no emulation does: a running result
     that is stored in a narrow format between two merges, gradients that are added up in
     one, a rounded difference (`promoted`), and the shards of `zigzag`, which are two
@@ -269,7 +269,7 @@ def claims(
     return claim
 
 
-def described(did: Mapping[str, Any], each: str) -> str:
+def described(did: Mapping[str, object], each: str) -> str:
     """What ran in words; `each` is the operator of one shard."""
     return (
         f"{did['shards']} shards, {did['order']}, merged in {did['merge_format']}, "

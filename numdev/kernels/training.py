@@ -81,7 +81,7 @@ def crossed(
 
 
 def _applied(
-    kernel: Kernel, case: AttentionCase, options: Options, behind: Callable[..., Any]
+    kernel: Kernel, case: AttentionCase, options: Options, behind: Callable[..., object]
 ) -> Tensor:
     with torch.autocast(case.q.device.type, enabled=False):
         out: Tensor = _Step.apply(  # type: ignore[no-untyped-call]
@@ -96,15 +96,15 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, case: Any, run: Any, behind: Any
-    ) -> Any:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, case: Any, run: Any, behind: object
+    ) -> object:
         ctx.save_for_backward(q, k, v)
         ctx.behind = behind
         ctx.case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
         return run(ctx.case).out
 
     @staticmethod
-    def backward(ctx: Any, *upstreams: Any) -> Any:
+    def backward(ctx: Any, *upstreams: Any) -> object:
         with torch.autocast(upstreams[0].device.type, enabled=False):
             gradients = zip(
                 ctx.behind(ctx.case, upstreams[0]), ctx.saved_tensors, strict=True

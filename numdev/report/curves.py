@@ -64,8 +64,8 @@ None is the value of a cell that the axis does not move."""
 def cells(
     rows: Sequence[DeviationRow],
     metrics: Sequence[str],
-    baseline: tuple[str, Mapping[str, Any]],
-    axes: Mapping[str, Mapping[str, Any]],
+    baseline: tuple[str, Mapping[str, object]],
+    axes: Mapping[str, Mapping[str, object]],
 ) -> tuple[CellRow, ...]:
     """Metrics of kernels by cell and format, in the rows' order. `axes`: places of
     cases."""
@@ -141,7 +141,7 @@ def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFram
     return pooled.reset_index()
 
 
-def _chosen(options: Mapping[str, Any]) -> str:
+def _chosen(options: Mapping[str, object]) -> str:
     return repr(sorted(options.items()))
 
 
@@ -167,7 +167,7 @@ class Grid:
         several = {name: x for name, x in values.items() if len(x) > 1}
         return {name: list(distinct) for name, distinct in several.items()}
 
-    def _named(self, kernel: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _named(self, kernel: str, options: Mapping[str, object]) -> dict[str, object]:
         """The options that somebody gave this kernel a value for: what its label must
         say."""
         choices = (*self.request.kernels, self.request.baseline)
@@ -219,7 +219,7 @@ class Grid:
         ticks = tuple(Tick(x=x, label=value) for x, value in places)
         return Axis(name=self.x, title=self.x, scale=scale, ticks=ticks)
 
-    def label(self, kernel: str, options: Mapping[str, Any]) -> str:
+    def label(self, kernel: str, options: Mapping[str, object]) -> str:
         """A kernel with the options that tell it from others, but for the axis."""
         named = {n: v for n, v in self._named(kernel, options).items() if n != self.x}
         parts = (str(v) if n == "preset" else f"{n}={v}" for n, v in named.items())

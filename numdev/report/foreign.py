@@ -8,7 +8,6 @@ its renderer."""
 from __future__ import annotations
 
 import json
-from typing import Any
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """What a spreadsheet takes for the start of a formula."""
@@ -25,7 +24,7 @@ def plain(text: str, keep: str = "") -> str:
     )
 
 
-def cell(value: Any) -> Any:
+def cell(value: object) -> object:
     """A value as a cell of a CSV file: mappings as JSON, and text that a spreadsheet
     would compute with an apostrophe before it; control characters but tabs and line ends
     spelled out. Numbers stay."""

@@ -141,7 +141,7 @@ def refuse_other_kind(directory: Path, kind: str) -> None:
 
 
 def claim(
-    directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: bool
+    directory: Path, kind: str, request: Mapping[str, object], *, overwrite: bool
 ) -> None:
     """Make the directory of the results. Raises UsageError where it holds another report:
     one of another command always, of another request unless `overwrite`."""

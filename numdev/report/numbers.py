@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 NONE = "–"
 MOST = 1e9  # a larger multiple is of a rounding error of the fp64 reference, and not said
@@ -50,7 +49,7 @@ def three(value: float | None, beside: float | None = None) -> str:
     return f"{float(text):.0f}" if 1e3 <= abs(float(text)) < 1e6 else power(text)
 
 
-def labelled(kernel: str, options: Mapping[str, Any]) -> str:
+def labelled(kernel: str, options: Mapping[str, object]) -> str:
     """A kernel with the options that were chosen: `emulated[preset=fa2,block_kv=64]`."""
     chosen = ((n, f"{x:g}" if isinstance(x, float) else x) for n, x in options.items())
     text = ",".join(f"{name}={value}" for name, value in chosen if value is not None)

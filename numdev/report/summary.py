@@ -161,7 +161,7 @@ def _over_heads(
 ) -> dict[str, Any]:
     """The fields that a record has of each metric over heads: the median, the largest,
     and where that is; none where no head has a number."""
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "ok": len(ok),
         "nonfinite": sum(row.nonfinite or 0 for row in ok),
     }

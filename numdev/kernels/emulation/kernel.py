@@ -94,18 +94,18 @@ MOST_BITS = 12
 arithmetic."""
 
 
-def recipe_of(claim: Mapping[str, Any], **overrides: Any) -> Recipe:
+def recipe_of(claim: Mapping[str, object], **overrides: Any) -> Recipe:
     """The recipe a claim describes, in fp32 arithmetic; raises UsageError for a senseless
     claim."""
     return recipe(**{**claim, **overrides, "compute": "float32"})
 
 
-def emulation(case: AttentionCase, claim: Mapping[str, Any]) -> Tensor:
+def emulation(case: AttentionCase, claim: Mapping[str, object]) -> Tensor:
     """The claim's output [B, H, q_len, v_dim], float32. Raises as `emulated` does."""
     return attend(case, recipe_of(claim), at_once=True)[0]
 
 
-def emulated_step(case: AttentionCase, claim: Mapping[str, Any]) -> dict[str, Tensor]:
+def emulated_step(case: AttentionCase, claim: Mapping[str, object]) -> dict[str, Tensor]:
     """What the claim has of a training step, float32: `out`, as in `emulation`, and `dq`,
     `dk`, `dv`, each in the shape of its input. Raises as `backward.gradients` does."""
     out, _, dq, dk, dv = backward.gradients(case, recipe_of(claim), at_once=True)
@@ -113,7 +113,7 @@ def emulated_step(case: AttentionCase, claim: Mapping[str, Any]) -> dict[str, Te
 
 
 def unpredictable(
-    claim: Mapping[str, Any] | None, working: Format, returned: Format
+    claim: Mapping[str, object] | None, working: Format, returned: Format
 ) -> str | None:
     """Why no error of an output is predicted, as a clause; None where it is: fp32
     arithmetic, which is left out, must be small beside the rounding to the working
@@ -131,7 +131,7 @@ def unpredictable(
 
 
 def unexpected(
-    claim: Mapping[str, Any] | None, working: Format, returned: Format
+    claim: Mapping[str, object] | None, working: Format, returned: Format
 ) -> str | None:
     """Why no size of error is expected of an output, as a clause; None where one is. In
     float32 an emulation predicts no element, but together with what fp32 arithmetic may
@@ -142,10 +142,10 @@ def unexpected(
 
 
 def returning(
-    claim: Mapping[str, Any] | None,
+    claim: Mapping[str, object] | None,
     case: AttentionCase,
     returned: Format | Mapping[str, Format],
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """The claim for a kernel that returned another format than the case's, of the output
     or of each tensor in `SITE_OF` that came back. Backward reads that O, unless the claim
     says otherwise."""

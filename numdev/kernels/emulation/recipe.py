@@ -287,7 +287,7 @@ def changed(
     return result
 
 
-def _contradictions(result: Recipe, parts: Mapping[str, Any]) -> dict[str, bool]:
+def _contradictions(result: Recipe, parts: Mapping[str, object]) -> dict[str, bool]:
     """Options of which one would be ignored, in words, and whether the recipe has them.
     `parts` are the options that were asked for."""
     plain, width = result.algorithm == "plain", result.block_kv is not None
@@ -312,7 +312,7 @@ def _contradictions(result: Recipe, parts: Mapping[str, Any]) -> dict[str, bool]
     }
 
 
-def _check(name: str, value: Any) -> None:
+def _check(name: str, value: object) -> None:
     """One part of a recipe by itself; what is of the stabilised softmax
     `check_stabilised` has."""
     if name in SITES:

@@ -438,7 +438,9 @@ _NOT_BUILT: dict[Hashable, str] = {}
 """What Triton could not build, and why. To try takes seconds, and it prints pages."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: object
+) -> None:
     """Runs a Triton kernel where its tensors are, and not on the current device. Raises
     Refused where Triton cannot build it for this one; what it could not once is not tried
     again."""

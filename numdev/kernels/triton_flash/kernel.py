@@ -103,7 +103,7 @@ Plan = cast(Any, namedtuple)(
 )
 
 
-def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> Any:
+def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> object:
     """What a kernel is compiled for, by a case and all its options in force: constants to
     it."""
     first, last = key_limits(case)
@@ -331,7 +331,7 @@ def _unsupported(case: AttentionCase) -> str | None:
     )
 
 
-def _check(options: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, object]) -> None:
     if options["delta_o"] != "working" and options["delta_from"] != "dO*O":
         raise UsageError("delta_o is of delta from dO*O", hint="leave out one of the two")
     check_stabilised(options)
@@ -339,7 +339,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 def _claims(
     case: AttentionCase, output: Output, system: System
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, object] | None:
     """What `emulated` calls the options in force. None with the stabilised softmax: which
     rows it shifts is decided by the last bits of their scores, which no emulation has.
     (The guarded one asks no score.) A group's dK and dV are kept in fp32 until they are
@@ -351,7 +351,7 @@ def _claims(
     return {"preset": "fa2", **named, "dk_partial": "float32", "dv_partial": "float32"}
 
 
-def step(case: AttentionCase, **options: Any) -> Output:
+def step(case: AttentionCase, **options: object) -> Output:
     """Both passes of a training step: out, lse, dq, dk and dv. dO is brought to the
     inputs' dtype. Raises UsageError for a case without grad_out."""
     dO = upstream_in(case, case.q.dtype)
@@ -373,7 +373,7 @@ class _Trained(torch.autograd.Function):
         return done.out
 
     @staticmethod
-    def backward(ctx: Any, *upstreams: Any) -> Any:
+    def backward(ctx: Any, *upstreams: object) -> object:
         return *ctx.call.backward(*ctx.saved_tensors, upstreams[0]), None
 
 

@@ -12,7 +12,6 @@ import hashlib
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -65,7 +64,7 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
     return environment.get_template("page.html.j2").render(about)
 
 
-def _visible(value: Any) -> Any:
+def _visible(value: object) -> object:
     """Foreign text without marks that would turn the direction of what stands around
     it."""
     if isinstance(value, str) and not isinstance(value, Markup):
