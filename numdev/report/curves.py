@@ -87,7 +87,9 @@ def cells(
     cell_rows = []
     for seeds in places.values():
         first = lines[seeds[0]]
+        limited = any(lines[seed]["limited"] for seed in seeds)
         for metric in metrics:
+            count = int(np.isfinite(values[metric][seeds]).sum())
             mean, low, high = _interval(interval, values[metric][seeds])
             ratio, ratio_low, ratio_high = _interval(factor, ratios[metric][seeds])
             row = CellRow(
@@ -98,8 +100,8 @@ def cells(
                 format=first["format"],
                 axes=dict(axes.get(first["case"], {})),
                 metric=metric,
-                seeds=int(np.isfinite(values[metric][seeds]).sum()),
-                limited=any(lines[seed]["limited"] for seed in seeds),
+                seeds=count,
+                limited=limited,
                 mean=mean,
                 low=low,
                 high=high,
