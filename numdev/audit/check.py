@@ -178,22 +178,54 @@ class CheckSource(ConfigSource):
 # Keys: the least that most kernels take at once; their tiles are multiples of it
 TILE = 64
 LEAST_IN_TILE = 16  # keys in the last tile from which on an error there is no small one
+
+
+def _has_distinct_group(c: CaseRecord) -> bool:
+    return 1 < c.kv_heads < c.heads != c.kv_heads**2
+
+
+def _has_more_queries(c: CaseRecord) -> bool:
+    return c.q_len > c.kv_len
+
+
+def _has_more_keys(c: CaseRecord) -> bool:
+    return 1 < c.q_len < c.kv_len
+
+
+def _has_single_query(c: CaseRecord) -> bool:
+    return c.q_len == 1 < c.kv_len
+
+
+def _has_full_last_tile(c: CaseRecord) -> bool:
+    return c.kv_len > TILE and not c.kv_len % TILE
+
+
+def _has_partial_last_tile(c: CaseRecord) -> bool:
+    return c.kv_len > TILE and c.kv_len % TILE >= LEAST_IN_TILE
+
+
+def _has_length_of_head_dim(c: CaseRecord) -> bool:
+    return c.q_len == c.kv_len == c.head_dim
+
+
+def _has_other_v_dim(c: CaseRecord) -> bool:
+    return c.v_dim != c.head_dim
+
+
+def _has_batch(c: CaseRecord) -> bool:
+    return c.batch > 1
+
+
 SHAPES: Mapping[str, Callable[[CaseRecord], bool]] = {
-    "a group size unlike the number of kv heads": lambda c: (
-        1 < c.kv_heads < c.heads != c.kv_heads**2
-    ),
-    "more queries than keys": lambda c: c.q_len > c.kv_len,
-    "more keys than queries": lambda c: 1 < c.q_len < c.kv_len,
-    "a single query": lambda c: c.q_len == 1 < c.kv_len,
-    "several tiles of keys, the last one full": lambda c: (
-        c.kv_len > TILE and not c.kv_len % TILE
-    ),
-    "several tiles of keys, the last one partly full": lambda c: (
-        c.kv_len > TILE and c.kv_len % TILE >= LEAST_IN_TILE
-    ),
-    "a length equal to head_dim": lambda c: c.q_len == c.kv_len == c.head_dim,
-    "V of another width": lambda c: c.v_dim != c.head_dim,
-    "several sequences": lambda c: c.batch > 1,
+    "a group size unlike the number of kv heads": _has_distinct_group,
+    "more queries than keys": _has_more_queries,
+    "more keys than queries": _has_more_keys,
+    "a single query": _has_single_query,
+    "several tiles of keys, the last one full": _has_full_last_tile,
+    "several tiles of keys, the last one partly full": _has_partial_last_tile,
+    "a length equal to head_dim": _has_length_of_head_dim,
+    "V of another width": _has_other_v_dim,
+    "several sequences": _has_batch,
 }
 """What sizes of a call may be to each other, where code that takes one for another goes
 wrong."""
@@ -217,12 +249,12 @@ def default_cases() -> tuple[CaseConfig, ...]:
 def _by_name(name: str) -> Sequence[CaseConfig]:
     """A case of the default set, or a regime of inputs, without and with a causal
     mask."""
-    known = {config.name: config for config in default_cases()}
-    if name in known:
-        return [known[name]]
+    defaults = {config.name: config for config in default_cases()}
+    if name in defaults:
+        return [defaults[name]]
     if name not in REGIMES:
         what = f"{name!r} is not a case, an input regime or a file"
-        raise UsageError(what, hint=closest(name, [*known, *REGIMES]))
+        raise UsageError(what, hint=closest(name, [*defaults, *REGIMES]))
     return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})
 
 

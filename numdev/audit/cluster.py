@@ -145,7 +145,7 @@ def shared_by(header: Mapping[str, Any]) -> str:
 
 @dataclass(eq=False)
 class Workers:
-    """Where cases are sent. `submit` and `rest` give what has come back meanwhile."""
+    """Where cases are sent. `submit` and `drain` give what has come back meanwhile."""
 
     plan: Plan
     expected: str  # JSON: what must be the same on a worker
@@ -175,7 +175,8 @@ class Workers:
         self.flights[future] = tasks
         future.add_done_callback(self.arrived.put)
 
-    def rest(self) -> Iterator[Finished]:
+    def drain(self) -> Iterator[Finished]:
+        """What the cases that are still out came to, until all are back."""
         while self.flights:
             yield from self._landed()
 
@@ -296,22 +297,24 @@ def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
         threads = {
             name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         }
-        own = [
+        visible_to = [
             {"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {}
             for i in range(cluster.workers)
         ]
-        here = {"host": "127.0.0.1", "dashboard": False}
+        local_only = {"host": "127.0.0.1", "dashboard": False}
         # memory_limit: tensors are not Dask's to count, nor to spill.
         shared = {
-            **here,
+            **local_only,
             "nthreads": 1,
             "memory_limit": 0,
             "silence_logs": logging.CRITICAL,
         }
-        each = ({**shared, "env": {**threads, **environ}} for environ in own)
+        each = ({**shared, "env": {**threads, **environ}} for environ in visible_to)
         local = SpecCluster(
-            scheduler={"cls": Scheduler, "options": here},
-            workers={i: {"cls": Nanny, "options": its} for i, its in enumerate(each)},
+            scheduler={"cls": Scheduler, "options": local_only},
+            workers={
+                i: {"cls": Nanny, "options": options} for i, options in enumerate(each)
+            },
             # What an interrupt left half begun ends with its parent
             shutdown_on_close=False,
         )
@@ -330,17 +333,17 @@ def work(
     measured."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
-            known = json.loads(expected)
-            check_here(known)  # first: another version might not even read the parcel
+            shared = json.loads(expected)
+            check_here(shared)  # first: another version might not even read the parcel
             plan, tasks, located, limit_s = pickle.loads(parcel)
-            planned = [(_planned(task, known["kernels"]), task) for task in tasks]
+            planned = [(_planned(task, shared["kernels"]), task) for task in tasks]
             process, watch = _isolated(), Stopwatch(plan.system.device)
             process.limit_s = limit_s
             with watch("capture"):
                 case = copied(located.load(), plan.system.device)
-            here = as_located(case, located.axes)
+            received = as_located(case, located.axes)
             return list(
-                measured_here(here, planned, plan, process, watch)
+                measured_here(received, planned, plan, process, watch)
             ), watch.seconds()
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"
@@ -363,20 +366,22 @@ def check_here(expected: Mapping[str, Any]) -> None:
     here, but for the number of GPUs: a worker mostly sees one."""
     set_torch(expected["torch"])
     system = System.probe(expected["environment"]["device"])
-    here = json.loads(json.dumps(environment(system), default=str))
-    there = {**expected["environment"], "devices": here["devices"]}
-    if here != there:
-        where, wanted, got = first_difference(there, here)
+    actual = json.loads(json.dumps(environment(system), default=str))
+    required = {**expected["environment"], "devices": actual["devices"]}
+    if actual != required:
+        where, wanted, got = first_difference(required, actual)
         raise UsageError(
             f"a worker's environment differs: {where}: expected {wanted!r}, got {got!r}",
             hint=SAME,
         )
 
 
-def _planned(task: Task, known: Mapping[str, str]) -> Planned:
+def _planned(task: Task, sources: Mapping[str, str]) -> Planned:
+    """The kernel of a task as this worker has it. Raises UsageError where its source is
+    not that of `sources`, by kernel's name."""
     name = task.kernel
     fault = name.removeprefix(PREFIX)
     kernel = CONTROLS[fault].kernel() if task.role == "control" else find(name)
-    if kernel.made_from != known.get(name):
+    if kernel.made_from != sources.get(name):
         raise UsageError(f"kernel {name}: a worker has a different source", hint=SAME)
     return Planned(role=task.role, kernel=kernel, options=task.options)

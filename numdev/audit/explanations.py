@@ -29,7 +29,7 @@ from numdev.formats import Format, round_to
 from numdev.gate.rules import Threshold, default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
-from numdev.kernels.emulation import kernel as made
+from numdev.kernels.emulation import kernel as emulator
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
@@ -49,7 +49,8 @@ from numdev.yamlfile import Strict, bundled, read_yaml
 
 # By tensor, what a way returns for the measured heads and rows
 Step = Mapping[str, Tensor]
-# `forward`: of the output alone; None: it cannot take the call
+# Computes a way's step, with `forward=True` the output alone; None where the way cannot
+# take the call
 Tried = Callable[..., Step | None]
 IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
 # Ways that are written out keep all scores of a call; no larger one is tried
@@ -74,8 +75,8 @@ class Likeness:
             return list(metrics)
         way = round_to(self.expected["out"], yardstick.format)
         explained = []
-        for head, its in zip(metrics, measure(way, yardstick).heads, strict=True):
-            size, other = head.get("bias_size"), its.get("bias_size")
+        for head, way_head in zip(metrics, measure(way, yardstick).heads, strict=True):
+            size, other = head.get("bias_size"), way_head.get("bias_size")
             if size and other and beyond_limit(size) > 1 >= beyond_limit(size - other):
                 why = f"{size:+.3f} ulp, {self.words}"
                 head = {
@@ -143,8 +144,8 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
 
     if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
         return ()
-    rest = [row for row in rows if not row.suspicion]
-    return tuple(t for t in TERMS if is_beyond([r for r in rest if r.tensor == t]))
+    right = [row for row in rows if not row.suspicion]
+    return tuple(t for t in TERMS if is_beyond([r for r in right if r.tensor == t]))
 
 
 def locate(measured: Measured[Bench], bench: Bench) -> None:
@@ -186,64 +187,124 @@ def likenesses(
     query heads as it sums them. Nothing where no way does that takes the call, or where
     no element can be predicted (in float32)."""
     select = bench.selection.select
-    came = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
-    names = [n for n, x in came.items() if n == "out" or all_finite([x])]
+    returned = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
+    names = [n for n, x in returned.items() if n == "out" or all_finite([x])]
     if any(
-        made.unpredictable({"preset": "fa2"}, bench.case.format, formats[n])
+        emulator.unpredictable({"preset": "fa2"}, bench.case.format, formats[n])
         for n in names
     ):
         return {}
-    residuals = {n: _residual(came[n], bench.yardsticks[n]) for n in names}
-    apart = [part for part in (names[:1], names[1:]) if not set(tensors).isdisjoint(part)]
-    alone = [
-        (n,) for n in names if n in KV_TENSORS and n in tensors and bench.case.group > 1
-    ]
-    best: dict[tuple[str, ...], Likeness] = {}
+    search = _Search(returned, names, tensors, bench)
+    unlike = search.try_whole_step(_ways(formats, bench, system))
+    if search.whole is not None:
+        return dict.fromkeys(names, search.whole)
+    search.try_gradients(unlike)
+    explained = search.by_tensor()
+    if "out" in tensors and "out" not in explained:
+        like = _partly_cubic(returned["out"], formats, bench)
+        explained |= {} if like is None else {"out": like}
+    return explained
 
-    def hold(words: str, way: Tried, *parts: Sequence[str]) -> None:
+
+Part = tuple[str, ...]  # tensors that one way is to explain together
+
+
+class _Search:
+    """The ways tried for one output, and the best for each part of its tensors: all, the
+    output, the gradients, and dk or dv alone where a group's heads are summed."""
+
+    def __init__(
+        self,
+        returned: Step,
+        names: Sequence[str],
+        tensors: Collection[str],
+        bench: Bench,
+    ) -> None:
+        self.tensors = frozenset(tensors)  # those beyond their limits
+        self.residuals = {n: _residual(returned[n], bench.yardsticks[n]) for n in names}
+        self.every, self.output, self.gradients = (
+            tuple(names),
+            tuple(names[:1]),
+            tuple(names[1:]),
+        )
+        self.steps = [
+            part
+            for part in (self.output, self.gradients)
+            if not self.tensors.isdisjoint(part)
+        ]
+        self.group_sums: list[Part] = [
+            (n,)
+            for n in names
+            if n in KV_TENSORS and n in tensors and bench.case.group > 1
+        ]
+        self.best: dict[Part, Likeness] = {}
+
+    @property
+    def whole(self) -> Likeness | None:
+        """The way that best explains all tensors together; None where none does."""
+        return self.best.get(self.every)
+
+    def try_whole_step(
+        self, ways: Iterable[tuple[str, Tried]]
+    ) -> list[tuple[str, Tried]]:
+        """Try ways until one explains all tensors; returns those whose output is
+        another."""
+        unlike: list[tuple[str, Tried]] = []
+        for words, way in ways:
+            if self._has_other_output(way):
+                unlike.append((words, way))
+                continue
+            self._judge(words, way, self.every, *self.steps, *self.group_sums)
+            if self.whole is not None and self.whole.residual <= fits.ENOUGH:
+                break
+        return unlike
+
+    def try_gradients(self, ways: Iterable[tuple[str, Tried]]) -> None:
+        """Try for the gradients alone ways whose output is another, unless the output is
+        wrong and unexplained: its gradients inherit its mistake."""
+        is_output_settled = "out" not in self.tensors or self.output in self.best
+        if self.gradients in self.steps and is_output_settled:
+            for words, way in ways:
+                self._judge(words, way, self.gradients, *self.group_sums)
+
+    def by_tensor(self) -> dict[str, Likeness]:
+        """The best way of each tensor that one explains."""
+        summed = [self.best.pop(part) for part in self.group_sums if part in self.best]
+        explained = {n: like for part, like in self.best.items() for n in part}
+        # Their rounding shows in dv wherever the tiles begin; dk has that of the output
+        # too.
+        nearest = min(summed, key=lambda like: like.residual, default=None)
+        if nearest is not None and nearest.residual <= fits.ENOUGH:
+            explained = {n: nearest for n in KV_TENSORS if n in self.every} | explained
+        return explained
+
+    def _has_other_output(self, way: Tried) -> bool:
+        """Whether a way's output rules it out, so that its backward need not be computed.
+
+        Backward costs most, and is not worth it where the way's output is another, or so
+        far off that the way cannot come nearer than the one that explains all tensors
+        already."""
+        most = IN_ONE if "out" in self.tensors else math.inf
+        if self.whole is not None:
+            most = min(most, self.whole.residual * math.sqrt(len(self.every)))
+        step = way(forward=True) if most < math.inf else None
+        return step is not None and self.residuals["out"](step["out"]) > most
+
+    def _judge(self, words: str, way: Tried, *parts: Part) -> None:
+        """Note the way for each part that it explains better than those before it."""
         if (expected := way()) is None:
             return
-        left = {n: residuals[n](expected[n]) for n in {n for part in parts for n in part}}
-        for part in map(tuple, parts):
+        left = {
+            n: self.residuals[n](expected[n]) for n in {n for part in parts for n in part}
+        }
+        for part in parts:
             together = math.sqrt(sum(left[n] ** 2 for n in part) / len(part))
-            fits_all = all(left[n] <= IN_ONE for n in {*part} & {*tensors})
-            better = part not in best or together < best[part].residual
-            if fits_all and better and together <= fits.EXPLAINS:
-                best[part] = Likeness(words=words, expected=expected, residual=together)
-
-    rest: list[tuple[str, Tried]] = []
-    whole: Likeness | None = None
-    for words, way in _ways(formats, bench, system):
-        # Backward costs most, and is not worth it where the way's output is another, or
-        # so far off that the way cannot come nearer than the one that explains all
-        # tensors already.
-        most = IN_ONE if "out" in tensors else math.inf
-        if whole is not None:
-            most = min(most, whole.residual * math.sqrt(len(names)))
-        step = way(forward=True) if most < math.inf else None
-        if step is not None and residuals["out"](step["out"]) > most:
-            rest.append((words, way))
-            continue
-        hold(words, way, names, *apart, *alone)
-        if (
-            whole := best.get(tuple(names))
-        ) is not None and whole.residual <= fits.ENOUGH:
-            break
-    if whole is not None:
-        return dict.fromkeys(names, whole)
-    if names[1:] in apart and ("out" not in tensors or tuple(names[:1]) in best):
-        for words, way in rest:  # gradients of a wrong output inherit its mistake
-            hold(words, way, names[1:], *alone)
-    summed = [best.pop(part) for part in alone if part in best]
-    found = {n: like for part, like in best.items() for n in part}
-    # Their rounding shows in dv wherever the tiles begin; dk has that of the output too.
-    nearest = min(summed, key=lambda like: like.residual, default=None)
-    if nearest is not None and nearest.residual <= fits.ENOUGH:
-        found = {n: nearest for n in KV_TENSORS if n in names} | found
-    if "out" in tensors and "out" not in found:
-        like = _partly_cubic(came["out"], formats, bench)
-        found |= {} if like is None else {"out": like}
-    return found
+            fits_all = all(left[n] <= IN_ONE for n in {*part} & self.tensors)
+            is_better = part not in self.best or together < self.best[part].residual
+            if fits_all and is_better and together <= fits.EXPLAINS:
+                self.best[part] = Likeness(
+                    words=words, expected=expected, residual=together
+                )
 
 
 # Unit roundoffs below it: the cubic's 8.8e-5 is nothing beside bfloat16's
@@ -276,7 +337,7 @@ def _partly_cubic(
         ]
         if (none := ways[0]) is None or (every := ways[1]) is None:
             continue
-        own = float(
+        difference = float(
             fits.weighed((none["out"] - every["out"]).double(), weight).square().sum()
         )
         sides = [
@@ -284,7 +345,7 @@ def _partly_cubic(
             for way in (none, every)
         ]
         left = [float(side.square().sum()) for side in sides]
-        if sum(left) <= PARTLY * own and (best is None or sum(left) < best[0]):
+        if sum(left) <= PARTLY * difference and (best is None or sum(left) < best[0]):
             nearer = none if left[0] <= left[1] else every
             best = (
                 sum(left),
@@ -334,7 +395,7 @@ def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
 def _ways(
     formats: Mapping[str, Format], bench: Bench, system: System
 ) -> Iterator[tuple[str, Tried]]:
-    """What is tried, in words, the likeliest first."""
+    """The ways that are tried, each with its name in words, the likeliest first."""
     place = "GPU" if system.device == "cuda" else "CPU"
     claims: dict[str, Mapping[str, Any]] = {
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
@@ -348,14 +409,14 @@ def _ways(
             claims[words] = {**design["claim"], "group_sum": "running", **more}
     # As FlashAttention-2 does, and autograd where k and v are repeated
     if bench.case.group > 1:
-        apart = {"as fa2 rounds": {"preset": "fa2"}, **claims}
-        alone = {
+        bases = {"as fa2 rounds": {"preset": "fa2"}, **claims}
+        per_query_head = {
             "group_sum": "separate",
             "dk_partial": "working",
             "dv_partial": "working",
         }
-        claims |= {f"{words}, dk and dv of each query head": {**claim, **alone}
-                   for words, claim in apart.items()}  # fmt: skip
+        claims |= {f"{words}, dk and dv of each query head": {**claim, **per_query_head}
+                   for words, claim in bases.items()}  # fmt: skip
     for words, claim in claims.items():
         yield words, functools.partial(_predicted, claim, formats, bench)
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
@@ -383,7 +444,7 @@ def _predicted(
     """What a claim predicts; None where it cannot take the call."""
     with contextlib.suppress(Refused, MeasurementError, UsageError):
         return bench.predicted(
-            made.returning(claim, bench.case, formats), forward=forward
+            emulator.returning(claim, bench.case, formats), forward=forward
         )
     return None
 
@@ -452,11 +513,11 @@ class _Compared:
         else:
             heads, kv_heads = chosen(select.heads), ()
             some = case.select_heads(list(heads))
-        self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in made.SITE_OF}
+        self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in emulator.SITE_OF}
         self.rows = select.queries
         self.case = some if self.rows is None else some.select_rows(self.rows)
         self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)
-        self.kept: dict[str, dict[str, Tensor]] = {}
+        self.steps: dict[str, dict[str, Tensor]] = {}  # emulated, by recipe
 
     def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
         """What a row says of one tensor: which roundings explain it, or why that is not
@@ -465,7 +526,9 @@ class _Compared:
         if self.rows is not None and tensor in KV_TENSORS:
             why = "query rows are sampled, and a key's gradient is a sum over all of them"
             return {"reason": why}
-        if unknown := made.unpredictable(claim or {"preset": "fa2"}, case.format, fmt):
+        if unknown := emulator.unpredictable(
+            claim or {"preset": "fa2"}, case.format, fmt
+        ):
             return {"reason": unknown}
         places = [self.select.heads_of(tensor).index(head) for head in self.heads[tensor]]
         x = self.select.select(getattr(self.output, tensor), tensor)[:, places]
@@ -474,42 +537,39 @@ class _Compared:
         more: dict[str, Any] = {"tensor": tensor, "group": case.group}
         try:
             size = terms.norm(dim=-1)
-            found = fits.attribute(x, exact, size, case.format, claim, emulated, **more)
+            fit = fits.attribute(x, exact, size, case.format, claim, emulated, **more)
         except FAILS_ONE_ROW as error:
             return {"reason": f"it could not be tried ({error})"}
-        if found is None:  # there is no error
+        if fit is None:  # there is no error
             return {}
         return {
-            "explained_by": None if found.why_not else found.best.preset,
-            "reason": found.why_not,
-            "nearest": found.best.preset,
-            "recipe": dict(found.best.claim),
-            "residual": found.best.residual,
-            "size": found.best.ratio,
-            "next_preset": found.next.preset,
-            "next_residual": found.next.residual,
-            "sites": found.sites,
+            "explained_by": None if fit.why_not else fit.best.preset,
+            "reason": fit.why_not,
+            "nearest": fit.best.preset,
+            "recipe": dict(fit.best.claim),
+            "residual": fit.best.residual,
+            "size": fit.best.ratio,
+            "next_preset": fit.next.preset,
+            "next_residual": fit.next.residual,
+            "sites": fit.sites,
         }
 
     def emulated(self, tensor: str, tried: fits.Claim) -> Tensor:
         """One emulation of backward serves all three gradients; the output needs none."""
-        recipe = made.returning(tried, self.case, self.formats)
+        recipe = emulator.returning(tried, self.case, self.formats)
         key = f"{tensor == 'out'} {sorted(recipe.items())!r}"
-        if key in self.kept:
-            return self.kept[key][tensor]
+        if key in self.steps:
+            return self.steps[key][tensor]
         if tensor == "out":
-            step = {"out": made.emulation(self.case, recipe)}
+            step = {"out": emulator.emulation(self.case, recipe)}
         else:
             step = {
                 t: x
-                for t, x in made.emulated_step(self.case, recipe).items()
+                for t, x in emulator.emulated_step(self.case, recipe).items()
                 if t != "out"
             }
-        if (
-            sum(x.nbytes for kept in self.kept.values() for x in kept.values())
-            < KEPT_BYTES
-        ):
-            self.kept[key] = step
+        if sum(x.nbytes for s in self.steps.values() for x in s.values()) < KEPT_BYTES:
+            self.steps[key] = step
         return step[tensor]
 
 
@@ -520,12 +580,12 @@ def _informed(claim: fits.Claim | None, out: AttributionRow) -> fits.Claim | Non
         return claim
     if out.recipe.get("preset") != claim.get("preset", "fa2"):
         return claim
-    rest = {k: v for k, v in claim.items() if k not in fits.FORWARD_VARIED}
-    return rest | {k: v for k, v in out.recipe.items() if k in fits.FORWARD_VARIED}
+    unvaried = {k: v for k, v in claim.items() if k not in fits.FORWARD_VARIED}
+    return unvaried | {k: v for k, v in out.recipe.items() if k in fits.FORWARD_VARIED}
 
 
 def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
-    """At most so many of them, evenly spread."""
+    """At most `most` of the heads, evenly spread."""
     return heads[:: max(1, len(heads) // most)][:most]
 
 
@@ -572,8 +632,8 @@ def examine(
                 # What a key receives comes from query heads that are not measured
                 continue
             predicted = None
-            if made.unexpected(claim, bench.case.format, fmt) is None:
-                step = bench.predicted(made.returning(claim, bench.case, formats))
+            if emulator.unexpected(claim, bench.case.format, fmt) is None:
+                step = bench.predicted(emulator.returning(claim, bench.case, formats))
                 predicted = held_to.get(tensor, step[tensor])
             worst += worst_rows(
                 bench.case,
@@ -635,7 +695,7 @@ def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[Pro
 
 
 def _rms(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:
-    """Of each bin, to four digits; None where it has no row."""
+    """The root mean square of each bin, to four digits; None for a bin without rows."""
     with np.errstate(all="ignore"):
         values = np.sqrt(squares / counts)
     return tuple(float(f"{x:.4g}") if math.isfinite(x) else None for x in values)

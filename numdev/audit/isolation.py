@@ -80,17 +80,18 @@ def attempt(
     run = kernel.gradients if gradients else kernel.attend
     with noticing() as is_interrupted:
         try:
-            with torch.set_grad_enabled(gradients), within(copied(case)) as here:
-                output = run(here, **options)
+            with torch.set_grad_enabled(gradients), within(copied(case)) as inputs:
+                output = run(inputs, **options)
             if case.q.is_cuda:
                 # A fault of this kernel comes out here, not in the next
                 torch.cuda.synchronize()
             if written := [
-                n for n, x in tensors_of(here).items() if not same(x, getattr(case, n))
+                n for n, x in tensors_of(inputs).items() if not same(x, getattr(case, n))
             ]:
                 return Failure("failed", f"writes into its inputs ({', '.join(written)})")
-            own: Output = copied(output)  # a kernel may return the same memory every time
-            return own
+            # A kernel may return the same memory every time
+            result: Output = copied(output)
+            return result
         except BaseException as error:
             if is_interrupted():
                 raise KeyboardInterrupt from error
@@ -314,12 +315,13 @@ def serve(descriptor: int) -> None:
         name, how, case, device, settings = unpacked(message[TOKEN_BYTES:])
         set_torch(settings)
         try:
-            kernel, here = find(name), copied(case, device)
+            kernel = find(name)
+            inputs = copied(case, device)
         except NumdevError as error:
             result: Any = Failure("failed", f"not found in the isolated process: {error}")
         else:
             options, gradients, within = how
-            result = attempt(kernel, here, options, gradients=gradients, within=within)
+            result = attempt(kernel, inputs, options, gradients=gradients, within=within)
         try:
             failed = isinstance(result, Failure)
             answer = (

@@ -230,7 +230,7 @@ def run_source(
                     keep(measured_here(located, unfinished, plan, run, watch))
         with watch("other"):
             if workers is not None:
-                keep(workers.rest())
+                keep(workers.drain())
     return calls
 
 
