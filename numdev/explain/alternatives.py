@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def _merged(p: Probe, width: int, less: float) -> Reference:
         dim=-1,
     )
     S = torch.where(S.isfinite(), S - less * sums, S)
-    return attend(dataclasses.replace(p.own, **rescored(p.own, S)))
+    return attend(dataclasses.replace(p.measured, **rescored(p.measured, S)))
 
 
 def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
@@ -131,7 +131,9 @@ def _stale(p: Probe, tile: int, what: str) -> Reference:
         ends = torch.arange(S.shape[-1], device=S.device) // tile * tile + tile - 1
         seen = S.cummax(dim=-1).values[..., ends.clamp(max=S.shape[-1] - 1)]
         more = torch.where(S.isfinite(), S.amax(dim=-1, keepdim=True) - seen, 0.0)
-        p.stale[tile] = attend(dataclasses.replace(p.own, **rescored(p.own, S + more)))
+        p.stale[tile] = attend(
+            dataclasses.replace(p.measured, **rescored(p.measured, S + more))
+        )
     both, right = p.stale[tile], p.exact
     ratio = (both.lse - right.lse).exp()[..., None]
     outs = (both.out * ratio, right.out / ratio, both.out)
@@ -168,10 +170,10 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
 
 def _across_heads(p: Probe) -> Reference:
     q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
-    found = attend(
+    across = attend(
         dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(p.rows.tolist())
     )
-    return p.with_out(found.out.transpose(1, 2)[p.batch][:, p.heads])
+    return p.with_out(across.out.transpose(1, 2)[p.batch][:, p.heads])
 
 
 def _reread(x: Tensor) -> Tensor:
@@ -195,6 +197,16 @@ NEAR = 20.0  # residuals so many times smaller than at 1 need no search farther 
 # --- factors ---------------------------------------------------------------------------
 
 
+class _Estimate(NamedTuple):
+    """A factor estimated from what the kernel returned."""
+
+    factor: float | None  # None: nothing could be estimated
+    neutral: float  # the value that changes nothing
+    words: str  # a cause, with the factor in words {0} and as a number {1}
+    apply: Callable[..., Reference]  # what would come out of a probe with this `factor`
+    also: tuple[str, ...] = ()
+
+
 def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     """The factors of the scale and of the output that fit every other row, with their
     cuts on the rest. A factor within two roundings of the scores (2u) of 1 is none."""
@@ -203,62 +215,57 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
         return
     index = torch.arange(math.prod(shape), device=probe.out.device).reshape(shape)
     fit, judge = index % 2 == 0, index % 2 == 1
-    o, r, lse, sinks = (
-        probe.out,
-        probe.exact.out,
-        probe.exact.lse[..., None],
-        probe.case.sinks,
-    )
-    own = (
-        0.0 if sinks is None else (sinks[probe.heads].double()[:, None, None] - lse).exp()
-    )
-    sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - own))
+    for factor, neutral, words, apply, also in _estimates(probe, fit):
+        least = 2 * probe.case.format.unit_roundoff
+        if factor is not None and abs(factor - neutral) > least:
+            places = 4 if abs(factor - 1) < 2e-3 else 3
+            shown = f"{factor:.{places}f}" if 0.1 <= factor <= 10 else in_digits(factor)
+            again = partial(apply, factor=factor)
+            cause = words.format(shown, factor)
+            alternative = Alternative(cause, again, also, general=True)
+            yield alternative, probe.cut(again(probe), judge)
+    key = _lost_key(probe)
+    lost = Alternative(f"key {key} is dropped", partial(_without, key=key), general=True)
+    yield lost, probe.cut(lost.answer(probe))
+
+
+def _estimates(probe: Probe, fit: Tensor) -> Iterator[_Estimate]:
+    """What is estimated, on the rows `fit`, in the order in which it is tried."""
+    o, r = probe.out, probe.exact.out
+    sink = _estimated_sink(probe, fit)
+    scale = _scale_factor(probe, fit)
+    yield _Estimate(scale, 1, "the scale is {0} times the requested one", Probe.scaled)
+    output = _factor(probe, fit, r, o)
+    words = "the output is {0} times the exact one"
+    yield _Estimate(output, 1, words, Probe.multiplied)
+    excess = _factor(probe, fit, o / _row_sum(probe), r - o)
+    words = "the row sum is {1:.2g} too large"
+    yield _Estimate(excess, 0, words, _with_larger_row_sum)
+    yield sink
+
+
+def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
+    """The sink that fits, as a logarithm; where it is not asked for and is a whole number
+    of ones, the padding that it may be as well."""
+    o, r = probe.out, probe.exact.out
+    lse, sinks = probe.exact.lse[..., None], probe.case.sinks
+    share = 0.0  # of the call's sink in the row sum
+    if sinks is not None:
+        share = (sinks[probe.heads].double()[:, None, None] - lse).exp()
+    sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - share))
     whose = "which was not requested" if sinks is None else "not its own"
     also: tuple[str, ...] = ()
     if sinks is None and sink > 1.5 and abs(sink - round(sink)) < 0.01 * sink:
         whose += f", or {round(sink)} keys padded with zeros are counted"
         also = tuple(filled(t) for t in PADDED if -probe.case.kv_len % t == round(sink))
-    for factor, none, words, apply in (
-        (
-            _scale_factor(probe, fit),
-            1,
-            "the scale is {0} times the requested one",
-            Probe.scaled,
-        ),
-        (
-            _factor(probe, fit, r, o),
-            1,
-            "the output is {0} times the exact one",
-            Probe.multiplied,
-        ),
-        (
-            _factor(probe, fit, o / _row_sum(probe), r - o),
-            0,
-            "the row sum is {1:.2g} too large",
-            lambda p, factor: p.multiplied(1 / (1 + factor / _row_sum(p))),
-        ),
-        (
-            math.log(max(sink, 1e-99)),
-            math.inf,
-            f"it has a sink of {{1:z.2f}}, {whose}",
-            _sink,
-        ),
-    ):
-        if (
-            factor is not None
-            and abs(factor - none) > 2 * probe.case.format.unit_roundoff
-        ):
-            places = 4 if abs(factor - 1) < 2e-3 else 3
-            shown = f"{factor:.{places}f}" if 0.1 <= factor <= 10 else in_digits(factor)
-            again = partial(apply, factor=factor)
-            cause = words.format(shown, factor)
-            found = Alternative(
-                cause, again, also if apply is _sink else (), general=True
-            )
-            yield found, probe.cut(again(probe), judge)
-    key = _lost_key(probe)
-    found = Alternative(f"key {key} is dropped", partial(_without, key=key), general=True)
-    yield found, probe.cut(found.answer(probe))
+    logarithm = math.log(max(sink, 1e-99))
+    words = f"it has a sink of {{1:z.2f}}, {whose}"
+    return _Estimate(logarithm, math.inf, words, _sink, also)
+
+
+def _with_larger_row_sum(p: Probe, factor: float) -> Reference:
+    """With `factor` added to the row sum."""
+    return p.multiplied(1 / (1 + factor / _row_sum(p)))
 
 
 def in_digits(factor: float) -> str:
@@ -294,15 +301,15 @@ def _without(p: Probe, key: int) -> Reference:
 def _lost_key(p: Probe) -> int:
     """The key without which rows would err most as they do: by w (o_i - V_j), w = P / (1
     - P)."""
-    V, o = p.own.v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
+    V, o = p.measured.v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
     e = torch.where(p.usable, p.out, 0.0) - o
     P = (p.scores - p.exact.lse[..., None]).exp()
     w = torch.where(p.usable[..., :1], P / (1 - P).clamp_min(1e-6), 0.0)
     fits = (w * ((e * o).sum(-1, keepdim=True) - e @ V)).sum(dim=(0, 1, 2))
-    apart = (
+    distances = (
         o.square().sum(-1, keepdim=True) - 2 * o @ V + V.square().sum(-2, keepdim=True)
     )
-    sizes = (w.square() * apart).sum(dim=(0, 1, 2))
+    sizes = (w.square() * distances).sum(dim=(0, 1, 2))
     return int((fits.clamp_min(0.0).square() / sizes.clamp_min(1e-300)).argmax())
 
 
@@ -328,9 +335,9 @@ def _scale_factor(p: Probe, fit: Tensor) -> float | None:
 def refined(error: Callable[[float], Tensor], at: float = 0.0) -> float:
     """Where the error is least, by Gauss-Newton steps from `at`."""
     for _ in range(4):
-        here = error(at)
-        rise = (error(at + 1e-5) - here) / 1e-5
+        error_at = error(at)
+        rise = (error(at + 1e-5) - error_at) / 1e-5
         size = float((rise * rise).sum())
-        move = -float((rise * here).sum()) / size if size > 0 else 0.0
+        move = -float((rise * error_at).sum()) / size if size > 0 else 0.0
         at += move if abs(move) < STEP else 0.0
     return at

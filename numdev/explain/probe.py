@@ -93,16 +93,17 @@ class Probe:
         return attend(self.part(case))
 
     @cached_property
-    def own(self) -> AttentionCase:
+    def measured(self) -> AttentionCase:
+        """The case itself, cut down to the probe's batch entries, heads and rows."""
         return self.part(self.case)
 
     @cached_property
     def scores(self) -> Tensor:
-        return all_scores(self.own)
+        return all_scores(self.measured)
 
     def scaled(self, factor: float) -> Reference:
         """The same of the case with `factor` times its scale."""
-        return attend(dataclasses.replace(self.own, scale=self.case.scale * factor))
+        return attend(dataclasses.replace(self.measured, scale=self.case.scale * factor))
 
     @cached_property
     def exact(self) -> Reference:

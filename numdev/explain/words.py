@@ -19,24 +19,26 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
     together. That of PyTorch's own choice is left out where another kernel has the
     same."""
     groups = grouped(rows, lambda r: (r.kernel, str(r.options), r.format, r.tensor))
-    found: list[Explanation] = []
-    for made in map(_explanation, groups.values()):
-        same = {"kernel": made.kernel, "options": made.options}
-        if made.kernel != DEFAULT or made not in [
-            e.model_copy(update=same) for e in found
+    unique: list[Explanation] = []
+    for each in map(_explanation, groups.values()):
+        same = {"kernel": each.kernel, "options": each.options}
+        if each.kernel != DEFAULT or each not in [
+            e.model_copy(update=same) for e in unique
         ]:
-            found.append(made)
-    return tuple(found)
+            unique.append(each)
+    return tuple(unique)
 
 
 def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
+    """The explanation of one tensor of a kernel in one format, from the rows of all its
+    calls: known where it is in at least half of those that were compared."""
     first, compared = rows[0], [row for row in rows if row.residual is not None]
     explained = [row for row in compared if row.explained_by]
-    known = bool(explained) and 2 * len(explained) >= len(compared)
-    alike = [row for row in compared if bool(row.explained_by) == known]
+    is_known = bool(explained) and 2 * len(explained) >= len(compared)
+    alike = [row for row in compared if bool(row.explained_by) == is_known]
     name = next((name for name, _ in Counter(map(_name, alike)).most_common(1)), None)
     same = [row for row in alike if _name(row) == name]  # what most of them have
-    sites = tuple(_sites(same)) if known else ()
+    sites = tuple(_sites(same)) if is_known else ()
     residual, following = (_median(same, name) for name in ("residual", "next_residual"))
     reason = None if compared else next((row.reason for row in rows if row.reason), None)
     return Explanation(
@@ -44,7 +46,7 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
         options=first.options,
         format=first.format,
         tensor=first.tensor,
-        known=known,
+        known=is_known,
         nearest=name,
         residual=residual if same else None,
         next_preset=same[0].next_preset if same else None,
@@ -63,42 +65,45 @@ def _median(rows: Sequence[AttributionRow], field: str) -> float:
 def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
     """Medians over the calls, the largest share first, those that are too small left
     out."""
-    found = []
+    shares = []
     for of_calls in grouped(
         (s for row in rows for s in row.sites), lambda s: s.site
     ).values():
         new = {n: median(getattr(s, n) for s in of_calls) for n in ("share", "residual")}
-        found += [of_calls[-1].model_copy(update=new)] * (new["share"] >= SMALL)
-    return sorted(found, key=lambda s: -s.share)
+        shares += [of_calls[-1].model_copy(update=new)] * (new["share"] >= SMALL)
+    return sorted(shares, key=lambda s: -s.share)
 
 
 def _name(row: AttributionRow) -> str:
     """The nearest preset, and what its recipe says beside it, as far as it bears on the
     tensor."""
-    recipe, tensor, said = row.recipe, row.tensor, []
+    recipe, tensor = row.recipe, row.tensor
+    details: list[str] = []
     if tensor != "out" and recipe.get(tensor) == "working":
-        said.append(f"{tensor} summed in the working format")
+        details.append(f"{tensor} summed in the working format")
         if tensor != "dq":
-            said += [f"{recipe['block_q']} rows a tile"] if recipe.get("block_q") else []
-            said += (
+            details += (
+                [f"{recipe['block_q']} rows a tile"] if recipe.get("block_q") else []
+            )
+            details += (
                 ["accumulated across a group"]
                 if recipe.get("group_sum") == "running"
                 else []
             )
     elif recipe.get(f"{tensor}_partial") == "exact":
-        said.append(f"{tensor} summed over the group before rounding")
+        details.append(f"{tensor} summed over the group before rounding")
     if tensor in ("dq", "dk") and "delta_from" in recipe:
-        said.append("delta computed as rowsum(dP ∘ P)")
+        details.append("delta computed as rowsum(dP ∘ P)")
     elif tensor in ("dq", "dk") and recipe.get("delta_o") == "exact":
-        said.append("delta computed from the unrounded O")
+        details.append("delta computed from the unrounded O")
     if recipe.get("block_kv"):
         order = " in descending order" if recipe.get("kv_order") == "descending" else ""
-        said.append(f"{recipe['block_kv']} keys a tile{order}")
+        details.append(f"{recipe['block_kv']} keys a tile{order}")
     if (recipe.get("splits") or 1) > 1:
-        said.append(f"{recipe['splits']} splits of the keys")
+        details.append(f"{recipe['splits']} splits of the keys")
     if recipe.get("exponential", "exact") != "exact":
-        said.append(f"exponential {recipe['exponential']}")
+        details.append(f"exponential {recipe['exponential']}")
     if recipe.get("rounding", "nearest") != "nearest":
-        said.append("rounding toward zero")
-    variant = f" with {', '.join(said)}" if said else ""
+        details.append("rounding toward zero")
+    variant = f" with {', '.join(details)}" if details else ""
     return f"`{row.nearest}`{variant}"

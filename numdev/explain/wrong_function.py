@@ -109,12 +109,15 @@ def suspect(
         tried.append((tuple(worst[:1]), int(entries.argmax())))
     for chosen, entry in dict.fromkeys(tried):
         at = errors[:, [heads.index(h) for h in chosen]]
-        found = _search(Probe.of(case, out, list(chosen), at, whole, entry=entry), hints)
-        if not found:
+        probe = Probe.of(case, out, list(chosen), at, whole, entry=entry)
+        explaining = _search(probe, hints)
+        if not explaining:
             continue
         of: Any = (case, out, first, errors, whole, heads, rows, entry)
         return {
-            head: by for head in worst if (by := _of_head(head, found, *of)) is not None
+            head: by
+            for head in worst
+            if (by := _of_head(head, explaining, *of)) is not None
         }
     return {}
 
@@ -125,7 +128,7 @@ SURE = 1000.0  # times nearer: what is right leaves the rounding of float32 alon
 
 def _of_head(
     head: int,
-    found: Sequence[tuple[Alternative, float]],
+    explaining: Sequence[tuple[Alternative, float]],
     case: AttentionCase,
     out: Tensor,
     first: Tensor | None,
@@ -135,18 +138,18 @@ def _of_head(
     rows: Tensor | None,
     entry: int | None,
 ) -> Suspicion | None:
-    """What one head that is far off is said to compute, where the best of what was found
-    is ten times nearer there too."""
-    own, best = errors[:, [heads.index(head)]], found[0][0]
-    probe = Probe.of(case, out, [head], own, whole, entry=entry)
+    """What one head that is far off is said to compute, where the best alternative
+    explaining all heads is ten times nearer there too; None where it is not."""
+    row_errors, best = errors[:, [heads.index(head)]], explaining[0][0]
+    probe = Probe.of(case, out, [head], row_errors, whole, entry=entry)
     cut = probe.cut(best.answer(probe))
     judged = out if first is None else first
-    coarse = Probe.of(case, judged, [head], own, whole, entry=entry, every=True)
+    coarse = Probe.of(case, judged, [head], row_errors, whole, entry=entry, every=True)
     answer = best.answer(coarse)
     if cut < CUT or (first is not None and coarse.cut(answer) <= SHRINKS):
         return None
     zero = (out[:, head] == 0).all(dim=-1)
-    wrong = zero & (own[:, 0] > 0) if rows is None else zero
+    wrong = zero & (row_errors[:, 0] > 0) if rows is None else zero
     places = [] if not bool(wrong.any()) else _places(wrong.any(dim=0))
     which = ["everywhere"] if bool(zero.all()) else places or [""]
     alone = "" if entry is None else f" (in batch entry {entry} alone)"
@@ -154,24 +157,27 @@ def _of_head(
     def words(cause: str, place: str = which[0]) -> str:
         return cause.replace(SOMEWHERE, place) + alone
 
+    def mechanisms(x: Alternative) -> tuple[str, ...]:
+        return tuple(
+            dict.fromkeys(words(y, z) for y in (x.cause, *x.also) for z in which)
+        )
+
+    named = tuple(x for x, _ in explaining)
     return Suspicion(
-        cause=words(", or ".join(x.cause for x, _ in found)),
+        cause=words(", or ".join(x.cause for x in named)),
         cut=cut,
         share=coarse.share(answer),
         cut_format=None if first is None else format_of(out.dtype).name,
-        instances=tuple(
-            tuple(dict.fromkeys(words(y, z) for y in (x.cause, *x.also) for z in which))
-            for x, _ in found
-        ),
-        alternatives=tuple(x for x, _ in found),
+        instances=tuple(map(mechanisms, named)),
+        alternatives=named,
     )
 
 
 def _places(wrong: Tensor) -> list[str]:
     """Which rows, bool [q_len], these are; and what that is an instance of in other
     calls."""
-    said = (in_words(wrong.nonzero()[:, 0]), *instances(wrong[None], None))
-    return [f"in {words}" for words in dict.fromkeys(said)]
+    phrases = (in_words(wrong.nonzero()[:, 0]), *instances(wrong[None], None))
+    return [f"in {words}" for words in dict.fromkeys(phrases)]
 
 
 def _search(
@@ -205,11 +211,11 @@ def _any_scale(
 ) -> list[tuple[Alternative, float]]:
     """Several wrong scales that explain the output alike: the factor is unknown, as is
     said."""
-    known = {cause: changes["scale"] for cause, changes in scales(case)}
-    wrong = [x.cause for x, _ in alike if x.cause in known]
+    factors = {cause: changes["scale"] for cause, changes in scales(case)}
+    wrong = [x.cause for x, _ in alike if x.cause in factors]
     if len(wrong) < 2 or len(wrong) < len(alike):
         return list(alike)
-    larger = all(abs(known[cause]) > abs(case.scale) for cause in wrong)
+    larger = all(abs(factors[cause]) > abs(case.scale) for cause in wrong)
     how = "too large" if larger else "wrong"
     cause = f"the scale is {how}; the data fit equally well that {', or '.join(wrong)}"
     return [(alike[0][0]._replace(cause=cause), alike[0][1])]
@@ -219,8 +225,8 @@ def _row_errors(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
     """||o - r|| of every row [B, H, q_len], over what is finite; 0 in rows that are not
     known."""
     if rows is not None:
-        known = _row_errors(out[:, :, rows], exact, None)
-        return known.new_zeros(out.shape[:3]).index_copy_(2, rows, known)
+        sampled = _row_errors(out[:, :, rows], exact, None)
+        return sampled.new_zeros(out.shape[:3]).index_copy_(2, rows, sampled)
     error = out.double() - exact.out
     usable = finite(error) & ~exact.empty[..., None]
     sizes: Tensor = torch.where(usable, error, 0.0).norm(dim=-1)

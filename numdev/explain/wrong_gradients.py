@@ -46,13 +46,11 @@ def suspect_gradients(
     said. `part`: of what call. `judged`: what the kernel returned of the same inputs in
     the format that is judged, whose errors have to shrink too. `hints`: causes of other
     calls, which alone are tried."""
-    apart = [
-        names for names in (("lse",), GRADIENTS) if getattr(step, names[0]) is not None
-    ]
-    how: Any = (part, judged, hints)
-    return {
-        n: by for names in apart for n, by in _suspects(case, step, names, *how).items()
-    }
+    suspicions: dict[str, Suspicion] = {}
+    for names in (("lse",), GRADIENTS):
+        if getattr(step, names[0]) is not None:
+            suspicions |= _suspects(case, step, names, part, judged, hints)
+    return suspicions
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,19 +58,19 @@ class _Errors:
     """The tensors of a step beside their exact results, both fp64."""
 
     exact: Step
-    given: Step
+    returned: Step
     unit_roundoff: float
 
     @classmethod
     def of(cls, step: Output, exact: Step, empty: Tensor | None = None) -> _Errors:
         """`empty`: the rows whose log-sum-exp does not count, since they see no key."""
-        given = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in exact}
+        returned = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in exact}
         if empty is not None:
-            given = {n: x.masked_fill(empty, 0.0) for n, x in given.items()}
-        return cls(exact, given, format_of(step.out.dtype).unit_roundoff)
+            returned = {n: x.masked_fill(empty, 0.0) for n, x in returned.items()}
+        return cls(exact, returned, format_of(step.out.dtype).unit_roundoff)
 
     def size(self, name: str) -> float:
-        return float((self.given[name] - self.exact[name]).norm())
+        return float((self.returned[name] - self.exact[name]).norm())
 
     def cut(self, tried: Step, names: Collection[str]) -> float:
         """How many times smaller all of these are against what is tried."""
@@ -82,13 +80,13 @@ class _Errors:
             for n in names
         }
         return min(
-            self.size(n) / max(float((self.given[n] - tried[n]).norm()), floors[n])
+            self.size(n) / max(float((self.returned[n] - tried[n]).norm()), floors[n])
             for n in names
         )
 
     def share(self, tried: Step, name: str) -> float:
         """Of the rms error, what goes with what is tried."""
-        before, after = self.size(name), float((self.given[name] - tried[name]).norm())
+        before, after = self.size(name), float((self.returned[name] - tried[name]).norm())
         return 1 - after / before if before and math.isfinite(before) else 0.0
 
 
@@ -100,73 +98,95 @@ def _suspects(
     judged: Output | None,
     hints: Collection[str] | None,
 ) -> dict[str, Suspicion]:
+    """What is computed instead of each of `tensors` that is far off; nothing where none
+    is, or no named mistake explains them."""
     exact = _step(case, tensors)
     empty = empty_rows(case) if "lse" in tensors else None
-    found = _Errors.of(step, exact, empty)
+    errors = _Errors.of(step, exact, empty)
     lacking = judged is None or any(getattr(judged, n) is None for n in tensors)
-    coarse = found if lacking or judged is None else _Errors.of(judged, exact, empty)
-    u = found.unit_roundoff
+    coarse = errors if lacking or judged is None else _Errors.of(judged, exact, empty)
+    u = errors.unit_roundoff
     least = 8 * u if "lse" in tensors else max(FAR, 8 * u)
-    far = [n for n, x in exact.items() if found.size(n) > least * float(x.norm())]
-    if not far or not all(math.isfinite(found.size(n)) for n in far):
+    far = [n for n, x in exact.items() if errors.size(n) > least * float(x.norm())]
+    if not far or not all(math.isfinite(errors.size(n)) for n in far):
         return {}
-    wide = None if coarse is found else format_of(step.out.dtype).name
-
-    where, kinds = f"in the {WHERE['lse' in tensors]}, ", instances(case)
-
-    def suspicion(
-        name: str, tried: Step, causes: Sequence[str], cut: float, words: str = "{}"
-    ) -> Suspicion | None:
-        share = coarse.share(tried, name)
-        if coarse is not found and share < LEAST_SHARE:
-            return None
-        # Others tried it on all keys
-        forms = dict.fromkeys((words, words.removesuffix(part)))
-        of = (
-            tuple(form.format(y) for y in (x, *kinds.get(x, ())) for form in forms)
-            for x in causes
-        )
-        return Suspicion(
-            cause=words.format(", or ".join(causes)),
-            cut=cut,
-            share=share,
-            cut_format=wide,
-            instances=tuple(of),
-            alternatives=tuple(y for x in causes for y in (x, *kinds.get(x, ()))),
-        )
-
+    kinds = instances(case)
+    wide = None if coarse is errors else format_of(step.out.dtype).name
+    suspicion = partial(_suspicion, coarse, wide, kinds, part)
     single: dict[str, Suspicion] = {}
     for n in far if "lse" not in tensors else ():
-        factor = float((found.given[n] * exact[n]).sum() / exact[n].square().sum())
+        factor = float((errors.returned[n] * exact[n]).sum() / exact[n].square().sum())
         tried = {n: factor * exact[n]}
         cause = f"{n} {_in_words(factor, case.scale)}"
-        by = found.cut(tried, [n])
+        by = errors.cut(tried, [n])
         if by >= CUT and (one := suspicion(n, tried, [cause], by)) is not None:
             single[n] = one
     if len(single) == len(far):
         return single
-    mistakes = dict(_mistakes(case, exact, found.given))
+    mistakes = dict(_mistakes(case, exact, errors.returned))
     if hints is not None:
         mistakes = {
             cause: make for cause, make in mistakes.items()
             if not set(hints).isdisjoint((cause, *kinds.get(cause, ())))
         }  # fmt: skip
     steps = {cause: make() for cause, make in mistakes.items()}
-    cuts = sorted(
-        ((found.cut(x, far), cause) for cause, x in steps.items()), reverse=True
-    )
-    best = cuts[0][0] if cuts else 0.0
-    causes = [cause for by, cause in cuts if by >= max(CUT, best / ALIKE)][:3]
+    causes, best = _best_causes(errors, steps, far)
     if not causes:
         return single
-    words = f"{where}{{}}{part}"
+    words = f"in the {WHERE['lse' in tensors]}, {{}}{part}"
     named = {n: suspicion(n, steps[causes[0]], causes, best, words) for n in far}
     return {n: by for n, by in named.items() if by is not None}
 
 
+def _best_causes(
+    errors: _Errors, steps: Mapping[str, Step], far: Collection[str]
+) -> tuple[list[str], float]:
+    """The at most three causes that explain all tensors that are far off, the best first,
+    and the cut of the best; no cause where none explains them."""
+    cuts = sorted(
+        ((errors.cut(x, far), cause) for cause, x in steps.items()), reverse=True
+    )
+    best = cuts[0][0] if cuts else 0.0
+    return [cause for by, cause in cuts if by >= max(CUT, best / ALIKE)][:3], best
+
+
+def _suspicion(
+    coarse: _Errors,
+    wide: str | None,
+    kinds: Mapping[str, tuple[str, ...]],
+    part: str,
+    name: str,
+    tried: Step,
+    causes: Sequence[str],
+    cut: float,
+    words: str = "{}",
+) -> Suspicion | None:
+    """A tensor's suspicion, with the causes in `words`. None where the causes were found
+    in a wider format, `wide`, and explain too little of the errors in the judged one,
+    `coarse`. `kinds`: what each cause is an instance of in other calls."""
+    share = coarse.share(tried, name)
+    if wide is not None and share < LEAST_SHARE:
+        return None
+    # Others tried it on all keys
+    forms = dict.fromkeys((words, words.removesuffix(part)))
+
+    def in_forms(cause: str) -> tuple[str, ...]:
+        mechanisms = (cause, *kinds.get(cause, ()))
+        return tuple(form.format(y) for y in mechanisms for form in forms)
+
+    return Suspicion(
+        cause=words.format(", or ".join(causes)),
+        cut=cut,
+        share=share,
+        cut_format=wide,
+        instances=tuple(map(in_forms, causes)),
+        alternatives=tuple(y for x in causes for y in (x, *kinds.get(x, ()))),
+    )
+
+
 def _in_words(factor: float, scale: float) -> str:
     """The factor of a gradient, as the mistake it is."""
-    known = {
+    factors = {
         "is 0": 0.0,
         "is ln 2 times what it should be": math.log(2),
         "is log2(e) times what it should be": 1 / math.log(2),
@@ -174,21 +194,21 @@ def _in_words(factor: float, scale: float) -> str:
         "has the scale twice": scale,
     }
     same = (
-        words for words, f in known.items() if abs(factor - f) <= SAME * (abs(f) or 1.0)
+        words for words, f in factors.items() if abs(factor - f) <= SAME * (abs(f) or 1.0)
     )
     return next(same, f"is {in_digits(factor)} times what it should be")
 
 
 def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
     if "lse" in tensors:
-        found = attend(case)
-        return {"lse": found.lse.masked_fill(found.empty, 0.0)}
-    found = gradients(case)
-    return {n: getattr(found, n) for n in GRADIENTS}
+        forward = attend(case)
+        return {"lse": forward.lse.masked_fill(forward.empty, 0.0)}
+    backward = gradients(case)
+    return {n: getattr(backward, n) for n in GRADIENTS}
 
 
 def _mistakes(
-    case: AttentionCase, exact: Step, given: Step
+    case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Causes, with what would come out."""
     with torch.enable_grad():
@@ -208,18 +228,18 @@ def _mistakes(
     for cause, one in tried:
         yield cause, partial(of_variant, one)
     yield from (
-        _of_lse(case, exact, given)
+        _of_lse(case, exact, returned)
         if "lse" in exact
-        else _of_backward(case, exact, given)
+        else _of_backward(case, exact, returned)
     )
 
 
 def _of_lse(
-    case: AttentionCase, exact: Step, given: Step
+    case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
     seen = lse != 0
-    constant = float((given["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
+    constant = float((returned["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
     steps = {
         "the logarithm is to base 2": lse / math.log(2),
         "the maximum is not added": lse - tops,
@@ -239,18 +259,20 @@ SPLITS = (2, 4, 8)
 
 def merged_in_base_2(case: AttentionCase) -> dict[str, Tensor]:
     """The log-sum-exp of parts of the keys, each to base e, merged as if to base 2."""
-    S, found = all_scores(case), {}
+    S, merged_by_cause = all_scores(case), {}
     for count in SPLITS:
         width = -(-case.kv_len // count)
         if width < case.kv_len:
             parts = torch.stack([x.logsumexp(-1) for x in S.split(width, dim=-1)])
             merged = (parts * math.log(2)).logsumexp(0) / math.log(2)
-            found[f"{count} parts of the keys are merged with powers of 2"] = merged
-    return found
+            merged_by_cause[f"{count} parts of the keys are merged with powers of 2"] = (
+                merged
+            )
+    return merged_by_cause
 
 
 def _of_backward(
-    case: AttentionCase, exact: Step, given: Step
+    case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     if exact["dq"].shape == exact["dk"].shape:
         yield (
@@ -277,18 +299,20 @@ def _of_backward(
     larger = dataclasses.replace(case, grad_out=dO * row_sum)
     cause = "dv is computed from P before its division by the row sum"
     yield cause, lambda: {**exact, "dv": gradients(larger).dv}
-    cause, scaled = _scaled(case, exact, given)
+    cause, scaled = _scaled(case, exact, returned)
     yield cause, lambda: scaled
 
 
-def _with_delta(case: AttentionCase, exact: Step, rest: Tensor) -> Step:
-    """With a delta that is less than it should be by `rest` over the scale."""
-    keys = dataclasses.replace(case, v=case.k, grad_out=rest * case.q)
-    dq, dk = exact["dq"] + rest * attend(keys).out, exact["dk"] + gradients(keys).dv
+def _with_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
+    """The gradients of a delta that is less than it should be by `deficit` over the
+    scale."""
+    keys = dataclasses.replace(case, v=case.k, grad_out=deficit * case.q)
+    dq = exact["dq"] + deficit * attend(keys).out
+    dk = exact["dk"] + gradients(keys).dv
     return {**exact, "dq": dq, "dk": dk}
 
 
-def _scaled(case: AttentionCase, exact: Step, given: Step) -> tuple[str, Step]:
+def _scaled(case: AttentionCase, exact: Step, returned: Step) -> tuple[str, Step]:
     """With the scale that fits best, by Gauss-Newton steps from the right one."""
     unit = {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
 
@@ -297,7 +321,9 @@ def _scaled(case: AttentionCase, exact: Step, given: Step) -> tuple[str, Step]:
 
     def error(t: float) -> Tensor:
         tried = step(t)
-        return torch.cat([((given[n] - tried[n]) / unit[n]).flatten() for n in GRADIENTS])
+        return torch.cat(
+            [((returned[n] - tried[n]) / unit[n]).flatten() for n in GRADIENTS]
+        )
 
     at = refined(error)
     return f"the scale is {in_digits(math.exp(at))} times the requested one", step(at)
