@@ -128,7 +128,7 @@ def audit(
             command="numdev.audit",
             say=say,
             overwrite=overwrite,
-            own=functions,
+            unregistered=functions,
             workers=cluster,
             save_cases=Path(save_cases) if save_cases else None,
             opened=audited.opened,

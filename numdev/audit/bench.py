@@ -198,8 +198,8 @@ class Selection:
     def whole(self, case: AttentionCase) -> Reference:
         """The measured heads of a case of this shape in all queries, computed once."""
         if (name := case.format.name) not in self.wholes:
-            found = attend(self.with_heads(case))
-            self.wholes[name] = dataclasses.replace(found, term_scale=found.out[..., :0])
+            whole = attend(self.with_heads(case))
+            self.wholes[name] = dataclasses.replace(whole, term_scale=whole.out[..., :0])
         return self.wholes[name]
 
     def baseline(
@@ -253,10 +253,10 @@ class Bench:
     ) -> Bench:
         """The selection in a format. `exact`: `Selection.exact` of the case as it
         came."""
-        given = selection.case
-        case = given if given.is_in(fmt) else given.rounded_to(fmt)
+        original = selection.case
+        case = original if original.is_in(fmt) else original.rounded_to(fmt)
         unrounded, (reference, lse) = exact[0], exact
-        if not fmt.contains(given.format):
+        if not fmt.contains(original.format):
             with watch("reference"):
                 reference, lse = selection.exact(case)
         with watch("baseline"):
@@ -311,7 +311,7 @@ class Bench:
     def distances(self) -> Mapping[str, Distance]:
         return {"lse": Distance(exact=self.reference.lse, empty=self.reference.empty)}
 
-    def made(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Output:
+    def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Output:
         fields: dict[str, Any] = dict(tensors)
         return Output(**fields, ran=ran, ran_backward=ran)
 
@@ -502,9 +502,9 @@ class Bench:
                     select, step = self.selection, emulated_step(self.restricted, claim)
                     if select.keys is not None:
                         whole = select.whole(self.case)
-                        call, made = select.with_heads(self.case), recipe_of(claim)
+                        call, recipe = select.with_heads(self.case), recipe_of(claim)
                         keys = backward.of_keys(
-                            call, made, select.keys, whole.out, whole.lse
+                            call, recipe, select.keys, whole.out, whole.lse
                         )
                         step |= {"dk": keys[1], "dv": keys[2]}
                 else:
@@ -545,24 +545,24 @@ def settled(case: AttentionCase) -> AttentionCase:
     return dataclasses.replace(case, grad_out=case.grad_out.masked_fill(empty, 0.0))
 
 
-def part(case: AttentionCase, **kept: range) -> AttentionCase:
+def part(case: AttentionCase, **ranges: range) -> AttentionCase:
     """The call with ranges of some axes alone (`batch`, `head`, `kv_head`, `row`, `key`),
     its tensors copied, dense, in their own order of axes in memory: kernels choose by it.
     With a kv head come all query heads that read it, unless `head` says which. Each row
     sees what it saw: of rows from r and keys from k, j <= i + offset becomes j' + k <= i'
     + r + offset."""
-    if "kv_head" in kept and "head" not in kept:
-        group, heads = case.group, kept["kv_head"]
-        kept["head"] = range(heads.start * group, heads.stop * group)
+    if "kv_head" in ranges and "head" not in ranges:
+        group, heads = case.group, ranges["kv_head"]
+        ranges["head"] = range(heads.start * group, heads.stop * group)
     parts: dict[str, Any] = {}
     for name, axes in AXES.items():
         x = getattr(case, name)
         for dim, axis in enumerate(() if x is None else axes[-x.ndim :]):
             # A mask may broadcast there
-            if axis in kept and len(kept[axis]) < x.shape[dim]:
-                x = x.detach().narrow(dim, kept[axis].start, len(kept[axis])).clone()
+            if axis in ranges and len(ranges[axis]) < x.shape[dim]:
+                x = x.detach().narrow(dim, ranges[axis].start, len(ranges[axis])).clone()
         parts[name] = x
-    moved = kept.get("row", range(1)).start - kept.get("key", range(1)).start
+    moved = ranges.get("row", range(1)).start - ranges.get("key", range(1)).start
     parts["causal_offset"] = case.causal_offset + (
         moved if case.restricts_positions else 0
     )
@@ -588,27 +588,32 @@ def case_record(
 ) -> CaseRecord:
     """What a call was, all of its heads; `formats`: those that its inputs are rounded
     to."""
-    same = (
-        "heads",
-        "kv_heads",
-        "q_len",
-        "kv_len",
-        "is_causal",
-        "causal_offset",
-        "window",
-    )
+    batch, _, _, head_dim = case.q.shape
+    has_sinks, v_dim = case.sinks is not None, case.v.shape[3]
+    mask, swept = kind_of(case.mask), dict(axes or {})
+    upstream = case.grad_out_from or ("given" if case.grad_out is not None else None)
+    threads = None if case.q.is_cuda else torch.get_num_threads()
+    nonfinite, overflows = nonfinite_inputs(case), overflowing_inputs(case, formats)
     return CaseRecord(
         case=case.ref.case,
-        batch=case.q.shape[0],
-        head_dim=case.q.shape[3],
-        v_dim=case.v.shape[3],
+        batch=batch,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        head_dim=head_dim,
+        v_dim=v_dim,
         source_format=case.format.name,
-        mask=kind_of(case.mask),
-        sinks=case.sinks is not None,
-        grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
-        threads=None if case.q.is_cuda else torch.get_num_threads(),
-        axes=dict(axes or {}),
-        nonfinite=nonfinite_inputs(case),
-        overflows=overflowing_inputs(case, formats),
-        **{name: getattr(case, name) for name in (*same, "softcap", "scale")},
+        is_causal=case.is_causal,
+        causal_offset=case.causal_offset,
+        window=case.window,
+        softcap=case.softcap,
+        scale=case.scale,
+        mask=mask,
+        sinks=has_sinks,
+        grad_out=upstream,
+        threads=threads,
+        axes=swept,
+        nonfinite=nonfinite,
+        overflows=overflows,
     )

@@ -224,15 +224,15 @@ class Failing:
             return ()
         terms = {n: getattr(bench.reference, TERMS[n]) for n in names}
         with bench.watch("names"):
-            found = imprecision(
+            losses = imprecision(
                 bench.case, returned, bench.reference, terms, wrong, hints
             )
         for at in self.unnamed:
             row = self.rows[at]
-            if by := found.get((row.tensor, row.head or 0)):
+            if by := losses.get((row.tensor, row.head or 0)):
                 changes = {"imprecision": by[0].words, "imprecision_share": by[1]}
                 self.rows[at] = row.model_copy(update=changes)
-        return tuple(dict.fromkeys(loss for loss, _ in found.values()))
+        return tuple(dict.fromkeys(loss for loss, _ in losses.values()))
 
     @property
     def ways(self) -> set[str]:
@@ -349,8 +349,8 @@ class Hints:
     def add(self, named: Named) -> None:
         for (tensor, _), by in named.items():
             if tensor == "out":
-                known = {hint.cause for hint in self.alternatives}
-                self.alternatives += [x for x in by.alternatives if x.cause not in known]
+                causes = {hint.cause for hint in self.alternatives}
+                self.alternatives += [x for x in by.alternatives if x.cause not in causes]
             else:
                 self.words |= set(by.alternatives)
 
@@ -466,15 +466,15 @@ def _in_turn(calls: Sequence[Failing]) -> Iterator[Failing]:
     others."""
     seen: set[str] = set()
     first: list[Failing] = []
-    rest: list[Failing] = []
+    others: list[Failing] = []
     for call in calls:
         new = set(call.features) - seen
         seen |= new
-        (first if new else rest).append(call)
+        (first if new else others).append(call)
     for call in first:
         call.is_searched_first = True
     yield from first
-    yield from rest
+    yield from others
 
 
 FAR = 10.0  # no sound way of rounding errs so many times what plain attention does

@@ -94,7 +94,7 @@ class PreparedCall(Protocol):
     def unscreened(self) -> str | None:
         """Why no rows stand beside a sample of them, if so."""
 
-    def made(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Any:
+    def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Any:
         """These tensors, as if a kernel had returned them."""
 
     def units(self, tensor: str) -> Sequence[int]:

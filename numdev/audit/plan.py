@@ -91,15 +91,15 @@ class Plan:
         cls,
         request: AuditRequest | SweepRequest,
         system: System,
-        own: Mapping[str, Kernel] | None = None,
+        unregistered: Mapping[str, Kernel] | None = None,
     ) -> Plan:
         """The plan of an audit or a sweep. Raises UsageError for what cannot be run here.
-        `own`: kernels by name that are not registered."""
+        `unregistered`: kernels by name that are in no registry."""
         same = ["backward", "rows", "repeats"]
         if isinstance(request, SweepRequest):
             kernels = plan_kernels((*request.kernels, request.baseline))
         else:
-            kernels = plan_kernels(request.kernels, own, under_audit=True)
+            kernels = plan_kernels(request.kernels, unregistered, under_audit=True)
             kernels += (
                 plan_controls(gradients=request.backward) if request.control else []
             )
@@ -184,7 +184,7 @@ def fingerprint() -> str:
 
 def plan_kernels(
     choices: Iterable[Choice],
-    own: Mapping[str, Kernel] | None = None,
+    unregistered: Mapping[str, Kernel] | None = None,
     *,
     under_audit: bool = False,
 ) -> list[Planned]:
@@ -193,7 +193,7 @@ def plan_kernels(
     `under_audit`. Raises UsageError for a kernel or an option that does not exist."""
     planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
     for choice in choices:
-        kernel = (own or {}).get(choice.name) or find(choice.name)
+        kernel = (unregistered or {}).get(choice.name) or find(choice.name)
         options = recorded(kernel.with_options(choice.options))
         rivals = [p for p in planned if p.role == "kernel" or not under_audit]
         twice = any(p.kernel.name == kernel.name and p.options == options for p in rivals)
@@ -206,11 +206,11 @@ def plan_kernels(
 def plan_controls(*, gradients: bool) -> list[Planned]:
     """Planted faults in every dose, to be measured beside the kernels on the same
     data."""
+    possible = [c for c in CONTROLS.values() if gradients or not c.in_backward_only]
     return [
         Planned(role="control", kernel=control.kernel(), options={"dose": dose})
-        for control in CONTROLS.values()
+        for control in possible
         for dose in control.doses
-        if gradients or not control.in_backward_only
     ]
 
 

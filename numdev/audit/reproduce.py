@@ -81,11 +81,11 @@ def reproduce(
     try:
         for located in source if waiting else ():
             place = [getattr(located.ref, name) for name in PLACE]
-            here = [
+            in_call = [
                 f for f in waiting if [getattr(f.place, name) for name in PLACE] == place
             ]
-            waiting = [f for f in waiting if f not in here]
-            for finding in here:
+            waiting = [f for f in waiting if f not in in_call]
+            for finding in in_call:
                 progress(f"making small: {finding.folder}", len(scripts), total)
                 at = directory / FOLDER / finding.folder
                 while at.exists():  # of the same kernel with other options
@@ -132,9 +132,10 @@ def _shown(
         small = case if slow else reduce(case, fails, seconds)
         return {**shown, "case": small, "head": 0, "metric": "raises", "observed": None}
 
-    held = kernel  # what explained nothing in the whole call is not tried in its parts
+    # What explained nothing in the whole call is not tried in its parts
+    declaring = kernel
     if not kernel.declares:
-        held = dataclasses.replace(
+        declaring = dataclasses.replace(
             kernel, claims=lambda case, output, system: {"preset": "fa2"}
         )
     repeats = 3 if metric == "noise_ratio" else 1
@@ -142,7 +143,7 @@ def _shown(
     task = dataclasses.replace(task, heads=None, repeats=repeats)
 
     def accused(case: AttentionCase) -> DeviationRow | None:
-        rows = measure_one(task, held, case, plan.system, run)
+        rows = measure_one(task, declaring, case, plan.system, run)
         worst_first = sorted(rows, key=lambda row: _size(row, metric), reverse=True)
         return next((row for row in worst_first if _shows(row, finding)), None)
 
@@ -229,11 +230,11 @@ def reduce(
         dropped, step = 0, 1 << most.bit_length() >> 1
         while step:
             t = dropped + step
-            kept = {
+            ranges = {
                 a: range(t, sizes[a]) if start else range(sizes[a] - t)
                 for a, start in ends
             }
-            if t <= most and accept(part(whole, **kept)):
+            if t <= most and accept(part(whole, **ranges)):
                 dropped = t
             step //= 2
 

@@ -48,18 +48,18 @@ def audit(
     directory: Path,
     *,
     opened: Callable[[AuditRequest, System], Source] = open_source,
-    own: Mapping[str, Kernel] | None = None,
+    unregistered: Mapping[str, Kernel] | None = None,
     rules: Rules | None = None,
     **how: Any,
 ) -> records.AuditReport:
     """Run `request`, journalling into `directory`; returns the report, judged by the
-    rules (the default ones), which the caller writes. `opened` makes the source, `own`
-    are kernels by name that are not registered, `how` is what `run_plan` takes. Raises
-    UsageError, before anything is measured, for a request that cannot be run here, and
-    MeasurementError when a sound one could not be carried out."""
+    rules (the default ones), which the caller writes. `opened` makes the source,
+    `unregistered` are kernels by name that are in no registry, `how` is what `run_plan`
+    takes. Raises UsageError, before anything is measured, for a request that cannot be
+    run here, and MeasurementError when a sound one could not be carried out."""
     system = System.probe(request.device)
     watch = Stopwatch(system.device)
-    plan, rules = Plan.of(request, system, own), rules or default_rules()
+    plan, rules = Plan.of(request, system, unregistered), rules or default_rules()
     check_system(system.as_dict(), rules)
     with watch("capture"):
         source = opened(request, system)
@@ -142,8 +142,8 @@ def run_plan(
     that decides its numbers is the same. `workers`: who measures; None: this process.
     `save_cases`: where to write cases, unrounded. `say` is told what a user should know
     that the report does not hold."""
-    told = tuple(source.notes)
-    for note in told:
+    notes = tuple(source.notes)
+    for note in notes:
         say(note)
     described, limit_s = source.describe(), request.time_limit
     shared = header(asked, plan.system, plan.kernels, described)
@@ -164,7 +164,7 @@ def run_plan(
             say("Every task was finished before; --overwrite measures them again.")
         elif before:
             say("Continued an earlier run; its finished tasks were kept.")
-        for note in source.notes[len(told) :]:  # some are known only afterwards
+        for note in source.notes[len(notes) :]:  # some are known only afterwards
             say(note)
         rows = journal.records("row", records.DeviationRow)
         if not rows:

@@ -42,8 +42,8 @@ def screened(bench: Bench, output: Output) -> Bench:
             for axis, tensors in BY.items():
                 drawn, length = getattr(select, axis), select.length_of(tensors[0])
                 if len(drawn) < length and getattr(output, tensors[0]) is not None:
-                    apart = suspicion(bench, output, beside, tensors)
-                    rows = apart.argsort(descending=True, stable=True)[:SUSPECTS]
+                    suspicions = suspicion(bench, output, beside, tensors)
+                    rows = suspicions.argsort(descending=True, stable=True)[:SUSPECTS]
                     places[axis], why = Strata.joined(drawn, rows, length)
                     strata |= dict.fromkeys(tensors, why)
             select = dataclasses.replace(select, strata=strata, **places)
@@ -65,9 +65,9 @@ def suspicion(
     for tensor in (n for n in tensors if n != "lse" and getattr(output, n) is not None):
         x, y = (select.select_heads(getattr(o, tensor), tensor) for o in (output, beside))
         y = widened(y).float()
-        size, apart = row_norm(y), row_norm(widened(x).float() - y)
-        relative = apart / (size + size.nanmedian(dim=-1, keepdim=True).values)
-        right = (apart == 0) | ~finite(size)
+        size, distance = row_norm(y), row_norm(widened(x).float() - y)
+        relative = distance / (size + size.nanmedian(dim=-1, keepdim=True).values)
+        right = (distance == 0) | ~finite(size)
         if tensor not in KV_TENSORS:
             right |= empty_rows(select.with_heads(bench.case))
         relative = relative.masked_fill(right, 0.0).nan_to_num(nan=math.inf)
@@ -84,7 +84,7 @@ def second(bench: Bench, output: Output) -> Output | Reference:
     square = case.mask is None and case.window is None and not case.causal_offset
     # Others get a mask of all scores
     for name in FUSED[case.q.device.type] if square else ():
-        found = attempt(find(name), case, {}, gradients=trained)
-        if isinstance(found, Output) and found.ran != output.ran:
-            return found
+        other = attempt(find(name), case, {}, gradients=trained)
+        if isinstance(other, Output) and other.ran != output.ran:
+            return other
     return bench.in_float32

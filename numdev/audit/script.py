@@ -93,55 +93,27 @@ def write(
     option that has no spelling, MeasurementError for formats without a dtype, gradients
     of nonfinite inputs, and where it cannot be written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
-    if case.working is not None:
-        raise MeasurementError(
-            f"no reproducer: torch has no dtype for {case.working.name}"
-        )
-    # Where P is 0 the reference lets nothing through; dense autograd would: 0 * NaN.
-    inputs = (case.q, case.k, case.grad_out)
-    if backward and not all(x is not None and bool(x.isfinite().all()) for x in inputs):
-        raise MeasurementError(
-            "no reproducer: a short script cannot differentiate inputs that are not "
-            "finite"
-        )
+    _refuse_unwritable(case, backward=backward)
     if not backward:
         case = dataclasses.replace(case, grad_out=None)
     case, call = _call(kernel, options, case, tensor)
     if limit is None:
         limit = 1 if metric == "nonfinite" else ENOUGH * abs(observed or 0.0)
-    given = (
-        f" with {', '.join(f'{n} = {v!r}' for n, v in options.items())}"
-        if options
-        else ""
-    )
-    where = f"{system.cpu} ({system.cpu_capability})"
-    if system.gpu:
-        where = f"{system.gpu}, driver {system.driver}, CUDA {system.cuda}"
-    present = {
-        n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None
-    }
-    about = f"{kernel.name}{given}, torch {system.packages.get('torch', '?')}, {where}"
     facts: dict[str, Any] = {
         **{"imports": (), "needs": "", "backend": None, "folder": None},
         **call,
-        "case": case,
+        **_facts_of_inputs(case),
         "tensor": tensor,
         "head": head,
         "figure": metric,
         "figures": FIGURES,
         "training": training,
-        "additive": case.mask is not None and case.mask.dtype != torch.bool,
-        "shown": _shown(case),
-        "loaded": [f'{name} = t["{name}"]{_view(x)}' for name, x in present.items()],
-        "dtypes": {
-            n: d for n, d in DTYPES.items() if d in {x.dtype for x in present.values()}
-        },
         "words": textwrap.wrap(words, 97),
         "kernel": kernel.name,
         "observed": observed,
         "limit": limit,
         "runs": RUNS_OF_NOISE,
-        "about": f"Measured: {about}.",
+        "about": f"Measured: {_measured_on(kernel, options, system)}.",
     }
     script = directory / "reproduce.py"
     try:
@@ -153,6 +125,46 @@ def write(
             f"{directory}: cannot be written ({error.strerror})"
         ) from error
     return script
+
+
+def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
+    """Raise MeasurementError for a case that a script of torch alone cannot compute."""
+    if case.working is not None:
+        raise MeasurementError(
+            f"no reproducer: torch has no dtype for {case.working.name}"
+        )
+    # Where P is 0 the reference lets nothing through; dense autograd would: 0 * NaN.
+    inputs = (case.q, case.k, case.grad_out)
+    if backward and not all(x is not None and bool(x.isfinite().all()) for x in inputs):
+        raise MeasurementError(
+            "no reproducer: a short script cannot differentiate inputs that are not "
+            "finite"
+        )
+
+
+def _facts_of_inputs(case: AttentionCase) -> dict[str, Any]:
+    """What the template needs of a case: its fields, and how its tensors are loaded."""
+    tensors = {n: getattr(case, n) for n in (*REQUIRED, *OPTIONAL)}
+    present = {n: x for n, x in tensors.items() if x is not None}
+    stored = {x.dtype for x in present.values()}
+    return {
+        "case": case,
+        "additive": case.mask is not None and case.mask.dtype != torch.bool,
+        "shown": _shown(case),
+        "loaded": [f'{name} = t["{name}"]{_view(x)}' for name, x in present.items()],
+        "dtypes": {n: d for n, d in DTYPES.items() if d in stored},
+    }
+
+
+def _measured_on(kernel: Kernel, options: Mapping[str, Any], system: System) -> str:
+    """In words, which kernel was measured, with which options, torch and machine."""
+    settings = ", ".join(f"{n} = {v!r}" for n, v in options.items())
+    with_options = f" with {settings}" if options else ""
+    where = f"{system.cpu} ({system.cpu_capability})"
+    if system.gpu:
+        where = f"{system.gpu}, driver {system.driver}, CUDA {system.cuda}"
+    torch_version = system.packages.get("torch", "?")
+    return f"{kernel.name}{with_options}, torch {torch_version}, {where}"
 
 
 def rendered(template: str, facts: Mapping[str, Any]) -> str:

@@ -47,8 +47,8 @@ def _request_of(report: SweepReport) -> SweepRequest:
 def _grid_of(report: SweepReport, request: SweepRequest) -> Grid:
     """The grid, which every row must stand in."""
     grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])
-    known = {case.name for case in request.cases}
-    if strays := {row.case for row in report.rows} - known:
+    requested = {case.name for case in request.cases}
+    if strays := {row.case for row in report.rows} - requested:
         what = f"inconsistent report: the request has no case {min(strays)!r}"
         raise MeasurementError(what, hint=CUT)
     try:

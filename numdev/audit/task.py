@@ -195,10 +195,10 @@ def _runs(
     yardsticks = call.yardsticks
     names = [t for t in yardsticks if task.gradients or not tensor_spec(t).is_gradient]
     if task.role == "precision":
-        return [call.made({name: yardsticks[name].reference for name in names})]
+        return [call.as_output({name: yardsticks[name].reference for name in names})]
     if task.role == "floor":
         floors = {name: yardsticks[name].floor for name in names}
-        return [call.made(floors, ran=call.exact_by)]
+        return [call.as_output(floors, ran=call.exact_by)]
     if task.role == "baseline":
         return call.baseline if isinstance(call.baseline, Failure) else [call.baseline]
     options = of_rows.options_set(task.options, kernel)

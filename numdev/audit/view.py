@@ -148,7 +148,8 @@ def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
     yield _parts(
         f"{name}: gradients", [(k, g.tensor, g) for k in shown for g in k.gradients]
     )
-    phases = [(k, p.phase or "", p) for k in shown for p in k.phases if len(k.phases) > 1]
+    phased = [k for k in shown if len(k.phases) > 1]
+    phases = [(k, p.phase or "", p) for k in phased for p in k.phases]
     yield _parts(f"{name}: prefill beside decode", phases)
     yield doc.Bullets(tuple(_remarks(name, kernels)))
 
@@ -290,10 +291,10 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
     figures = []
     for fmt, of_format in grouped(rows, attrgetter("format")).items():
         curves: list[Curve] = []
-        for (label, role), own in grouped(of_format, _kernel).items():
-            its = grouped(own, attrgetter("layer"))
+        for (label, role), of_kernel in grouped(of_format, _kernel).items():
+            by_layer = grouped(of_kernel, attrgetter("layer"))
             ratios = {
-                n: [row.floor_ratio or 0.0 for row in its.get(n, ())] for n in layers
+                n: [row.floor_ratio or 0.0 for row in by_layer.get(n, ())] for n in layers
             }
             curves += doc.curve(
                 label, role, {(n, f"layer {n}"): x for n, x in ratios.items()}
@@ -327,10 +328,11 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
         relative = any(row.predicted for row in rows)
         what = tensor_spec(tensor).row
         curves: list[Curve] = []
-        for (label, role), own in grouped(rows, _kernel).items():
-            errors = (_errors(row, relative) for row in own)
+        for (label, role), of_kernel in grouped(rows, _kernel).items():
+            errors = (_errors(row, relative) for row in of_kernel)
             bins = (
-                [x for x in own if x is not None] for own in zip(*errors, strict=True)
+                [x for x in of_bin if x is not None]
+                for of_bin in zip(*errors, strict=True)
             )
             names = ((i, f"{what} {start}") for i, start in enumerate(rows[0].starts))
             curves += doc.curve(label, role, dict(zip(names, bins, strict=True)))
@@ -376,9 +378,9 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
             if counts:
                 of[key] = [*map(add, counts, of.get(key, [0] * len(counts)))]
     figures = []
-    for (fmt, tensor), own in groups.items():
+    for (fmt, tensor), by_kernel in groups.items():
         curves: list[Curve] = []
-        for (label, role), numbers in own.items():
+        for (label, role), numbers in by_kernel.items():
             shares = ([100 * n / max(1, sum(numbers))] for n in numbers)
             names = ((i, name) for i, name in enumerate(ULP_LABELS))
             curves += doc.curve(label, role, dict(zip(names, shares, strict=True)))
@@ -443,23 +445,23 @@ def _explanations(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
     """Which roundings make each kernel's errors, and what the sites in the table are."""
     yield doc.words(
         ("kernel", "", "makes the errors of", "residual", "next", "of its squared error"),
-        (
-            (
-                Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong"),
-                e.tensor,
-                Cell(_source(e), style="" if e.known else "warn"),
-                ratio(e.residual),
-                f"{e.next_preset or NONE} {ratio(e.next_residual)}",
-                ", ".join(f"{100 * s.share:.0f} % {s.site}" for s in e.sites),
-            )
-            for e in explanations
-        ),
+        map(_explanation, explanations),
         title="Which roundings make these errors",
     )
     sites = {s.site: s.rounds for e in explanations for s in e.sites}
     rounds = "; ".join(f"{site}: {what}" for site, what in sites.items())
     if explanations:
         yield doc.Paragraph(RESIDUAL + (f" {rounds}." if rounds else ""), "soft")
+
+
+def _explanation(e: Explanation) -> tuple[Cell | str, ...]:
+    """A line of the table: the kernel, the tensor, the emulation and its residual, the
+    next best, and the shares of the sites."""
+    kernel = Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong")
+    source = Cell(_source(e), style="" if e.known else "warn")
+    following = f"{e.next_preset or NONE} {ratio(e.next_residual)}"
+    shares = ", ".join(f"{100 * s.share:.0f} % {s.site}" for s in e.sites)
+    return kernel, e.tensor, source, ratio(e.residual), following, shares
 
 
 def _source(e: Explanation) -> str:

@@ -196,21 +196,23 @@ def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
 def _tiles(claim: Claim, tensor: str) -> Iterator[Claim]:
     """The tiles that can matter to a tensor: in a gradient, those its sum is rounded
     after."""
-    made = recipe_of(claim)
-    if tensor != "out" and all(made.sites[s] != "working" for s in _ends_of(tensor)[:2]):
+    recipe = recipe_of(claim)
+    if tensor != "out" and all(
+        recipe.sites[s] != "working" for s in _ends_of(tensor)[:2]
+    ):
         return
     if tensor in ("dk", "dv"):
         for rows in ROWS:
             yield {**claim, "block_q": rows}
         return
-    rest = {
+    untiled = {
         k: v
         for k, v in claim.items()
         if k not in ("memory", "block_kv", "kv_order", "splits")
     }
     for order in ("ascending", "descending"):
         for tile in TILES:
-            yield {**rest, "block_kv": tile, "kv_order": order}
+            yield {**untiled, "block_kv": tile, "kv_order": order}
 
 
 # --- the sites of a tensor ------------------------------------------------------------
@@ -225,14 +227,14 @@ def rounding_sites(
     """The sites on the way to a tensor at which an emulation of inputs in `fmt` rounds to
     less than fp32, each with those that are made exact with it: successive roundings of
     one number."""
-    made = recipe_of(claim)
+    recipe = recipe_of(claim)
 
     def narrow(site: str) -> bool:
-        to = made.format_at(site, fmt)
+        to = recipe.format_at(site, fmt)
         return to is not None and not to.contains(FORMATS["float32"])
 
-    found: dict[str, tuple[str, ...]] = {}
-    for site in filter(narrow, _leading_to(tensor, made, group)):
+    sites: dict[str, tuple[str, ...]] = {}
+    for site in filter(narrow, _leading_to(tensor, recipe, group)):
         name, ends = site, _ends_of(tensor)
         together: tuple[str, ...] = (site,)
         if tensor == "out":
@@ -244,39 +246,38 @@ def rounding_sites(
         elif site in ends and narrow(tensor):
             # A running sum in the format of its cast is cast already; a sum of several is
             # another number, and without several nothing is partial.
-            ends = ends[:-1] if _apart(tensor, made, group) else (*ends[:2], ends[-1])
+            ends = ends[:-1] if _apart(tensor, recipe, group) else (*ends[:2], ends[-1])
             name, together = (tensor, ends) if site in ends else (name, together)
-        found[name] = together
-    return found
+        sites[name] = together
+    return sites
 
 
-def _leading_to(tensor: str, made: Recipe, group: int) -> list[str]:
+def _leading_to(tensor: str, recipe: Recipe, group: int) -> list[str]:
     """The sites a tensor depends on, in the order of the pass."""
     skipped = {
-        "q_scaled": made.scale_in == "scores",
-        "k_scaled": made.scale_again != "k_log2",
-        "scaled": made.scale_in == "q",
-        "state": made.loop_order != "kv",
-        "merge": made.splits in (None, 1),
+        "q_scaled": recipe.scale_in == "scores",
+        "k_scaled": recipe.scale_again != "k_log2",
+        "scaled": recipe.scale_in == "q",
+        "state": recipe.loop_order != "kv",
+        "merge": recipe.splits in (None, 1),
     }
     if tensor == "out":
         return [site for site in FORWARD if site != "lse" and not skipped.get(site)]
-    from_o = tensor != "dv" and made.delta_from == "dO*O"
+    from_o = tensor != "dv" and recipe.delta_from == "dO*O"
     only_o = () if from_o else ("pv", "accumulator", "normalised", "state", "merge")
     skipped |= {
         # Backward has O from before its cast, and a cast of its own: delta_o
         "out": True,
-        "lse": made.p_from != "lse",
-        "p": not from_o and made.l_from != "rounded",
+        "lse": recipe.p_from != "lse",
+        "p": not from_o and recipe.l_from != "rounded",
         "delta_o": not from_o,
-        "ds_scaled": made.ds_scale != "before",
+        "ds_scaled": recipe.ds_scale != "before",
         **dict.fromkeys(only_o, True),
-        "dq_partial": made.splits in (None, 1),
-        **dict.fromkeys(("dk_partial", "dv_partial"), not _apart("dk", made, group)),
+        "dq_partial": recipe.splits in (None, 1),
+        **dict.fromkeys(("dk_partial", "dv_partial"), not _apart("dk", recipe, group)),
     }
-    others = {
-        site for name in ("dq", "dk", "dv") if name != tensor for site in _ends_of(name)
-    }
+    other_gradients = [name for name in ("dq", "dk", "dv") if name != tensor]
+    others = {site for name in other_gradients for site in _ends_of(name)}
     of_ds = BACKWARD[BACKWARD.index("dp") : BACKWARD.index("ds") + 1]
     others |= set(of_ds) if tensor == "dv" else {"p_for_dv"}
     sites = (*FORWARD, *(site for site in BACKWARD if site not in others))
@@ -288,10 +289,10 @@ def _ends_of(gradient: str) -> tuple[str, ...]:
     return (f"{gradient}_product", gradient, f"{gradient}_partial", f"{gradient}_out")
 
 
-def _apart(gradient: str, made: Recipe, group: int) -> bool:
+def _apart(gradient: str, recipe: Recipe, group: int) -> bool:
     """Whether a gradient is a sum of several, each rounded: of splits of the keys, of
     parts of the queries, of a group's heads."""
     if gradient == "dq":
-        return made.splits not in (None, 1)
-    grouped = group > 1 and made.group_sum == "separate"
-    return grouped or made.q_splits not in (None, 1)
+        return recipe.splits not in (None, 1)
+    grouped = group > 1 and recipe.group_sum == "separate"
+    return grouped or recipe.q_splits not in (None, 1)

@@ -271,7 +271,7 @@ def imprecision(
     S = all_scores(case).float()
     tried = losses(case) if wrong[0] == "out" else gradient_losses(case)
     backward = Backward(case, S, exact.lse.float(), returned["out"])
-    found: dict[tuple[str, int], tuple[Loss, float]] = {}
+    explained: dict[tuple[str, int], tuple[Loss, float]] = {}
     for loss in tried if hints is None else hints:
         names = [n for n in loss.tensors if n in wrong]
         if not names or (
@@ -286,8 +286,11 @@ def imprecision(
         for n in names:
             left = residuals(returned[n], getattr(exact, n), terms[n], step[n])
             for head, share in enumerate(left.tolist()):
-                if share <= EXPLAINS and share < 1 - found.get((n, head), (loss, 0.0))[1]:
-                    found[n, head] = (loss, 1 - share)
-        if hints is None and found and max(x for _, x in found.values()) > 0.97:
+                if (
+                    share <= EXPLAINS
+                    and share < 1 - explained.get((n, head), (loss, 0.0))[1]
+                ):
+                    explained[n, head] = (loss, 1 - share)
+        if hints is None and explained and max(x for _, x in explained.values()) > 0.97:
             break
-    return found
+    return explained

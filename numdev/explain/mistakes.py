@@ -73,23 +73,23 @@ def filled(tile: int) -> str:
 
 
 def scales(case: AttentionCase) -> Changes:
-    d, asked = case.q.shape[-1], case.scale
-    known = {
+    d, v_dim, asked = case.q.shape[-1], case.v.shape[-1], case.scale
+    in_base_2, in_base_e = asked * math.log(2), asked / math.log(2)
+    wrong = {
         "the scores are not scaled": 1.0,
         "the scale is 1/sqrt(head_dim) instead of the requested one": d**-0.5,
         "the scale is applied twice": asked * asked,
         "the scale is 1/head_dim": 1 / d,
-        "the scale is 1/sqrt of V's head_dim": case.v.shape[-1] ** -0.5,
+        "the scale is 1/sqrt of V's head_dim": v_dim**-0.5,
         "the scale is 1/sqrt(heads * head_dim)": (case.heads * d) ** -0.5,
         "the scale is sqrt(head_dim), not its reciprocal": d**0.5,
-        "the exponential is to base 2 (the scale lacks log2(e))": asked * math.log(2),
-        "the scale has log2(e) in it, and the exponential is to base e": asked
-        / math.log(2),
+        "the exponential is to base 2 (the scale lacks log2(e))": in_base_2,
+        "the scale has log2(e) in it, and the exponential is to base e": in_base_e,
         "the sign of the scores is wrong": -asked,
         "all scores are equal (a plain mean of V)": 0.0,
     }
     seen = {asked}
-    for cause, scale in known.items():
+    for cause, scale in wrong.items():
         if not any(math.isclose(scale, other, rel_tol=1e-9) for other in seen):
             seen.add(scale)
             yield cause, {"scale": scale}
@@ -143,8 +143,8 @@ def _window(case: AttentionCase) -> Changes:
         seen: list[Tensor] = []
         i, j = (torch.arange(n, device=case.q.device) for n in (case.q_len, case.kv_len))
         for rows, keys in itertools.product((1, *WINDOW_TILES), WINDOW_TILES):
-            apart = j // keys * keys - i[:, None] // rows * rows - case.causal_offset
-            shown = (apart + keys > -low) & (apart < rows + high)
+            distance = j // keys * keys - i[:, None] // rows * rows - case.causal_offset
+            shown = (distance + keys > -low) & (distance < rows + high)
             if any(shown.equal(other) for other in seen):
                 continue
             seen.append(shown)
@@ -210,16 +210,17 @@ def _kv_heads(case: AttentionCase) -> Changes:
     if kv == 1:
         return
     every = range(case.heads)
+    right = [h // group for h in every]
     mappings = {
         "query head h reads kv head h % kv_heads instead of h // group": [
             h % kv for h in every
         ],
         "query heads read kv head 0 instead of their own": [0 for h in every],
-        "query heads read the next kv head": [(h // group + 1) % kv for h in every],
-        "query heads read the previous kv head": [(h // group - 1) % kv for h in every],
-        "kv heads are read in reverse order": [kv - 1 - h // group for h in every],
+        "query heads read the next kv head": [(read + 1) % kv for read in right],
+        "query heads read the previous kv head": [(read - 1) % kv for read in right],
+        "kv heads are read in reverse order": [kv - 1 - read for read in right],
     }
-    seen = [[h // group for h in every]]
+    seen = [right]
     for cause, mapping in mappings.items():
         if mapping not in seen:
             seen.append(mapping)

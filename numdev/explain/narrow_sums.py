@@ -139,11 +139,11 @@ def _stored(case: AttentionCase, tiles: Tensor) -> Tensor:
     rounds."""
     fmt = case.format
     ulp, least = 2 * fmt.unit_roundoff, 2.0 ** (fmt.emin - fmt.precision + 1)
-    total, rest = tiles[0], tiles[1:].sum(dim=0)
+    total, to_come = tiles[0], tiles[1:].sum(dim=0)
     for tile in tiles[1:]:
-        rounds = rest.abs() > (ulp * total.abs()).clamp_min(least)
+        rounds = to_come.abs() > (ulp * total.abs()).clamp_min(least)
         total = total + (_rounded(case, total) - total) * rounds + tile
-        rest = rest - tile
+        to_come = to_come - tile
     return total
 
 
