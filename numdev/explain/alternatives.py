@@ -249,7 +249,7 @@ def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
     of ones, the padding that it may be as well."""
     o, r = probe.out, probe.exact.out
     lse, sinks = probe.exact.lse[..., None], probe.case.sinks
-    share = 0.0  # of the call's sink in the row sum
+    share: Tensor | float = 0.0  # of the call's sink in the row sum
     if sinks is not None:
         share = (sinks[probe.heads].double()[:, None, None] - lse).exp()
     sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - share))
