@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.run import audit
-from numdev.audit.timing import SECTIONS, TOTAL
 from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.studies.audit.run import audit
+from numdev.studies.audit.timing import SECTIONS, TOTAL
 from numdev.system import System
 
 WARM_UP = {"layers": 1}

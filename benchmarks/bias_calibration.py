@@ -38,8 +38,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from numdev.audit.plan import Task
-from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.config import CaseConfig, Choice
 from numdev.formats import format_named, round_to, ulp
@@ -50,6 +48,8 @@ from numdev.metrics.statistics import BIAS_ALPHA, BIAS_ULP, holm
 from numdev.report import DeviationRow
 from numdev.report.summary import summarise
 from numdev.sources.opening import Drawn
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.task import bench_of, measure_task
 from numdev.system import System
 
 REGIMES: Mapping[str, Choice] = {

@@ -295,7 +295,7 @@ def audited(seed: int) -> Counter[str]:
 
 
 def main() -> None:
-    from numdev.audit.check import default_cases
+    from numdev.studies.audit.check import default_cases
     from numdev.testing import CheckFailed, check_attention
 
     parser = argparse.ArgumentParser(description="Which sound designs are accused?")

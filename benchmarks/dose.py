@@ -32,12 +32,12 @@ import yaml
 from torch import Tensor
 
 from numdev import report as reports
-from numdev.training.bounds import study as bounds
-from numdev.training.bounds.ladder import BETWEEN, middle
-from numdev.training.bounds.report import BoundsReport
-from numdev.training.bounds.words import amount
-from numdev.training.config import TrainConfig, resolve
-from numdev.training.study import train
+from numdev.studies.training.bounds import study as bounds
+from numdev.studies.training.bounds.ladder import BETWEEN, middle
+from numdev.studies.training.bounds.report import BoundsReport
+from numdev.studies.training.bounds.words import amount
+from numdev.studies.training.config import TrainConfig, resolve
+from numdev.studies.training.study import train
 from numdev.yamlfile import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent

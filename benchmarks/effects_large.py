@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from large_model import DEVICE, WIDTH, settle, written
 
-from numdev.audit.isolation import attempt
 from numdev.config import effects_request
-from numdev.effects.study import EffectsStudy, effects
+from numdev.studies.audit.isolation import attempt
+from numdev.studies.effects.study import EffectsStudy, effects
 
 
 def seconds(work: object) -> float:

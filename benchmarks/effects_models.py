@@ -24,8 +24,8 @@ import torch
 import transformers
 
 from numdev.config import effects_request
-from numdev.effects.study import effects
 from numdev.errors import NumdevError
+from numdev.studies.effects.study import effects
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from models_table import NAMES, OWN, SMALL

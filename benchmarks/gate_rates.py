@@ -37,11 +37,6 @@ import torch
 from power import REGIMES, sound_kernels
 from scipy.stats import binomtest
 
-from numdev.audit import bench as bench_module
-from numdev.audit.bench import Bench
-from numdev.audit.isolation import Isolated, Runner, attempt
-from numdev.audit.plan import Task
-from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
@@ -50,6 +45,11 @@ from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow, PlanRecord
 from numdev.sources.regimes import Shapes, draw
+from numdev.studies.audit import bench as bench_module
+from numdev.studies.audit.bench import Bench
+from numdev.studies.audit.isolation import Isolated, Runner, attempt
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.task import bench_of, measure_task
 from numdev.system import System
 
 FORMAT = "bfloat16"

@@ -24,7 +24,7 @@ import pandas as pd
 
 from numdev.metrics.statistics import interval
 from numdev.report import read
-from numdev.training.report import TrainReport
+from numdev.studies.training.report import TrainReport
 
 BROKEN_BY = 0.2  # nats above the golden run; runs that trained ended within 0.03 of it
 # Steps for which it must stay there: shorter spikes are met by runs that train, too

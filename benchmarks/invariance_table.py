@@ -21,15 +21,15 @@ from pathlib import Path
 
 import torch
 
-from numdev.audit.isolation import Failure, attempt
 from numdev.config import InvarianceRequest
 from numdev.gate.findings import label
 from numdev.grouping import grouped
-from numdev.invariance.axes import SIZES, picked
-from numdev.invariance.report import InvarianceReport
-from numdev.invariance.study import invariance
 from numdev.kernels import find
 from numdev.sources.opening import Drawn
+from numdev.studies.audit.isolation import Failure, attempt
+from numdev.studies.invariance.axes import SIZES, picked
+from numdev.studies.invariance.report import InvarianceReport
+from numdev.studies.invariance.study import invariance
 from numdev.system import System
 
 HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 128}

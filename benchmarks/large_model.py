@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from numdev.audit.run import audit
-from numdev.audit.timing import SECTIONS, TOTAL
 from numdev.config import BACKENDS, AuditRequest, Choice
+from numdev.studies.audit.run import audit
+from numdev.studies.audit.timing import SECTIONS, TOTAL
 
 VOCABULARY = 32000
 HEAD_DIM, WIDTH = 128, 4096  # of Llama-3-8B

@@ -31,9 +31,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from numdev.audit.run import audit
 from numdev.config import audit_request
 from numdev.report import AuditReport
+from numdev.studies.audit.run import audit
 from numdev.testing import CheckFailed, check_attention
 
 # What is changed: a hook of `attention` to what stands in its place

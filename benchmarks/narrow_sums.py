@@ -23,14 +23,14 @@ import torch
 from false_alarms import FORMATS, kernels
 from torch import Tensor
 
-from numdev.audit.check import CheckSource
-from numdev.audit.plan import Task
-from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, of_function
 from numdev.sources.regimes import REGIMES
+from numdev.studies.audit.check import CheckSource
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.task import bench_of, measure_task
 from numdev.system import System
 
 HERE = System.probe("cpu")

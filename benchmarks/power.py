@@ -36,10 +36,6 @@ import planted
 import torch
 from power_tables import tables
 
-from numdev.audit import bench as bench_module
-from numdev.audit.bench import Bench
-from numdev.audit.plan import Task
-from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.gate.rules import default_rules
@@ -49,6 +45,10 @@ from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.of_rows import value_of
 from numdev.report import DeviationRow, PlanRecord
 from numdev.sources.regimes import Shapes, draw
+from numdev.studies.audit import bench as bench_module
+from numdev.studies.audit.bench import Bench
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.task import bench_of, measure_task
 from numdev.system import System
 
 REGIMES: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef, explicit_mask
 from numdev.errors import Refused
-from numdev.explain.wrong_function import far_off, suspect
 from numdev.formats import format_named, format_of, round_to
 from numdev.kernels import find
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics import deviation
 from numdev.metrics.deviation import Yardstick
+from numdev.operations.attention.explain.wrong_function import far_off, suspect
 from numdev.sources.regimes import Shapes, draw
 
 REGIMES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,11 +27,11 @@ from unittest import mock
 
 import torch
 
-from numdev.audit.run import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.studies.audit.run import audit
+from numdev.studies.training import study
+from numdev.studies.training.config import TrainConfig, resolve
 from numdev.system import System
-from numdev.training import study
-from numdev.training.config import TrainConfig, resolve
 
 BURN = (
     "import torch; torch.set_num_threads(1); x = torch.randn(700, 700)\nwhile True: x @ x"
@@ -75,7 +75,7 @@ def seconds(run: Callable[[Path], Any], threads: int | None) -> float:
     """How long a run takes on so many threads; None: by default."""
     chosen: Any = contextlib.nullcontext()
     if threads is not None:
-        module = "numdev.audit.isolation.SMALL"
+        module = "numdev.studies.audit.isolation.SMALL"
         chosen = mock.patch(module, 0 if threads > 1 else sys.maxsize)
     with tempfile.TemporaryDirectory() as directory, chosen:
         start = time.perf_counter()

@@ -1028,8 +1028,8 @@ def run(call: Call, kernel: Callable[..., Any]) -> Step:
 def calls(fmt: str) -> dict[str, Call]:
     """The default cases of `numdev check`: their tensors are all that comes from
     numdev."""
-    from numdev.audit.check import CheckSource
     from numdev.formats import FORMATS
+    from numdev.studies.audit.check import CheckSource
 
     by_name = {}
     for located in CheckSource(None, (0,), "cpu", gradients=True):

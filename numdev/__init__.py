@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numdev.audit  # noqa: F401  # the package first, so that the function below has the name
-
-del globals()["numdev"], globals()["audit"]
-
 if TYPE_CHECKING:
     from numdev.api import audit as audit
     from numdev.api import capture as capture

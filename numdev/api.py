@@ -16,12 +16,6 @@ from torch import Tensor, nn
 from numdev import report as reports
 from numdev import temporary
 from numdev.arguments import checked
-from numdev.audit import run
-from numdev.audit.cluster import cluster_of, sharing
-from numdev.audit.isolation import copied
-from numdev.audit.plan import Task
-from numdev.audit.script import name_of
-from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, audit_request
 from numdev.errors import MeasurementError, UsageError
@@ -40,6 +34,12 @@ from numdev.sources.opening import (
     Source,
     open_source,
 )
+from numdev.studies.audit import run
+from numdev.studies.audit.cluster import cluster_of, sharing
+from numdev.studies.audit.isolation import copied
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.script import name_of
+from numdev.studies.audit.task import measure_one
 from numdev.system import System
 
 # Of a forward pass, by name or in order

@@ -21,9 +21,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from numdev.arguments import expect_fields
-from numdev.audit.bench import part
-from numdev.audit.plan import Plan, Planned, plan_kernels
-from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.gate.findings import findings_in
@@ -33,6 +30,9 @@ from numdev.gate.thresholds import tests_of
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import OPERATORS, claim_of
 from numdev.sources import capture as capturing
+from numdev.studies.audit.bench import part
+from numdev.studies.audit.plan import Plan, Planned, plan_kernels
+from numdev.studies.audit.task import measure_one
 from numdev.system import System
 
 Numbers = dict[str, Any]

@@ -13,19 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from numdev.arguments import checked
-from numdev.audit.check import (
-    Backward,
-    CheckSource,
-    Named,
-    declining,
-    measured,
-    untested_shapes,
-)
-from numdev.audit.isolation import attempt
-from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
-from numdev.audit.reproduce import reproduce
-from numdev.audit.script import name_of
-from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import AXES
 from numdev.errors import UsageError, closest
@@ -39,6 +26,19 @@ from numdev.kernels.plain import never_set, parameters
 from numdev.report import AuditReport, Finding, Outcome, Place
 from numdev.report.foreign import plain
 from numdev.report.numbers import MOST, ratio, si
+from numdev.studies.audit.check import (
+    Backward,
+    CheckSource,
+    Named,
+    declining,
+    measured,
+    untested_shapes,
+)
+from numdev.studies.audit.isolation import attempt
+from numdev.studies.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
+from numdev.studies.audit.reproduce import reproduce
+from numdev.studies.audit.script import name_of
+from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 from numdev.yamlfile import validated
 
@@ -256,8 +256,13 @@ def _changes(
 ) -> tuple[Sequence[Finding], list[str]]:
     """What a kernel breaks along these axes, on the cases that it takes; and what is not
     tested."""
-    from numdev.invariance.study import SECTIONS, InvarianceStudy, compared_axes, prepared
-    from numdev.invariance.verdict import findings
+    from numdev.studies.invariance.study import (
+        SECTIONS,
+        InvarianceStudy,
+        compared_axes,
+        prepared,
+    )
+    from numdev.studies.invariance.verdict import findings
 
     study = InvarianceStudy(
         [planned], names, plan.system, attempt, Stopwatch(plan.system.device, SECTIONS)

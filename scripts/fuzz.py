@@ -266,7 +266,7 @@ def concluded_again(report: dict[str, Any]) -> dict[str, Any]:
     it is where they are no report, or nothing can be concluded."""
     from numdev.gate.judging import judged as judged_anew
     from numdev.gate.rules import Rules
-    from numdev.studies import kind_of
+    from numdev.kinds import kind_of
 
     try:
         model = kind_of(report["kind"]).report
@@ -460,8 +460,8 @@ def fuzz_two(rng: random.Random) -> int:
 
 def fuzz_config(rng: random.Random) -> int:
     """A damaged configuration, up to where measuring would begin."""
-    from numdev.audit import run
     from numdev.errors import MeasurementError
+    from numdev.studies.audit import run
 
     command = rng.choice(("audit", "sweep", "train"))
     file = rng.choice(sorted((ROOT / "configs" / command).glob("*.yaml")))
@@ -471,7 +471,7 @@ def fuzz_config(rng: random.Random) -> int:
     stop = MeasurementError("nothing is measured here", hint="it is a fuzzer")
     with (
         mock.patch.object(run, "audit", side_effect=stop),
-        mock.patch("numdev.training.study.train", side_effect=stop),
+        mock.patch("numdev.studies.training.study.train", side_effect=stop),
     ):
         done = call(
             command,

@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 
 from numdev import report
-from numdev.audit.journal import JOURNAL
+from numdev.studies.audit.journal import JOURNAL
 
 ROOT = Path(__file__).parents[1]
 AUDIT = "audit demo --length 24 --sequences 2 --kernel sdpa-math --kernel sdpa-flash"

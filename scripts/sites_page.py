@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from numdev.audit.explanations import designs
 from numdev.kernels.emulation.recipe import (
     BACKWARD,
     FORWARD,
@@ -16,6 +15,7 @@ from numdev.kernels.emulation.recipe import (
     TILINGS,
     Recipe,
 )
+from numdev.studies.audit.explanations import designs
 
 PAGE = Path(__file__).parent.parent / "docs" / "sites.md"
 

@@ -37,10 +37,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import numdev
 from numdev import testing
-from numdev.audit import bench, isolation, naming
-from numdev.audit.check import FEATURES, CheckSource, default_cases
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
+from numdev.studies.audit import bench, isolation, naming
+from numdev.studies.audit.check import FEATURES, CheckSource, default_cases
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent

@@ -14,18 +14,22 @@ from on_bench import HERE, invoked, prepare, task_of
 from recipes import drawn as drawn_case
 from torch import Tensor
 
-from numdev.audit.explanations import explain, whole_groups
-from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase
-from numdev.explain.attribution import PRESETS, attribute, rounding_sites
-from numdev.explain.words import explanations
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.kernel import emulated_step, emulation
 from numdev.kernels.emulation.kernel import gradients as emulated_gradients
 from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.reference import attend, gradients
+from numdev.operations.attention.explain.attribution import (
+    PRESETS,
+    attribute,
+    rounding_sites,
+)
+from numdev.operations.attention.explain.words import explanations
 from numdev.report import AttributionRow, SiteShare, read
+from numdev.studies.audit.explanations import explain, whole_groups
+from numdev.studies.audit.task import measure_task
 
 
 def drawn(regime: str = "normal", *, length: int = 300, **options: Any) -> AttentionCase:

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from numdev import report
-from numdev.audit.run import audit
-from numdev.audit.view import maps
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import UsageError
 from numdev.kernels.emulation.kernel import emulation
 from numdev.report import AuditReport, DeviationRow
+from numdev.studies.audit.run import audit
+from numdev.studies.audit.view import maps
 
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
 calls: list[str] = []

@@ -17,14 +17,14 @@ from tokenizers.models import WordLevel
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from numdev import report
-from numdev.audit.kind import TAKE_SINKS
-from numdev.audit.view import maps
 from numdev.cli.main import main
 from numdev.config import AuditRequest
 from numdev.gate.judging import judge_report
 from numdev.sources.capture import capture
 from numdev.sources.checkpoint import open_checkpoint
 from numdev.sources.prompts import draw, from_text, model_inputs, wanted
+from numdev.studies.audit.kind import TAKE_SINKS
+from numdev.studies.audit.view import maps
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "6", "--device", "cpu")
 

@@ -20,19 +20,19 @@ from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import Provenance
 from numdev.report.document import Table
-from numdev.training.bounds import study
-from numdev.training.bounds import view as views
-from numdev.training.bounds.ladder import pooled, read, saturation
-from numdev.training.bounds.report import (
+from numdev.studies.training.bounds import study
+from numdev.studies.training.bounds import view as views
+from numdev.studies.training.bounds.ladder import pooled, read, saturation
+from numdev.studies.training.bounds.report import (
     MERGED,
     BoundsReport,
     Comparison,
     DoseReading,
     Saturation,
 )
-from numdev.training.bounds.study import COLUMNS, ratios
-from numdev.training.bounds.words import amount, ratio
-from numdev.training.report import (
+from numdev.studies.training.bounds.study import COLUMNS, ratios
+from numdev.studies.training.bounds.words import amount, ratio
+from numdev.studies.training.report import (
     AttentionOutputRow,
     DistanceRow,
     TrainReport,

@@ -20,7 +20,6 @@ from oracles import normal
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from numdev.audit.run import audit
 from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
@@ -35,6 +34,7 @@ from numdev.sources.capture import (
     unaudited,
 )
 from numdev.sources.mixers import in_words
+from numdev.studies.audit.run import audit
 
 B, N, STEPS = 3, 12, 3
 IDS = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))

@@ -17,18 +17,6 @@ from scipy import stats
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef, visible
-from numdev.diagnose.chain import Diagnosis, diagnosed
-from numdev.diagnose.cures import CURES, NONE, cured, seen_from_outside
-from numdev.diagnose.passes import computed, truth_of
-from numdev.diagnose.report import CureRow
-from numdev.diagnose.statistics import (
-    BLOCKS,
-    STEPS,
-    by_head,
-    largest_eigenvalue,
-    mean,
-    t_of,
-)
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, round_to, ulp
 from numdev.kernels import Kernel, Output, find
@@ -36,6 +24,18 @@ from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.emulation.rounding import Rounder
 from numdev.sources.projection import Projection
+from numdev.studies.diagnose.chain import Diagnosis, diagnosed
+from numdev.studies.diagnose.cures import CURES, NONE, cured, seen_from_outside
+from numdev.studies.diagnose.passes import computed, truth_of
+from numdev.studies.diagnose.report import CureRow
+from numdev.studies.diagnose.statistics import (
+    BLOCKS,
+    STEPS,
+    by_head,
+    largest_eigenvalue,
+    mean,
+    t_of,
+)
 
 BF16 = FORMATS["bfloat16"]
 TOLD = ("tied", "ones", "powers", "one_signed")

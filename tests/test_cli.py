@@ -23,7 +23,6 @@ from commands import ran
 
 import numdev
 from numdev import report
-from numdev.audit.journal import JOURNAL
 from numdev.cli import check
 from numdev.cli.gate import gated
 from numdev.cli.main import COMMANDS, FOREIGN, cli
@@ -31,6 +30,7 @@ from numdev.cli.session import Session, watching
 from numdev.config import demo_checkpoint
 from numdev.gate import judging
 from numdev.gate.rules import Rules
+from numdev.studies.audit.journal import JOURNAL
 
 ROOT = Path(numdev.__file__).parent.parent
 TINY = """\

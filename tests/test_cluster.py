@@ -13,18 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from numdev.audit import cluster
-from numdev.audit.cluster import Cluster, at_work, cluster_of, sharing
-from numdev.audit.isolation import Isolated, attempt, torch_settings
-from numdev.audit.journal import Journal
-from numdev.audit.plan import Plan, header, plan_controls, plan_formats, plan_kernels
-from numdev.audit.run import run_source
-from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import AuditConfig, Choice
 from numdev.errors import UsageError
 from numdev.sources.capture import Captured
 from numdev.sources.opening import ConfigSource, Drawn
+from numdev.studies.audit import cluster
+from numdev.studies.audit.cluster import Cluster, at_work, cluster_of, sharing
+from numdev.studies.audit.isolation import Isolated, attempt, torch_settings
+from numdev.studies.audit.journal import Journal
+from numdev.studies.audit.plan import (
+    Plan,
+    header,
+    plan_controls,
+    plan_formats,
+    plan_kernels,
+)
+from numdev.studies.audit.run import run_source
+from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 from numdev.yamlfile import validated
 

@@ -20,7 +20,6 @@ from test_html import sweep
 from torch import Tensor
 
 from numdev import report as reports
-from numdev.audit.run import audit as study
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.gate.compare import compare, unequal
@@ -37,6 +36,7 @@ from numdev.gate.movement import (
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.document import Figures
 from numdev.report.views import document_of
+from numdev.studies.audit.run import audit as study
 from numdev.testing import check
 
 HEADS = tuple(head(h) for h in range(4))

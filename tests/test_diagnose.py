@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from numdev.cli.diagnose import attention_options
 from numdev.config import DiagnoseRequest
-from numdev.diagnose import study
-from numdev.diagnose.chain import Diagnosis
-from numdev.diagnose.series import Stage, series, step_of
-from numdev.diagnose.training_text import training_text
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import write
 from numdev.report.io import sealed
-from numdev.training.config import TrainConfig, resolve
-from numdev.training.study import train
+from numdev.studies.diagnose import study
+from numdev.studies.diagnose.chain import Diagnosis
+from numdev.studies.diagnose.series import Stage, series, step_of
+from numdev.studies.diagnose.training_text import training_text
+from numdev.studies.training.config import TrainConfig, resolve
+from numdev.studies.training.study import train
 
 
 @pytest.fixture

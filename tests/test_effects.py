@@ -26,19 +26,8 @@ from scipy.special import rel_entr
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
-from numdev.audit.isolation import attempt
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import effects_request
-from numdev.effects import verdict
-from numdev.effects.checks import Checks, checks_of
-from numdev.effects.outputs import Scored, compared, output_of, outputs_of
-from numdev.effects.report import Check, EffectsReport, OutputRow, RunSummary, check_names
-from numdev.effects.rounding import CHOOSES, AtSites, Running, SiteTracker
-from numdev.effects.running import _widen
-from numdev.effects.study import EffectsStudy
-from numdev.effects.summary import summarise
-from numdev.effects.view import blocks
-from numdev.effects.wholeness import check
 from numdev.errors import MeasurementError
 from numdev.exact.wide import Wide
 from numdev.formats import FORMATS
@@ -51,6 +40,23 @@ from numdev.report.document import Table
 from numdev.report.numbers import percent, si, three
 from numdev.sources import capture
 from numdev.sources.tensorfile import save_cases
+from numdev.studies.audit.isolation import attempt
+from numdev.studies.effects import verdict
+from numdev.studies.effects.checks import Checks, checks_of
+from numdev.studies.effects.outputs import Scored, compared, output_of, outputs_of
+from numdev.studies.effects.report import (
+    Check,
+    EffectsReport,
+    OutputRow,
+    RunSummary,
+    check_names,
+)
+from numdev.studies.effects.rounding import CHOOSES, AtSites, Running, SiteTracker
+from numdev.studies.effects.running import _widen
+from numdev.studies.effects.study import EffectsStudy
+from numdev.studies.effects.summary import summarise
+from numdev.studies.effects.view import blocks
+from numdev.studies.effects.wholeness import check
 
 
 def studied(capsys: Any, tmp_path: Path, target: object, *more: object) -> EffectsReport:

@@ -15,9 +15,15 @@ from pydantic import BaseModel
 from recipes import drawn
 
 import numdev
-from numdev.audit.check import declining
-from numdev.audit.journal import JOURNAL, Journal
-from numdev.audit.plan import (
+from numdev.cases import CaseRef
+from numdev.config import AuditRequest, Choice
+from numdev.errors import Refused, UsageError
+from numdev.kernels import Kernel
+from numdev.kernels.emulation.faults import CONTROLS
+from numdev.metrics.sampling import Sample
+from numdev.studies.audit.check import declining
+from numdev.studies.audit.journal import JOURNAL, Journal
+from numdev.studies.audit.plan import (
     Plan,
     Planned,
     Task,
@@ -26,12 +32,6 @@ from numdev.audit.plan import (
     plan_controls,
     plan_kernels,
 )
-from numdev.cases import CaseRef
-from numdev.config import AuditRequest, Choice
-from numdev.errors import Refused, UsageError
-from numdev.kernels import Kernel
-from numdev.kernels.emulation.faults import CONTROLS
-from numdev.metrics.sampling import Sample
 from numdev.system import System
 
 HEADER: dict[str, Any] = {

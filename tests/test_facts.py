@@ -17,8 +17,8 @@ from numdev.gate.compare import compare
 from numdev.kernels import Output, find
 from numdev.kernels.reference import attend
 from numdev.kernels.triton_flash.kernel import Launch
+from numdev.studies.training.measure import is_spike
 from numdev.system import System
-from numdev.training.measure import is_spike
 
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
 

@@ -12,13 +12,13 @@ import yaml
 from commands import run
 from gate_rows import control, lse, report, row
 
-from numdev.audit import explanations
 from numdev.errors import MeasurementError
 from numdev.gate import fitting, judging
 from numdev.gate.fitting import fitted, rounded_up
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, default_rules
 from numdev.report import AuditReport, DeviationRow, write
+from numdev.studies.audit import explanations
 
 
 def read(text: str) -> Rules:

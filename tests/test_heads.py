@@ -10,10 +10,15 @@ import pytest
 from test_html import sample
 from test_shown import on_terminal
 
-from numdev.diagnose import heads
-from numdev.diagnose.heads import answer, at_fault, ranked, shares
-from numdev.diagnose.report import CureRow, DiagnoseReport, DiagnoseSummary, HeadRow
 from numdev.report import read
+from numdev.studies.diagnose import heads
+from numdev.studies.diagnose.heads import answer, at_fault, ranked, shares
+from numdev.studies.diagnose.report import (
+    CureRow,
+    DiagnoseReport,
+    DiagnoseSummary,
+    HeadRow,
+)
 
 
 def guilty(

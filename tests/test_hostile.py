@@ -13,11 +13,11 @@ import pytest
 import torch
 from oracles import make_case
 
-from numdev.audit.isolation import Failure, attempt
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import find
 from numdev.sources.files import naming
+from numdev.studies.audit.isolation import Failure, attempt
 
 HERE = Path(__file__).parent
 

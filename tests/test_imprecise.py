@@ -9,11 +9,11 @@ from loaded import load
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain import imprecise
 from numdev.formats import FORMATS
 from numdev.kernels import Output, of_function
 from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
+from numdev.operations.attention.explain import imprecise
 from numdev.sources.loss import with_drawn
 
 rates = load("benchmarks/suspicion_rates.py")

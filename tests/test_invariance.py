@@ -22,15 +22,19 @@ import torch
 import yaml
 from commands import ran
 
-from numdev.audit.bench import TERMS, part, settled
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AXES, InvarianceRequest
 from numdev.errors import MeasurementError
 from numdev.formats import format_named
 from numdev.gate import judging
 from numdev.gate.rules import Rules, default_rules
-from numdev.invariance import axes, verdict, wholeness
-from numdev.invariance.differences import (
+from numdev.kernels.reference import gradients
+from numdev.report import read, write
+from numdev.report.document import Table
+from numdev.sources.regimes import Shapes, draw
+from numdev.studies.audit.bench import TERMS, part, settled
+from numdev.studies.invariance import axes, verdict, wholeness
+from numdev.studies.invariance.differences import (
     _by_row,
     _elsewhere,
     _first,
@@ -40,15 +44,11 @@ from numdev.invariance.differences import (
     keys_seen,
     unit_of,
 )
-from numdev.invariance.models import _ways
-from numdev.invariance.report import Cause, InvarianceReport, InvarianceRow
-from numdev.invariance.study import invariance
-from numdev.invariance.view import blocks
-from numdev.invariance.wholeness import _way_contradiction, check
-from numdev.kernels.reference import gradients
-from numdev.report import read, write
-from numdev.report.document import Table
-from numdev.sources.regimes import Shapes, draw
+from numdev.studies.invariance.models import _ways
+from numdev.studies.invariance.report import Cause, InvarianceReport, InvarianceRow
+from numdev.studies.invariance.study import invariance
+from numdev.studies.invariance.view import blocks
+from numdev.studies.invariance.wholeness import _way_contradiction, check
 from numdev.testing import CheckFailed, check_attention
 
 CASE = {

@@ -18,11 +18,11 @@ import pytest
 import torch
 from oracles import FEATURES, make_case
 
-from numdev.audit import isolation
-from numdev.audit.isolation import Failure, Isolated, attempt
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import Output, find
+from numdev.studies.audit import isolation
+from numdev.studies.audit.isolation import Failure, Isolated, attempt
 
 TESTS = Path(__file__).parent
 SUPPORT = TESTS / "support"

@@ -12,11 +12,11 @@ from loaded import load
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
-from numdev.explain.narrow_sums import CERTAIN, Sums
 from numdev.gate.judging import judge_report
 from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
 from numdev.metrics import tiled
+from numdev.operations.attention.explain.narrow_sums import CERTAIN, Sums
 from numdev.report import AuditReport
 from numdev.sources.loss import with_drawn
 from numdev.testing import check

@@ -16,12 +16,6 @@ from click.testing import CliRunner
 from on_bench import HERE
 from torch import Tensor
 
-from numdev.audit.kind import summarised
-from numdev.audit.operation import Distance
-from numdev.audit.plan import Task
-from numdev.audit.run import provenance
-from numdev.audit.task import measure_task
-from numdev.audit.timing import Stopwatch
 from numdev.cases import CaseRef
 from numdev.cli.main import cli
 from numdev.formats import Format, format_named, format_of, round_to
@@ -40,6 +34,12 @@ from numdev.report import (
     PlanRecord,
     write,
 )
+from numdev.studies.audit.kind import summarised
+from numdev.studies.audit.operation import Distance
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.run import provenance
+from numdev.studies.audit.task import measure_task
+from numdev.studies.audit.timing import Stopwatch
 
 ROWS, WIDTH, EPS = 64, 256, 1e-6
 

@@ -13,10 +13,6 @@ import torch
 from on_bench import HERE, grouped_step, prepare, task_of
 from torch import Tensor
 
-from numdev.audit.explanations import profile
-from numdev.audit.run import audit
-from numdev.audit.task import measure_task
-from numdev.audit.view import positions, spread
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.formats import format_named
 from numdev.kernels import find
@@ -26,6 +22,10 @@ from numdev.metrics.yardstick import Yardstick
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.document import Bullets, Figures
 from numdev.report.renderers import html, markdown
+from numdev.studies.audit.explanations import profile
+from numdev.studies.audit.run import audit
+from numdev.studies.audit.task import measure_task
+from numdev.studies.audit.view import positions, spread
 
 
 def sound(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:

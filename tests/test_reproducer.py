@@ -21,15 +21,15 @@ import torch
 from on_bench import prepare, rows_on
 from oracles import make_case, with_grad
 
-from numdev.audit import script as reproducer
-from numdev.audit.bench import part
-from numdev.audit.reproduce import reduce
 from numdev.cases import AttentionCase, explicit_mask, visible
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend
 from numdev.sources.tensorfile import open_cases
+from numdev.studies.audit import script as reproducer
+from numdev.studies.audit.bench import part
+from numdev.studies.audit.reproduce import reduce
 from numdev.system import System
 
 BARE = """

@@ -14,17 +14,17 @@ from gate_rows import judge
 from on_bench import HERE, grouped_step, invoked, prepare, rows_on, task_of
 from recipes import drawn
 
-from numdev.audit import attention, screening
-from numdev.audit import bench as prepared
-from numdev.audit.bench import Bench
-from numdev.audit.explanations import examine
-from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
 from numdev.metrics.sampling import Sample
 from numdev.report import read
 from numdev.report.summary import summarise
+from numdev.studies.audit import attention, screening
+from numdev.studies.audit import bench as prepared
+from numdev.studies.audit.bench import Bench
+from numdev.studies.audit.explanations import examine
+from numdev.studies.audit.task import measure_task
 from numdev.system import System
 
 SAMPLE = Sample(count=40, seed=1)

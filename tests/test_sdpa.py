@@ -28,12 +28,12 @@ from oracles import (
 from recipes import drawn, rms
 from torch import Tensor
 
-from numdev.audit.plan import Task
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import Output, Refused, find, flex, sdpa
 from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend, floor_of, gradients
+from numdev.studies.audit.plan import Task
 from numdev.system import System
 
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"

@@ -19,7 +19,6 @@ from ring import ring
 from test_isolation import gone
 from torch import Tensor
 
-from numdev.audit.isolation import attempt
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
 from numdev.formats import FORMATS
@@ -28,6 +27,7 @@ from numdev.kernels.context_parallel import together
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.reference import gradients as exact_gradients
 from numdev.kernels.sharded import Merge, merged, schedule
+from numdev.studies.audit.isolation import attempt
 from numdev.system import System
 
 SHARDED = find("sharded")

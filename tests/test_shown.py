@@ -19,10 +19,7 @@ from rich.console import Console
 from test_html import audit, figure, sample, sweep
 
 from numdev import report as reports
-from numdev.audit import view as audit_view
 from numdev.cli.kernels import shown
-from numdev.diagnose import view as diagnose
-from numdev.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
 from numdev.gate import compare_view as compare
 from numdev.gate.compare_report import Group, Move
 from numdev.gate.findings import findings_in
@@ -39,7 +36,10 @@ from numdev.report import (
 from numdev.report.document import Cell, Column, Document, Figures, Row, Table, tables_of
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import document_of, gate
-from numdev.training.weights import view as weights
+from numdev.studies.audit import view as audit_view
+from numdev.studies.diagnose import view as diagnose
+from numdev.studies.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
+from numdev.studies.training.weights import view as weights
 
 
 def kernel(**changes: Any) -> KernelSummary:

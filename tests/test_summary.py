@@ -10,7 +10,6 @@ import gate_rows
 import pytest
 from gate_rows import SOUND
 
-from numdev.audit.view import maps
 from numdev.gate.rules import default_rules
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import (
@@ -24,6 +23,7 @@ from numdev.report import document as doc
 from numdev.report.numbers import percent, shade, short, si, three
 from numdev.report.summary import summarise
 from numdev.report.views import verdicts
+from numdev.studies.audit.view import maps
 
 # Of 0/0 in pandas: it must not get that far
 pytestmark = pytest.mark.filterwarnings("error")

@@ -18,16 +18,16 @@ from on_bench import HERE, prepare, task_of
 from torch import Tensor
 
 import numdev
-from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef, visible
-from numdev.explain import wrong_function
-from numdev.explain.mistakes import variants
-from numdev.explain.probe import Alternative
-from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import round_to
 from numdev.kernels import find, of_function
 from numdev.kernels.reference import attend
+from numdev.operations.attention.explain import wrong_function
+from numdev.operations.attention.explain.mistakes import variants
+from numdev.operations.attention.explain.probe import Alternative
+from numdev.operations.attention.explain.wrong_function import CUT, far_off, suspect
 from numdev.sources.loss import with_drawn
+from numdev.studies.audit.task import measure_task
 
 rates = load("benchmarks/suspicion_rates.py")
 planted_kernels = load("benchmarks/planted.py")

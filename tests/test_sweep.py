@@ -20,8 +20,6 @@ from on_bench import invoked
 from oracles import make_case
 
 from numdev import kernels, report
-from numdev.audit.sweep import plan, sweep
-from numdev.audit.sweep_summary import summarised
 from numdev.cases import AttentionCase
 from numdev.config import SweepConfig, SweepRequest
 from numdev.errors import MeasurementError, UsageError
@@ -32,6 +30,8 @@ from numdev.metrics.statistics import interval
 from numdev.report import CellRow, SweepReport
 from numdev.report.curves import cells, figures, sentences
 from numdev.report.numbers import si, times
+from numdev.studies.audit.sweep import plan, sweep
+from numdev.studies.audit.sweep_summary import summarised
 from numdev.yamlfile import read_yaml
 
 ROOT = Path(__file__).parent.parent

@@ -13,9 +13,9 @@ import torch
 from oracles import make_case
 
 from numdev import temporary
-from numdev.audit.journal import JOURNAL, Journal
 from numdev.report import io
 from numdev.sources.tensorfile import writing
+from numdev.studies.audit.journal import JOURNAL, Journal
 
 KILLED = """
 import os, signal, sys

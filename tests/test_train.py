@@ -25,37 +25,37 @@ from scipy.stats import wasserstein_distance
 from stored import Calls
 from test_cli import lines_of, spawn
 
-from numdev.audit.journal import JOURNAL
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, round_to
 from numdev.kernels.reference import attend
 from numdev.report import Provenance, read
 from numdev.report.document import Figures, tables_of
-from numdev.training import figures
-from numdev.training.config import (
+from numdev.studies.audit.journal import JOURNAL
+from numdev.studies.training import figures
+from numdev.studies.training.config import (
     Optimiser,
     TrainConfig,
     TrainRequest,
     recorded_steps,
     resolve,
 )
-from numdev.training.data import load
-from numdev.training.lane import largest_score, rate
-from numdev.training.lockstep import STATE, WORKSPACE, deterministic
-from numdev.training.measure import distance, spectral_norms
-from numdev.training.models import build
-from numdev.training.optimiser import Updates
-from numdev.training.outputs import floors_of, row_of, sharpened
-from numdev.training.report import (
+from numdev.studies.training.data import load
+from numdev.studies.training.lane import largest_score, rate
+from numdev.studies.training.lockstep import STATE, WORKSPACE, deterministic
+from numdev.studies.training.measure import distance, spectral_norms
+from numdev.studies.training.models import build
+from numdev.studies.training.optimiser import Updates
+from numdev.studies.training.outputs import floors_of, row_of, sharpened
+from numdev.studies.training.report import (
     DistanceRow,
     TrainReport,
     TrainRow,
     TrainSummary,
     VariantRecord,
 )
-from numdev.training.study import train
-from numdev.training.words import answer
+from numdev.studies.training.study import train
+from numdev.studies.training.words import answer
 from numdev.yamlfile import read_yaml
 
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}

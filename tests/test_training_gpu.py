@@ -13,11 +13,11 @@ import torch
 from test_train import GOLDEN, OTHERS
 
 from numdev.errors import MeasurementError
-from numdev.training.config import TrainRequest
-from numdev.training.data import load
-from numdev.training.lane import FIRST, Lane
-from numdev.training.lockstep import deterministic
-from numdev.training.study import train
+from numdev.studies.training.config import TrainRequest
+from numdev.studies.training.data import load
+from numdev.studies.training.lane import FIRST, Lane
+from numdev.studies.training.lockstep import deterministic
+from numdev.studies.training.study import train
 
 pytestmark = pytest.mark.gpu
 
@@ -110,7 +110,7 @@ def test_a_recording_that_fails_names_its_variant(
     """A kernel that waits for the device, taken for one that does not. Random numbers can
     be drawn afterwards, and are those that would have been."""
     name = f"{__name__}:waits"
-    monkeypatch.setattr("numdev.training.lane.RECORDABLE", {name})
+    monkeypatch.setattr("numdev.studies.training.lane.RECORDABLE", {name})
     asked = request(tmp_path, {**VARIANTS[0], "kernel": name})
     with pytest.raises(MeasurementError, match="variant golden"):
         train(asked, tmp_path / "out")

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from numdev.formats import format_of, ulp
-from numdev.training import checkpoints
-from numdev.training.config import DataConfig, ModelConfig, TrainConfig
-from numdev.training.data import load
-from numdev.training.lane import jumps, move_weights, rerounded
-from numdev.training.models import build, sdpa
+from numdev.studies.training import checkpoints
+from numdev.studies.training.config import DataConfig, ModelConfig, TrainConfig
+from numdev.studies.training.data import load
+from numdev.studies.training.lane import jumps, move_weights, rerounded
+from numdev.studies.training.models import build, sdpa
 from numdev.yamlfile import read_yaml
 
 LLAMA = ModelConfig(kind="llama", layers=2, width=32, heads=4, kv_heads=2, context=16)

@@ -16,11 +16,6 @@ from on_bench import HERE, prepare, task_of
 from torch import Tensor
 
 from numdev import testing
-from numdev.audit import explanations, naming
-from numdev.audit.bench import Bench
-from numdev.audit.check import CheckSource
-from numdev.audit.explanations import Likeness, examine, likenesses
-from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import Kernel, Output
 from numdev.kernels.baseline import WAYS
@@ -28,6 +23,11 @@ from numdev.kernels.emulation.backward import attended as attend
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.reference import gradients
+from numdev.studies.audit import explanations, naming
+from numdev.studies.audit.bench import Bench
+from numdev.studies.audit.check import CheckSource
+from numdev.studies.audit.explanations import Likeness, examine, likenesses
+from numdev.studies.audit.task import measure_task
 from numdev.testing import CheckFailed, check_attention
 
 BF16 = "bfloat16"

@@ -28,11 +28,11 @@ from numdev import report
 from numdev.errors import MeasurementError
 from numdev.report.numbers import times
 from numdev.sources.distributed import read_metadata
-from numdev.training.weights.files import open_weights
-from numdev.training.weights.pairs import CASTS, cast_costs, numbers, pooled
-from numdev.training.weights.pairs import compare as compared
-from numdev.training.weights.report import WeightsReport
-from numdev.training.weights.study import KINDS, kind_of, weights
+from numdev.studies.training.weights.files import open_weights
+from numdev.studies.training.weights.pairs import CASTS, cast_costs, numbers, pooled
+from numdev.studies.training.weights.pairs import compare as compared
+from numdev.studies.training.weights.report import WeightsReport
+from numdev.studies.training.weights.study import KINDS, kind_of, weights
 
 State = dict[str, Tensor]
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")

@@ -19,15 +19,20 @@ from scipy.stats import gmean, wasserstein_distance
 
 from numdev import report
 from numdev.errors import UsageError
-from numdev.training.weights.report import (
+from numdev.studies.training.weights.report import (
     ChanceComparison,
     RunRecord,
     WeightsCell,
     WeightsReport,
 )
-from numdev.training.weights.runs import find_runs, is_over_steps, seed_of, step_of
-from numdev.training.weights.standing import LIMITS, answer, standings
-from numdev.training.weights.steps import QUANTILES, layer_of, over_steps
+from numdev.studies.training.weights.runs import (
+    find_runs,
+    is_over_steps,
+    seed_of,
+    step_of,
+)
+from numdev.studies.training.weights.standing import LIMITS, answer, standings
+from numdev.studies.training.weights.steps import QUANTILES, layer_of, over_steps
 
 NAMES = {
     "embed_tokens.weight": (20, 8),

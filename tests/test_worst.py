@@ -13,7 +13,6 @@ import torch
 from oracles import FEATURES, attention, make_case, normal
 from torch import Tensor
 
-from numdev.audit.explanations import NOTABLE, SHOWN, most
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
@@ -22,6 +21,7 @@ from numdev.operations.attention.row_facts import of_queries
 from numdev.operations.attention.row_words import NOTHING
 from numdev.operations.attention.worst_rows import worst_rows
 from numdev.report import WorstRow
+from numdev.studies.audit.explanations import NOTABLE, SHOWN, most
 
 BFLOAT16 = FORMATS["bfloat16"]
 

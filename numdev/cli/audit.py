@@ -53,9 +53,9 @@ def audit(
     a YAML configuration, or `demo` (the checkpoint that ships with numdev). Default:
     configs/audit/default.yaml. The same request with the same --output resumes where it
     stopped."""
-    from numdev.audit.cluster import cluster_of, sharing
-    from numdev.audit.run import audit as run
-    from numdev.audit.run import reproducers
+    from numdev.studies.audit.cluster import cluster_of, sharing
+    from numdev.studies.audit.run import audit as run
+    from numdev.studies.audit.run import reproducers
 
     request, cluster = audit_request(target, flags), cluster_of(workers, scheduler)
     directory = session.directory(
@@ -75,8 +75,8 @@ def audit(
 def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
     """The answer of a report of `numdev effects`. Raises UsageError for one of something
     else."""
-    from numdev.effects.report import EffectsReport
     from numdev.report import read
+    from numdev.studies.effects.report import EffectsReport
 
     other = read(path)
     if not isinstance(other, EffectsReport):
@@ -117,10 +117,10 @@ def sweep(
     cell is measured with every seed, and the report gives means with confidence
     intervals. With --seed N the seeds are counted from N. The same request with the same
     --output resumes where it stopped."""
-    from numdev.audit.cluster import cluster_of, sharing
-    from numdev.audit.run import reproducers
-    from numdev.audit.sweep import plan
-    from numdev.audit.sweep import sweep as run
+    from numdev.studies.audit.cluster import cluster_of, sharing
+    from numdev.studies.audit.run import reproducers
+    from numdev.studies.audit.sweep import plan
+    from numdev.studies.audit.sweep import sweep as run
 
     request, cluster = sweep_request(config, flags), cluster_of(workers, scheduler)
     with sharing(cluster, request.device):

@@ -46,7 +46,7 @@ def diagnose(
     grad_out. Several checkpoints, or a directory of them such as that of a `numdev
     train`, are a series over training. The same request with the same --output resumes
     where it stopped."""
-    from numdev.diagnose.study import diagnose as run
+    from numdev.studies.diagnose.study import diagnose as run
 
     first = targets[0]
     asked = {

@@ -28,9 +28,9 @@ def effects(
     truth; beside it stand the model in each format with each kernel, attention alone, and
     one rounding site at a time. The same request into the same directory continues where
     it stopped."""
-    from numdev.audit.cluster import cluster_of, sharing
-    from numdev.effects.checks import reproducers
-    from numdev.effects.study import effects as run
+    from numdev.studies.audit.cluster import cluster_of, sharing
+    from numdev.studies.effects.checks import reproducers
+    from numdev.studies.effects.study import effects as run
 
     request, cluster = effects_request(target, flags), cluster_of(workers, scheduler)
     name = f"effects-{Path(request.target).stem or 'model'}"

@@ -53,9 +53,9 @@ class Verdict:
         """Judge a report, `show` the verdict on stdout and write it as asked; its exit
         code."""
         from numdev.gate.judging import judge_report
+        from numdev.kinds import judged_by
         from numdev.report.renderers import ci, markdown, terminal
         from numdev.report.views.gate import page_of
-        from numdev.studies import judged_by
 
         judged = judge_report(report, self.limits)
         findings, _ = judged_by(report.kind).findings(judged, report)

@@ -27,8 +27,8 @@ def invariance(
     again in another batch, in chunks, row by row, padded, laid out another way, with
     poison around it, and compared bit by bit. The same request into the same directory
     continues where it stopped."""
-    from numdev.invariance.study import invariance as run
-    from numdev.invariance.study import reproducers
+    from numdev.studies.invariance.study import invariance as run
+    from numdev.studies.invariance.study import reproducers
 
     request = invariance_request(target, flags)
     name = f"invariance-{Path(request.target).stem}"

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import click
 
 from numdev import __version__
-from numdev.audit.interrupt import noticing
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
+from numdev.studies.audit.interrupt import noticing
 
 EMPTY_OPTION = re.compile(r"--[a-z-]+=")
 FOREIGN = "the code of a kernel or a model"

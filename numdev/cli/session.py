@@ -137,7 +137,7 @@ def watching() -> Iterator[Callable[[], None]]:
     """A function that raises KeyboardInterrupt if one came and was lost: a native
     extension that calls back into Python may clear the error. The loop asks at every
     task."""
-    from numdev.audit.interrupt import handling
+    from numdev.studies.audit.interrupt import handling
 
     came = threading.Event()
 

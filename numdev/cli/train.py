@@ -45,8 +45,8 @@ def train(
     same batches; at recorded steps their weights are compared with the golden run's. With
     --seed N the seeds are counted from N. The same request with the same --output resumes
     where it stopped, bit for bit."""
-    from numdev.training.config import TrainConfig, resolve
-    from numdev.training.study import train as run
+    from numdev.studies.training.config import TrainConfig, resolve
+    from numdev.studies.training.study import train as run
     from numdev.yamlfile import read_yaml
 
     raw = read_yaml(config, TrainConfig)
@@ -78,9 +78,9 @@ def weights(
     directory of a `numdev train` or `numdev bounds` alone, whose checkpoints are compared
     with its golden run's; or a run each, as a directory of checkpoints by step, a list
     `a-step1,a-step2` or a pattern 'a-step*'."""
-    from numdev.training.weights.runs import is_over_steps
-    from numdev.training.weights.steps import over_steps
-    from numdev.training.weights.study import weights as compare
+    from numdev.studies.training.weights.runs import is_over_steps
+    from numdev.studies.training.weights.steps import over_steps
+    from numdev.studies.training.weights.study import weights as compare
 
     by_step = is_over_steps(targets)
     if nulls and not by_step:
@@ -114,7 +114,7 @@ def bounds(run: Path, session: Session) -> None:
 
     RUN is the report of a `numdev train`, or its directory. Needs neither torch nor a
     GPU. Distances between weights are proxies."""
-    from numdev.training.bounds import study
+    from numdev.studies.training.bounds import study
 
     report = study.bounds(run, command=command_line())
     directory = session.claim(f"bounds-{report.request['target']}", report.request)

@@ -42,6 +42,7 @@ from numdev.gate.movement import (
 )
 from numdev.gate.rows import NUMBERS, Measured, Rows
 from numdev.grouping import grouped
+from numdev.kinds import judged_by, kind_of
 from numdev.report import (
     CallRecord,
     DeviationRow,
@@ -53,7 +54,6 @@ from numdev.report import (
     read,
 )
 from numdev.report.numbers import three, times
-from numdev.studies import judged_by, kind_of
 from numdev.tensors import tensor_spec
 
 MUST = (

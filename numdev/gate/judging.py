@@ -1,6 +1,6 @@
 """What is decided: a report of any kind held to rules, and what that comes to.
 
-A study says what it planned as a list of tests (`numdev.studies`); here are the rules
+A study says what it planned as a list of tests (`numdev.kinds`); here are the rules
 that are the same for all, and the one way from tests to an outcome. Judging reads records
 alone: no torch."""
 
@@ -19,8 +19,8 @@ from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import REQUIRED, SOMETHING, Judgement, Power, Test
 from numdev.gate.rows import CUT
 from numdev.gate.rules import Rules, as_data, default_rules
+from numdev.kinds import judged_by
 from numdev.report import Report, Standing, worst
-from numdev.studies import judged_by
 
 R = TypeVar("R", bound=Report)
 NAMED = 3  # weights

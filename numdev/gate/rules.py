@@ -23,11 +23,11 @@ from pydantic import (
 )
 
 from numdev.errors import closest
+from numdev.kinds import REGISTERED, kind_of
 from numdev.metrics.of_rows import METRICS, Value
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase
 from numdev.report.numbers import power
-from numdev.studies import REGISTERED, kind_of
 from numdev.tensors import TENSORS, tensor_spec
 from numdev.yamlfile import Names, Strict, as_list, bundled, parse_bundled, read_yaml
 
@@ -242,7 +242,7 @@ class Threshold(Limit):
         return self.model_copy(update={"at_most": allowed}) if higher else self
 
 
-# Of a limit of a kind of report (`numdev.studies`)
+# Of a limit of a kind of report (`numdev.kinds`)
 AtMost = Annotated[float, Field(ge=0)]
 
 

@@ -6,7 +6,7 @@ rounded, scaled and rounded again, the softmax runs in at least fp32, and P is r
 before it meets V. Its gradients are autograd's. It is the yardstick "what plain code
 costs", not the floor: production flash kernels on GPUs come closer.
 
-WAYS are for `numdev.audit.explanations`: sound code that no recipe of `emulated`
+WAYS are for `numdev.studies.audit.explanations`: sound code that no recipe of `emulated`
 describes, since autograd comes back through every cast. P that is cast before it is
 normalised has a gradient that is rounded before it is, and a maximum that is not detached
 gets what rounding left of the sum of a row of dS. Sums are in fp32. Memory is O(q_len *

@@ -53,8 +53,8 @@ class Sample:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Strata:
     """Why rows of a call are measured, bool [rows] each: some were drawn, some stood out
-    among all (`numdev.audit.screening`). These stand for themselves, and the others for
-    all that is left."""
+    among all (`numdev.studies.audit.screening`). These stand for themselves, and the
+    others for all that is left."""
 
     of: int  # rows of the call
     drawn: Tensor

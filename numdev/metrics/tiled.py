@@ -1,6 +1,6 @@
 """In which calls, and in which head, it is looked for whether gradients are summed in 16
-bits over tiles (`numdev.explain.narrow_sums`): one statement for who measures and who
-judges. No torch."""
+bits over tiles (`numdev.operations.attention.explain.narrow_sums`): one statement for who
+measures and who judges. No torch."""
 
 from __future__ import annotations
 

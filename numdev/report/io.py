@@ -15,10 +15,10 @@ from pydantic_core import from_json
 
 import numdev
 from numdev.errors import MeasurementError, UsageError
+from numdev.kinds import REGISTERED, kind_of
 from numdev.report.foreign import cell, json_text
 from numdev.report.records.reports import SCHEMA_VERSION, Report
 from numdev.report.records.rows import Record
-from numdev.studies import REGISTERED, kind_of
 from numdev.temporary import becoming, remove_stale
 
 HEAD = 1 << 16  # bytes of a file in which it says what it is

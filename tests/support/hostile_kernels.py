@@ -495,11 +495,11 @@ def corrupts(case: AttentionCase, what: str) -> Output:
             if isinstance(one, socket.socket):
                 one.close()
     if what == "struct":
-        from numdev.audit import channel
+        from numdev.studies.audit import channel
 
         channel.LENGTH = struct.Struct("<I")
     if what == "attempt":
-        from numdev.audit import isolation
+        from numdev.studies.audit import isolation
 
         isolation.output_answer = lambda output: [b"nothing"]
     return sound(case)

@@ -25,10 +25,10 @@ import torch
 from oracles import make_case
 from test_isolation import gone, ran, same, wait_for
 
-from numdev.audit import guard, isolation
-from numdev.audit.isolation import Failure, Isolated
 from numdev.cases import AttentionCase
 from numdev.kernels import Output, find
+from numdev.studies.audit import guard, isolation
+from numdev.studies.audit.isolation import Failure, Isolated
 
 LIMIT_S = 1.5
 QUICK = (

@@ -10,14 +10,14 @@ import torch
 from click.testing import CliRunner, Result
 from recipes import drawn
 
-from numdev.audit.bench import Bench
-from numdev.audit.plan import Task
-from numdev.audit.task import bench_of, measure_one, measure_task
 from numdev.cases import AttentionCase
 from numdev.cli.main import cli
 from numdev.kernels import Kernel
 from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
+from numdev.studies.audit.bench import Bench
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.task import bench_of, measure_one, measure_task
 from numdev.system import System
 
 HERE = System.probe("cpu")

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never
 
-from numdev.audit.timing import words as seconds
 from numdev.grouping import grouped
+from numdev.kinds import kind_of
 from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import Finding, KernelSummary, KernelVerdict, Outcome, Places, Report
 from numdev.report import document as doc
 from numdev.report.numbers import MOST, labelled, ratio, si, three
-from numdev.studies import kind_of
+from numdev.studies.audit.timing import words as seconds
 
 REPRODUCERS = "reproducers"
 # Characters of a reproducer that the page shows; a longer one is only named

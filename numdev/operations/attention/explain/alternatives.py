@@ -1,0 +1,345 @@
+"""Everything else a kernel may have computed, each with what would come out at a probe's
+elements.
+
+Most alternatives are another case (`numdev.operations.attention.explain.mistakes`). Here
+are those that none describes: an output not divided by the row sum, memory read in
+another order, and factors of the scale and of the output, estimated from what the kernel
+returned. `numdev.operations.attention.explain.wrong_function` judges."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.kernels.reference import attend
+from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.yardstick import finite
+from numdev.operations.attention.explain.mistakes import (
+    PADDED,
+    SINK_TILES,
+    filled,
+    instances,
+    variants,
+    without,
+)
+from numdev.operations.attention.explain.probe import Alternative, Probe, rescored
+from numdev.report.numbers import power
+
+# Up to so many scores a whole reference is computed where all rows are mixed
+WHOLE = 1 << 22
+SOMEWHERE = (
+    "in some rows"  # which: `numdev.operations.attention.explain.wrong_function` sees all
+)
+LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the other
+
+
+def alternatives(probe: Probe) -> Iterator[Alternative]:
+    """Every named mistake that is possible in this call and would change what is
+    computed."""
+    case, of = probe.case, instances(probe.case)
+    for cause, variant in variants(case):
+        answer = partial(Probe.answer, case=variant)
+        yield Alternative(cause, answer, of.get(cause, ()))
+    if bool((probe.out == 0).all(-1).any()):
+        cause = f"the output is 0 {SOMEWHERE}"
+        yield Alternative(cause, lambda p: p.multiplied((p.out != 0).any(-1, True)))
+    cause = "the output is not divided by the row sum"
+    yield Alternative(cause, lambda p: p.multiplied(_row_sum(p)))
+    for tile, what in itertools.product(STALE_TILES, STALE):
+        if tile < case.kv_len:
+            cause = (
+                f"{what} not rescaled when the running maximum moves (tiles of "
+                f"{tile} keys)"
+            )
+            yield Alternative(cause, partial(_stale, tile=tile, what=what))
+    yield from _parts(probe)
+    yield from _sink_tiles(probe)
+    yield from _layouts(probe)
+
+
+PARTS = (2, 4, 8)  # of the keys
+PART_WIDTHS = (64, 128, 256, 512)
+MERGED = {
+    "are merged with powers of 2 in place of e": 1 - math.log(2),
+    "count alike, whatever their log-sum-exp is": 1.0,
+}
+
+
+def _parts(probe: Probe) -> Iterator[Alternative]:
+    """Parts of the keys, each right, that are merged with other weights than exp(their
+    L)."""
+    n = probe.case.kv_len
+    widths = {f"{count} parts of the keys": -(-n // count) for count in PARTS}
+    widths |= {f"parts of {width} keys": width for width in PART_WIDTHS}
+    for words, width in widths.items():
+        for how, less in MERGED.items():
+            if width < n:
+                cause = f"{words} {how}"
+                yield Alternative(
+                    cause, partial(_merged, width=width, less=less), general=True
+                )
+
+
+def _merged(p: Probe, width: int, less: float) -> Reference:
+    """With exp((1 - less) L) as a part's weight."""
+    S = p.scores
+    sums = torch.cat(
+        [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)],
+        dim=-1,
+    )
+    S = torch.where(S.isfinite(), S - less * sums, S)
+    return attend(dataclasses.replace(p.measured, **rescored(p.measured, S)))
+
+
+def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
+    """A sink that is counted in every tile that the row sees by its position."""
+    case = probe.case
+    if case.sinks is None or not case.is_causal:
+        return
+    for tile in SINK_TILES:
+        if tile < case.kv_len:
+            cause = (
+                f"the attention sink is counted in every tile of {tile} keys "
+                "that a row sees"
+            )
+            yield Alternative(cause, partial(_sinks_of_tiles, tile=tile), general=True)
+
+
+def _sinks_of_tiles(p: Probe, tile: int) -> Reference:
+    assert p.case.sinks is not None
+    last = (p.rows + p.case.causal_offset).clamp(0, p.case.kv_len - 1)
+    more = (last // tile).double()[:, None]
+    sinks = p.case.sinks[p.heads].double()[:, None, None]
+    return p.multiplied(1 / (1 + more * (sinks - p.exact.lse[..., None]).exp()))
+
+
+STALE_TILES = (16, 32, 64, 128)
+STALE = ("the accumulator is", "the row sum is", "accumulator and row sum are")
+
+
+def _stale(p: Probe, tile: int, what: str) -> Reference:
+    """What was summed before the maximum moved is too large by exp(last maximum - that
+    one)."""
+    if tile not in p.stale:
+        S = p.scores
+        ends = torch.arange(S.shape[-1], device=S.device) // tile * tile + tile - 1
+        seen = S.cummax(dim=-1).values[..., ends.clamp(max=S.shape[-1] - 1)]
+        more = torch.where(S.isfinite(), S.amax(dim=-1, keepdim=True) - seen, 0.0)
+        p.stale[tile] = attend(
+            dataclasses.replace(p.measured, **rescored(p.measured, S + more))
+        )
+    both, right = p.stale[tile], p.exact
+    ratio = (both.lse - right.lse).exp()[..., None]
+    outs = (both.out * ratio, right.out / ratio, both.out)
+    return p.with_out(dict(zip(STALE, outs, strict=True))[what])
+
+
+# --- layouts --------------------------------------------------------------------------
+
+
+def _layouts(probe: Probe) -> Iterator[Alternative]:
+    """[batch, heads, length, dim] taken for [batch, length, heads, dim], in shape or in
+    memory."""
+    case, same = probe.case, probe.case.q_len == probe.case.kv_len
+    cheap = case.q.shape[:3].numel() * case.kv_len <= WHOLE
+    if case.heads == 1 and case.kv_heads == 1:
+        return
+    if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
+        yield Alternative("the heads' axis is taken for the sequence's", _across_heads)
+    memory = "[batch, length, heads, dim]"
+    for words in ("q is", "k is", "v is", "k and v are", "q, k and v are"):
+        for how, order in {"read as if": _reread, "wrongly": _relaid}.items():
+            named = [n for n in "qkv" if n in words.replace(",", "").split()]
+            changed: Any = {n: order(getattr(case, n)) for n in named}
+            one = dataclasses.replace(case, **changed)
+            cause = f"{words} {how} stored as {memory}"
+            yield Alternative(cause, partial(Probe.answer, case=one))
+            if cheap and len(named) == 3 and order is _reread:
+                cause = f"q, k, v and the output are stored as {memory}"
+                yield Alternative(cause, partial(_rewritten, case=one))
+    if case.heads > 1 and case.q_len > 1 and (cheap or probe.whole is not None):
+        cause = f"the output is stored as {memory}"
+        yield Alternative(cause, partial(_rewritten, case=case))
+
+
+def _across_heads(p: Probe) -> Reference:
+    q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
+    across = attend(
+        dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(p.rows.tolist())
+    )
+    return p.with_out(across.out.transpose(1, 2)[p.batch][:, p.heads])
+
+
+def _reread(x: Tensor) -> Tensor:
+    """Memory of [B, H, N, D] read as [B, N, H, D]."""
+    return x.reshape(x.transpose(1, 2).shape).transpose(1, 2)
+
+
+def _relaid(x: Tensor) -> Tensor:
+    """Written as [B, N, H, D], read as [B, H, N, D]."""
+    return x.transpose(1, 2).reshape(x.shape)
+
+
+def _rewritten(p: Probe, case: AttentionCase) -> Reference:
+    whole = p.whole if case is p.case and p.whole is not None else attend(case).out
+    return p.with_out(p.take(_relaid(whole)))
+
+
+STEP = 0.25 * math.log(2)  # of the scale's logarithm
+NEAR = 20.0  # residuals so many times smaller than at 1 need no search farther away
+
+# --- factors ---------------------------------------------------------------------------
+
+
+class _Estimate(NamedTuple):
+    """A factor estimated from what the kernel returned."""
+
+    factor: float | None  # None: nothing could be estimated
+    neutral: float  # the value that changes nothing
+    words: str  # a cause, with the factor in words {0} and as a number {1}
+    apply: Callable[..., Reference]  # what would come out of a probe with this `factor`
+    also: tuple[str, ...] = ()
+
+
+def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
+    """The factors of the scale and of the output that fit every other row, with their
+    cuts on the rest. A factor within two roundings of the scores (2u) of 1 is none."""
+    shape = probe.exact.empty.shape
+    if int((~probe.exact.empty).sum()) < LEAST_ROWS:
+        return
+    index = torch.arange(math.prod(shape), device=probe.out.device).reshape(shape)
+    fit, judge = index % 2 == 0, index % 2 == 1
+    for factor, neutral, words, apply, also in _estimates(probe, fit):
+        least = 2 * probe.case.format.unit_roundoff
+        if factor is not None and abs(factor - neutral) > least:
+            places = 4 if abs(factor - 1) < 2e-3 else 3
+            shown = f"{factor:.{places}f}" if 0.1 <= factor <= 10 else in_digits(factor)
+            again = partial(apply, factor=factor)
+            cause = words.format(shown, factor)
+            alternative = Alternative(cause, again, also, general=True)
+            yield alternative, probe.cut(again(probe), judge)
+    key = _lost_key(probe)
+    lost = Alternative(f"key {key} is dropped", partial(_without, key=key), general=True)
+    yield lost, probe.cut(lost.answer(probe))
+
+
+def _estimates(probe: Probe, fit: Tensor) -> Iterator[_Estimate]:
+    """What is estimated, on the rows `fit`, in the order in which it is tried."""
+    o, r = probe.out, probe.exact.out
+    sink = _estimated_sink(probe, fit)
+    scale = _scale_factor(probe, fit)
+    yield _Estimate(scale, 1, "the scale is {0} times the requested one", Probe.scaled)
+    output = _factor(probe, fit, r, o)
+    words = "the output is {0} times the exact one"
+    yield _Estimate(output, 1, words, Probe.multiplied)
+    excess = _factor(probe, fit, o / _row_sum(probe), r - o)
+    words = "the row sum is {1:.2g} too large"
+    yield _Estimate(excess, 0, words, _with_larger_row_sum)
+    yield sink
+
+
+def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
+    """The sink that fits, as a logarithm; where it is not asked for and is a whole number
+    of ones, the padding that it may be as well."""
+    o, r = probe.out, probe.exact.out
+    lse, sinks = probe.exact.lse[..., None], probe.case.sinks
+    share: Tensor | float = 0.0  # of the call's sink in the row sum
+    if sinks is not None:
+        share = (sinks[probe.heads].double()[:, None, None] - lse).exp()
+    sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - share))
+    whose = "which was not requested" if sinks is None else "not its own"
+    also: tuple[str, ...] = ()
+    if sinks is None and sink > 1.5 and abs(sink - round(sink)) < 0.01 * sink:
+        whose += f", or {round(sink)} keys padded with zeros are counted"
+        also = tuple(filled(t) for t in PADDED if -probe.case.kv_len % t == round(sink))
+    logarithm = math.log(max(sink, 1e-99))
+    words = f"it has a sink of {{1:z.2f}}, {whose}"
+    return _Estimate(logarithm, math.inf, words, _sink, also)
+
+
+def _with_larger_row_sum(p: Probe, factor: float) -> Reference:
+    """With `factor` added to the row sum."""
+    return p.multiplied(1 / (1 + factor / _row_sum(p)))
+
+
+def in_digits(factor: float) -> str:
+    """A factor that was estimated in the digits that are sure: 11.31, 0.0312, 10000."""
+    shown = f"{factor:.4g}" if abs(factor) >= 0.1 else f"{factor:.3g}"
+    return f"{float(shown):.0f}" if 1e4 <= abs(factor) < 1e9 else power(shown)
+
+
+def _factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
+    """The least-squares factor from x to y; 0 where x is."""
+    where = p.usable & fit[..., None] & finite(x) & finite(y)
+    x, y = (torch.where(where, z, 0.0) for z in (x, y))
+    return float((x * y).sum()) / (float((x * x).sum()) or 1.0)
+
+
+def _row_sum(p: Probe) -> Tensor:
+    """sum_j exp(S_j - max S) [b, h, rows, 1]."""
+    return (p.exact.lse - p.scores.amax(dim=-1)).exp()[..., None]
+
+
+def _sink(p: Probe, factor: float) -> Reference:
+    sinks = p.out.new_full((p.case.heads,), factor)
+    return p.answer(dataclasses.replace(p.case, sinks=sinks))
+
+
+def _without(p: Probe, key: int) -> Reference:
+    """With a key hidden; as it is in a call that has no such key."""
+    if key >= p.case.kv_len:
+        return p.exact
+    return p.answer(dataclasses.replace(p.case, **without(p.case, key)))
+
+
+def _lost_key(p: Probe) -> int:
+    """The key without which rows would err most as they do: by w (o_i - V_j), w = P / (1
+    - P)."""
+    V, o = p.measured.v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
+    e = torch.where(p.usable, p.out, 0.0) - o
+    P = (p.scores - p.exact.lse[..., None]).exp()
+    w = torch.where(p.usable[..., :1], P / (1 - P).clamp_min(1e-6), 0.0)
+    fits = (w * ((e * o).sum(-1, keepdim=True) - e @ V)).sum(dim=(0, 1, 2))
+    distances = (
+        o.square().sum(-1, keepdim=True) - 2 * o @ V + V.square().sum(-2, keepdim=True)
+    )
+    sizes = (w.square() * distances).sum(dim=(0, 1, 2))
+    return int((fits.clamp_min(0.0).square() / sizes.clamp_min(1e-300)).argmax())
+
+
+def _scale_factor(p: Probe, fit: Tensor) -> float | None:
+    """The factor of the scale that leaves the least residual, by Gauss-Newton steps from
+    1; where these find none, from the best point of a grid. None where the scale is 0 or
+    no row can be compared."""
+    where = p.usable & fit[..., None]
+    if p.case.scale == 0 or not bool(where.any()):
+        return None
+
+    def error(logarithm: float) -> Tensor:
+        x = p.scaled(math.exp(logarithm)).out
+        return torch.where(where & finite(x), (p.out - x) / p.unit, 0.0)
+
+    near = refined(error)
+    if float(error(near).norm()) > float(error(0.0).norm()) / NEAR:
+        best = min(range(-20, 21), key=lambda i: float(error(i * STEP).norm()))
+        near = refined(error, best * STEP) if best else near
+    return math.exp(near)
+
+
+def refined(error: Callable[[float], Tensor], at: float = 0.0) -> float:
+    """Where the error is least, by Gauss-Newton steps from `at`."""
+    for _ in range(4):
+        error_at = error(at)
+        rise = (error(at + 1e-5) - error_at) / 1e-5
+        size = float((rise * rise).sum())
+        move = -float((rise * error_at).sum()) / size if size > 0 else 0.0
+        at += move if abs(move) < STEP else 0.0
+    return at

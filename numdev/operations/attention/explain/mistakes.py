@@ -1,0 +1,402 @@
+"""Named mistakes that are another case: the same call with one thing changed.
+
+Each family takes an `AttentionCase` and yields a cause in words with the fields it
+changes, where the mistake is possible and would change what is computed. The answer is
+the fp64 reference's of the changed case. Mistakes that are no case are in
+`numdev.operations.attention.explain.alternatives`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.operations.attention.explain.probe import all_scores, rescored
+
+# Causes, with the fields of the case they change
+Changes = Iterator[tuple[str, dict[str, Any]]]
+
+MOST_SCORES = 1 << 22  # of a call of which a mistake takes a mask or a bias of all scores
+WINDOW_TILES = (16, 32, 64, 128)
+# Of keys, in kernels in use
+TILES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)
+PADDED = (16, 32, 64, 128)
+LOGARITHMS = {
+    "lacks log2(e) before an exponential to base 2": math.log(2),
+    "is multiplied by log2(e), although the exponential has base e": 1 / math.log(2),
+}
+
+
+def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
+    """Every mistake that is another case, with that case."""
+    families = (
+        *(scales, _positions, _window, _masks, _kv_heads, _outputs, _batches),
+        *(_keys, _values, _features, _softcap, _sinks),
+    )
+    for family in families:
+        for cause, changes in family(case):
+            yield cause, dataclasses.replace(case, **changes)
+
+
+def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
+    """Causes of this call that are of one mechanism in calls of other lengths, each with
+    the words for that: a tile of keys decides how many are lost, or padded."""
+    of: dict[str, tuple[str, ...]] = {}
+    n = case.kv_len
+    for tile in TILES:
+        lost = n % tile
+        if 0 < lost < n:
+            words = f"keys beyond the last full tile of {tile} are dropped"
+            of[dropped(lost)] = (*of.get(dropped(lost), ()), words)
+        if tile in PADDED and lost:
+            to = padded(n - lost + tile)
+            of[to] = (*of.get(to, ()), filled(tile))
+    return of
+
+
+def dropped(lost: int) -> str:
+    return "the last key is dropped" if lost == 1 else f"the last {lost} keys are dropped"
+
+
+def padded(to: int) -> str:
+    return f"the keys are padded with zeros to {to}, and the padding takes part"
+
+
+def filled(tile: int) -> str:
+    return f"the keys are padded with zeros to a multiple of {tile}, which take part"
+
+
+def scales(case: AttentionCase) -> Changes:
+    d, v_dim, asked = case.q.shape[-1], case.v.shape[-1], case.scale
+    in_base_2, in_base_e = asked * math.log(2), asked / math.log(2)
+    wrong = {
+        "the scores are not scaled": 1.0,
+        "the scale is 1/sqrt(head_dim) instead of the requested one": d**-0.5,
+        "the scale is applied twice": asked * asked,
+        "the scale is 1/head_dim": 1 / d,
+        "the scale is 1/sqrt of V's head_dim": v_dim**-0.5,
+        "the scale is 1/sqrt(heads * head_dim)": (case.heads * d) ** -0.5,
+        "the scale is sqrt(head_dim), not its reciprocal": d**0.5,
+        "the exponential is to base 2 (the scale lacks log2(e))": in_base_2,
+        "the scale has log2(e) in it, and the exponential is to base e": in_base_e,
+        "the sign of the scores is wrong": -asked,
+        "all scores are equal (a plain mean of V)": 0.0,
+    }
+    seen = {asked}
+    for cause, scale in wrong.items():
+        if not any(math.isclose(scale, other, rel_tol=1e-9) for other in seen):
+            seen.add(scale)
+            yield cause, {"scale": scale}
+
+
+def _positions(case: AttentionCase) -> Changes:
+    """The causal mask, and which query sees which key."""
+    # The offset with which the last query sees the last key
+    right = case.kv_len - case.q_len
+    if case.restricts_positions:
+        what = "causal mask" if case.is_causal else "window"
+        for offset, where in ((0, "top-left"), (right, "bottom-right")):
+            if offset != case.causal_offset:
+                yield f"the {what} is aligned {where}", {"causal_offset": offset}
+    if case.is_causal:
+        yield "the causal mask is ignored", {"is_causal": False}
+        for step, words in ((1, "one key too many"), (-1, "one key too few")):
+            offset = case.causal_offset + step
+            if case.q_len == 1 or offset not in (0, right):
+                cause = f"the causal mask is off by one: each query sees {words}"
+                yield cause, {"causal_offset": offset, "window": _shifted(case, -step)}
+        if case.window is None:
+            cause = "the causal mask is upside down: queries see what follows them"
+            yield cause, {"is_causal": False, "window": (0, None)}
+    elif case.q_len > 1:
+        cause = "a causal mask is applied that was not requested"
+        yield cause, {"is_causal": True}
+        if right != case.causal_offset:
+            yield (
+                f"{cause} (aligned bottom-right)",
+                {"is_causal": True, "causal_offset": right},
+            )
+
+
+def _window(case: AttentionCase) -> Changes:
+    if case.window is None:
+        return
+    yield "the window is ignored", {"window": None}
+    left, right = case.window
+    for step, words in ((1, "one key too wide"), (-1, "one key too narrow")):
+        if left is not None:
+            yield f"the window is {words} on the left", {"window": (left + step, right)}
+        if right is not None and not (case.is_causal and right >= 0 and step > 0):
+            yield f"the window is {words} on the right", {"window": (left, right + step)}
+    if left is not None and right is not None and not case.is_causal:
+        for side, window in {"left": (None, right), "right": (left, None)}.items():
+            yield f"the window is ignored on the {side}", {"window": window}
+    if case.q_len * case.kv_len <= MOST_SCORES:
+        low = math.inf if left is None else left
+        high = math.inf if right is None or case.is_causal else right
+        seen: list[Tensor] = []
+        i, j = (torch.arange(n, device=case.q.device) for n in (case.q_len, case.kv_len))
+        for rows, keys in itertools.product((1, *WINDOW_TILES), WINDOW_TILES):
+            distance = j // keys * keys - i[:, None] // rows * rows - case.causal_offset
+            shown = (distance + keys > -low) & (distance < rows + high)
+            if any(shown.equal(other) for other in seen):
+                continue
+            seen.append(shown)
+            which = f"of {keys} keys and {rows} rows".replace(" and 1 rows", "")
+            which = "that cover the call" if bool(shown.all()) else which
+            cause = f"the window is counted in tiles {which}"
+            yield cause, {"window": None, **hiding(case, shown)}
+
+
+def _shifted(case: AttentionCase, step: int) -> Any:
+    """The window, kept in place when the offset it is counted from moves by -step."""
+    if case.window is None:
+        return None
+    left, right = case.window
+    if right is not None and right >= 0:  # causality is the tighter limit
+        right = None
+    return (
+        None if left is None else left - step,
+        None if right is None else right + step,
+    )
+
+
+def _masks(case: AttentionCase) -> Changes:
+    mask = case.mask
+    if mask is None:
+        return
+    yield "the mask is ignored", {"mask": None}
+    if mask.dtype == torch.bool:
+        yield "the mask is inverted", {"mask": ~mask}
+        added = mask.to(case.q.dtype)
+        yield "the bool mask is added to the scores as 0 and 1", {"mask": added}
+    else:
+        yield "the additive mask is subtracted", {"mask": -mask}
+        factors = {**LOGARITHMS, "is scaled like the scores": case.scale}
+        for words, factor in factors.items():
+            yield f"the additive mask {words}", {"mask": mask.double() * factor}
+    if mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2] > 1:
+        yield "the mask is transposed", {"mask": mask.transpose(-1, -2)}
+    if mask.ndim >= 3 and mask.shape[-3] > 1:
+        yield "every head gets head 0's mask", {"mask": mask[..., :1, :, :]}
+        for words, by in {"next": -1, "previous": 1}.items():
+            yield (
+                f"query heads get the mask of the {words} one",
+                {"mask": mask.roll(by, -3)},
+            )
+        yield "query heads get the masks in reverse order", {"mask": mask.flip(-3)}
+    if mask.ndim == 4 and mask.shape[0] > 1:
+        yield "every batch entry gets entry 0's mask", {"mask": mask[:1]}
+        for words, by in {"next": -1, "previous": 1}.items():
+            yield (
+                f"batch entries get the mask of the {words} one",
+                {"mask": mask.roll(by, 0)},
+            )
+    if case.is_causal and case.q_len > 1:
+        yield (
+            "the mask and the causal mask are both ignored",
+            {"mask": None, "is_causal": False},
+        )
+
+
+def _kv_heads(case: AttentionCase) -> Changes:
+    kv, group = case.kv_heads, case.group
+    if kv == 1:
+        return
+    every = range(case.heads)
+    right = [h // group for h in every]
+    mappings = {
+        "query head h reads kv head h % kv_heads instead of h // group": [
+            h % kv for h in every
+        ],
+        "query heads read kv head 0 instead of their own": [0 for h in every],
+        "query heads read the next kv head": [(read + 1) % kv for read in right],
+        "query heads read the previous kv head": [(read - 1) % kv for read in right],
+        "kv heads are read in reverse order": [kv - 1 - read for read in right],
+    }
+    seen = [right]
+    for cause, mapping in mappings.items():
+        if mapping not in seen:
+            seen.append(mapping)
+            yield cause, {"k": case.k[:, mapping], "v": case.v[:, mapping]}
+
+
+def _outputs(case: AttentionCase) -> Changes:
+    """Outputs that come out in the place of another query head."""
+    every = list(range(case.heads))
+    orders = {
+        "the outputs of heads 2i and 2i + 1 are exchanged": [
+            min(h ^ 1, every[-1]) for h in every
+        ],
+        "query heads return the output of the next one": [*every[1:], 0],
+        "query heads return the output of the previous one": [every[-1], *every[:-1]],
+        "the outputs of the heads come in reverse order": every[::-1],
+        "every query head returns head 0's output": [0 for _ in every],
+    }
+    mask, seen = case.mask, [every]
+    for cause, heads in orders.items():
+        if heads in seen:
+            continue
+        seen.append(heads)
+        kv = [h // case.group for h in heads]
+        changed = {"q": case.q[:, heads], "k": case.k[:, kv], "v": case.v[:, kv]}
+        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
+            changed["mask"] = mask[..., heads, :, :]
+        if case.sinks is not None:
+            changed["sinks"] = case.sinks[heads]
+        yield cause, changed
+
+
+def _batches(case: AttentionCase) -> Changes:
+    if case.q.shape[0] == 1:
+        return
+    for words, by in {"next": -1, "previous": 1}.items():
+        cause = f"batch entries read the k and v of the {words} one"
+        yield cause, {"k": case.k.roll(by, 0), "v": case.v.roll(by, 0)}
+    first = [0] * case.q.shape[0]
+    yield (
+        "every batch entry reads entry 0's k and v",
+        {"k": case.k[first], "v": case.v[first]},
+    )
+    yield (
+        "every batch entry reads entry 0's q, k and v",
+        {n: getattr(case, n)[first] for n in "qkv"},
+    )
+
+
+def _keys(case: AttentionCase) -> Changes:
+    """Keys lost at the end, or padding that counts as keys."""
+    n = case.kv_len
+    tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
+    for lost in sorted(tails):
+        if 0 < lost < n:
+            mask = case.mask
+            if mask is not None and mask.shape[-1] > 1:
+                mask = mask[..., : n - lost]
+            k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
+            yield dropped(lost), {"k": k, "v": v, "mask": mask}
+    if n > 1:
+        yield "the first key is dropped", without(case, 0)
+    for to in sorted({-(-n // tile) * tile for tile in PADDED} - {n}):
+        yield padded(to), _padded(case, to - n)
+
+
+def without(case: AttentionCase, key: int) -> dict[str, Any]:
+    """The mask with one key hidden."""
+    return hiding(case, torch.arange(case.kv_len, device=case.q.device)[None] != key)
+
+
+def hiding(case: AttentionCase, shown: Tensor) -> dict[str, Any]:
+    """The mask with all hidden that is not `shown`, [q_len or 1, kv_len]."""
+    mask = True if case.mask is None else case.mask
+    added = isinstance(mask, Tensor) and mask.dtype != torch.bool
+    return {"mask": torch.where(shown, mask, -math.inf if added else False)}
+
+
+def _padded(case: AttentionCase, more: int) -> dict[str, Any]:
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (case.k, case.v))
+    mask = case.mask
+    if mask is not None and mask.shape[-1] > 1:
+        shown = (
+            torch.ones_like(mask[..., :1])
+            if mask.dtype == torch.bool
+            else mask[..., :1] * 0
+        )
+        mask = torch.cat(
+            [mask, shown.nan_to_num(0.0).expand(*mask.shape[:-1], more)], dim=-1
+        )
+    return {"k": k, "v": v, "mask": mask}
+
+
+def _values(case: AttentionCase) -> Changes:
+    if case.kv_len > 1:
+        yield "V is read in reverse order", {"v": case.v.flip(2)}
+        yield "V is shifted by one row", {"v": case.v.roll(1, 2)}
+        yield "V is shifted by one row, the other way", {"v": case.v.roll(-1, 2)}
+        yield "K is shifted by one row", {"k": case.k.roll(1, 2)}
+    if case.k.shape == case.v.shape:
+        yield "K is used in place of V", {"v": case.k}
+        yield "V is used in place of K", {"k": case.v}
+        yield "K and V are swapped", {"k": case.v, "v": case.k}
+    if case.q.shape == case.k.shape and case.q_len > 1:
+        cause = "Q and K are swapped (the softmax is over the wrong axis)"
+        yield cause, {"q": case.k, "k": case.q}
+
+
+def _features(case: AttentionCase) -> Changes:
+    """Head dimensions beyond a tile that do not enter the scores."""
+    d = case.q.shape[-1]
+    for used in (16, 32, 64, 128):
+        if used < d <= 2 * used:
+            cause = f"only the first {used} of {d} features enter the scores"
+            yield cause, {"q": case.q[..., :used], "k": case.k[..., :used]}
+
+
+def _softcap(case: AttentionCase) -> Changes:
+    cap = case.softcap
+    if cap is None:
+        return
+    yield "the soft cap is ignored", {"softcap": None}
+    before = cap * abs(case.scale)
+    if 0 < before != cap:
+        yield "the soft cap is applied before the scale", {"softcap": before}
+    if not before or math.prod((*case.q.shape[:3], case.kv_len)) > MOST_SCORES:
+        return
+    mask = case.mask
+    if mask is not None and mask.dtype != torch.bool:
+        S = all_scores(dataclasses.replace(case, softcap=None))
+        capped = torch.where(S.isfinite(), (S / cap).tanh() * cap, S)
+        yield "the soft cap is applied after the additive mask", rescored(case, capped)
+    bare = dataclasses.replace(
+        case, mask=None, softcap=None, window=None, is_causal=False
+    )
+    S, capped = all_scores(bare), all_scores(case)
+    masked = capped - (S / cap).tanh() * cap  # 0, the additive mask, or -inf
+    wrong = {
+        "the soft cap multiplies a score by the tanh of it over the cap": S
+        * (S / cap).tanh(),
+        "the soft cap multiplies a score by its tanh": S * S.tanh(),
+        "a score is not divided by the soft cap before the tanh": cap * S.tanh(),
+        "the tanh is not multiplied by the soft cap": (S / cap).tanh(),
+        "scores are clamped at the soft cap": S.clamp(-cap, cap),
+    }
+    for cause, other in wrong.items():
+        yield cause, rescored(case, other + masked)
+
+
+SINK_TILES = (16, 32, 64, 128)
+
+
+def _sinks(case: AttentionCase) -> Changes:
+    if case.sinks is None:
+        return
+    yield "the attention sinks are ignored", {"sinks": None}
+    yield (
+        "the attention sinks are counted twice",
+        {"sinks": case.sinks.double() + math.log(2)},
+    )
+    for words, factor in {**LOGARITHMS, "is scaled like the scores": case.scale}.items():
+        yield f"the attention sink {words}", {"sinks": case.sinks.double() * factor}
+    for words, by in {"next": -1, "previous": 1}.items():
+        yield (
+            f"query heads get the sink of the {words} one",
+            {"sinks": case.sinks.roll(by)},
+        )
+    if case.heads > 2:
+        yield "query heads get the sinks in reverse order", {"sinks": case.sinks.flip(0)}
+    for head in range(min(case.heads, MOST_SINKS)):
+        cause = f"every head gets head {head}'s sink"
+        yield cause, {"sinks": case.sinks[[head]].expand(case.heads)}
+    for tile in SINK_TILES:
+        if (tiles := -(-case.kv_len // tile)) > 2:
+            cause = f"the attention sink is counted in every tile of {tile} keys"
+            yield cause, {"sinks": case.sinks.double() + math.log(tiles)}
+
+
+MOST_SINKS = 8  # heads whose sink may be all heads'

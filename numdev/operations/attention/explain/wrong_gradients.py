@@ -1,0 +1,329 @@
+"""A different backward pass, or log-sum-exp: which named mistake explains all that is far
+off.
+
+The rule is that of `numdev.operations.attention.explain.wrong_function`, of each tensor
+as a whole. Tried are a factor of one gradient alone, mistakes that are backward's own,
+and those of a forward pass, which backward may make alone, or the log-sum-exp."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, empty_rows
+from numdev.formats import format_of
+from numdev.kernels.output import GRADIENTS, Output, upstream
+from numdev.kernels.reference import attend, gradients
+from numdev.operations.attention.explain.alternatives import in_digits, refined
+from numdev.operations.attention.explain.mistakes import instances, variants
+from numdev.operations.attention.explain.probe import all_scores, rescored
+from numdev.operations.attention.explain.wrong_function import ALIKE, CUT, Suspicion
+
+# Of the error in the judged format, that a cause found in float32 explains
+LEAST_SHARE = 0.01
+WHERE = ("backward pass", "log-sum-exp")
+SAME = 4e-3  # how near an estimated factor is to a known one: a rounding in bfloat16
+FAR = 1e-3  # of a gradient's size: less may be roundings of P or dS
+Step = Mapping[str, Tensor]
+
+
+def suspect_gradients(
+    case: AttentionCase,
+    step: Output,
+    part: str = "",
+    judged: Output | None = None,
+    hints: Collection[str] | None = None,
+) -> dict[str, Suspicion]:
+    """Of the gradients that a training step of a small case gave, and the log-sum-exp,
+    those far off, with what seems to be computed instead; nothing where that cannot be
+    said. `part`: of what call. `judged`: what the kernel returned of the same inputs in
+    the format that is judged, whose errors have to shrink too. `hints`: causes of other
+    calls, which alone are tried."""
+    suspicions: dict[str, Suspicion] = {}
+    for names in (("lse",), GRADIENTS):
+        if getattr(step, names[0]) is not None:
+            suspicions |= _suspects(case, step, names, part, judged, hints)
+    return suspicions
+
+
+@dataclass(frozen=True, eq=False)
+class _Errors:
+    """The tensors of a step beside their exact results, both fp64."""
+
+    exact: Step
+    returned: Step
+    unit_roundoff: float
+
+    @classmethod
+    def of(cls, step: Output, exact: Step, empty: Tensor | None = None) -> _Errors:
+        """`empty`: the rows whose log-sum-exp does not count, since they see no key."""
+        returned = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in exact}
+        if empty is not None:
+            returned = {n: x.masked_fill(empty, 0.0) for n, x in returned.items()}
+        return cls(exact, returned, format_of(step.out.dtype).unit_roundoff)
+
+    def size(self, name: str) -> float:
+        return float((self.returned[name] - self.exact[name]).norm())
+
+    def cut(self, tried: Step, names: Collection[str]) -> float:
+        """How many times smaller all of these are against what is tried."""
+        floors = {
+            n: self.unit_roundoff / math.sqrt(12) * float(self.exact[n].norm())
+            + math.ulp(0.0)
+            for n in names
+        }
+        return min(
+            self.size(n) / max(float((self.returned[n] - tried[n]).norm()), floors[n])
+            for n in names
+        )
+
+    def share(self, tried: Step, name: str) -> float:
+        """Of the rms error, what goes with what is tried."""
+        before, after = self.size(name), float((self.returned[name] - tried[name]).norm())
+        return 1 - after / before if before and math.isfinite(before) else 0.0
+
+
+def _suspects(
+    case: AttentionCase,
+    step: Output,
+    tensors: Sequence[str],
+    part: str,
+    judged: Output | None,
+    hints: Collection[str] | None,
+) -> dict[str, Suspicion]:
+    """What is computed instead of each of `tensors` that is far off; nothing where none
+    is, or no named mistake explains them."""
+    exact = _step(case, tensors)
+    empty = empty_rows(case) if "lse" in tensors else None
+    errors = _Errors.of(step, exact, empty)
+    lacking = judged is None or any(getattr(judged, n) is None for n in tensors)
+    coarse = errors if lacking or judged is None else _Errors.of(judged, exact, empty)
+    u = errors.unit_roundoff
+    least = 8 * u if "lse" in tensors else max(FAR, 8 * u)
+    far = [n for n, x in exact.items() if errors.size(n) > least * float(x.norm())]
+    if not far or not all(math.isfinite(errors.size(n)) for n in far):
+        return {}
+    kinds = instances(case)
+    wide = None if coarse is errors else format_of(step.out.dtype).name
+    suspicion = partial(_suspicion, coarse, wide, kinds, part)
+    single: dict[str, Suspicion] = {}
+    for n in far if "lse" not in tensors else ():
+        factor = float((errors.returned[n] * exact[n]).sum() / exact[n].square().sum())
+        tried = {n: factor * exact[n]}
+        cause = f"{n} {_in_words(factor, case.scale)}"
+        by = errors.cut(tried, [n])
+        if by >= CUT and (one := suspicion(n, tried, [cause], by)) is not None:
+            single[n] = one
+    if len(single) == len(far):
+        return single
+    mistakes = dict(_mistakes(case, exact, errors.returned))
+    if hints is not None:
+        mistakes = {
+            cause: make for cause, make in mistakes.items()
+            if not set(hints).isdisjoint((cause, *kinds.get(cause, ())))
+        }  # fmt: skip
+    steps = {cause: make() for cause, make in mistakes.items()}
+    causes, best = _best_causes(errors, steps, far)
+    if not causes:
+        return single
+    words = f"in the {WHERE['lse' in tensors]}, {{}}{part}"
+    named = {n: suspicion(n, steps[causes[0]], causes, best, words) for n in far}
+    return {n: by for n, by in named.items() if by is not None}
+
+
+def _best_causes(
+    errors: _Errors, steps: Mapping[str, Step], far: Collection[str]
+) -> tuple[list[str], float]:
+    """The at most three causes that explain all tensors that are far off, the best first,
+    and the cut of the best; no cause where none explains them."""
+    cuts = sorted(
+        ((errors.cut(x, far), cause) for cause, x in steps.items()), reverse=True
+    )
+    best = cuts[0][0] if cuts else 0.0
+    return [cause for by, cause in cuts if by >= max(CUT, best / ALIKE)][:3], best
+
+
+def _suspicion(
+    coarse: _Errors,
+    wide: str | None,
+    kinds: Mapping[str, tuple[str, ...]],
+    part: str,
+    name: str,
+    tried: Step,
+    causes: Sequence[str],
+    cut: float,
+    words: str = "{}",
+) -> Suspicion | None:
+    """A tensor's suspicion, with the causes in `words`. None where the causes were found
+    in a wider format, `wide`, and explain too little of the errors in the judged one,
+    `coarse`. `kinds`: what each cause is an instance of in other calls."""
+    share = coarse.share(tried, name)
+    if wide is not None and share < LEAST_SHARE:
+        return None
+    # Others tried it on all keys
+    forms = dict.fromkeys((words, words.removesuffix(part)))
+
+    def in_forms(cause: str) -> tuple[str, ...]:
+        mechanisms = (cause, *kinds.get(cause, ()))
+        return tuple(form.format(y) for y in mechanisms for form in forms)
+
+    return Suspicion(
+        cause=words.format(", or ".join(causes)),
+        cut=cut,
+        share=share,
+        cut_format=wide,
+        instances=tuple(map(in_forms, causes)),
+        alternatives=tuple(y for x in causes for y in (x, *kinds.get(x, ()))),
+    )
+
+
+def _in_words(factor: float, scale: float) -> str:
+    """The factor of a gradient, as the mistake it is."""
+    factors = {
+        "is 0": 0.0,
+        "is ln 2 times what it should be": math.log(2),
+        "is log2(e) times what it should be": 1 / math.log(2),
+        "lacks the scale": 1 / scale,
+        "has the scale twice": scale,
+    }
+    same = (
+        words for words, f in factors.items() if abs(factor - f) <= SAME * (abs(f) or 1.0)
+    )
+    return next(same, f"is {in_digits(factor)} times what it should be")
+
+
+def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
+    if "lse" in tensors:
+        forward = attend(case)
+        return {"lse": forward.lse.masked_fill(forward.empty, 0.0)}
+    backward = gradients(case)
+    return {n: getattr(backward, n) for n in GRADIENTS}
+
+
+def _mistakes(
+    case: AttentionCase, exact: Step, returned: Step
+) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Causes, with what would come out."""
+    with torch.enable_grad():
+        leaves: Any = {n: getattr(case, n).double().requires_grad_() for n in "qkv"}
+        tried = [*variants(dataclasses.replace(case, **leaves))]
+
+    def of_variant(one: AttentionCase) -> Step:
+        step = _step(one.detached(), exact)
+        if "lse" not in exact:  # back from the variant's q, k and v to the call's
+            ends, of = (one.q, one.k, one.v), [*leaves.values()]
+            back = torch.autograd.grad(
+                ends, of, [*step.values()], materialize_grads=True, retain_graph=True
+            )
+            step = dict(zip(GRADIENTS, back, strict=True))
+        return step
+
+    for cause, one in tried:
+        yield cause, partial(of_variant, one)
+    yield from (
+        _of_lse(case, exact, returned)
+        if "lse" in exact
+        else _of_backward(case, exact, returned)
+    )
+
+
+def _of_lse(
+    case: AttentionCase, exact: Step, returned: Step
+) -> Iterator[tuple[str, Callable[[], Step]]]:
+    lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
+    seen = lse != 0
+    constant = float((returned["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
+    steps = {
+        "the logarithm is to base 2": lse / math.log(2),
+        "the maximum is not added": lse - tops,
+        "the maximum is all there is": tops,
+        "the maximum is added in base 2": lse - tops + tops / math.log(2),
+        "the logarithm of the row sum is to base 2": tops + (lse - tops) / math.log(2),
+        f"{constant:+.4g} is added": torch.where(seen, lse + constant, lse),
+    }
+    for cause, tried in steps.items():
+        yield cause, partial(dict, lse=tried)
+    for words, tried in merged_in_base_2(case).items():
+        yield words, partial(dict, lse=tried.masked_fill(~seen, 0.0))
+
+
+SPLITS = (2, 4, 8)
+
+
+def merged_in_base_2(case: AttentionCase) -> dict[str, Tensor]:
+    """The log-sum-exp of parts of the keys, each to base e, merged as if to base 2."""
+    S, merged_by_cause = all_scores(case), {}
+    for count in SPLITS:
+        width = -(-case.kv_len // count)
+        if width < case.kv_len:
+            parts = torch.stack([x.logsumexp(-1) for x in S.split(width, dim=-1)])
+            merged = (parts * math.log(2)).logsumexp(0) / math.log(2)
+            merged_by_cause[f"{count} parts of the keys are merged with powers of 2"] = (
+                merged
+            )
+    return merged_by_cause
+
+
+def _of_backward(
+    case: AttentionCase, exact: Step, returned: Step
+) -> Iterator[tuple[str, Callable[[], Step]]]:
+    if exact["dq"].shape == exact["dk"].shape:
+        yield (
+            "dq and dk are swapped",
+            lambda: {**exact, "dq": exact["dk"], "dk": exact["dq"]},
+        )
+    if case.group > 1:
+        cause = "dk, dv have only the first query head of each group"
+        yield cause, lambda: {**_step(case.one_of_each_group(0)), "dq": exact["dq"]}
+    whole, dO = attend(case), upstream(case).double()
+    # With another delta dS = P o (dP - delta) is off by P o the rest
+    if case.softcap is None:
+        delta = (dO * whole.out).sum(-1, keepdim=True) * case.scale
+        for words, other in {
+            "left out": delta * 0,
+            "the next row's": delta.roll(-1, 2),
+        }.items():
+            cause = f"delta, the row sum of dO·O, is {words}"
+            yield cause, partial(_with_delta, case, exact, delta - other)
+    else:
+        capped = dataclasses.replace(case, **rescored(case, all_scores(case)))
+        yield "the slope of the soft cap is missing", partial(_step, capped)
+    row_sum = (whole.lse - all_scores(case).amax(dim=-1)).exp()[..., None]
+    larger = dataclasses.replace(case, grad_out=dO * row_sum)
+    cause = "dv is computed from P before its division by the row sum"
+    yield cause, lambda: {**exact, "dv": gradients(larger).dv}
+    cause, scaled = _scaled(case, exact, returned)
+    yield cause, lambda: scaled
+
+
+def _with_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
+    """The gradients of a delta that is less than it should be by `deficit` over the
+    scale."""
+    keys = dataclasses.replace(case, v=case.k, grad_out=deficit * case.q)
+    dq = exact["dq"] + deficit * attend(keys).out
+    dk = exact["dk"] + gradients(keys).dv
+    return {**exact, "dq": dq, "dk": dk}
+
+
+def _scaled(case: AttentionCase, exact: Step, returned: Step) -> tuple[str, Step]:
+    """With the scale that fits best, by Gauss-Newton steps from the right one."""
+    unit = {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
+
+    def step(t: float) -> Step:
+        return _step(dataclasses.replace(case, scale=case.scale * math.exp(t)))
+
+    def error(t: float) -> Tensor:
+        tried = step(t)
+        return torch.cat(
+            [((returned[n] - tried[n]) / unit[n]).flatten() for n in GRADIENTS]
+        )
+
+    at = refined(error)
+    return f"the scale is {in_digits(math.exp(at))} times the requested one", step(at)

@@ -1,0 +1,54 @@
+"""Attention, as the loop of an audit sees it: how its calls are prepared, which rows of a
+sample are looked at beside those drawn, and what is said of a kernel that errs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from numdev.kernels import Kernel, Output
+from numdev.studies.audit.bench import Bench
+from numdev.studies.audit.explanations import beyond
+from numdev.studies.audit.isolation import Runner
+from numdev.studies.audit.naming import FAR, Failing, has_room, name
+from numdev.studies.audit.rows import Measured, Runs
+from numdev.studies.audit.screening import screened
+from numdev.system import System
+
+
+class Attention:
+    """The operation (`numdev.studies.audit.operation.Operation`)."""
+
+    def screened(self, call: Bench, output: Output) -> Bench:
+        return call if call.selection.queries is None else screened(call, output)
+
+    def explained(
+        self,
+        kernel: Kernel,
+        options: Mapping[str, Any],
+        runs: Runs[Bench],
+        measured: Measured[Bench],
+        system: System,
+        run: Runner,
+        later: list[Failing] | None,
+    ) -> Measured[Bench]:
+        """A kernel that declared no claim and errs beyond `fa2` is held to the known way
+        of rounding that explains it, if one does. What errs is named, or waits in `later`
+        for all calls to be measured."""
+        failing = Failing(kernel, system, run, options, runs, measured)
+        if later is not None and failing.wrong and has_room(later, failing):
+            later.append(failing)
+            return measured
+        wrong = beyond(measured.rows)
+        is_far = any(
+            row.tensor in wrong and (row.baseline_ratio or 0) > FAR
+            for row in measured.rows
+        )
+        by_row = set(wrong) & set(runs.bench.by_row)
+        if by_row and not is_far and not kernel.declares:
+            failing.held_to_its_way()
+        name(failing)
+        return failing.measured
+
+
+ATTENTION = Attention()

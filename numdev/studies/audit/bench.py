@@ -1,0 +1,619 @@
+"""One case on the bench: in one format, with everything its kernels are measured against.
+
+What the tasks of one case share (references, floor, baseline) is computed once per
+format. Kernels see the whole call; a selection of heads and rows restricts what is
+measured. With gradients it grows to whole groups of query heads, since dk and dv are sums
+over a group. Of a sample of query rows the baseline is of these alone, and dk and dv are
+of sampled keys, with no baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, empty_rows
+from numdev.formats import FORMATS, Format, format_of
+from numdev.kernels import Output, find
+from numdev.kernels.emulation import backward
+from numdev.kernels.emulation.kernel import (
+    emulated_step,
+    emulation,
+    recipe_of,
+    returning,
+    unexpected,
+)
+from numdev.kernels.reference import attend, blocked, gradients, key_gradients
+from numdev.kernels.reference.blocked import Gradients, Reference
+from numdev.metrics import tiled
+from numdev.metrics.deviation import Deviation, Metrics, nullify
+from numdev.metrics.finiteness import Outside, all_finite
+from numdev.metrics.sampling import Sample, Strata, membership
+from numdev.metrics.yardstick import Yardstick, widened
+from numdev.operations.attention.explain.narrow_sums import Sums, looked_at
+from numdev.operations.attention.explain.wrong_function import far_off, suspect
+from numdev.operations.attention.finiteness import (
+    elsewhere,
+    inputs_finite,
+    nonfinite_inputs,
+    overflowing_inputs,
+)
+from numdev.report import CaseRecord
+from numdev.sources.tensorfile import kind_of
+from numdev.studies.audit.isolation import Failure, attempt
+from numdev.studies.audit.operation import Distance
+from numdev.studies.audit.timing import Stopwatch
+from numdev.tensors import ATTENTION, tensor_spec
+
+KV_TENSORS = tuple(spec.name for spec in ATTENTION if spec.sums_over_rows)
+# By tensor, the field of a reference with its term scale.
+TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
+
+# The axes of a case's tensors; a mask may have the last ones alone, and broadcast along
+# them.
+AXES = {
+    "q": ("batch", "head", "row", "feature"),
+    "k": ("batch", "kv_head", "key", "feature"),
+    "v": ("batch", "kv_head", "key", "feature"),
+    "grad_out": ("batch", "head", "row", "feature"),
+    "mask": ("batch", "head", "row", "key"),
+    "sinks": ("head",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """A call, and which of its heads and rows are measured."""
+
+    case: AttentionCase
+    """Whole, and `settled`."""
+    gradients: bool
+    heads: tuple[int, ...]  # the query heads that are measured, in the order of the case
+    queries: Tensor | None = None  # the query rows that are measured, where not all are
+    keys: Tensor | None = None
+    """The keys that dk and dv are measured in, where queries are sampled: some, or
+    all."""
+    strata: Mapping[str, Strata] = field(default_factory=dict)
+    """By tensor, where some of its rows are measured since they stood out."""
+    wholes: dict[str, Reference] = field(default_factory=dict)
+    """The forward reference of all queries, by format, without its term scale."""
+
+    @classmethod
+    def of(
+        cls,
+        case: AttentionCase,
+        heads: Sequence[int] | None = None,
+        *,
+        gradients: bool = False,
+        sample: Sample | None = None,
+    ) -> Selection:
+        """The given heads of a case, or all, and the rows of a sample, or all."""
+        case = settled(case) if gradients else case
+        chosen = set(range(case.heads) if heads is None else heads)
+        if gradients:
+            groups = {h // case.group for h in chosen}
+            chosen = {h for h in range(case.heads) if h // case.group in groups}
+        measured, queries, keys = (
+            tuple(h for h in range(case.heads) if h in chosen),
+            None,
+            None,
+        )
+        if (
+            sample is not None
+            and (rows := sample.draw(case.q_len, "queries")) is not None
+        ):
+            some = sample.draw(case.kv_len, "keys")
+            queries = rows.to(case.q.device)
+            keys = (torch.arange(case.kv_len) if some is None else some).to(case.q.device)
+        return cls(
+            case=case, gradients=gradients, heads=measured, queries=queries, keys=keys
+        )
+
+    @cached_property
+    def kv_heads(self) -> tuple[int, ...]:
+        """The kv heads of the measured query heads."""
+        return tuple(sorted({h // self.case.group for h in self.heads}))
+
+    def heads_of(self, tensor: str) -> tuple[int, ...]:
+        return self.kv_heads if tensor in KV_TENSORS else self.heads
+
+    def row_indices(self, tensor: str) -> Tensor | None:
+        """Where the measured rows of `tensor` stand in the call; None where all are
+        measured."""
+        return self.keys if tensor in KV_TENSORS else self.queries
+
+    def length_of(self, tensor: str) -> int:
+        return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
+
+    def sampled_from(self, tensor: str) -> int | Strata | None:
+        """Of how many rows those of `tensor` are a sample, or which strata; None where
+        all are."""
+        rows, length = self.row_indices(tensor), self.length_of(tensor)
+        if tensor in self.strata:
+            return self.strata[tensor]
+        return None if rows is None or len(rows) == length else length
+
+    def drawn_rows(self, tensor: str) -> Tensor | None:
+        """`row_indices` without rows that only stood out."""
+        rows, of = self.row_indices(tensor), self.sampled_from(tensor)
+        return rows[of.drawn] if rows is not None and isinstance(of, Strata) else rows
+
+    def bins_of(self, tensor: str) -> Tensor | None:
+        """Which drawn row of `tensor` is in which bin of positions
+        (`sampling.membership`)."""
+        rows, length = self.row_indices(tensor), self.length_of(tensor)
+        every = torch.arange(length, device=self.case.q.device)
+        bins, of = (
+            membership(length, every if rows is None else rows),
+            self.sampled_from(tensor),
+        )
+        return (
+            bins * of.drawn[:, None]
+            if bins is not None and isinstance(of, Strata)
+            else bins
+        )
+
+    def select(self, x: Tensor, tensor: str = "out") -> Tensor:
+        """The measured heads and rows of a tensor [batch, heads, rows, ...], or those
+        alone."""
+        x, rows = self.select_heads(x, tensor), self.row_indices(tensor)
+        return x if rows is None or x.shape[2] == len(rows) else x[:, :, rows]
+
+    def select_heads(self, x: Tensor, tensor: str = "out") -> Tensor:
+        """The measured heads of a tensor [batch, heads, ...]."""
+        chosen = self.heads_of(tensor)
+        return x if len(chosen) == x.shape[1] else x[:, list(chosen)]
+
+    def with_heads(self, case: AttentionCase) -> AttentionCase:
+        """A case of this call's shape, restricted to the measured heads."""
+        if len(self.heads) == case.heads:
+            return case
+        if self.gradients:
+            return case.select_groups(list(self.kv_heads))
+        return case.select_heads(list(self.heads))
+
+    def restricted(self, case: AttentionCase) -> AttentionCase:
+        """A case of this call's shape, restricted to the measured heads and query
+        rows."""
+        heads = self.with_heads(case)
+        return heads if self.queries is None else heads.select_rows(self.queries.cpu())
+
+    def exact(self, case: AttentionCase) -> tuple[Reference, Tensor]:
+        """The fp64 reference of what is measured of a case of this call's shape; and the
+        log-sum-exp [B, H, q_len] of all queries for which it is computed."""
+        restricted = self.restricted(case)
+        reference = gradients(restricted) if self.gradients else attend(restricted)
+        if self.keys is None or not isinstance(reference, Gradients):
+            return reference, reference.lse
+        whole = self.whole(case)
+        of_keys: Any = key_gradients(self.with_heads(case), self.keys, whole)
+        return dataclasses.replace(reference, **of_keys), whole.lse
+
+    def whole(self, case: AttentionCase) -> Reference:
+        """The measured heads of a case of this shape in all queries, computed once."""
+        if (name := case.format.name) not in self.wholes:
+            whole = attend(self.with_heads(case))
+            self.wholes[name] = dataclasses.replace(whole, term_scale=whole.out[..., :0])
+        return self.wholes[name]
+
+    def baseline(
+        self, case: AttentionCase, *, gradients: bool = False
+    ) -> Output | Failure:
+        """Plain attention of a case of this shape, or of its sampled rows without dk and
+        dv."""
+        whole = case if self.queries is None else self.restricted(case)
+        output = attempt(find("baseline"), whole, {}, gradients=gradients)
+        if self.queries is None or isinstance(output, Failure):
+            return output
+        return dataclasses.replace(output, dk=None, dv=None)
+
+    @cached_property
+    def baseline_fp32(self) -> Tensor | None:
+        """The output of plain attention in float32, of what is measured of the case as it
+        came."""
+        wide = self.baseline(self.case.rounded_to(FORMATS["float32"]))
+        return self.select(wide.out) if isinstance(wide, Output) else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bench:
+    """A selection in one format, with a yardstick for each of its tensors."""
+
+    selection: Selection
+    case: AttentionCase  # whole and rounded: what kernels are given
+    restricted: AttentionCase  # the measured heads and query rows of it
+    format: Format
+    reference: Reference  # of what is measured; with gradients where they are wanted
+    lse: Tensor
+    """[B, H, q_len] of the measured heads: the reference's, of all queries where it is
+    known."""
+    baseline: Output | Failure
+    # By tensor: `out`, and with gradients dq, dk and dv
+    yardsticks: Mapping[str, Yardstick]
+    watch: Stopwatch
+    unscreened: str | None = None  # why no rows stand beside a sample
+    predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """What emulations return, by recipe."""
+    narrow_sums: dict[str, tuple[Output, Sums]] = field(default_factory=dict)
+    """By gradient, itself as running sums have it after the output of the last kernel."""
+
+    @classmethod
+    def of(
+        cls,
+        selection: Selection,
+        fmt: Format,
+        exact: tuple[Reference, Tensor],
+        watch: Stopwatch,
+    ) -> Bench:
+        """The selection in a format. `exact`: `Selection.exact` of the case as it
+        came."""
+        original = selection.case
+        case = original if original.is_in(fmt) else original.rounded_to(fmt)
+        unrounded, (reference, lse) = exact[0], exact
+        if not fmt.contains(original.format):
+            with watch("reference"):
+                reference, lse = selection.exact(case)
+        with watch("baseline"):
+            baseline, fp32 = selection.baseline(case, gradients=selection.gradients), None
+            if not isinstance(baseline, Failure) and not fmt.contains(FORMATS["float32"]):
+                fp32 = selection.baseline_fp32
+        by_query, by_key = _arithmetic(selection.with_heads(case))
+        yardsticks = {}
+        for tensor in TERMS if isinstance(reference, Gradients) else ("out",):
+            plain = getattr(baseline, tensor, None)
+            rows = {"empty": reference.empty, "lse": reference.lse}
+            if tensor in KV_TENSORS and isinstance(reference, Gradients):
+                # A key that no query sees has gradients of exactly 0, and is judged by
+                # that.
+                rows = {"empty": torch.zeros_like(reference.unseen)}
+            arithmetic = by_key if tensor in KV_TENSORS else by_query
+            rows["arithmetic"] = selection.select(arithmetic, tensor)
+            if isinstance(of := selection.sampled_from(tensor), Strata):
+                rows["drawn"] = of.drawn
+            yardsticks[tensor] = Yardstick(
+                reference=getattr(reference, tensor),
+                term_scale=getattr(reference, TERMS[tensor]),
+                format=fmt,
+                baseline=None if plain is None else selection.select(plain, tensor),
+                unrounded=getattr(unrounded, tensor),
+                baseline_fp32=fp32 if tensor == "out" else None,
+                **rows,
+            )
+        return cls(
+            selection=selection,
+            case=case,
+            restricted=selection.restricted(case),
+            format=fmt,
+            reference=reference,
+            lse=lse,
+            baseline=baseline,
+            yardsticks=yardsticks,
+            watch=watch,
+        )
+
+    # What the loop asks (`numdev.studies.audit.operation.PreparedCall`).
+
+    @property
+    def exact_by(self) -> str | None:
+        return self.reference.by
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.case.q.dtype
+
+    @cached_property
+    def distances(self) -> Mapping[str, Distance]:
+        return {"lse": Distance(exact=self.reference.lse, empty=self.reference.empty)}
+
+    def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Output:
+        fields: dict[str, Any] = dict(tensors)
+        return Output(**fields, ran=ran, ran_backward=ran)
+
+    def units(self, tensor: str) -> tuple[int, ...]:
+        return self.selection.heads_of(tensor)
+
+    def select(self, x: Tensor, tensor: str) -> Tensor:
+        return self.selection.select(x, tensor)
+
+    def select_units(self, x: Tensor, tensor: str) -> Tensor:
+        return self.selection.select_heads(x, tensor)
+
+    def sampled_from(self, tensor: str) -> int | Strata | None:
+        return self.selection.sampled_from(tensor)
+
+    def drawn_rows(self, tensor: str) -> Tensor | None:
+        return self.selection.drawn_rows(tensor)
+
+    def bins(self, tensor: str) -> Tensor | None:
+        return self.selection.bins_of(tensor)
+
+    def format_of(self, x: Tensor) -> Format:
+        return returned(x, self.case)
+
+    def formats_of(self, output: Output) -> dict[str, Format]:
+        """The format of every tensor that came back and is held to one."""
+        tensors = output.tensors
+        return {
+            name: returned(tensors[name], self.case)
+            for name in self.yardsticks
+            if name in tensors
+        }
+
+    def unpredicted(self, claim: Mapping[str, Any] | None, fmt: Format) -> str | None:
+        return unexpected(claim, self.case.format, fmt)
+
+    def expected(
+        self, claim: Mapping[str, Any] | None, output: Output
+    ) -> Mapping[str, Tensor]:
+        return self.predicted(returning(claim, self.case, self.formats_of(output)))
+
+    def outside_sample(self, output: Output) -> Mapping[str, Sequence[Outside]]:
+        select = self.selection
+        if select.queries is None:
+            return {}
+        formats = self.formats_of(output)
+        if output.lse is not None:
+            formats["lse"] = format_of(output.lse.dtype)
+        whole = {
+            name: select.select_heads(output.tensors[name], name) for name in formats
+        }
+        if all_finite(whole.values()) and inputs_finite(self.case):
+            return {}
+        case = select.with_heads(self.case)
+        return {
+            name: elsewhere(x, name, case, select.drawn_rows(name), formats[name])
+            for name, x in whole.items()
+        }
+
+    def annotate(
+        self,
+        output: Output,
+        tensor: str,
+        units: Sequence[Metrics],
+        deviation: Deviation,
+        measured: Tensor,
+    ) -> None:
+        if tensor == "out":
+            self._count_in_empty_rows(units, measured)
+            self._suspect(output, units)
+            for unit in units if output.not_lse else ():
+                why = f"the kernel returned {output.not_lse}"
+                unit["nulls"] = {**unit["nulls"], "lse_error": why}
+        if tensor == "dq":
+            self._count_gradients_of_empty_rows(units, measured)
+        if tensor_spec(tensor).is_gradient:
+            self._look_for_narrow_sums(output, tensor, units, deviation)
+
+    def _count_in_empty_rows(self, units: Sequence[Metrics], out: Tensor) -> None:
+        """How much is not finite in rows that see no key."""
+        if any(unit["empty_rows"] for unit in units):
+            wrong = ~out.isfinite() & self.yardsticks["out"].empty[..., None]
+            counts = wrong.sum(dim=(0, 2, 3)).tolist()
+            for unit, count in zip(units, counts, strict=True):
+                unit["empty_nonfinite"] = count
+
+    def _suspect(self, output: Output, units: Sequence[Metrics]) -> None:
+        """What heads far off seem to compute."""
+        heads = self.selection.heads
+        far = [h for h, unit in zip(heads, units, strict=True) if far_off(unit)]
+        if not far or not self.watch.searching:
+            return
+        with self.watch("names"):
+            causes = suspect(
+                self.case, output.out, self.reference, heads, far, self.selection.queries
+            )
+        for head, unit in zip(heads, units, strict=True):
+            if head in causes:
+                unit.update(causes[head].fields)
+
+    def _count_gradients_of_empty_rows(
+        self, units: Sequence[Metrics], dq: Tensor
+    ) -> None:
+        """Adds to `nonfinite` what is not finite of dq in rows that see no key: what such
+        a row returns is a convention, but nothing that follows depends on its query,
+        whose gradient is 0. It reaches the weights that make the query."""
+        wrong = ~dq.isfinite() & self.yardsticks["dq"].empty[..., None]
+        counts = wrong.sum(dim=(0, 2, 3)).tolist()
+        for unit, count in zip(units, counts, strict=True):
+            unit["nonfinite"] += count
+
+    def _look_for_narrow_sums(
+        self,
+        output: Output,
+        tensor: str,
+        units: Sequence[Metrics],
+        deviation: Deviation,
+    ) -> None:
+        """At least which share of the error of a running sum in 16 bits is in a gradient,
+        in one kv head of the call and the query heads that read it."""
+        case, select, ref = self.restricted, self.selection, self.case.ref
+        kv_head = tiled.chosen_head(ref.layer, ref.call, len(select.kv_heads))
+        heads = range(kv_head * case.group, (kv_head + 1) * case.group)
+        chosen = heads if tensor == "dq" else range(kv_head, kv_head + 1)
+        why = tiled.unmeasured(tensor, self.format.name, case.q_len, case.kv_len)
+        if select.queries is not None:
+            why = tiled.SAMPLED
+        elif why is None and (
+            deviation.compared is None or deviation.compared[2] is None
+        ):
+            why = tiled.UNPREDICTED
+        for number, unit in enumerate(units):
+            if why is not None or number not in chosen:
+                nullify(unit, ("narrow_sum",), why or tiled.ELSEWHERE)
+        if why is not None or deviation.compared is None:
+            return
+        x, _, expected = deviation.compared
+        assert expected is not None
+        batch, queries, keys = looked_at(case, tensor)
+        if tensor not in self.narrow_sums or self.narrow_sums[tensor][0] is not output:
+            few = part(
+                case,
+                kv_head=range(kv_head, kv_head + 1),
+                batch=batch,
+                row=queries,
+                key=keys,
+            )
+            place = (
+                slice(batch.stop),
+                slice(heads.start, heads.stop),
+                slice(queries.start, queries.stop),
+            )
+            out = select.select(output.out)[place]
+            sums = Sums.of(few, tensor, out, self.reference.lse[place])
+            self.narrow_sums[tensor] = output, sums
+        rows = queries if tensor == "dq" else keys
+        looked = (
+            slice(batch.stop),
+            slice(chosen.start, chosen.stop),
+            slice(rows.start, rows.stop),
+        )
+        shares = self.narrow_sums[tensor][1].narrow(x[looked], expected[looked])
+        for number, share in zip(chosen, shares, strict=True):
+            units[number]["narrow_sum"] = share
+
+    @cached_property
+    def in_float32(self) -> Reference:
+        """The whole call by plain attention in float32, of the measured heads."""
+        plain = blocked.gradients if self.selection.gradients else blocked.attend
+        return plain(self.selection.with_heads(self.case), torch.float32)
+
+    @property
+    def by_row(self) -> tuple[str, ...]:
+        """The tensors that the measured queries give alone: of a sample not dk and dv."""
+        sampled = self.selection.queries is not None
+        return tuple(n for n in self.yardsticks if not (sampled and n in KV_TENSORS))
+
+    def predicted(
+        self, claim: Mapping[str, Any], *, forward: bool = False
+    ) -> Mapping[str, Tensor]:
+        """What the emulation with these options returns for what is measured, by tensor;
+        or of the output alone. In fp32, a fraction of the reference's cost, which agrees
+        in rms to 0.1 %. Of sampled keys after a forward pass that rounded nowhere."""
+        key = f"{forward} {sorted(claim.items())!r}"
+        if key not in self.predictions:
+            with self.watch("predictions"):
+                if isinstance(self.reference, Gradients) and not forward:
+                    select, step = self.selection, emulated_step(self.restricted, claim)
+                    if select.keys is not None:
+                        whole = select.whole(self.case)
+                        call, recipe = select.with_heads(self.case), recipe_of(claim)
+                        keys = backward.of_keys(
+                            call, recipe, select.keys, whole.out, whole.lse
+                        )
+                        step |= {"dk": keys[1], "dv": keys[2]}
+                else:
+                    step = {"out": emulation(self.restricted, claim)}
+            self.predictions[key] = step
+        return self.predictions[key]
+
+
+def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
+    """What fp32 arithmetic alone may err, relative to the term scale: [B, H, q_len] by
+    query and [B, kv_heads, kv_len] by key.
+
+    A score is a sum of d products; in fp32 its roundings amount to about u sqrt(d) / 3 of
+    the sum of their sizes, at most |scale| |q_i| |k_j|, and P moves by that relatively.
+    Nothing beside the rounding to 16 bits for scores of usual size, and all there is
+    where they reach 1e4."""
+    u = (
+        FORMATS["float32"].unit_roundoff
+        * math.sqrt(case.q.shape[-1])
+        / 3
+        * abs(case.scale)
+    )
+    q, k = (
+        torch.linalg.vector_norm(widened(x), dim=-1, dtype=torch.float64)
+        for x in (case.q, case.k)
+    )
+    largest_k = k.amax(dim=-1, keepdim=True).repeat_interleave(case.group, dim=1)
+    largest_q = q.unflatten(1, (case.kv_heads, case.group)).amax(dim=(2, 3))
+    return u * q * largest_k, u * k * largest_q[..., None]
+
+
+def settled(case: AttentionCase) -> AttentionCase:
+    """The case with an upstream gradient of 0 where a row sees no key: what such a row
+    returns is a convention, and so would be what flows back through it."""
+    if case.grad_out is None:
+        return case
+    empty = empty_rows(case)[..., None]
+    return dataclasses.replace(case, grad_out=case.grad_out.masked_fill(empty, 0.0))
+
+
+def part(case: AttentionCase, **ranges: range) -> AttentionCase:
+    """The call with ranges of some axes alone (`batch`, `head`, `kv_head`, `row`, `key`),
+    its tensors copied, dense, in their own order of axes in memory: kernels choose by it.
+    With a kv head come all query heads that read it, unless `head` says which. Each row
+    sees what it saw: of rows from r and keys from k, j <= i + offset becomes j' + k <= i'
+    + r + offset."""
+    if "kv_head" in ranges and "head" not in ranges:
+        group, heads = case.group, ranges["kv_head"]
+        ranges["head"] = range(heads.start * group, heads.stop * group)
+    parts: dict[str, Any] = {}
+    for name, axes in AXES.items():
+        x = getattr(case, name)
+        for dim, axis in enumerate(() if x is None else axes[-x.ndim :]):
+            # A mask may broadcast there
+            if axis in ranges and len(ranges[axis]) < x.shape[dim]:
+                x = x.detach().narrow(dim, ranges[axis].start, len(ranges[axis])).clone()
+        parts[name] = x
+    moved = ranges.get("row", range(1)).start - ranges.get("key", range(1)).start
+    parts["causal_offset"] = case.causal_offset + (
+        moved if case.restricts_positions else 0
+    )
+    return dataclasses.replace(case, **parts)
+
+
+def returned(out: Tensor, case: AttentionCase) -> Format:
+    """The format an output is in: its dtype's, unless it came in the dtype that stores
+    the case's working format, or in a wider one and holds numbers of the working format
+    alone. (What a kernel computes in a wider one it must then return in a wider
+    dtype.)"""
+    narrow, wide = case.q.dtype, format_of(out.dtype)
+    if out.dtype != narrow and case.working is None and wide.contains(case.format):
+        same = out.to(narrow).to(out.dtype) == out
+        return case.format if bool((same | out.isnan()).all()) else wide
+    return case.format if out.dtype == narrow else wide
+
+
+def case_record(
+    case: AttentionCase,
+    axes: Mapping[str, Any] | None = None,
+    formats: Sequence[Format] = (),
+) -> CaseRecord:
+    """What a call was, all of its heads; `formats`: those that its inputs are rounded
+    to."""
+    batch, _, _, head_dim = case.q.shape
+    has_sinks, v_dim = case.sinks is not None, case.v.shape[3]
+    mask, swept = kind_of(case.mask), dict(axes or {})
+    upstream = case.grad_out_from or ("given" if case.grad_out is not None else None)
+    threads = None if case.q.is_cuda else torch.get_num_threads()
+    nonfinite, overflows = nonfinite_inputs(case), overflowing_inputs(case, formats)
+    return CaseRecord(
+        case=case.ref.case,
+        batch=batch,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        head_dim=head_dim,
+        v_dim=v_dim,
+        source_format=case.format.name,
+        is_causal=case.is_causal,
+        causal_offset=case.causal_offset,
+        window=case.window,
+        softcap=case.softcap,
+        scale=case.scale,
+        mask=mask,
+        sinks=has_sinks,
+        grad_out=upstream,
+        threads=threads,
+        axes=swept,
+        nonfinite=nonfinite,
+        overflows=overflows,
+    )

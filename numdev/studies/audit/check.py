@@ -1,0 +1,262 @@
+"""A check: one kernel on small cases, held to the gate's rules. `numdev.testing` asks for
+one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from numdev.cases import AttentionCase
+from numdev.config import CaseConfig, CheckConfig
+from numdev.errors import Refused, UsageError, closest, one_line
+from numdev.gate.judgement import Judgement
+from numdev.gate.judging import concluded, judgement_of
+from numdev.gate.rules import Rules, as_data
+from numdev.kernels import Kernel
+from numdev.kernels.output import differentiate, refuse
+from numdev.report import AuditReport, AuditSummary, CaseRecord
+from numdev.sources.loss import with_drawn
+from numdev.sources.opening import ConfigSource, Located
+from numdev.sources.regimes import REGIMES
+from numdev.sources.tensorfile import holds_cases, open_cases
+from numdev.studies.audit.bench import case_record
+from numdev.studies.audit.isolation import Failure, attempt, copied
+from numdev.studies.audit.naming import Failing, conclude
+from numdev.studies.audit.plan import Plan
+from numdev.studies.audit.rows import bare_row
+from numdev.studies.audit.run import provenance
+from numdev.studies.audit.task import Rows, as_located, measured_here
+from numdev.studies.audit.timing import Stopwatch
+from numdev.system import System
+from numdev.yamlfile import bundled, read_yaml, validated
+
+# Of a case that does not say
+SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}
+FEATURES = bundled("check/features.yaml")  # one feature a case
+Backward = bool | Literal["auto"]
+Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or several
+
+
+def measured(
+    source: CheckSource, plan: Plan, rules: Rules, request: Mapping[str, Any]
+) -> tuple[AuditReport, Judgement]:
+    """What a plan's kernels come to on the source's cases, held to the rules."""
+    watch = Stopwatch(plan.system.device)
+    watch.searching = False  # calls that fail are named together, when all are measured
+    later: list[Failing] = []
+    done: dict[str, Rows] = {}
+    kernel = next(planned.kernel for planned in plan.kernels if planned.role == "kernel")
+    for located in source:
+        tasks, case = plan.tasks(located.ref), located.load()
+        if why := kernel.supports(case):  # nobody to set floor and baseline beside
+            declined = Failure("skipped", why)
+            done[located.ref.case] = {
+                "case": [case_record(case, located.axes, plan.formats)]
+            }
+            done |= {task.key: {"row": [bare_row(task, declined)]} for _, task in tasks}
+            continue
+        drawn = as_located(case, located.axes)  # once: it takes a tenth of a small call
+        done |= {
+            key: rows
+            for key, rows, _ in measured_here(drawn, tasks, plan, attempt, watch, later)
+        }
+    conclude(later)
+    rows = tuple(row for each in done.values() for row in each.get("row", ()))
+    report = AuditReport(
+        provenance=provenance(plan.system, source.describe(), "numdev.check"),
+        request=dict(request),
+        summary=AuditSummary(answer=(), kernels=()),
+        plan=plan.record(located.ref for located in source),
+        cases=tuple(case for each in done.values() for case in each.get("case", ())),
+        rows=rows,
+        timings=watch.seconds(),
+    )
+    report = report.model_copy(update={"rules": as_data(rules)})
+    judgement = judgement_of(report, rules)
+    return concluded(report, judgement), judgement
+
+
+def declining(kernel: Kernel) -> Kernel:
+    """The kernel, with a NotImplementedError taken for a refusal (in backward: there is
+    none), and what PyTorch raises where the chosen SDPA operator takes no such call."""
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(case: AttentionCase, **options: Any) -> Any:
+            refuse(
+                (
+                    case.v.isinf().any(),
+                    f"V is beyond the largest number of {case.format.name}",
+                )
+            )
+            try:
+                return function(case, **options)
+            except RuntimeError as error:  # NotImplementedError is one
+                if isinstance(error, NotImplementedError) or "No available kernel" in str(
+                    error
+                ):
+                    raise Refused(one_line(error)) from error
+                raise
+
+        return run
+
+    step = kernel.backward
+    if step == "autograd":
+
+        def step(case: AttentionCase, **options: Any) -> Any:
+            return differentiate(lambda c: kernel.function(c, **options), case)
+
+    backward = refusing(step) if callable(step) else None
+    return dataclasses.replace(
+        kernel, function=refusing(kernel.function), backward=backward
+    )
+
+
+class CheckSource(ConfigSource):
+    """Cases named by a kernel's author (None: configs/check/default.yaml): a name of
+    these or of a regime of inputs, a YAML file, captured tensors, a mapping with the keys
+    of a YAML case, a call at hand. Drawn ones come once for each seed, with grad_out if
+    wanted. Raises UsageError for a name that is none, for what cannot be read, and for
+    two cases of one name."""
+
+    def __init__(
+        self,
+        named: Sequence[Named] | None,
+        seeds: Sequence[int],
+        device: str,
+        *,
+        gradients: bool,
+    ) -> None:
+        if not seeds:
+            raise UsageError(
+                "seeds: expected at least one, got none", hint="for example seeds=0"
+            )
+        self._seeds, self._device, self._gradients = tuple(seeds), device, gradients
+        self.target = "default cases" if named is None else "given cases"
+        self.cases = [] if named is not None else self._drawn(default_cases())
+        for number, each in enumerate(named or ()):
+            self.cases += self._located(each, number)
+        if not self.cases:
+            raise UsageError(
+                "cases: expected at least one, got none", hint="leave it out for all"
+            )
+        names = Counter((located.ref.case, located.ref.seed) for located in self.cases)
+        (name, _), count = names.most_common(1)[0]
+        if count > 1:
+            raise UsageError(
+                f"{count} cases are named {name!r}", hint="name each differently"
+            )
+
+    def _located(self, named: Named, number: int) -> Sequence[Located]:
+        seed = self._seeds[0] if self._gradients else None
+        if isinstance(named, AttentionCase):
+            return [as_located(with_drawn(copied(named, self._device), seed))]
+        if isinstance(named, Mapping):
+            return self._drawn(_configured({"name": f"case {number}", **SHAPE, **named}))
+        path = Path(named)
+        if path.suffix in (".yaml", ".yml"):
+            return self._drawn(read_yaml(path, CheckConfig).cases)
+        if not isinstance(named, Path) and not path.exists():
+            return self._drawn(_by_name(named))
+        if not holds_cases(path):
+            raise UsageError(
+                f"{path}: holds no captured tensors",
+                hint="see docs/inputs.md, or give a .yaml",
+            )
+        return open_cases(path, device=self._device, upstream=seed).cases
+
+    def _drawn(self, configs: Sequence[CaseConfig]) -> list[Located]:
+        on, seeds = System(device=self._device), self._seeds
+        source = ConfigSource(self.target, configs, seeds, on, gradients=self._gradients)
+        return list(source)
+
+
+# Keys: the least that most kernels take at once; their tiles are multiples of it
+TILE = 64
+LEAST_IN_TILE = 16  # keys in the last tile from which on an error there is no small one
+
+
+def _has_distinct_group(c: CaseRecord) -> bool:
+    return 1 < c.kv_heads < c.heads != c.kv_heads**2
+
+
+def _has_more_queries(c: CaseRecord) -> bool:
+    return c.q_len > c.kv_len
+
+
+def _has_more_keys(c: CaseRecord) -> bool:
+    return 1 < c.q_len < c.kv_len
+
+
+def _has_single_query(c: CaseRecord) -> bool:
+    return c.q_len == 1 < c.kv_len
+
+
+def _has_full_last_tile(c: CaseRecord) -> bool:
+    return c.kv_len > TILE and not c.kv_len % TILE
+
+
+def _has_partial_last_tile(c: CaseRecord) -> bool:
+    return c.kv_len > TILE and c.kv_len % TILE >= LEAST_IN_TILE
+
+
+def _has_length_of_head_dim(c: CaseRecord) -> bool:
+    return c.q_len == c.kv_len == c.head_dim
+
+
+def _has_other_v_dim(c: CaseRecord) -> bool:
+    return c.v_dim != c.head_dim
+
+
+def _has_batch(c: CaseRecord) -> bool:
+    return c.batch > 1
+
+
+SHAPES: Mapping[str, Callable[[CaseRecord], bool]] = {
+    "a group size unlike the number of kv heads": _has_distinct_group,
+    "more queries than keys": _has_more_queries,
+    "more keys than queries": _has_more_keys,
+    "a single query": _has_single_query,
+    "several tiles of keys, the last one full": _has_full_last_tile,
+    "several tiles of keys, the last one partly full": _has_partial_last_tile,
+    "a length equal to head_dim": _has_length_of_head_dim,
+    "V of another width": _has_other_v_dim,
+    "several sequences": _has_batch,
+}
+"""What sizes of a call may be to each other, where code that takes one for another goes
+wrong."""
+
+
+def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
+    """Which of SHAPES no call has; a window to both sides too, where calls have
+    windows."""
+    untested = [words for words, has in SHAPES.items() if not any(map(has, called))]
+    windows = [case.window for case in called if case.window is not None]
+    if windows and not any(left and right for left, right in windows):
+        untested.append("a window to both sides")
+    return untested
+
+
+def default_cases() -> tuple[CaseConfig, ...]:
+    """configs/check/default.yaml."""
+    return read_yaml(bundled("check/default.yaml"), CheckConfig).cases
+
+
+def _by_name(name: str) -> Sequence[CaseConfig]:
+    """A case of the default set, or a regime of inputs, without and with a causal
+    mask."""
+    defaults = {config.name: config for config in default_cases()}
+    if name in defaults:
+        return [defaults[name]]
+    if name not in REGIMES:
+        what = f"{name!r} is not a case, an input regime or a file"
+        raise UsageError(what, hint=closest(name, [*defaults, *REGIMES]))
+    return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})
+
+
+def _configured(case: Mapping[str, Any]) -> Sequence[CaseConfig]:
+    return validated({"cases": [case]}, CheckConfig, "cases").cases

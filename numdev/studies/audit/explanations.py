@@ -1,0 +1,701 @@
+"""What explains the errors of a measured kernel: a known way of rounding, its rounding
+sites, the rows that err most, and where along a call errors are.
+
+Without a declared claim a kernel is held to `fa2`; where it errs beyond that, other ways
+sound code rounds are tried (`likenesses`); the running sums of `golden2024` and `qiu2025`
+are a fault here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.formats import Format, round_to
+from numdev.gate.rules import Threshold, default_rules
+from numdev.kernels import Kernel, Output, sdpa
+from numdev.kernels.baseline import WAYS, Way
+from numdev.kernels.emulation import kernel as emulator
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.reference.blocked import Gradients, Reference
+from numdev.metrics.deviation import Metrics, measure
+from numdev.metrics.finiteness import all_finite
+from numdev.metrics.histogram import by_ulps
+from numdev.metrics.row_sums import Numbers
+from numdev.metrics.sampling import starts
+from numdev.metrics.statistics import BIAS_ALPHA
+from numdev.metrics.yardstick import Yardstick
+from numdev.operations.attention.explain import attribution as fits
+from numdev.operations.attention.worst_rows import worst_rows
+from numdev.operations.places import instances, where
+from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
+from numdev.studies.audit.bench import KV_TENSORS, TERMS, Bench
+from numdev.studies.audit.isolation import Failure, attempt
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.rows import FAILS_ONE_ROW, Measured, identity
+from numdev.system import System
+from numdev.yamlfile import Strict, bundled, read_yaml
+
+# --- a known way of rounding -----------------------------------------------------------
+
+# By tensor, what a way returns for the measured heads and rows
+Step = Mapping[str, Tensor]
+# Computes a way's step, with `forward=True` the output alone; None where the way cannot
+# take the call
+Tried = Callable[..., Step | None]
+IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
+# Ways that are written out keep all scores of a call; no larger one is tried
+MOST_SCORES = 1 << 25
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Likeness:
+    """A way of rounding that explains a kernel."""
+
+    words: str  # `as sdpa-flash rounds on this CPU`: the row's claim
+    expected: Step
+    residual: float  # the root mean square of all tensors'
+
+    def without_its_bias(
+        self, metrics: Sequence[Metrics], yardstick: Yardstick
+    ) -> list[Metrics]:
+        """The metrics of an output, without a large bias that the way has too (two nearer
+        each other than the limit are one); `nulls` says whose it is."""
+        beyond_limit = functools.partial(excess, "bias_size")
+        if not any(beyond_limit(head.get("bias_size")) > 1 for head in metrics):
+            return list(metrics)
+        way = round_to(self.expected["out"], yardstick.format)
+        explained = []
+        for head, way_head in zip(metrics, measure(way, yardstick).heads, strict=True):
+            size, other = head.get("bias_size"), way_head.get("bias_size")
+            if size and other and beyond_limit(size) > 1 >= beyond_limit(size - other):
+                why = f"{size:+.3f} ulp, {self.words}"
+                head = {
+                    **head,
+                    "bias_size": None,
+                    "nulls": {**head["nulls"], "bias_size": why},
+                }
+            explained.append(head)
+        return explained
+
+
+@functools.cache
+def _limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
+    """The default thresholds of a metric, of single heads or of medians, and their least
+    limit."""
+    every = (t for t in default_rules().thresholds if t.metric == name)
+    limits = tuple(t for t in every if bool(t.heads) == median)
+    ends = [t.at_most or 0.0 for t in limits] + [
+        x.at_most for t in limits for x in t.instead
+    ]
+    return limits, min(ends, default=0.0)
+
+
+def excess(
+    name: str, value: float | None, row: DeviationRow | None = None, n: int = 0
+) -> float:
+    """How far a metric, or its median of n heads, is on the way to its limit by default;
+    0 where it is within every limit there is."""
+    limits, least = _limits(name, median=bool(n))
+    if value is None or abs(value) <= least:
+        return 0.0
+    limit = next((t for t in limits if row is None or t.where.fit(row)), limits[0])
+    if row is not None:
+        limit = limit.for_row(row).widened_for_sample_size(row, n or 1)
+    return limit.excess(value)
+
+
+def _is_judged(name: str, row: DeviationRow) -> bool:
+    """Whether a default rule holds this metric of such a row to a limit."""
+    return any(t.metric == name and t.where.fit(row) for t in default_rules().thresholds)
+
+
+def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, ...]:
+    """The tensors of one call that are beyond what the default rules allow them, by
+    rounding: none where another function is suspected of the output, or something is not
+    finite. `narrow`: by sums in 16 bits too, which no way of rounding excuses."""
+
+    def is_beyond(heads: Sequence[DeviationRow]) -> bool:
+        predicted = [r for r in heads if r.worst_row is not None]
+        if not predicted:
+            return False
+        middle = median(r.expected_ratio or 0.0 for r in predicted)
+        sizes = [excess("expected_ratio", middle, predicted[0], len(predicted))]
+        sizes += [excess("expected_ratio", r.expected_ratio, r) for r in predicted]
+        if _is_judged("rms_ratio", heads[0]):
+            middle = median(r.rms_ratio or 0.0 for r in predicted)
+            sizes += [excess("rms_ratio", middle, predicted[0], len(predicted))]
+            sizes += [excess("rms_ratio", r.rms_ratio, r) for r in predicted]
+        sizes += [excess("worst_row", r.worst_row, r) for r in predicted]
+        if narrow:
+            sizes += [excess("narrow_sum", r.narrow_sum, r) for r in predicted]
+        certain = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
+        sizes += [excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
+        return max(sizes) > 1
+
+    if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
+        return ()
+    right = [row for row in rows if not row.suspicion]
+    return tuple(t for t in TERMS if is_beyond([r for r in right if r.tensor == t]))
+
+
+def locate(measured: Measured[Bench], bench: Bench) -> None:
+    """Say of each head in which rows it is beyond the default limit of a single row, or
+    not finite, where these are few or of one batch entry."""
+    select = (measured.bench or bench).selection
+    for at, row in enumerate(measured.rows):
+        ratios = (
+            measured.along[row.tensor].ratios if row.tensor in measured.along else None
+        )
+        if ratios is not None and (
+            row.nonfinite or excess("worst_row", row.worst_row, row) > 1
+        ):
+            limit = next(
+                t for t in default_rules().thresholds if t.metric == "worst_row"
+            ).for_row(row)
+            bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (
+                limit.at_most or 0
+            )
+            noun = "key" if row.tensor in KV_TENSORS else "row"
+            rows = select.row_indices(row.tensor)
+            places = {
+                "errs_in": where(bad, rows, noun),
+                "errs_in_of": instances(bad, rows, noun),
+            }
+            measured.rows[at] = row.model_copy(update=places)
+
+
+def likenesses(
+    output: Output,
+    tensors: Collection[str],
+    formats: Mapping[str, Format],
+    bench: Bench,
+    system: System,
+) -> dict[str, Likeness]:
+    """By tensor, the way that best explains an output of which `tensors` are beyond their
+    limits under `fa2`: of all that came back, in `formats`, or of the output, or of the
+    gradients. Where it explains all of dk or of dv alone, both are summed over their
+    query heads as it sums them. Nothing where no way does that takes the call, or where
+    no element can be predicted (in float32)."""
+    select = bench.selection.select
+    returned = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
+    names = [n for n, x in returned.items() if n == "out" or all_finite([x])]
+    if any(
+        emulator.unpredictable({"preset": "fa2"}, bench.case.format, formats[n])
+        for n in names
+    ):
+        return {}
+    search = _Search(returned, names, tensors, bench)
+    unlike = search.try_whole_step(_ways(formats, bench, system))
+    if search.whole is not None:
+        return dict.fromkeys(names, search.whole)
+    search.try_gradients(unlike)
+    explained = search.by_tensor()
+    if "out" in tensors and "out" not in explained:
+        like = _partly_cubic(returned["out"], formats, bench)
+        explained |= {} if like is None else {"out": like}
+    return explained
+
+
+Part = tuple[str, ...]  # tensors that one way is to explain together
+
+
+class _Search:
+    """The ways tried for one output, and the best for each part of its tensors: all, the
+    output, the gradients, and dk or dv alone where a group's heads are summed."""
+
+    def __init__(
+        self,
+        returned: Step,
+        names: Sequence[str],
+        tensors: Collection[str],
+        bench: Bench,
+    ) -> None:
+        self.tensors = frozenset(tensors)  # those beyond their limits
+        self.residuals = {n: _residual(returned[n], bench.yardsticks[n]) for n in names}
+        self.every, self.output, self.gradients = (
+            tuple(names),
+            tuple(names[:1]),
+            tuple(names[1:]),
+        )
+        self.steps = [
+            part
+            for part in (self.output, self.gradients)
+            if not self.tensors.isdisjoint(part)
+        ]
+        self.group_sums: list[Part] = [
+            (n,)
+            for n in names
+            if n in KV_TENSORS and n in tensors and bench.case.group > 1
+        ]
+        self.best: dict[Part, Likeness] = {}
+
+    @property
+    def whole(self) -> Likeness | None:
+        """The way that best explains all tensors together; None where none does."""
+        return self.best.get(self.every)
+
+    def try_whole_step(
+        self, ways: Iterable[tuple[str, Tried]]
+    ) -> list[tuple[str, Tried]]:
+        """Try ways until one explains all tensors; returns those whose output is
+        another."""
+        unlike: list[tuple[str, Tried]] = []
+        for words, way in ways:
+            if self._has_other_output(way):
+                unlike.append((words, way))
+                continue
+            self._judge(words, way, self.every, *self.steps, *self.group_sums)
+            if self.whole is not None and self.whole.residual <= fits.ENOUGH:
+                break
+        return unlike
+
+    def try_gradients(self, ways: Iterable[tuple[str, Tried]]) -> None:
+        """Try for the gradients alone ways whose output is another, unless the output is
+        wrong and unexplained: its gradients inherit its mistake."""
+        is_output_settled = "out" not in self.tensors or self.output in self.best
+        if self.gradients in self.steps and is_output_settled:
+            for words, way in ways:
+                self._judge(words, way, self.gradients, *self.group_sums)
+
+    def by_tensor(self) -> dict[str, Likeness]:
+        """The best way of each tensor that one explains."""
+        summed = [self.best.pop(part) for part in self.group_sums if part in self.best]
+        explained = {n: like for part, like in self.best.items() for n in part}
+        # Their rounding shows in dv wherever the tiles begin; dk has that of the output
+        # too.
+        nearest = min(summed, key=lambda like: like.residual, default=None)
+        if nearest is not None and nearest.residual <= fits.ENOUGH:
+            explained = {n: nearest for n in KV_TENSORS if n in self.every} | explained
+        return explained
+
+    def _has_other_output(self, way: Tried) -> bool:
+        """Whether a way's output rules it out, so that its backward need not be computed.
+
+        Backward costs most, and is not worth it where the way's output is another, or so
+        far off that the way cannot come nearer than the one that explains all tensors
+        already."""
+        most = IN_ONE if "out" in self.tensors else math.inf
+        if self.whole is not None:
+            most = min(most, self.whole.residual * math.sqrt(len(self.every)))
+        step = way(forward=True) if most < math.inf else None
+        return step is not None and self.residuals["out"](step["out"]) > most
+
+    def _judge(self, words: str, way: Tried, *parts: Part) -> None:
+        """Note the way for each part that it explains better than those before it."""
+        if (expected := way()) is None:
+            return
+        left = {
+            n: self.residuals[n](expected[n]) for n in {n for part in parts for n in part}
+        }
+        for part in parts:
+            together = math.sqrt(sum(left[n] ** 2 for n in part) / len(part))
+            fits_all = all(left[n] <= IN_ONE for n in {*part} & self.tensors)
+            is_better = part not in self.best or together < self.best[part].residual
+            if fits_all and is_better and together <= fits.EXPLAINS:
+                self.best[part] = Likeness(
+                    words=words, expected=expected, residual=together
+                )
+
+
+# Unit roundoffs below it: the cubic's 8.8e-5 is nothing beside bfloat16's
+CUBIC_SHOWS = 1e-3
+# Of the exponential's own squared error, beside which half of it is left on each side
+PARTLY = 1.6
+TILES_AND_ORDERS = tuple(
+    itertools.product((128, 64, 32), ("descending", "ascending"), (8, None))
+)
+
+
+def _partly_cubic(
+    x: Tensor, formats: Mapping[str, Format], bench: Bench
+) -> Likeness | None:
+    """FlashAttention-4's cubic in keys of a tile that nobody knows: an output that lies
+    between the one with the cubic nowhere and the one with it everywhere. What is left of
+    it beside the one and the other is, squared and together, what these two differ by;
+    rounding to the format makes of two halves up to the root of two of that."""
+    if bench.format.unit_roundoff > CUBIC_SHOWS or "out" not in formats:
+        return None
+    y, best = bench.yardsticks["out"], None
+    weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
+    error = float(fits.weighed(x.double() - y.reference, weight).norm())
+    for tile, order, lag in TILES_AND_ORDERS:
+        claim: dict[str, Any] = {"preset": "fa2", "block_kv": tile, "kv_order": order}
+        claim |= {} if lag is None else {"max_lag": lag}
+        ways = [
+            _predicted({**claim, "exponential": exp}, formats, bench, forward=True)
+            for exp in ("exact", "cubic")
+        ]
+        if (none := ways[0]) is None or (every := ways[1]) is None:
+            continue
+        difference = float(
+            fits.weighed((none["out"] - every["out"]).double(), weight).square().sum()
+        )
+        sides = [
+            fits.weighed(x.double() - way["out"].double(), weight)
+            for way in (none, every)
+        ]
+        left = [float(side.square().sum()) for side in sides]
+        if sum(left) <= PARTLY * difference and (best is None or sum(left) < best[0]):
+            nearer = none if left[0] <= left[1] else every
+            best = (
+                sum(left),
+                math.sqrt(min(left)) / error if error else 0.0,
+                nearer,
+                tile,
+            )
+    if best is None:
+        return None
+    words = (
+        f"as FlashAttention-4 rounds (block_kv {best[3]}), with its exponential "
+        "in part of P"
+    )
+    return Likeness(words=words, expected=best[2], residual=best[1])
+
+
+def held_to(
+    words: str,
+    names: Collection[str],
+    formats: Mapping[str, Format],
+    bench: Bench,
+    system: System,
+) -> dict[str, Likeness]:
+    """By tensor, the way of these words, whether it explains the call or not: of a kernel
+    that it explains in others. Nothing where it cannot take this one."""
+    for each, way in _ways(formats, bench, system):
+        if each == words and (step := way()) is not None:
+            like = Likeness(words=words, expected=step, residual=1.0)
+            return {n: like for n in names if n in step and n in bench.by_row}
+    return {}
+
+
+def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
+    """|x - way| / |x - r| of the way's tensor, rows counting alike; 0 or infinity if x is
+    exact."""
+    wide = x.double()
+    weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
+    size = float(fits.weighed(wide - y.reference, weight).norm())
+
+    def residual(expected: Tensor) -> float:
+        left = float(fits.weighed(wide - expected.double(), weight).norm())
+        return left / size if size else (math.inf if left else 0.0)
+
+    return residual
+
+
+def _ways(
+    formats: Mapping[str, Format], bench: Bench, system: System
+) -> Iterator[tuple[str, Tried]]:
+    """The ways that are tried, each with its name in words, the likeliest first."""
+    place = "GPU" if system.device == "cuda" else "CPU"
+    claims: dict[str, Mapping[str, Any]] = {
+        f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
+        for name, operator in sdpa.OPERATORS[system.device].items()
+    }
+    claims["as eager rounds"] = {"preset": "eager"}
+    for design in designs():
+        for more in design.get("tried", ()):
+            options = ", ".join(f"{name} {value}" for name, value in more.items())
+            words = f"as {design['kernel']} rounds{options and f' ({options})'}"
+            claims[words] = {**design["claim"], "group_sum": "running", **more}
+    # As FlashAttention-2 does, and autograd where k and v are repeated
+    if bench.case.group > 1:
+        bases = {"as fa2 rounds": {"preset": "fa2"}, **claims}
+        per_query_head = {
+            "group_sum": "separate",
+            "dk_partial": "working",
+            "dv_partial": "working",
+        }
+        claims |= {f"{words}, dk and dv of each query head": {**claim, **per_query_head}
+                   for words, claim in bases.items()}  # fmt: skip
+    for words, claim in claims.items():
+        yield words, functools.partial(_predicted, claim, formats, bench)
+    if bench.case.working is None and set(formats.values()) == {bench.case.format}:
+        for words, way in WAYS.items():
+            yield words, functools.partial(_written, way, bench)
+
+
+class _Designs(Strict):
+    designs: tuple[dict[str, Any], ...]
+
+
+@functools.cache
+def designs() -> tuple[dict[str, Any], ...]:
+    """How public kernels round: configs/designs.yaml."""
+    return read_yaml(bundled("designs.yaml"), _Designs).designs
+
+
+def _predicted(
+    claim: Mapping[str, Any],
+    formats: Mapping[str, Format],
+    bench: Bench,
+    *,
+    forward: bool = False,
+) -> Step | None:
+    """What a claim predicts; None where it cannot take the call."""
+    with contextlib.suppress(Refused, MeasurementError, UsageError):
+        return bench.predicted(
+            emulator.returning(claim, bench.case, formats), forward=forward
+        )
+    return None
+
+
+def _written(way: Way, bench: Bench, *, forward: bool = False) -> Step | None:
+    """What a way that is written out returns, and autograd's gradients of it."""
+    case = bench.restricted
+    if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
+        return None
+    kernel = Kernel(name="written", function=way, any_rows=True)
+    with bench.watch("predictions"):
+        trained = "dq" in bench.by_row and not forward
+        output = attempt(kernel, case, {}, gradients=trained)
+    if isinstance(output, Failure):
+        return None
+    return {n: x.float() for n in bench.by_row if (x := getattr(output, n)) is not None}
+
+
+# --- rounding sites -------------------------------------------------------------------
+
+# How many heads are compared: a kernel rounds alike in all of them, and each costs
+# emulations.
+MOST_HEADS = 4
+# How much of the emulations is kept; the first are what tensors share
+KEPT_BYTES = 1 << 30
+
+
+def explain(
+    task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
+) -> list[AttributionRow]:
+    """Which roundings make the errors of a measured task, by tensor its kernel returned;
+    none where it returned nothing. "Unknown" where emulations predict nothing, as in
+    fp32, and on failure."""
+    output, rows = measured.output, list[AttributionRow]()
+    if output is None:
+        return rows
+    try:
+        claim = (
+            kernel.claims(bench.case, output, system)
+            if kernel.declares
+            else {"preset": "fa2"}
+        )
+        compared = _Compared(bench, output)
+        for tensor in compared.formats:
+            of = {**identity(task), "tensor": tensor, "heads": compared.heads[tensor]}
+            rows.append(AttributionRow(**of, **compared.attribution(tensor, claim)))
+            if tensor == "out":
+                claim = _informed(claim, rows[-1])
+    except FAILS_ONE_ROW as error:
+        of = {**identity(task), "heads": chosen(bench.selection.heads)}
+        rows.append(AttributionRow(**of, reason=f"it could not be tried ({error})"))
+    return rows
+
+
+class _Compared:
+    """Some heads of a kernel's output, in the measured rows, the truth, and emulations of
+    them."""
+
+    def __init__(self, bench: Bench, output: Output) -> None:
+        case, select, self.output = bench.case, bench.selection, output
+        self.select = select
+        self.formats = bench.formats_of(output)
+        if backward := "dq" in self.formats:
+            heads, kv_heads = whole_groups(select.heads, case.group)
+            some = case.select_groups(list(kv_heads))
+        else:
+            heads, kv_heads = chosen(select.heads), ()
+            some = case.select_heads(list(heads))
+        self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in emulator.SITE_OF}
+        self.rows = select.queries
+        self.case = some if self.rows is None else some.select_rows(self.rows)
+        self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)
+        self.steps: dict[str, dict[str, Tensor]] = {}  # emulated, by recipe
+
+    def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
+        """What a row says of one tensor: which roundings explain it, or why that is not
+        known."""
+        case, fmt = self.case, self.formats[tensor]
+        if self.rows is not None and tensor in KV_TENSORS:
+            why = "query rows are sampled, and a key's gradient is a sum over all of them"
+            return {"reason": why}
+        if unknown := emulator.unpredictable(
+            claim or {"preset": "fa2"}, case.format, fmt
+        ):
+            return {"reason": unknown}
+        places = [self.select.heads_of(tensor).index(head) for head in self.heads[tensor]]
+        x = self.select.select(getattr(self.output, tensor), tensor)[:, places]
+        exact, terms = (getattr(self.exact, name) for name in (tensor, TERMS[tensor]))
+        emulated = functools.partial(self.emulated, tensor)
+        more: dict[str, Any] = {"tensor": tensor, "group": case.group}
+        try:
+            size = terms.norm(dim=-1)
+            fit = fits.attribute(x, exact, size, case.format, claim, emulated, **more)
+        except FAILS_ONE_ROW as error:
+            return {"reason": f"it could not be tried ({error})"}
+        if fit is None:  # there is no error
+            return {}
+        return {
+            "explained_by": None if fit.why_not else fit.best.preset,
+            "reason": fit.why_not,
+            "nearest": fit.best.preset,
+            "recipe": dict(fit.best.claim),
+            "residual": fit.best.residual,
+            "size": fit.best.ratio,
+            "next_preset": fit.next.preset,
+            "next_residual": fit.next.residual,
+            "sites": fit.sites,
+        }
+
+    def emulated(self, tensor: str, tried: fits.Claim) -> Tensor:
+        """One emulation of backward serves all three gradients; the output needs none."""
+        recipe = emulator.returning(tried, self.case, self.formats)
+        key = f"{tensor == 'out'} {sorted(recipe.items())!r}"
+        if key in self.steps:
+            return self.steps[key][tensor]
+        if tensor == "out":
+            step = {"out": emulator.emulation(self.case, recipe)}
+        else:
+            step = {
+                t: x
+                for t, x in emulator.emulated_step(self.case, recipe).items()
+                if t != "out"
+            }
+        if sum(x.nbytes for s in self.steps.values() for x in s.values()) < KEPT_BYTES:
+            self.steps[key] = step
+        return step[tensor]
+
+
+def _informed(claim: fits.Claim | None, out: AttributionRow) -> fits.Claim | None:
+    """The claim with the tiles that explain the output, where it was right but for
+    those."""
+    if claim is None or not out.explained_by:
+        return claim
+    if out.recipe.get("preset") != claim.get("preset", "fa2"):
+        return claim
+    unvaried = {k: v for k, v in claim.items() if k not in fits.FORWARD_VARIED}
+    return unvaried | {k: v for k, v in out.recipe.items() if k in fits.FORWARD_VARIED}
+
+
+def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
+    """At most `most` of the heads, evenly spread."""
+    return heads[:: max(1, len(heads) // most)][:most]
+
+
+def whole_groups(
+    heads: tuple[int, ...], group: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """About MOST_HEADS query heads, in whole groups, and the kv heads these read."""
+    kv = chosen(
+        tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group)
+    )
+    return tuple(h * group + i for h in kv for i in range(group)), kv
+
+
+# --- the rows that err most -----------------------------------------------------------
+
+SHOWN = 3  # rows in a report's summary
+# From this multiple of what is predicted for it a row is shown. In sound kernels on a
+# model's own inputs the worst is at 1.01 in forward and 1.42 in backward (the demo,
+# bfloat16); the smallest limit of the rules is 5 (`worst row`), and what comes near it is
+# to be seen.
+NOTABLE = 2.0
+PLACE = ("case", "layer", "call", "tensor", "head", "batch", "row")
+
+
+def examine(
+    task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
+) -> list[WorstRow]:
+    """The worst rows of each tensor of a measured task, beside what its rows were held
+    to; none where it returned nothing, or no row is near what `most` may show."""
+    bench = measured.bench or bench
+    output, held_to, select = measured.output, measured.held_to, bench.selection
+    worst: list[WorstRow] = []
+    of_heads = [
+        row for row in measured.rows if row.status == "ok" and row.tensor != "lse"
+    ]
+    notable = (r.worst_row is None or r.worst_row > 0.9 * NOTABLE for r in of_heads)
+    if output is None or not (any(notable) or any(row.nonfinite for row in of_heads)):
+        return worst
+    with contextlib.suppress(*FAILS_ONE_ROW):
+        claim = kernel.claims(bench.case, output, system)
+        formats = bench.formats_of(output)
+        for tensor, fmt in formats.items():
+            if tensor in KV_TENSORS and len(select.heads) != bench.case.heads:
+                # What a key receives comes from query heads that are not measured
+                continue
+            predicted = None
+            if emulator.unexpected(claim, bench.case.format, fmt) is None:
+                step = bench.predicted(emulator.returning(claim, bench.case, formats))
+                predicted = held_to.get(tensor, step[tensor])
+            worst += worst_rows(
+                bench.case,
+                select.select(getattr(output, tensor), tensor),
+                bench.yardsticks[tensor].for_format(fmt),
+                select.heads_of(tensor),
+                predicted=predicted,
+                tensor=tensor,
+                lse=bench.lse if tensor in KV_TENSORS else None,
+                rows=select.row_indices(tensor),
+                identity=identity(task),
+            )
+    return worst
+
+
+def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
+    """Those a summary shows, each once: first what is not finite, then ratios from
+    NOTABLE on."""
+    notable = [
+        r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)
+    ]
+    unique: dict[tuple[object, ...], WorstRow] = {}
+    for row in sorted(notable, key=lambda row: (-row.nonfinite, -(row.ratio or 0.0))):
+        unique.setdefault(tuple(getattr(row, name) for name in PLACE), row)
+    return tuple(list(unique.values())[:SHOWN])
+
+
+# --- along a call ---------------------------------------------------------------------
+
+OF_PROFILE = ("case", "layer", "attends", "role", "kernel", "options", "format")
+
+
+def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[ProfileRow]:
+    """How each tensor errs along its call, by bin of positions; none where there are no
+    bins, and of planted faults. Errors are root mean squares in the unit of `row_rel`.
+    Not times the floor, which is 0 where a row sees one key: its result is a row of V and
+    needs no rounding."""
+    rows: list[ProfileRow] = []
+    about = {name: x for name, x in identity(task).items() if name in OF_PROFILE}
+    for tensor, deviation in measured.along.items():
+        along, length = deviation.along, bench.selection.length_of(tensor)
+        if not along or task.role == "control":
+            continue
+        shown = {"tensor": tensor, "length": length, "starts": starts(length)}
+        shown["counts"] = [int(n) for n in along["counted"]]
+        shown["errors"] = _rms(along["relative"], along["counted"])
+        if deviation.compared is not None:
+            output, yardstick, expected = deviation.compared
+            shown["ulps"] = by_ulps(output, yardstick)
+            shown["ulps_predicted"] = (
+                None if expected is None else by_ulps(expected, yardstick)
+            )
+        if task.role == "kernel" and "predicted" in along:
+            # As in expected_ratio
+            least = np.maximum(along["predicted"], along["least_row"])
+            shown["predicted"] = _rms(least, along["expected_count"])
+        rows.append(ProfileRow.model_validate({**about, **shown}))
+    return rows
+
+
+def _rms(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:
+    """The root mean square of each bin, to four digits; None for a bin without rows."""
+    with np.errstate(all="ignore"):
+        values = np.sqrt(squares / counts)
+    return tuple(float(f"{x:.4g}") if math.isfinite(x) else None for x in values)

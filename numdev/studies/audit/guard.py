@@ -1,0 +1,115 @@
+"""The process between numdev and its worker: it starts the worker, and takes everything
+with it that the worker started.
+
+A script of the standard library alone, so that it is there before torch is imported and
+cannot hang with a kernel. It ends when numdev does, even by SIGKILL, and as its worker
+ended. On Linux it adopts what daemonises itself, and the worker dies with it; elsewhere
+it kills the worker's group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+# How often it is looked whether numdev lives: a fork of it may hold the lifeline
+TICK_S = 1.0
+
+
+def main() -> None:
+    numdev, pipe, lifeline, sys.path[:] = json.loads(sys.argv[1])
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake)
+    worker = os.fork()
+    if worker == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # What it sends to its group or its parent's reaches nothing of numdev's
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for inherited in (lifeline, woken, wake):
+            os.close(inherited)
+        from numdev.studies.audit.isolation import serve
+
+        serve(pipe)
+        return
+    os.close(pipe)
+    for number in signal.valid_signals() - {
+        signal.SIGCHLD,
+        signal.SIGKILL,
+        signal.SIGSTOP,
+    }:
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_IGN)
+    status = end_of(worker, numdev, lifeline, woken)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    end_children()
+    end_as(status)
+
+
+def prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def end_of(worker: int, numdev: int, lifeline: int, woken: int) -> int:
+    """The worker's wait status; 0 as soon as numdev has closed the lifeline, or is
+    gone."""
+    while True:
+        ready, _, _ = select.select([lifeline, woken], [], [], TICK_S)
+        if lifeline in ready or os.getppid() != numdev:
+            return 0
+        if woken in ready:
+            os.read(woken, 4096)
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == worker:
+                return ended[1]
+
+
+def end_children() -> None:
+    """Kill every child, and what it leaves to this process, until there is none."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for child in children():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(child, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def children() -> list[int]:
+    """The processes whose parent is this one; none where the system has no /proc."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(status.parent.name)] = int(
+                status.read_text().rpartition(")")[2].split()[1]
+            )
+    return [child for child, parent in parents.items() if parent == os.getpid()]
+
+
+def end_as(status: int) -> None:
+    """End as the worker did, for numdev to see."""
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core is enough
+        number = os.WTERMSIG(status)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""Kernels are foreign code: what one does wrong costs its own row.
+
+`attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in
+words. A CUDA fault ruins its process, a segmentation fault ends it, a hang never does:
+`Isolated` runs kernels in a worker process with a time limit, kept as long as nothing
+fails, bit for bit as here. `guard` starts the worker and ends all that it started: at the
+limit, on Ctrl-C, on `close`, and when this process is gone. (`multiprocessing` would
+import the caller's main module.)"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, strided_as
+from numdev.errors import MeasurementError, NumdevError, Refused, first_line, one_line
+from numdev.kernels import Kernel, Output, all_kernels, find
+from numdev.kernels.output import as_output
+from numdev.metrics.bits import same
+from numdev.studies.audit.channel import (
+    TOKEN_BYTES,
+    Channel,
+    Ended,
+    Late,
+    failed_answer,
+    output_answer,
+    read_answer,
+    read_task,
+)
+from numdev.studies.audit.interrupt import noticing
+from numdev.system import switches
+from numdev.temporary import remove_stale
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no output. Plain words: an exception would keep the kernel's tensors
+    alive."""
+
+    status: Literal["skipped", "failed"]
+    reason: str
+
+
+Runner = Callable[..., Output | Failure]  # `attempt`, or an `Isolated`
+# How a case is laid out in memory, and in what state the process is, while a kernel runs.
+# It can be pickled, and leaves the values of the tensors as they are.
+Within = Callable[[AttentionCase], AbstractContextManager[AttentionCase]]
+
+
+def attempt(
+    kernel: Kernel,
+    case: AttentionCase,
+    options: Mapping[str, Any],
+    *,
+    gradients: bool = False,
+    within: Within = contextlib.nullcontext,
+) -> Output | Failure:
+    """The kernel's output, with `gradients` that of one training step, or what went
+    wrong, be it an exception that is no `Exception`; the user's Ctrl-C alone comes out.
+    The kernel gets a copy of the inputs, so that writing into them, a failure, spoils no
+    other's."""
+    run = kernel.gradients if gradients else kernel.attend
+    with noticing() as is_interrupted:
+        try:
+            with torch.set_grad_enabled(gradients), within(copied(case)) as inputs:
+                output = run(inputs, **options)
+            if case.q.is_cuda:
+                # A fault of this kernel comes out here, not in the next
+                torch.cuda.synchronize()
+            if written := [
+                n for n, x in tensors_of(inputs).items() if not same(x, getattr(case, n))
+            ]:
+                return Failure("failed", f"writes into its inputs ({', '.join(written)})")
+            # A kernel may return the same memory every time
+            result: Output = copied(output)
+            return result
+        except BaseException as error:
+            if is_interrupted():
+                raise KeyboardInterrupt from error
+            if isinstance(error, Refused):
+                return Failure("skipped", first_line(str(error.message)))
+            if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+                return Failure("failed", f"ended the program (exit code {error.code})")
+            return Failure("failed", one_line(error))
+
+
+def copied(record: Any, device: str | torch.device | None = None) -> Any:
+    """A case or an output with detached tensors of its own, or on a device, laid out
+    alike."""
+    moved = {
+        name: strided_as(x.detach().to(device or x.device, copy=device is None), x)
+        for name, x in tensors_of(record).items()
+    }
+    return dataclasses.replace(record, **moved)
+
+
+def tensors_of(record: Any) -> dict[str, Tensor]:
+    return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
+
+
+# --- in a process of its own ----------------------------------------------------------
+
+GUARD = Path(__file__).with_name("guard.py")
+UNUSABLE = "its process gave an unusable answer"
+# What importing torch may take: seconds, but minutes on a cold network disk
+START_S = 300.0
+END_S = 5.0  # what a guard may take to end what its worker started
+NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker is ready
+
+
+class Isolated(contextlib.AbstractContextManager["Isolated"]):
+    """Runs kernels in a worker process. Use as a context manager; not from two threads at
+    once."""
+
+    def __init__(self, limit_s: float = 60.0) -> None:
+        self.limit_s = limit_s
+        self.worker: Worker | None = None
+        self._suspects: set[str] = set()  # kernels that failed in a worker of no other
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(
+        self,
+        kernel: Kernel,
+        case: AttentionCase,
+        options: Any,
+        *,
+        gradients: bool = False,
+        within: Within = contextlib.nullcontext,
+    ) -> Output | Failure:
+        """What `attempt` gives for the kernel of this name. The limit is for the task's
+        way there, and again for the kernel, its compilation and the answer, not for the
+        start of a worker. A kernel that fails where another one ran is asked again where
+        none did, so that what one leaves behind costs no other its row. Raises
+        MeasurementError where no worker can be started; any exception, Ctrl-C included,
+        ends the worker first."""
+        device, on_cpu = case.q.device, copied(case, "cpu")
+        how = (dict(options), gradients, within)
+        task = packed((kernel.name, how, on_cpu, str(device), torch_settings()))
+        try:
+            worker = self._ready_for(kernel.name)
+            shared = bool(worker.kernels - {kernel.name})
+            result = worker.answer(kernel.name, task, case, self.limit_s)
+            if isinstance(result, Failure) and result.status == "failed" and shared:
+                self.close()
+                worker = self._ready_for(kernel.name)
+                result = worker.answer(kernel.name, task, case, self.limit_s)
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(result, Output):
+            return result
+        if result.status == "failed":
+            self._suspects.add(kernel.name)
+            self.close()
+        return result
+
+    def close(self) -> None:
+        """End the worker, and all that it started."""
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.close()
+
+    def _ready_for(self, name: str) -> Worker:
+        """A worker that waits for a task; a fresh one for a kernel that has failed
+        before, which would only be asked twice."""
+        worker = self.worker
+        if worker is not None:
+            is_spoiled = (
+                worker.process.poll() is not None or not worker.channel.is_clean()
+            )
+            if is_spoiled or (name in self._suspects and worker.kernels - {name}):
+                self.close()
+        if self.worker is None:
+            self.worker = Worker.start()
+            self.worker.expect_ready()
+        return self.worker
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process that answers tasks, from here: `process` is its guard."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    # What closes it, the end of this process too, ends the guard and all of its
+    lifeline: int
+    kernels: set[str] = field(default_factory=set)  # that were run there
+
+    @classmethod
+    def start(cls) -> Worker:
+        ours, theirs = socket.socketpair()
+        end, lifeline = os.pipe()
+        stderr, written = os.pipe()
+        passed = (theirs.fileno(), end)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, GUARD, json.dumps([os.getpid(), *passed, sys.path])],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=written,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            os.close(lifeline)
+            os.close(stderr)
+            raise
+        finally:
+            theirs.close()
+            os.close(end)
+            os.close(written)
+        return cls(
+            process, Channel(ours, stderr, lambda: process.poll() is not None), lifeline
+        )
+
+    def expect_ready(self) -> None:
+        """Wait until it has imported what it needs. Raises MeasurementError where it
+        cannot."""
+        try:
+            token = self.channel.read(TOKEN_BYTES, time.monotonic() + START_S)
+            reason = UNUSABLE if token != NOTHING else None
+        except Late:
+            reason = f"no answer within {START_S:g} s"
+        except Ended:
+            reason = self.fate()
+        if reason:
+            raise MeasurementError(f"an isolated process cannot be started: {reason}")
+
+    def answer(
+        self, name: str, task: bytes, case: AttentionCase, limit_s: float
+    ) -> Output | Failure:
+        """What it answers to the task of a kernel, or what became of it."""
+        self.kernels.add(name)
+        self.channel.forget()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        try:
+            self.channel.send(token + task, time.monotonic() + limit_s)
+            answer = read_answer(self.channel, token, case, time.monotonic() + limit_s)
+            if not isinstance(answer, Output):
+                return Failure(*answer)
+            return as_output(copied(answer, case.q.device), case)
+        except Late:
+            return Failure("failed", f"no answer within {limit_s:g} s")
+        except Ended:
+            return Failure("failed", self.fate())
+        except (
+            Exception
+        ) as error:  # a process in which foreign code ran may answer anything
+            return Failure("failed", f"{UNUSABLE} ({one_line(error)})")
+
+    def fate(self) -> str:
+        """How it ended, and the last line it wrote to stderr."""
+        try:
+            code = self.process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            what = "its process closed its pipe"
+        else:
+            what = f"its process ended with exit code {code}"
+            if code < 0:
+                what = f"its process was killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                what += ", perhaps out of memory"
+        line = first_line(self.channel.last_line())
+        return f"{what} ({line})" if line else what
+
+    def close(self) -> None:
+        """End it, and all that it started."""
+        os.close(self.lifeline)
+        try:
+            self.process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:  # its guard was stopped
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            # In the driver, nothing ends it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=2 * END_S)
+        self.channel.close()
+        remove_stale(Path(tempfile.gettempdir()), "numdev-")  # of a kernel that was ended
+
+
+def serve(descriptor: int) -> None:
+    """The worker: run one task after another, until nobody sends any more."""
+    end = socket.socket(fileno=descriptor)
+    with contextlib.suppress(OSError):  # Linux: when memory runs out, take this process
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    all_kernels()  # what they import takes no kernel's time
+    end.sendall(NOTHING)
+    while True:
+        try:
+            message = read_task(end)
+        except EOFError:
+            os._exit(0)
+        token = bytes(message[:TOKEN_BYTES])
+        name, how, case, device, settings = unpacked(message[TOKEN_BYTES:])
+        set_torch(settings)
+        try:
+            kernel = find(name)
+            inputs = copied(case, device)
+        except NumdevError as error:
+            result: Any = Failure("failed", f"not found in the isolated process: {error}")
+        else:
+            options, gradients, within = how
+            result = attempt(kernel, inputs, options, gradients=gradients, within=within)
+        try:
+            failed = isinstance(result, Failure)
+            answer = (
+                failed_answer(result.status, result.reason)
+                if failed
+                else output_answer(result)
+            )
+        except Exception as error:
+            answer = failed_answer(
+                "failed", f"its output cannot be sent: {one_line(error)}"
+            )
+        for part in (token, *answer, token):
+            end.sendall(part)
+
+
+def packed(message: Any) -> bytes:
+    """By torch's pickling: Python's own cannot read tensors of 8 bits."""
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(sent: bytes | bytearray) -> Any:
+    """What numdev sent to its worker; what comes back is foreign, and never unpickled."""
+    return torch.load(io.BytesIO(sent), weights_only=False)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# Numbers in the largest tensor; with fewer, threads wait for one another:
+# benchmarks/threads.py.
+SMALL = 1 << 20
+
+
+def fitting(numbers: int) -> int:
+    """On how many threads of a CPU PyTorch computes work whose largest tensor has so many
+    numbers: one, or all. By the shape alone, and never by the load, since sums may depend
+    on it."""
+    return 1 if numbers < SMALL else torch.get_num_threads()
+
+
+SETTINGS = {**switches(), "threads": (torch.get_num_threads, torch.set_num_threads)}
+
+
+def torch_settings() -> dict[str, Any]:
+    """What a kernel's result depends on in torch, as it stands."""
+    return {name: read() for name, (read, _) in SETTINGS.items()}
+
+
+def set_torch(wanted: Mapping[str, Any]) -> None:
+    """Set what differs from what `torch_settings` gave, and nothing else: that may have
+    effects."""
+    now = torch_settings()
+    for name, (_, set_to) in SETTINGS.items():
+        if now[name] != wanted[name]:
+            set_to(wanted[name])

@@ -1,0 +1,113 @@
+"""What numdev knows of reports of audits and of sweeps: how they are judged, and
+shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from numdev.gate.compare_report import Compared
+from numdev.gate.findings import findings_in
+from numdev.gate.judgement import Judgement, Test
+from numdev.gate.rows import Measured, check_whole
+from numdev.gate.rules import Rules
+from numdev.gate.thresholds import power_of, tests_of
+from numdev.kinds import Judged, Kind
+from numdev.report import AuditReport, CaseRecord, Finding, SweepReport
+from numdev.report.summary import summarise
+from numdev.studies.audit import sweep_view, view
+
+TAKE_SINKS = (
+    "Nothing was judged: every call has attention sinks, and no kernel that was "
+    "asked for takes "
+    "them here. These do: triton-flash (on CUDA), flash-attn-4 (sinks in bfloat16), "
+    "and a function "
+    "of yours with an argument `sinks`; give one with --kernel."
+)
+
+
+def tests(report: Measured, rules: Rules) -> Iterator[Test]:
+    """Every rule on every tensor of every kernel in every format, and which calls ran."""
+    return tests_of(report.rows, report.plan, rules, report.cases)
+
+
+def beside(report: Measured, rules: Rules) -> Mapping[str, Any]:
+    """What planted faults show, and how many heads pass flash-attention's own rule."""
+    fa_rule = [
+        r.fa_rule for r in report.rows if r.role == "kernel" and r.fa_rule is not None
+    ]
+    return {
+        "power": tuple(power_of(report.rows, report.plan, rules)),
+        "fa_rule": (sum(fa_rule), len(fa_rule)) if fa_rule else None,
+    }
+
+
+def findings(
+    judgement: Judgement, report: Measured
+) -> tuple[Sequence[Finding], Sequence[str]]:
+    wrong, tested = findings_in(judgement, report.rows)
+    return wrong, (*tested, *_without_sinks(report), *report.doubts)
+
+
+def _without_sinks(report: Measured) -> Iterator[str]:
+    """Which kernels can be judged, where calls have attention sinks and none that was
+    asked for takes them."""
+    kernels = [row for row in report.rows if row.role == "kernel"]
+    ran = any(row.status == "ok" for row in kernels)
+    calls = [case for case in report.cases if isinstance(case, CaseRecord)]
+    if kernels and not ran and calls and all(case.sinks for case in calls):
+        yield TAKE_SINKS
+
+
+def summarised(report: AuditReport) -> AuditReport:
+    """With the kernels ranked, and the answer; what no row tells of stays as it is."""
+    ranked = summarise(report.rows, report.findings)
+    changes = {"answer": ranked.answer, "kernels": ranked.kernels}
+    return report.model_copy(
+        update={"summary": report.summary.model_copy(update=changes)}
+    )
+
+
+def sweep_summarised(report: SweepReport) -> SweepReport:
+    """With its cells, figures and sentences, where it keeps the rows that they follow
+    from."""
+    if not report.rows:
+        return report
+    # It needs pandas, as no other report does
+    from numdev.studies.audit.sweep_summary import summarised
+
+    return summarised(report)
+
+
+def moves(a: Measured, b: Measured) -> tuple[Any, Compared]:
+    # It needs scipy, for which a gate need not wait
+    from numdev.gate.compare import moves_of_rows
+
+    return moves_of_rows(a, b)
+
+
+AUDIT = Kind(
+    report=AuditReport,
+    blocks=view.blocks,
+    judged=Judged(
+        check=check_whole,
+        tests=tests,
+        findings=findings,
+        summarised=summarised,
+        beside=beside,
+    ),
+    moves=moves,
+    has_map=True,
+)
+SWEEP = Kind(
+    report=SweepReport,
+    blocks=sweep_view.blocks,
+    judged=Judged(
+        check=check_whole,
+        tests=tests,
+        findings=findings,
+        summarised=sweep_summarised,
+        beside=beside,
+    ),
+    moves=moves,
+)

@@ -1,0 +1,489 @@
+"""What a kernel that errs computes instead: one call by itself, or the failing calls of a
+check together.
+
+An audit measures call after call, and names each by itself (`name`). A check has few
+calls and keeps those that fail (`Failing`): where no known way of rounding explains them,
+it searches the one that errs most, then one of each feature of a call, and holds what it
+finds against all others (`conclude`). So a fault that shows everywhere is found where it
+shows best, hides no other, and is counted in every head that has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.formats import FORMATS, Format
+from numdev.gate.findings import label
+from numdev.gate.rows import FOUND
+from numdev.grouping import grouped
+from numdev.kernels import Kernel, Output
+from numdev.kernels.output import GRADIENTS
+from numdev.metrics.of_rows import lse_error
+from numdev.operations.attention.explain.attribution import ENOUGH
+from numdev.operations.attention.explain.imprecise import Loss, imprecision
+from numdev.operations.attention.explain.probe import Alternative
+from numdev.operations.attention.explain.wrong_function import Suspicion, far_off, suspect
+from numdev.operations.attention.explain.wrong_gradients import suspect_gradients
+from numdev.report import DeviationRow
+from numdev.studies.audit.bench import KV_TENSORS, TERMS, Bench
+from numdev.studies.audit.bench import part as part_of
+from numdev.studies.audit.explanations import (
+    Likeness,
+    beyond,
+    excess,
+    held_to,
+    likenesses,
+    locate,
+)
+from numdev.studies.audit.isolation import Failure, Runner
+from numdev.studies.audit.rows import Measured, Runs
+from numdev.system import System
+
+# Rows of the part of a call whose gradients are searched: no multiple of a tile
+SEARCHED = 109
+UNKNOWN = "none of the mistakes that numdev knows explains the error"
+ELSEWHERE = "its cause was looked for in other calls"
+Named = Mapping[tuple[str, int], Suspicion]  # by tensor and head
+
+
+@dataclass(eq=False)
+class Failing:
+    """A measured call with a tensor beyond its limits."""
+
+    kernel: Kernel
+    system: System
+    run: Runner
+    options: Mapping[str, Any]
+    runs: Runs[Bench]
+    measured: Measured[Bench]
+    searched: bool = False
+    is_searched_first: bool = field(default=False, repr=False)
+    likes_of: dict[tuple[str, ...], Mapping[str, Likeness]] = field(
+        default_factory=dict, repr=False
+    )
+
+    @property
+    def bench(self) -> Bench:
+        return self.measured.bench or self.runs.bench
+
+    @property
+    def output(self) -> Output:
+        output: Output = self.runs.runs[0]
+        return output
+
+    @property
+    def rows(self) -> list[DeviationRow]:
+        """Of this call, of which later ones take the place: whoever has them sees what is
+        named."""
+        return self.measured.rows
+
+    @cached_property
+    def wrong(self) -> tuple[str, ...]:
+        """The tensors beyond their limits; the output alone where it is, of which
+        gradients inherit the mistake."""
+        wrong = beyond(self.rows)
+        of_lse = (
+            r
+            for r in self.rows
+            if r.tensor == "lse" and not any(r.suspicion for r in self.rows)
+        )
+        if any(excess("lse_error", lse_error(r), r) > 1 for r in of_lse):
+            wrong += ("lse",)
+        return wrong[:1] if wrong[:1] == ("out",) else wrong
+
+    @cached_property
+    def severity(self) -> float:
+        """How many times what is allowed the worst head errs."""
+        sizes = [0.0]
+        for row in self.rows:
+            if row.tensor in self.wrong and row.status == "ok":
+                sizes.append(excess("expected_ratio", row.expected_ratio, row))
+                sizes.append(excess("worst_row", row.worst_row, row))
+                sizes.append(excess("narrow_sum", row.narrow_sum, row))
+                if row.expected_ratio is None:
+                    sizes.append((row.baseline_ratio or 0.0) / 2)
+        return max(sizes)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What may go wrong by itself in a call like this; and whether the output is
+        wrong, for gradients alone tell of another fault."""
+        case = self.bench.case
+        masked = "" if case.mask is None else f"{case.mask.dtype} mask"
+        present = {
+            "window": case.window is not None,
+            "soft cap": case.softcap is not None,
+            "sinks": case.sinks is not None,
+            masked: bool(masked),
+            "grouped": case.group > 1,
+            "one query": case.q_len == 1,
+            "lengths that differ": case.q_len != case.kv_len,
+            "causal": case.is_causal,
+        }
+        features = [name for name, has in present.items() if has] or ["plain"]
+        wrong = "the output" if self.wrong[:1] == ("out",) else "gradients"
+        return (*features, f"{wrong} wrong")
+
+    def again(self, case: AttentionCase, **how: Any) -> Output | Failure:
+        return self.run(self.kernel, case, self.options, **how)
+
+    @cached_property
+    def in_float32(self) -> Output | Failure:
+        """What the kernel returns of the same inputs in float32: 16 bits hide a small
+        mistake."""
+        case = dataclasses.replace(self.bench.case, grad_out=None)
+        return self.again(case.rounded_to(_wide(case)))
+
+    # --- what it computes --------------------------------------------------------------
+
+    def causes(self, hints: Hints | None = None) -> Named:
+        """What is said of the tensors that are wrong; `hints`: all that is tried."""
+        with self.bench.watch("names"):
+            if self.wrong[0] == "out":
+                return {("out", h): by for h, by in self._of_output(hints).items()}
+            return self._of_gradients(hints)
+
+    def _of_output(self, hints: Hints | None) -> Mapping[int, Suspicion]:
+        bench, select, out = self.bench, self.bench.selection, self.output.out
+        heads, alternatives = select.heads, None if hints is None else hints.alternatives
+        wide = self.in_float32
+        shown = 0.0
+        if isinstance(wide, Output):
+            case = bench.case.rounded_to(_wide(bench.case))
+            causes = suspect(
+                case,
+                wide.out,
+                bench.reference,
+                heads,
+                heads,
+                select.queries,
+                out,
+                alternatives,
+            )
+            if causes:
+                return causes
+            errors = (
+                select.select(x).double() - bench.reference.out for x in (wide.out, out)
+            )
+            fine, coarse = (float(x.nan_to_num(0.0, 0.0, 0.0).norm()) for x in errors)
+            shown = fine / coarse if coarse else 1.0
+        if shown > VANISHED:  # it is in float32 too, where it had been found
+            return {}
+        far = [r.head for r in self.rows if r.tensor == "out" and far_off(vars(r))]
+        return suspect(
+            bench.case, out, bench.reference, heads, [h for h in far if h is not None],
+            select.queries, hints=alternatives,
+        )  # fmt: skip
+
+    def _of_gradients(self, hints: Hints | None) -> Named:
+        """Of a part of the call that is searched in a moment: the first batch entries,
+        queries and keys, of the kv head that errs most."""
+        case, wrong = self.bench.case, [r for r in self.rows if r.tensor in self.wrong]
+        worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
+        kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
+        few = sorted({kv, (kv + 1) % case.kv_heads}) if case.group > 1 else [kv]
+        cut = part_of(
+            case.select_groups(few),
+            batch=range(2),
+            row=range(SEARCHED),
+            key=range(SEARCHED),
+        )
+        how = {"gradients": any(row.tensor != "lse" for row in wrong)}
+        wide = cut.rounded_to(_wide(case))
+        step, judged = (self.again(x, **how) for x in (wide, cut))
+        if isinstance(step, Failure):
+            step, wide = judged, cut
+        if isinstance(step, Failure):
+            return {}
+        part = f" (tried on its first {SEARCHED} keys)" if case.kv_len > SEARCHED else ""
+        beside = judged if isinstance(judged, Output) and judged is not step else None
+        by = suspect_gradients(
+            wide, step, part, beside, None if hints is None else hints.words
+        )
+        return {(r.tensor, r.head or 0): by[r.tensor] for r in wrong if r.tensor in by}
+
+    def imprecise(self, hints: tuple[Loss, ...] | None = None) -> tuple[Loss, ...]:
+        """Say which step is coarser than it should be, where one explains a head's
+        errors; returns those. `hints`: of other calls, which alone are tried."""
+        bench, select = self.bench, self.bench.selection
+        names = ("out", *(n for n in GRADIENTS if n in bench.yardsticks))
+        wrong = tuple(n for n in self.wrong if n != "lse")
+        returned = {n: getattr(self.output, n) for n in names}
+        whole = select.queries is None and len(select.heads) == bench.case.heads
+        if not wrong or not whole or any(x is None for x in returned.values()):
+            return ()
+        if any(x.dtype != bench.case.q.dtype for x in returned.values()):
+            return ()
+        terms = {n: getattr(bench.reference, TERMS[n]) for n in names}
+        with bench.watch("names"):
+            losses = imprecision(
+                bench.case, returned, bench.reference, terms, wrong, hints
+            )
+        for at in self.unnamed:
+            row = self.rows[at]
+            if by := losses.get((row.tensor, row.head or 0)):
+                changes = {"imprecision": by[0].words, "imprecision_share": by[1]}
+                self.rows[at] = row.model_copy(update=changes)
+        return tuple(dict.fromkeys(loss for loss, _ in losses.values()))
+
+    @property
+    def ways(self) -> set[str]:
+        """The ways of rounding that it is held to, in words."""
+        return {r.claim for r in self.rows if r.claim and r.claim.startswith(FOUND)}
+
+    def say(self, named: Named) -> None:
+        """Put causes into the rows."""
+        for at, row in enumerate(self.rows):
+            if by := named.get((row.tensor, row.head or 0)):
+                self.rows[at] = row.model_copy(update=by.fields)
+
+    @property
+    def unnamed(self) -> list[int]:
+        """Where in the rows those stand that are of a wrong tensor and have no cause."""
+        return [
+            at
+            for at, row in enumerate(self.rows)
+            if row.tensor in self.wrong
+            and row.status == "ok"
+            and not row.suspicion
+            and not row.imprecision
+        ]
+
+    def finish(self) -> None:
+        """Say where errors are, and why there is no cause."""
+        locate(self.measured, self.bench)
+        for at in self.unnamed if self.wrong else ():
+            self.rows[at].nulls["suspicion"] = UNKNOWN if self.searched else ELSEWHERE
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes to keep the call."""
+        tensors = (*vars(self.bench.reference).values(), *vars(self.output).values())
+        return 3 * sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+
+    # --- how it rounds -----------------------------------------------------------------
+
+    @property
+    def unnamed_formats(self) -> dict[str, Format]:
+        """By tensor that computes nothing else, the format it came in."""
+        named = {row.tensor for row in self.rows if row.suspicion}
+        formats = self.bench.formats_of(self.output)
+        return {tensor: fmt for tensor, fmt in formats.items() if tensor not in named}
+
+    @property
+    def likes(self) -> Mapping[str, Likeness]:
+        """By tensor that computes nothing else, the known way of rounding that explains
+        the call as it came: searched for once for the same tensors."""
+        formats, wrong = self.unnamed_formats, beyond(self.rows, narrow=False)
+        if set(wrong).isdisjoint(self.bench.by_row):
+            return {}
+        if (*formats,) not in self.likes_of:
+            likes = likenesses(self.output, wrong, formats, self.bench, self.system)
+            self.likes_of[(*formats,)] = likes
+        return self.likes_of[(*formats,)]
+
+    def held_to_its_way(self) -> bool:
+        """Hold the call to the known way of rounding that explains it, if one does."""
+        if likes := self.likes:
+            self.hold(dataclasses.replace(self.runs, likes=likes).measured())
+        return bool(likes)
+
+    def is_only_a_way(self) -> bool:
+        """Whether a known way of rounding explains all that is wrong, and nearly all of
+        its errors: there is no mistake to look for. If so, the call is held to it."""
+        likes = self.likes
+        if not {*self.wrong} <= {*likes} or any(
+            x.residual > ENOUGH for x in likes.values()
+        ):
+            return False
+        measured = dataclasses.replace(self.runs, likes=likes).measured()
+        if right := not beyond(measured.rows):
+            self.hold(measured)
+        return right
+
+    def held_as_elsewhere(self, words: str) -> bool:
+        """Hold the call to the way that explains the kernel in others, if it is within
+        its limits by that."""
+        formats = self.unnamed_formats
+        likes = held_to(words, [*formats], formats, self.bench, self.system)
+        if not likes:
+            return False
+        measured = dataclasses.replace(self.runs, likes=likes).measured()
+        right = not beyond(measured.rows)
+        if right:
+            self.hold(measured)
+        return right
+
+    def hold(self, measured: Measured[Bench]) -> None:
+        bare = [row for row in self.rows if row.status != "ok"]
+        named = {(row.tensor, row.head): row for row in self.rows if row.suspicion}
+        merged = [named.get((row.tensor, row.head), row) for row in measured.rows]
+        self.rows[:] = [*merged, *bare]
+        self.measured = dataclasses.replace(measured, rows=self.rows)
+        for name in ("wrong", "severity"):
+            self.__dict__.pop(name, None)
+
+
+VANISHED = 0.5  # of the error: what is left of it in float32 is another fault's
+
+
+def _wide(case: AttentionCase) -> Any:
+    return max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
+
+
+@dataclass
+class Hints:
+    """What was found in other calls of the kernel."""
+
+    alternatives: list[Alternative] = field(default_factory=list)  # of outputs
+    words: set[str] = field(default_factory=set)  # of gradients and the log-sum-exp
+
+    def add(self, named: Named) -> None:
+        for (tensor, _), by in named.items():
+            if tensor == "out":
+                causes = {hint.cause for hint in self.alternatives}
+                self.alternatives += [x for x in by.alternatives if x.cause not in causes]
+            else:
+                self.words |= set(by.alternatives)
+
+    def __bool__(self) -> bool:
+        return bool(self.alternatives or self.words)
+
+
+KEPT_BYTES = 1 << 31  # of calls that wait to be named together
+
+
+def has_room(waiting: Sequence[Failing], call: Failing) -> bool:
+    return sum(each.nbytes for each in (*waiting, call)) <= KEPT_BYTES
+
+
+def name(failing: Failing) -> None:
+    """Name what one call's tensors beyond their limits are of, or say that nothing is
+    known."""
+    if failing.wrong:
+        failing.say(failing.causes())
+        failing.searched = True
+        if failing.unnamed:
+            failing.imprecise()
+    failing.finish()
+
+
+# Searches of a kernel's calls that find nothing: there is nothing to be found
+IN_VAIN = 3
+# Searches of all that is known: the worst call, and one of each feature that fails
+MOST = 8
+
+
+def conclude(calls: Sequence[Failing]) -> None:
+    """Name what the failing calls of kernels compute, each kernel's in a format
+    together."""
+    groups = grouped(calls, lambda c: (label(c.runs.task), c.bench.format.name))
+    for same in groups.values():
+        _conclude(sorted(same, key=lambda c: -c.severity))
+
+
+def _conclude(calls: Sequence[Failing]) -> None:
+    """Of one kernel's calls, the worst first."""
+    hints, vain, ways, coarse, early = Hints(), Counts(), Counts(), Counts(), Counts()
+    losses: tuple[Loss, ...] = ()
+    claims: Counter[str] = Counter()
+    for call in _in_turn(calls):
+        if hints and _try(call, hints):
+            continue
+        # A search costs ten times what asking for a way does, and finds nothing in sound
+        # code.
+        if not early.misses and not call.kernel.declares and _may_round_so(call):
+            likely = [words for words, _ in claims.most_common(1)]
+            only = any(map(call.held_as_elsewhere, likely)) or call.is_only_a_way()
+            early.count(only)
+            if only:
+                ways.count(True)
+                claims.update(call.ways)
+                continue
+        if call.is_searched_first and vain.misses < IN_VAIN and vain.tries < MOST:
+            named = call.causes()
+            call.searched = True
+            vain.count(bool(named))
+            call.say(named)
+            hints.add(named)
+        open_ = not call.kernel.declares and (ways.hits or ways.misses < IN_VAIN)
+        if open_ and _may_round_so(call):
+            # A kernel rounds alike in all calls: what explains another is tried first,
+            # and alone.
+            alike = any(
+                call.held_as_elsewhere(words) for words, _ in claims.most_common(1)
+            )
+            ways.count(alike or call.held_to_its_way())
+            claims.update(call.ways)
+        if call.unnamed and losses:
+            call.imprecise(losses)
+        if call.unnamed and call.is_searched_first and coarse.misses < MOST:
+            new = call.imprecise()
+            coarse.count(bool(new))
+            losses = tuple(dict.fromkeys((*losses, *new)))
+    for call in calls:  # those that came before something was found
+        if hints and call.unnamed and call.wrong:
+            _try(call, hints)
+        if losses and call.unnamed and call.wrong:
+            call.imprecise(losses)
+        if claims and _may_round_so(call):
+            words, count = claims.most_common(1)[0]
+            if count >= 2 * len([c for c in calls if c.unnamed]) and words:
+                call.held_as_elsewhere(words)
+        call.finish()
+
+
+@dataclass
+class Counts:
+    """How often something was tried, and in vain since it last was not."""
+
+    tries: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    def count(self, hit: bool) -> None:
+        self.tries += 1
+        self.hits += hit
+        self.misses = 0 if hit else self.misses + 1
+
+
+def _try(call: Failing, hints: Hints) -> bool:
+    """Whether what is known of other calls names all that is wrong in this one."""
+    call.say(call.causes(hints))
+    return not call.unnamed
+
+
+def _in_turn(calls: Sequence[Failing]) -> Iterator[Failing]:
+    """All calls: the worst, then the worst of each feature, which are searched; then the
+    others."""
+    seen: set[str] = set()
+    first: list[Failing] = []
+    others: list[Failing] = []
+    for call in calls:
+        new = set(call.features) - seen
+        seen |= new
+        (first if new else others).append(call)
+    for call in first:
+        call.is_searched_first = True
+    yield from first
+    yield from others
+
+
+FAR = 10.0  # no sound way of rounding errs so many times what plain attention does
+
+
+def _may_round_so(call: Failing) -> bool:
+    # A wrong log-sum-exp or gradient says nothing about how the others are rounded.
+    if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor == "out"):
+        return False
+    wrong = beyond(call.rows, narrow=False)
+    ratios = (r.baseline_ratio or 0.0 for r in call.rows if r.tensor in wrong)
+    return bool(wrong) and max(ratios, default=math.inf) <= FAR

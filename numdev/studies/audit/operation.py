@@ -1,0 +1,166 @@
+"""What the loop of an audit asks of an operation.
+
+The loop runs kernels, measures what they return and writes rows. Which tensors there are,
+what is exact, what roundings predict and what a kernel that errs computes instead, an
+operation knows. `numdev.studies.audit.attention` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from numdev.formats import Format
+from numdev.kernels import Kernel
+from numdev.metrics.deviation import Deviation, Metrics
+from numdev.metrics.finiteness import Outside
+from numdev.metrics.sampling import Strata
+from numdev.metrics.yardstick import Yardstick
+from numdev.studies.audit.isolation import Runner
+from numdev.studies.audit.timing import Stopwatch
+from numdev.system import System
+
+
+class Returned(Protocol):
+    """What a kernel returned of a call."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By name, those that are there."""
+
+    @property
+    def ran(self) -> str | None:
+        """Evidence of what really ran, in words."""
+
+    @property
+    def ran_backward(self) -> str | None: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Distance:
+    """The exact value of a tensor that is held to no rounding: its distance is measured,
+    and nothing else."""
+
+    exact: Tensor
+    empty: Tensor  # bool: rows that are left out
+
+
+class PreparedCall(Protocol):
+    """One call of an operation in one format, with what its kernels are held to. Tensors
+    are [batch, units, rows, features]; some of their units and rows may be measured."""
+
+    @property
+    def case(self) -> Any:
+        """What a kernel is given."""
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def watch(self) -> Stopwatch: ...
+
+    @property
+    def yardsticks(self) -> Mapping[str, Yardstick]:
+        """By tensor, outputs first: what each is held to."""
+
+    @property
+    def distances(self) -> Mapping[str, Distance]:
+        """By tensor that is held to no rounding, if a kernel returns it."""
+
+    @property
+    def baseline(self) -> Any:
+        """What plain code in the format returned, or a Failure."""
+
+    @property
+    def by_row(self) -> Sequence[str]:
+        """The tensors that the measured rows of the output give alone."""
+
+    @property
+    def restricted(self) -> Any:
+        """What a planted fault is given: the case, in what is measured of it."""
+
+    @property
+    def exact_by(self) -> str | None:
+        """By what the exact result was computed, in words."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the inputs that a kernel is given."""
+
+    @property
+    def unscreened(self) -> str | None:
+        """Why no rows stand beside a sample of them, if so."""
+
+    def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Any:
+        """These tensors, as if a kernel had returned them."""
+
+    def units(self, tensor: str) -> Sequence[int]:
+        """Which units of a tensor are measured."""
+
+    def select(self, x: Tensor, tensor: str) -> Tensor:
+        """The measured units and rows of a tensor, or those alone."""
+
+    def select_units(self, x: Tensor, tensor: str) -> Tensor: ...
+
+    def sampled_from(self, tensor: str) -> int | Strata | None:
+        """Of how many rows those of a tensor are a sample; None where all are."""
+
+    def drawn_rows(self, tensor: str) -> Tensor | None:
+        """Where the rows of a sample stand in the call; None where all are measured."""
+
+    def bins(self, tensor: str) -> Tensor | None:
+        """Which row is in which bin of positions, [rows, bins], where that is asked."""
+
+    def format_of(self, x: Tensor) -> Format:
+        """The format that a tensor came back in."""
+
+    def unpredicted(self, claim: Mapping[str, Any] | None, fmt: Format) -> str | None:
+        """Why no size of error is expected of a tensor that came back in a format, as a
+        clause; None where one is."""
+
+    def expected(
+        self, claim: Mapping[str, Any] | None, output: Any
+    ) -> Mapping[str, Tensor]:
+        """What a kernel with these roundings returns where it returns these formats."""
+
+    def outside_sample(self, output: Any) -> Mapping[str, Sequence[Outside]]:
+        """By tensor and unit, what is not finite in the rows that are not measured. Empty
+        where all rows are finite, as they should be."""
+
+    def annotate(
+        self,
+        output: Any,
+        tensor: str,
+        units: Sequence[Metrics],
+        deviation: Deviation,
+        measured: Tensor,
+    ) -> None:
+        """Adds to a kernel's metrics of each unit what the operation knows of them.
+        `measured` is what is measured of the tensor, `deviation` what it came to."""
+
+
+Call = TypeVar("Call", bound=PreparedCall)
+
+
+class Operation(Protocol[Call]):
+    """What is done for an operation's calls beside measuring them."""
+
+    def screened(self, call: Call, output: Any) -> Call:
+        """The call, of a sample of rows with those beside it in which an output stands
+        out."""
+
+    def explained(
+        self,
+        kernel: Kernel,
+        options: Mapping[str, Any],
+        runs: Any,
+        measured: Any,
+        system: System,
+        run: Runner,
+        later: list[Any] | None,
+    ) -> Any:
+        """`measured` (a `Measured` of the `Runs`), with what is known of why a kernel
+        errs. What needs other calls beside it waits in `later`, if there is one."""

@@ -1,0 +1,255 @@
+"""A report's findings, each made small and written as a script
+(`numdev.studies.audit.script`).
+
+The call a finding is worst in is opened again from the source, rounded as the kernel saw
+it, and reduced for as long as the accused row is accused again, by the same measurements
+and limit, or the kernel raises. What does not come again gets no script, and that is
+said."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, NumdevError
+from numdev.formats import format_named
+from numdev.metrics.of_rows import value_of
+from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
+from numdev.report import DeviationRow, Finding
+from numdev.report.foreign import plain
+from numdev.sources.opening import Source
+from numdev.studies.audit.bench import KV_TENSORS, Selection, part
+from numdev.studies.audit.isolation import Failure, Runner
+from numdev.studies.audit.plan import Plan
+from numdev.studies.audit.rows import options_set
+from numdev.studies.audit.script import EVERYWHERE, figure_for, rendered, write
+from numdev.studies.audit.task import measure_one
+from numdev.tensors import tensor_spec
+
+FOLDER = "reproducers"
+SECONDS = 20.0  # how long one finding is reduced
+# A kernel that takes so many seconds to fail hangs, or takes its process along: it is not
+# asked again and again, and the case is kept whole.
+SLOW = 2.0
+PLACE = ("case", "module", "layer", "call", "phase", "seed")
+
+
+def written(
+    findings: Sequence[Finding],
+    directory: Path,
+    template: str,
+    facts_of: Callable[[Finding], Mapping[str, Any] | None],
+) -> list[Path]:
+    """A script for each finding for which there are facts, by a template."""
+    scripts = []
+    for finding in findings:
+        if (facts := facts_of(finding)) is not None:
+            script = directory / FOLDER / finding.folder / "reproduce.py"
+            script.parent.mkdir(parents=True, exist_ok=True)
+            sentence = plain(finding.sentence).replace('"', "'").replace("\\", "/")
+            text = rendered(template, {"sentence": sentence, **facts})
+            script.write_text(text, encoding="utf-8")
+            scripts.append(script)
+    return scripts
+
+
+def reproduce(
+    findings: Sequence[Finding],
+    source: Source,
+    plan: Plan,
+    run: Runner,
+    directory: Path,
+    say: Callable[[str], None],
+    *,
+    count: int,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    seconds: float = SECONDS,
+) -> list[Path]:
+    """Write a reproducer for the first `count` findings that have a place, into
+    `directory`/reproducers; returns the scripts. Each is reduced for `seconds`. What
+    cannot be reproduced or written costs its script and no more; `say` is told."""
+    scripts: list[Path] = []
+    wanted: dict[tuple[str, str | None, str], Finding] = {}
+    for finding in findings:  # one script for a fault that shows in several formats
+        if finding.severity != "note" and finding.place is not None:
+            wanted.setdefault((finding.kernel, finding.tensor, finding.rule), finding)
+    waiting = list(wanted.values())[:count]
+    total = len(waiting)
+    try:
+        for located in source if waiting else ():
+            place = [getattr(located.ref, name) for name in PLACE]
+            in_call = [
+                f for f in waiting if [getattr(f.place, name) for name in PLACE] == place
+            ]
+            waiting = [f for f in waiting if f not in in_call]
+            for finding in in_call:
+                progress(f"making small: {finding.folder}", len(scripts), total)
+                at = directory / FOLDER / finding.folder
+                while at.exists():  # of the same kernel with other options
+                    at = at.with_name(f"{at.name}-2")
+                try:
+                    whole = Selection.of(located.load(), gradients=plan.backward).case
+                    shown = _shown(finding, whole, plan, run, seconds)
+                    about: Any = {"words": finding.sentence, "system": plan.system}
+                    script = write(at, **about, **shown)
+                except (NumdevError, RuntimeError, ValueError) as error:
+                    say(f"No reproducer for {finding.folder}: {error}")
+                else:
+                    scripts.append(script)
+                    say(f"Reproducer: {script}")
+    except (
+        RuntimeError
+    ) as error:  # a fault that ruined the device, so that no model runs on it
+        say(f"No reproducer for {', '.join(f.folder for f in waiting)}: {error}")
+    if count and len(wanted) > count:
+        say(f"{len(wanted) - count} more findings have no reproducer.")
+    return scripts
+
+
+def _shown(
+    finding: Finding, whole: AttentionCase, plan: Plan, run: Runner, seconds: float
+) -> dict[str, Any]:
+    """A small call in which a finding's row is accused again, or its kernel fails, and
+    what a script looks at in it. Raises NumdevError where it does not show again."""
+    which, metric = ("kernel", finding.kernel, finding.options), finding.metric or ""
+    planned = next(p for p in plan.kernels if (p.role, p.kernel.name, p.options) == which)
+    case, kernel = whole.rounded_to(format_named(finding.formats[0])), planned.kernel
+    options = options_set(planned.options, kernel)
+    shown = {"kernel": kernel, "options": options, "tensor": finding.tensor or "out"}
+    if finding.rule == "runs":
+        backward = tensor_spec(finding.tensor or "").is_gradient
+
+        def fails(case: AttentionCase) -> bool:
+            result = run(kernel, case, options, gradients=backward)
+            return isinstance(result, Failure) and result.status == "failed"
+
+        case = case if backward else dataclasses.replace(case, grad_out=None)
+        began = time.monotonic()
+        slow = fails(case) and time.monotonic() - began > SLOW
+        small = case if slow else reduce(case, fails, seconds)
+        return {**shown, "case": small, "head": 0, "metric": "raises", "observed": None}
+
+    # What explained nothing in the whole call is not tried in its parts
+    declaring = kernel
+    if not kernel.declares:
+        declaring = dataclasses.replace(
+            kernel, claims=lambda case, output, system: {"preset": "fa2"}
+        )
+    repeats = 3 if metric == "noise_ratio" else 1
+    task = plan.task(planned, finding.formats[0], case.ref)
+    task = dataclasses.replace(task, heads=None, repeats=repeats)
+
+    def accused(case: AttentionCase) -> DeviationRow | None:
+        rows = measure_one(task, declaring, case, plan.system, run)
+        worst_first = sorted(rows, key=lambda row: _size(row, metric), reverse=True)
+        return next((row for row in worst_first if _shows(row, finding)), None)
+
+    head = (finding.place.head if finding.place is not None else None) or 0
+    head *= case.group if finding.tensor in KV_TENSORS else 1
+    small = reduce(case, lambda case: accused(case) is not None, seconds, head=head)
+    row = accused(small) or accused(small)
+    if row is None:
+        raise NumdevError(
+            "it does not show every time", hint="the kernel differs between runs"
+        )
+    figure = figure_for(metric, row.bias_of)
+    observed, limit = getattr(row, figure), None
+    if metric == "expected_ratio" and row.expected_ratio and observed:
+        limit = observed * (finding.limit or 1.0) / row.expected_ratio
+    of = {"case": small, "head": row.head or 0, "metric": figure}
+    return {**shown, **of, "observed": observed, "limit": limit}
+
+
+def _size(row: DeviationRow, metric: str) -> float:
+    """Of a number, how large it is; 0 where there is none."""
+    value = value_of(row, metric)[0]
+    return abs(value) if isinstance(value, int | float) else 0.0
+
+
+def _shows(row: DeviationRow, finding: Finding) -> bool:
+    """Whether a row is accused as the finding's was."""
+    if row.status != "ok" or row.tensor != (finding.tensor or "out"):
+        return False
+    if finding.metric == "suspicion":
+        return row.suspicion is not None
+    size = _size(row, finding.metric or "")
+    if finding.metric == "bias_size":
+        certain = row.bias_p is not None and row.bias_p <= BIAS_ALPHA
+        return certain and (row.sequences or 0) >= BIAS_SEQUENCES and size >= BIAS_ULP
+    return size > (finding.limit or 0.0)
+
+
+# --- the smallest call ----------------------------------------------------------------
+
+# How often the input and the result are asked: a kernel may differ from run to run
+TRIES = 3
+# Axes that are cut together; whether at the start or the end
+Ends = tuple[tuple[str, bool], ...]
+ROWS_START, ROWS_END = ("row", True), ("row", False)
+KEYS_START, KEYS_END = ("key", True), ("key", False)
+# Cuts that keep the offset come first, since a kernel may be wrong at one alignment only.
+# Where positions count, as many queries as keys stay as many: where they differ kernels
+# align causality at one corner or the other, and a kernel that is right could be shown to
+# differ for that alone.
+SQUARE: tuple[Ends, ...] = ((ROWS_END, KEYS_END), (ROWS_START, KEYS_START))
+SINGLE: tuple[Ends, ...] = ((ROWS_END,), (KEYS_END,), (KEYS_START,), (ROWS_START,))
+
+
+def reduce(
+    case: AttentionCase,
+    still_shows: Callable[[AttentionCase], bool],
+    budget_s: float = 60.0,
+    *,
+    head: int = 0,
+) -> AttentionCase:
+    """The smallest form of `case` for which `still_shows` holds: query head `head` alone,
+    else as few kv heads as will do. No candidate is begun after `budget_s` seconds.
+    Raises MeasurementError where the finding does not show in `case` itself."""
+    if not any(still_shows(case) for _ in range(TRIES)):
+        raise MeasurementError(
+            f"the finding could not be reproduced in case {case.ref.case!r} "
+            f"({TRIES} attempts)"
+        )
+    best, deadline = case, time.monotonic() + budget_s
+
+    def accept(candidate: AttentionCase) -> bool:
+        nonlocal best
+        shows = time.monotonic() < deadline and still_shows(candidate)
+        best = candidate if shows else best
+        return shows
+
+    def trim(*ends: tuple[str, bool]) -> None:
+        """Cut as much off these ends as can be, by bisection."""
+        whole = best
+        sizes = {"batch": len(whole.q), "row": whole.q_len, "key": whole.kv_len}
+        sizes["kv_head"] = whole.kv_heads
+        most = min(sizes[axis] for axis, _ in ends) - 1
+        dropped, step = 0, 1 << most.bit_length() >> 1
+        while step:
+            t = dropped + step
+            ranges = {
+                a: range(t, sizes[a]) if start else range(sizes[a] - t)
+                for a, start in ends
+            }
+            if t <= most and accept(part(whole, **ranges)):
+                dropped = t
+            step //= 2
+
+    kv = head // case.group
+    if not accept(part(case, head=range(head, head + 1), kv_head=range(kv, kv + 1))):
+        trim(("kv_head", False))
+        trim(("kv_head", True))
+    if best.mask is not None:
+        accept(dataclasses.replace(best, mask=None))
+    if best.restricts_positions:
+        accept(dataclasses.replace(best, **EVERYWHERE))
+    for end in (False, True):
+        trim(("batch", end))
+    square = best.restricts_positions and best.q_len == best.kv_len
+    for ends in SQUARE if square else (*SQUARE, *SINGLE):
+        trim(*ends)
+    return best if any(still_shows(best) for _ in range(TRIES)) else case

@@ -1,0 +1,276 @@
+"""The rows of a report: those of one measured kernel.
+
+This is the same for every operation: what is measured, and what it is held to, is a
+`PreparedCall`'s."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic
+
+from torch import Tensor
+
+from numdev.errors import MeasurementError, UsageError
+from numdev.formats import Format, format_of
+from numdev.kernels import Kernel
+from numdev.metrics.bits import checksums
+from numdev.metrics.deviation import (
+    Deviation,
+    Metrics,
+    measure,
+    measure_plain,
+    nullify,
+)
+from numdev.metrics.finiteness import Outside
+from numdev.metrics.noise import Noise, noise
+from numdev.metrics.sampling import Strata
+from numdev.report import NOT_PREDICTED, DeviationRow
+from numdev.studies.audit.isolation import Failure
+from numdev.studies.audit.operation import Call, Returned
+from numdev.studies.audit.plan import Task, recorded
+from numdev.tensors import FIRST_OUTPUT, tensor_spec
+
+if TYPE_CHECKING:
+    from numdev.studies.audit.explanations import Likeness
+
+# Over all rows, beside what is predicted
+AVERAGES = ("expected_ratio", "rms_ratio", "rms_rows")
+# What measuring may raise on strange outputs, and costs the row, not the audit.
+FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured(Generic[Call]):
+    # One per unit and tensor, or a single one that says why there is none
+    rows: list[DeviationRow]
+    # What the kernel returned first; None where it returned nothing
+    output: Any = None
+    held_to: Mapping[str, Tensor] = field(default_factory=dict)
+    """By tensor, the way of rounding it was held to, where that is not its claim's."""
+    along: Mapping[str, Deviation] = field(default_factory=dict)
+    """By tensor, with sums by bin of positions."""
+    bench: Call | None = None  # that it was measured on
+
+
+@dataclass(frozen=True, eq=False)
+class Runs(Generic[Call]):
+    """The runs of a task, and what they are held to: what the kernel's roundings predict,
+    its claim's, or those of the way of `likes` that explains it."""
+
+    task: Task
+    runs: Sequence[Any]
+    bench: Call
+    claim: Mapping[str, Any] | None
+    likes: Mapping[str, Likeness] = field(default_factory=dict)
+    repeats: dict[str, tuple[list[str], list[Noise]]] = field(
+        default_factory=dict, repr=False
+    )
+    """By tensor, the first run's checksums and how far runs differ: whatever they are
+    held to."""
+
+    @property
+    def output(self) -> Returned:
+        """Of the first run, which is measured."""
+        output: Returned = self.runs[0]
+        return output
+
+    def measured(self) -> Measured[Call]:
+        """Rows of every tensor of the first run. MeasurementError where one is
+        lacking."""
+        task, bench = self.task, self.bench
+        present = self.output.tensors
+        outside = bench.outside_sample(self.output) if task.role == "kernel" else {}
+        tensors = self._to_measure()
+        by_distance = {
+            name: distance
+            for name, distance in bench.distances.items()
+            if name in present and task.role not in ("precision", "control")
+        }
+        rows: list[DeviationRow] = []
+        along: dict[str, Deviation] = {}
+        for tensor in tensors:
+            if tensor not in present:
+                raise MeasurementError(f"the kernel returned no {tensor}")
+            if task.role == "precision":
+                rows += self._moved_by_rounding(tensor)
+                continue
+            chosen = bench.select(present[tensor], tensor)
+            fmt = (
+                bench.format if task.role == "floor" else bench.format_of(present[tensor])
+            )
+            along[tensor] = self.deviation(tensor, chosen, fmt)
+            units = along[tensor].heads
+            if tensor in self.likes and not tensor_spec(tensor).is_gradient:
+                yardstick = bench.yardsticks[tensor].for_format(fmt)
+                units = self.likes[tensor].without_its_bias(units, yardstick)
+            if task.role == "kernel":
+                bench.annotate(self.output, tensor, units, along[tensor], chosen)
+            self._finish(units, tensor, outside)
+            rows += self._rows(tensor, units, fmt)
+        for tensor, distance in by_distance.items():
+            chosen, of = bench.select(present[tensor], tensor), bench.sampled_from(tensor)
+            units = measure_plain(chosen, distance.exact, distance.empty, of=of).heads
+            self._finish(units, tensor, outside)
+            rows += self._rows(tensor, units)
+        held_to = {name: like.expected[name] for name, like in self.likes.items()}
+        every = (*tensors, *by_distance)
+        return Measured(
+            rows=[row.model_copy(update={"tensors": every}) for row in rows],
+            output=self.output,
+            held_to=held_to,
+            along=along,
+            bench=bench,
+        )
+
+    def _to_measure(self) -> tuple[str, ...]:
+        """The tensors to be held to rounding: no gradient where none came back, and of a
+        baseline of sampled rows what these give alone."""
+        alone = self.task.role in ("baseline", "control")
+        tensors = self.bench.by_row if alone else self.bench.yardsticks
+        trained = any(tensor_spec(name).is_gradient for name in self.output.tensors)
+        return tuple(t for t in tensors if trained or not tensor_spec(t).is_gradient)
+
+    def _moved_by_rounding(self, tensor: str) -> list[DeviationRow]:
+        """How far rounding the inputs to the format moves the exact result."""
+        yardstick = self.bench.yardsticks[tensor]
+        assert yardstick.unrounded is not None
+        moved = measure_plain(
+            yardstick.reference,
+            yardstick.unrounded,
+            yardstick.empty,
+            of=self.bench.sampled_from(tensor),
+        )
+        return self._rows(tensor, moved.heads)
+
+    def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
+        """One tensor's metrics beside what is predicted of it."""
+        bench = self.bench
+        yardstick = bench.yardsticks[tensor].for_format(fmt)
+        measured = functools.partial(
+            measure, x, yardstick, of=bench.sampled_from(tensor), bins=bench.bins(tensor)
+        )
+        if self.task.role == "floor":
+            return measured()
+        # Of sampled keys single rows alone are judged, for no other way of rounding is
+        # tried there.
+        lacking = () if tensor in bench.by_row else (*AVERAGES, "baseline_ratio")
+        why = bench.unpredicted(self.claim, fmt)
+        if why is not None:
+            deviation = measured()
+            for unit in deviation.heads:
+                nullify(unit, (*AVERAGES, "worst_row"), why)
+                nullify(unit, lacking, NOT_PREDICTED)
+            return deviation
+        if (like := self.likes.get(tensor)) is None:
+            expected = bench.expected(self.claim, self.output)[tensor]
+            claim = str((self.claim or {}).get("preset", "fa2"))
+        else:
+            expected, claim = like.expected[tensor], like.words
+        deviation = measured(expected)
+        for unit in deviation.heads:
+            unit["claim"] = claim
+            nullify(unit, lacking, NOT_PREDICTED)
+        if any(unit["nonfinite"] for unit in deviation.heads):
+            # Where its rounding sites overflow too, that is its format's limit.
+            over = yardstick.floor_finite & yardstick.seen
+            over &= ~x.isfinite() & ~expected.isfinite()
+            counts = over.sum(dim=(0, 2, 3)).tolist()
+            for unit, count in zip(deviation.heads, counts, strict=True):
+                unit["nonfinite"], unit["overflow"] = unit["nonfinite"] - count, count
+        return deviation
+
+    def _finish(
+        self,
+        units: Sequence[Metrics],
+        tensor: str,
+        outside: Mapping[str, Sequence[Outside]],
+    ) -> None:
+        """What holds of all rows: `nonfinite`, the first run's checksum, how far runs
+        differ."""
+        for unit, beyond in zip(units, outside.get(tensor, ()), strict=False):
+            count = unit["nonfinite"] + beyond.nonfinite
+            unit["nonfinite"] = count
+            if beyond.unknown and not count:
+                unit["nonfinite"] = None
+                nullify(unit, ("nonfinite",), beyond.unknown)
+        if self.task.role == "control":
+            return
+        if any(tensor not in run.tensors for run in self.runs):
+            raise MeasurementError(
+                f"runs on the same inputs differ in the kind of {tensor}"
+            )
+        if tensor not in self.repeats:
+            whole = [
+                self.bench.select_units(r.tensors[tensor], tensor) for r in self.runs
+            ]
+            noises = noise(whole) if len(whole) > 1 else []
+            self.repeats[tensor] = checksums(whole[0]), noises
+        sums, noises = self.repeats[tensor]
+        for unit, bits in zip(units, sums, strict=True):
+            unit["bits"] = bits
+        for unit, differ in zip(units, noises, strict=False):
+            unit["noise"] = None if differ.flickering else differ.noise
+            if differ.flickering:
+                why = (
+                    f"{differ.flickering} elements are finite in some runs and not in "
+                    "others"
+                )
+                nullify(unit, ("noise",), why)
+            elif differ.noise is None:
+                nullify(unit, ("noise",), "no element is finite")
+
+    def _rows(
+        self, tensor: str, units: Sequence[Metrics], out_format: Format | None = None
+    ) -> list[DeviationRow]:
+        task, bench, output = self.task, self.bench, self.output
+        x, is_gradient = output.tensors[tensor], tensor_spec(tensor).is_gradient
+        limited = task.format == "float64" and task.role != "precision"
+        shared = {
+            **identity(task),
+            "tensor": tensor,
+            "status": "ok",
+            "reason": bench.unscreened or ("reference-limited" if limited else None),
+            "ran": output.ran_backward if is_gradient else output.ran,
+            "out_format": out_format.name if out_format else None,
+            "rows_measured": x.shape[0] * x.shape[2],
+        }
+        came_wider = out_format is bench.format and x.dtype != bench.dtype
+        if task.role == "kernel" and came_wider:
+            shared["came_in"] = format_of(x.dtype).name
+        drawn, of = bench.drawn_rows(tensor), bench.sampled_from(tensor)
+        if drawn is not None and of is not None:
+            shared |= {"sampled": True, "rows_measured": len(drawn)}
+        if isinstance(of, Strata):
+            shared["suspects"] = int(of.suspects.sum())
+        return [
+            DeviationRow.model_validate({**shared, "head": unit, **values})
+            for unit, values in zip(bench.units(tensor), units, strict=True)
+        ]
+
+
+def bare_row(task: Task, failure: Failure, tensor: str = FIRST_OUTPUT) -> DeviationRow:
+    """The only row of a task, or of its gradients, without a result."""
+    return DeviationRow(
+        **identity(task),
+        head=None,
+        tensor=tensor,
+        status=failure.status,
+        reason=failure.reason,
+    )
+
+
+def identity(task: Task) -> dict[str, Any]:
+    """The fields of a row that say what the task was."""
+    return {
+        **vars(task.case),
+        **{name: getattr(task, name) for name in ("role", "kernel", "format")},
+        "options": dict(task.options),
+    }
+
+
+def options_set(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
+    """The options to call the kernel with: those that are not its defaults."""
+    defaults = recorded(kernel.options)
+    return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}

@@ -1,0 +1,272 @@
+"""`numdev audit`: every attention call, through every kernel, against fp64, beside low
+precision.
+
+The main line. A source gives cases, `measure_case` turns each into finished rows, the
+journal keeps them, and the report is made of them. `numdev sweep` goes through the same
+loop (`measure`)."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from numdev import report as records
+from numdev.cases import CaseRef
+from numdev.config import AuditRequest, SweepRequest
+from numdev.errors import UsageError
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, default_rules
+from numdev.kernels import Kernel
+from numdev.metrics.finiteness import count_nonfinite, nonfinite_of
+from numdev.metrics.weights import weight_row
+from numdev.operations.attention.explain.words import explanations
+from numdev.sources.opening import Source, open_source
+from numdev.sources.tensorfile import Add, writing
+from numdev.studies.audit.bench import Selection
+from numdev.studies.audit.cluster import Cluster, Workers, at_work
+from numdev.studies.audit.explanations import most
+from numdev.studies.audit.isolation import Isolated, Runner, attempt
+from numdev.studies.audit.journal import Journal
+from numdev.studies.audit.plan import Plan, header
+from numdev.studies.audit.reproduce import FOLDER, reproduce
+from numdev.studies.audit.task import Finished, as_located, measured_here
+from numdev.studies.audit.timing import Stopwatch
+from numdev.system import System
+
+# Called with what is being done, how many tasks are behind it, and how many there are.
+Progress = Callable[[str, int, int], None]
+Say = Callable[[str], None]
+
+
+def audit(
+    request: AuditRequest,
+    directory: Path,
+    *,
+    opened: Callable[[AuditRequest, System], Source] = open_source,
+    unregistered: Mapping[str, Kernel] | None = None,
+    rules: Rules | None = None,
+    **how: Any,
+) -> records.AuditReport:
+    """Run `request`, journalling into `directory`; returns the report, judged by the
+    rules (the default ones), which the caller writes. `opened` makes the source,
+    `unregistered` are kernels by name that are in no registry, `how` is what `run_plan`
+    takes. Raises UsageError, before anything is measured, for a request that cannot be
+    run here, and MeasurementError when a sound one could not be carried out."""
+    system = System.probe(request.device)
+    watch = Stopwatch(system.device)
+    plan, rules = Plan.of(request, system, unregistered), rules or default_rules()
+    check_system(system.as_dict(), rules)
+    with watch("capture"):
+        source = opened(request, system)
+    asked = request.model_dump(mode="json") | {
+        "formats": [fmt.name for fmt in plan.formats]
+    }
+    results = run_plan(source, plan, request, asked, directory, watch, **how)
+    weights: list[records.WeightRow] = []
+    # NaN or infinite elements as they are stored, by tensor
+    nonfinite: dict[str, int] = {}
+    with watch("weights"):
+        for name, stored in source.weights():
+            if stored.is_floating_point():
+                tensor = stored.to(system.device)
+                # Cheap, and so not journalled.
+                weights += [weight_row(name, tensor, fmt) for fmt in plan.formats]
+                if count := count_nonfinite(tensor):
+                    nonfinite[name] = count
+    fields = dict(results.fields)
+    if "parameters" in fields["provenance"].source:
+        origin: records.Provenance = fields["provenance"]
+        described = {**origin.source, "nonfinite_weights": nonfinite}
+        fields["provenance"] = origin.model_copy(update={"source": described})
+    journal = results.journal
+    attributions = journal.records("attribution", records.AttributionRow)
+    worst = most(journal.records("worst", records.WorstRow))
+    report = records.AuditReport(
+        **fields,
+        request=asked,
+        summary=records.AuditSummary(
+            answer=(),
+            kernels=(),
+            explanations=explanations(attributions),
+            worst_rows=worst,
+        ),
+        rows=results.rows,
+        weights=tuple(weights),
+        attributions=attributions,
+        profiles=journal.records("profile", records.ProfileRow),
+        timings=watch.seconds(),
+    )
+    return judged(report, rules)
+
+
+class Described(Protocol):
+    def describe(self) -> dict[str, Any]: ...
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+def describe(source: Described) -> dict[str, Any]:
+    """What is read, and which of its stored weights are not finite."""
+    described = source.describe()
+    if "parameters" in described:
+        described["nonfinite_weights"] = nonfinite_of(source.weights())
+    return described
+
+
+class Results(NamedTuple):
+    journal: Journal
+    rows: tuple[records.DeviationRow, ...]
+    fields: Mapping[str, Any]  # of a report, whatever its kind
+
+
+def run_plan(
+    source: Source,
+    plan: Plan,
+    request: AuditRequest | SweepRequest,
+    asked: Mapping[str, Any],
+    directory: Path,
+    watch: Stopwatch,
+    *,
+    workers: Cluster | None = None,
+    overwrite: bool = False,
+    save_cases: Path | None = None,
+    progress: Progress = lambda what, done, total: None,
+    say: Say = lambda text: None,
+    command: str = "",
+) -> Results:
+    """Measure a source. A run that was interrupted continues where `asked` and all else
+    that decides its numbers is the same. `workers`: who measures; None: this process.
+    `save_cases`: where to write cases, unrounded. `say` is told what a user should know
+    that the report does not hold."""
+    notes = tuple(source.notes)
+    for note in notes:
+        say(note)
+    described, limit_s = source.describe(), request.time_limit
+    shared = header(asked, plan.system, plan.kernels, described)
+    # A kernel that crashed a worker must not run in this process: workers imply
+    # isolation.
+    isolated = request.isolate or workers is not None
+    with (
+        Journal.open(directory, shared, overwrite=overwrite) as journal,
+        Isolated(limit_s) if isolated else contextlib.nullcontext(attempt) as run,
+        at_work(workers, plan, shared, limit_s, watch, say) as team,
+        writing(save_cases, overwrite=overwrite)
+        if save_cases
+        else contextlib.nullcontext() as save,
+    ):
+        before = journal.finished
+        calls = run_source(source, plan, journal, run, watch, team, save, progress)
+        if before and journal.finished == before:
+            say("Every task was finished before; --overwrite measures them again.")
+        elif before:
+            say("Continued an earlier run; its finished tasks were kept.")
+        for note in source.notes[len(notes) :]:  # some are known only afterwards
+            say(note)
+        rows = journal.records("row", records.DeviationRow)
+        if not rows:
+            what = f"{request.target}: no attention call was selected"
+            raise UsageError(what, hint="check --layers and --heads")
+    fields = {
+        "doubts": tuple(source.doubts),
+        "provenance": provenance(plan.system, described, command),
+        "plan": plan.record(calls),
+        "cases": journal.records("case", records.CaseRecord),
+    }
+    return Results(journal, rows, fields)
+
+
+def run_source(
+    source: Source,
+    plan: Plan,
+    journal: Journal,
+    run: Runner,
+    watch: Stopwatch,
+    workers: Workers | None = None,
+    save: Add | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> list[CaseRef]:
+    """Every case of a source through every kernel, by `run` or on `workers`; what is
+    finished already is not even loaded. `save` keeps cases as they come by. Returns which
+    calls came."""
+    calls: list[CaseRef] = []
+    visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
+
+    def keep(finished: Iterable[Finished]) -> None:
+        nonlocal visited
+        for key, rows, what in finished:
+            # Seeds of one case share a record: the first is kept
+            if not journal.visit(key):
+                journal.append(key, rows)
+                visited += "row" in rows
+            progress(what, visited, total)
+
+    with watch("capture"):
+        for located in source:
+            with watch("other"):
+                calls.append(located.ref)
+                if save is not None:
+                    case = Selection.of(
+                        located.load(), plan.heads, gradients=plan.backward
+                    ).case
+                    save(case, located.axes)
+                    located = as_located(case, located.axes)
+                recorded = journal.visit(f"case {located.ref.case}")
+                tasks = list(plan.tasks(located.ref))
+                # Noted in the journal's order, and left out where they are finished.
+                unfinished = [
+                    (p, task) for p, task in tasks if not journal.visit(task.key)
+                ]
+                visited += len(tasks) - len(unfinished)
+                progress(located.ref.module, visited, total)
+                if recorded and not unfinished:
+                    continue
+                if workers is not None:
+                    keep(workers.submit(located, unfinished))
+                else:
+                    keep(measured_here(located, unfinished, plan, run, watch))
+        with watch("other"):
+            if workers is not None:
+                keep(workers.drain())
+    return calls
+
+
+def reproducers(
+    report: records.AuditReport | records.SweepReport,
+    request: AuditRequest | SweepRequest,
+    directory: Path,
+    opened: tuple[Source, Plan] | None = None,
+    *,
+    workers: Cluster | None = None,
+    say: Say,
+    **how: Any,
+) -> list[Path]:
+    """The scripts of what was found, for which its verdict need not wait. An audit's
+    source is opened again, `opened` is that of a sweep; `how` is what `reproduce`
+    takes."""
+    # Of an earlier run of this request
+    shutil.rmtree(directory / FOLDER, ignore_errors=True)
+    if not (report.findings and request.reproducers):
+        return []
+    if opened is None:
+        assert isinstance(request, AuditRequest)
+        system = System.probe(request.device)
+        opened = open_source(request, system), Plan.of(request, system)
+    isolated = request.isolate or workers is not None
+    with (
+        Isolated(request.time_limit)
+        if isolated
+        else contextlib.nullcontext(attempt) as run
+    ):
+        how |= {"count": request.reproducers}
+        return reproduce(report.findings, *opened, run, directory, say, **how)
+
+
+def provenance(
+    system: System, described: Mapping[str, Any], command: str
+) -> records.Provenance:
+    """Where the numbers of a report made now, here, come from."""
+    return records.Provenance.now(command, system.as_dict(), described)

@@ -1,0 +1,90 @@
+"""Rows of a call that stand out among all, of which a sample is measured.
+
+A sample seldom holds a fault of a few rows. A kernel runs whole, so all its rows are held
+to a second output of the call: on CUDA that of another fused operator, where one takes
+the call, else plain attention in float32. The query rows that differ most, and the keys
+whose dk and dv do, are measured exactly, as a stratum of their own. They are chosen by
+rank: a sound kernel has such rows too, and they are sound."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import empty_rows
+from numdev.errors import one_line
+from numdev.kernels import Output, find
+from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.sampling import Strata
+from numdev.metrics.yardstick import finite, row_norm, widened
+from numdev.studies.audit.bench import KV_TENSORS, Bench
+from numdev.studies.audit.isolation import attempt
+from numdev.studies.audit.rows import FAILS_ONE_ROW
+
+SUSPECTS = 32  # rows of a call, and as many keys
+# Of a selection, whose rows these are
+BY = {"queries": ("out", "lse", "dq"), "keys": KV_TENSORS}
+FUSED = {"cuda": ("sdpa-efficient", "sdpa-flash"), "cpu": ()}
+
+
+def screened(bench: Bench, output: Output) -> Bench:
+    """The bench of a sample of query rows and keys with those beside it in which an
+    output stands out; where that cannot be told, the same with the reason."""
+    select, strata, places = bench.selection, dict[str, Strata](), dict[str, Any]()
+    try:
+        with bench.watch("reference"):
+            beside = second(bench, output)
+            for axis, tensors in BY.items():
+                drawn, length = getattr(select, axis), select.length_of(tensors[0])
+                if len(drawn) < length and getattr(output, tensors[0]) is not None:
+                    suspicions = suspicion(bench, output, beside, tensors)
+                    rows = suspicions.argsort(descending=True, stable=True)[:SUSPECTS]
+                    places[axis], why = Strata.joined(drawn, rows, length)
+                    strata |= dict.fromkeys(tensors, why)
+            select = dataclasses.replace(select, strata=strata, **places)
+            exact = select.exact(select.case)
+        return Bench.of(select, bench.format, exact, bench.watch)
+    except FAILS_ONE_ROW as error:
+        return dataclasses.replace(
+            bench, unscreened=f"rows were not screened: {one_line(error)}"
+        )
+
+
+def suspicion(
+    bench: Bench, output: Output, beside: Output | Reference, tensors: Sequence[str]
+) -> Tensor:
+    """[rows]: how far each row is from the second output, relative to its size and what
+    is typical of the head, as a multiple of the head's median: the most of these tensors,
+    heads and sequences. Infinite in a row that is not finite and should be."""
+    select, most = bench.selection, []
+    for tensor in (n for n in tensors if n != "lse" and getattr(output, n) is not None):
+        x, y = (select.select_heads(getattr(o, tensor), tensor) for o in (output, beside))
+        y = widened(y).float()
+        size, distance = row_norm(y), row_norm(widened(x).float() - y)
+        relative = distance / (size + size.nanmedian(dim=-1, keepdim=True).values)
+        right = (distance == 0) | ~finite(size)
+        if tensor not in KV_TENSORS:
+            right |= empty_rows(select.with_heads(bench.case))
+        relative = relative.masked_fill(right, 0.0).nan_to_num(nan=math.inf)
+        usual = relative.median(dim=-1, keepdim=True).values
+        most.append(
+            (relative / usual.clamp_min(bench.format.unit_roundoff / 16)).amax(dim=(0, 1))
+        )
+    return torch.stack(most).amax(dim=0)
+
+
+def second(bench: Bench, output: Output) -> Output | Reference:
+    """The call computed by another operator than the output's."""
+    case, trained = bench.case, bench.selection.gradients
+    square = case.mask is None and case.window is None and not case.causal_offset
+    # Others get a mask of all scores
+    for name in FUSED[case.q.device.type] if square else ():
+        other = attempt(find(name), case, {}, gradients=trained)
+        if isinstance(other, Output) and other.ran != output.ran:
+            return other
+    return bench.in_float32

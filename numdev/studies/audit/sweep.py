@@ -1,0 +1,95 @@
+"""`numdev sweep`: a grid of cases, formats, kernels' options and seeds through the
+audit's loop.
+
+The grid is the configuration's cells; each is drawn anew with every seed. What comes of
+the rows is computed in `numdev.report.curves`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numdev.config import SweepRequest
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, default_rules
+from numdev.kernels import find
+from numdev.report import SweepReport, SweepSummary
+from numdev.report.curves import Grid
+from numdev.sources.opening import ConfigSource
+from numdev.studies.audit.plan import Plan, Planned, recorded
+from numdev.studies.audit.run import run_plan
+from numdev.studies.audit.timing import Stopwatch
+from numdev.system import System
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """A sweep that has been checked, and nothing of it measured."""
+
+    request: SweepRequest
+    plan: Plan
+    source: ConfigSource
+    baseline: Planned
+    grid: Grid
+
+    @property
+    def size(self) -> str:
+        cells = len(self.request.cases) * len(self.plan.formats) * len(self.plan.kernels)
+        seeds = len(self.request.seeds)
+        return f"{cells} cells x {seeds} seeds: {cells * seeds} tasks."
+
+
+def plan(request: SweepRequest) -> SweepPlan:
+    """Check a request against this machine and what is registered; raises UsageError."""
+    system = System.probe(request.device)
+    plan = Plan.of(request, system)
+    request = request.model_copy(
+        update={"formats": tuple(fmt.name for fmt in plan.formats)}
+    )
+    grid = Grid(request, [(p.kernel.name, p.options) for p in plan.kernels])
+    _ = grid.axis  # refuse a grid without one, and what is no metric, now
+    name = find(request.baseline.name).name
+    options = recorded(find(name).with_options(request.baseline.options))
+    return SweepPlan(
+        request=request,
+        plan=plan,
+        source=ConfigSource(
+            request.target,
+            request.cases,
+            request.seeds,
+            system,
+            gradients=request.backward,
+        ),
+        baseline=next(
+            p
+            for p in plan.kernels
+            if p.kernel.name == name and p.options in ({}, options)
+        ),
+        grid=grid,
+    )
+
+
+def sweep(
+    planned: SweepPlan, directory: Path, *, rules: Rules | None = None, **how: Any
+) -> SweepReport:
+    """Run the plan, journalling into `directory`; returns the report, judged by the rules
+    (the default ones), which the caller writes. `how`: of `run_plan`."""
+    rules = rules or default_rules()
+    check_system(planned.plan.system.as_dict(), rules)
+    request, source, grid = planned.request, planned.source, planned.grid
+    watch, asked = Stopwatch(planned.plan.system.device), request.measured()
+    results = run_plan(source, planned.plan, request, asked, directory, watch, **how)
+    report = SweepReport(
+        **results.fields,
+        request=request.model_dump(mode="json"),
+        summary=SweepSummary(
+            answer=(), axis=grid.axis, seeds=request.seeds, baseline=request.baseline.name
+        ),
+        figures=(),
+        cells=(),
+        rows=results.rows,
+        timings=watch.seconds(),
+    )
+    report = judged(report, rules)
+    return report if request.keep == "head" else report.model_copy(update={"rows": ()})

@@ -1,0 +1,239 @@
+"""Every kernel on one case, in every format: the body of the main line.
+
+The fp64 reference of the case as it came is computed once, all else of it once per
+format. What goes wrong in a kernel, or in measuring what it returned, reaches no other
+task: a row says why."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from numdev.cases import AttentionCase
+from numdev.errors import one_line
+from numdev.formats import format_named
+from numdev.kernels import Kernel
+from numdev.metrics.sampling import Sample
+from numdev.report import DeviationRow
+from numdev.sources.capture import Captured
+from numdev.sources.opening import Located
+from numdev.studies.audit import rows as of_rows
+from numdev.studies.audit.attention import ATTENTION
+from numdev.studies.audit.bench import Bench, Selection, case_record
+from numdev.studies.audit.explanations import examine, explain, profile
+from numdev.studies.audit.isolation import Failure, Runner, attempt, fitting, threads
+from numdev.studies.audit.naming import Failing
+from numdev.studies.audit.operation import Call, Operation, PreparedCall
+from numdev.studies.audit.plan import Plan, Planned, Task
+from numdev.studies.audit.timing import Stopwatch
+from numdev.system import System
+from numdev.tensors import tensor_spec
+
+# Rows of a report by kind: row, worst, profile, attribution
+Rows = Mapping[str, Sequence[Any]]
+Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what was done
+
+
+def as_located(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> Located:
+    """A case in memory as a `Located`, which can be pickled."""
+    return Captured(
+        ref=case.ref, axes=dict(axes or {}), load=functools.partial(copy.copy, case)
+    )
+
+
+def measured_here(
+    located: Located,
+    tasks: Iterable[tuple[Planned, Task]],
+    plan: Plan,
+    run: Runner,
+    watch: Stopwatch,
+    later: list[Failing] | None = None,
+) -> Iterator[Finished]:
+    """What goes into the journal of a case, measured in this process."""
+    with watch("capture"):
+        case = located.load()
+    with _threads(case):
+        yield (
+            f"case {located.ref.case}",
+            {"case": [case_record(case, located.axes, plan.formats)]},
+            case.ref.module,
+        )
+        for task, rows in measure_case(case, tasks, plan, run, watch, later):
+            yield task.key, rows, f"{task.case.module} {task.kernel}"
+
+
+def _threads(case: AttentionCase) -> AbstractContextManager[None]:
+    """PyTorch on as many threads as the call's scores are worth."""
+    return threads(fitting(case.q.shape[:3].numel() * case.kv_len))
+
+
+def measure_case(
+    case: AttentionCase,
+    tasks: Iterable[tuple[Planned, Task]],
+    plan: Plan,
+    run: Runner,
+    watch: Stopwatch,
+    later: list[Failing] | None = None,
+) -> Iterator[tuple[Task, Rows]]:
+    """Each task of a case, which come format by format, with its rows as soon as they are
+    there. Kernels under audit run by `run`. Nothing where none of the plan's heads is in
+    the case."""
+    sample = plan.sample(case.ref)
+    selection = Selection.of(case, plan.heads, gradients=plan.backward, sample=sample)
+    if not selection.heads:
+        return
+    exact = None
+    for format_name, of_format in itertools.groupby(
+        tasks, key=lambda pair: pair[1].format
+    ):
+        try:
+            if exact is None:
+                with watch("reference"):
+                    exact = selection.exact(selection.case)
+            bench = Bench.of(selection, format_named(format_name), exact, watch)
+        except of_rows.FAILS_ONE_ROW as error:  # the case is too large for its reference
+            for _, task in of_format:
+                yield task, {"row": [_unmeasured(task, error)]}
+            continue
+        for planned, task in of_format:
+            yield task, _rows(planned.kernel, task, bench, plan, run, later)
+        del bench  # one format's tensors are freed before the next one's are made
+
+
+def _rows(
+    kernel: Kernel,
+    task: Task,
+    bench: Bench,
+    plan: Plan,
+    run: Runner,
+    later: list[Failing] | None = None,
+) -> Rows:
+    """What a task comes to: its rows, and what the plan wants to know beside them."""
+    own_run = run if task.role == "kernel" else attempt
+    measured = measure_task(task, kernel, bench, plan.system, own_run, later)
+    rows: dict[str, Sequence[Any]] = {"row": measured.rows}
+    if plan.details:
+        rows["profile"] = profile(task, measured, bench)
+    if plan.details and task.role == "kernel":
+        with bench.watch("metrics"):
+            rows["worst"] = examine(task, kernel, measured, bench, plan.system)
+    if plan.explain and task.role in ("baseline", "kernel"):
+        rows["attribution"] = explain(task, kernel, measured, bench, plan.system)
+    return rows
+
+
+def measure_task(
+    task: Task,
+    kernel: Kernel,
+    call: Call,
+    system: System,
+    run: Runner = attempt,
+    later: list[Any] | None = None,
+    operation: Operation[Any] = ATTENTION,
+) -> of_rows.Measured[Call]:
+    """A kernel on a prepared call. One that is missing or declines is `skipped`; one that
+    raises, or whose output cannot be measured, is `failed`. Where the forward pass runs
+    and a training step does not, one row of a gradient says why there is none."""
+    if missing := kernel.missing(system):
+        why = Failure("skipped", missing)
+        return of_rows.Measured(rows=[of_rows.bare_row(task, why)])
+    try:
+        with call.watch("metrics"):
+            outputs, lacking = _outputs(task, kernel, call, run)
+            if isinstance(outputs, Failure):
+                return of_rows.Measured(rows=[of_rows.bare_row(task, outputs)])
+            if task.role == "kernel":
+                call = operation.screened(call, outputs[0])
+            claim = kernel.claims(call.case, outputs[0], system)
+            runs = of_rows.Runs(task, outputs, call, claim)
+            measured = runs.measured()
+            if task.role == "kernel":
+                options = of_rows.options_set(task.options, kernel)
+                measured = operation.explained(
+                    kernel, options, runs, measured, system, run, later
+                )
+            if lacking is not None:
+                gradient = next(t for t in call.yardsticks if tensor_spec(t).is_gradient)
+                measured.rows.append(of_rows.bare_row(task, lacking, gradient))
+            return measured
+    except of_rows.FAILS_ONE_ROW as error:
+        return of_rows.Measured(rows=[_unmeasured(task, error)])
+
+
+def _outputs(
+    task: Task, kernel: Kernel, call: PreparedCall, run: Runner
+) -> tuple[list[Any] | Failure, Failure | None]:
+    """What a kernel returns, and why there are no gradients, where its forward pass alone
+    runs."""
+    outputs = _runs(task, kernel, call, run)
+    if not (isinstance(outputs, Failure) and task.gradients and task.role == "kernel"):
+        return outputs, None
+    forward = _runs(dataclasses.replace(task, gradients=False), kernel, call, run)
+    if isinstance(forward, Failure):
+        return outputs, None
+    where = "in a training step: " if outputs.status == "failed" else ""
+    return forward, Failure(outputs.status, where + outputs.reason)
+
+
+def _unmeasured(task: Task, error: Exception) -> DeviationRow:
+    return of_rows.bare_row(
+        task, Failure("failed", f"while measuring: {one_line(error)}")
+    )
+
+
+def _runs(
+    task: Task, kernel: Kernel, call: PreparedCall, run: Runner
+) -> list[Any] | Failure:
+    """What the task's kernel returns, as often as asked. Floor and baseline are the
+    call's; the output of `precision` only holds a place, since `rows` compares the two
+    references."""
+    yardsticks = call.yardsticks
+    names = [t for t in yardsticks if task.gradients or not tensor_spec(t).is_gradient]
+    if task.role == "precision":
+        return [call.as_output({name: yardsticks[name].reference for name in names})]
+    if task.role == "floor":
+        floors = {name: yardsticks[name].floor for name in names}
+        return [call.as_output(floors, ran=call.exact_by)]
+    if task.role == "baseline":
+        return call.baseline if isinstance(call.baseline, Failure) else [call.baseline]
+    options = of_rows.options_set(task.options, kernel)
+    case = call.restricted if task.role == "control" else call.case
+    outputs: list[Any] = []
+    with call.watch("other" if task.role == "control" else "kernels"):
+        for _ in range(task.repeats):
+            output = run(kernel, case, options, gradients=task.gradients)
+            if isinstance(output, Failure):
+                return output
+            outputs.append(output)
+    return outputs
+
+
+def bench_of(
+    case: AttentionCase,
+    format_name: str,
+    heads: Sequence[int] | None = None,
+    *,
+    gradients: bool = False,
+    sample: Sample | None = None,
+) -> Bench:
+    selection = Selection.of(case, heads, gradients=gradients, sample=sample)
+    exact = selection.exact(selection.case)
+    return Bench.of(selection, format_named(format_name), exact, Stopwatch())
+
+
+def measure_one(
+    task: Task, kernel: Kernel, case: AttentionCase, system: System, run: Runner = attempt
+) -> list[DeviationRow]:
+    """The rows of one task on a case in memory."""
+    try:
+        how: Any = {"gradients": task.gradients, "sample": task.sample}
+        with _threads(case):
+            bench = bench_of(case, task.format, task.heads, **how)
+            return measure_task(task, kernel, bench, system, run).rows
+    except of_rows.FAILS_ONE_ROW as error:
+        return [_unmeasured(task, error)]

@@ -1,0 +1,242 @@
+"""The chain of biased rounding in one attention call, by Qiu & Yao (arXiv 2510.04212),
+for every query head: ties, signed errors of P V and O, the error of delta, and the error
+of dW_Q.
+
+With S = alpha Q K^T, O = P V, dP = dO V^T, delta = rowsum(dO o O) = rowsum(dP o P), dS =
+alpha P o (dP - delta), dQ = dS K, dW_Q = dQ^T X, an error e[T] of delta at row T alone
+makes
+
+    error of dQ    = -alpha diag(e) (P K)                          (1)
+    error of dW_Q  = -alpha sum_T e[T] (P K)[T]^T X[T]             (2)
+    e              = rowsum(dO o (O computed - O exact))           (3)
+
+Where e keeps one sign and the (P K)[T]^T X[T] look alike, the sum (2) does not cancel. A
+number that does not exist is null, with its reason, as is one of a row that is not
+finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, key_range
+from numdev.kernels.emulation import forward as fwd
+from numdev.kernels.emulation.backward import SavedForward
+from numdev.kernels.emulation.recipe import Recipe
+from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
+from numdev.kernels.reference.blocked import nonzero, row_blocks
+from numdev.sources.projection import Projection
+from numdev.studies.diagnose import passes
+from numdev.studies.diagnose import statistics as stats
+from numdev.studies.diagnose.passes import Computed, Truth
+from numdev.studies.diagnose.report import Fields, HeadRow
+from numdev.studies.diagnose.statistics import Columns
+
+# How far from its row's largest score another is nearly tied, as in the paper
+NEAR = 1e-3
+WEIGHT_NUMBERS = (
+    "moved",
+    "dw_q_error",
+    "dw_q_norm",
+    "similarity",
+    "spectral_norm",
+    "spectral_ratio",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Diagnosis:
+    """One call: exact, as the recipe rounds it, and the numbers of every head."""
+
+    truth: Truth
+    rounded: Computed
+    heads: tuple[HeadRow, ...]
+
+
+def diagnosed(
+    case: AttentionCase,
+    recipe: Recipe,
+    projection: Projection | None = None,
+    *,
+    checkpoint: str = "",
+    step: int | None = None,
+) -> Diagnosis:
+    """The chain of every head of a call, as a recipe would compute it.
+
+    The case holds values of its working format, and grad_out. Raises UsageError for one
+    without grad_out, Refused where the recipe's `compute` dtype does not hold the
+    case."""
+    with torch.no_grad(), plain_arithmetic(case.q.device):
+        truth, rounded = passes.truth_of(case, projection), passes.computed(case, recipe)
+        columns = {
+            "rows": truth.rows.sum(dim=(0, 2)),
+            **_ties(passes.rounder(case, recipe), rounded.saved, truth),
+            **_biases(truth, rounded),
+            "ds_row_sum": ds_row_sum(truth, rounded),
+            **_delta_errors(truth, rounded),
+            **_weight_numbers(truth, rounded),
+        }
+        numbers = stats.by_head(columns)
+    ref = case.ref
+    place: Fields = {
+        "checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
+        "layer": ref.layer, "call": ref.call,
+    }  # fmt: skip
+    heads = tuple(
+        HeadRow(**place, head=head, **row, nulls=_null_reasons(truth, rounded, row))
+        for head, row in enumerate(numbers)
+    )
+    return Diagnosis(truth=truth, rounded=rounded, heads=heads)
+
+
+def _ties(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
+    """Ties, and what P is where it meets V: means of every head over the rows that count,
+    or of `one_signed` over those nearly tied.
+
+    Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it
+    is multiplied with V (site `p`)."""
+    blocks = [
+        _ties_in_block(r, saved, truth, rows)
+        for rows in row_blocks(r.case, passes.BLOCKS_AT_ONCE)
+    ]
+    tied, near, one_signed, ones, powers = (
+        torch.cat(x, 2) for x in zip(*blocks, strict=True)
+    )
+    rows = truth.rows
+    return {
+        "tied": stats.mean((rows & (tied > 1)).double(), rows),
+        "ones": stats.mean((ones > 1).double(), rows),
+        "powers": stats.mean(powers, rows),
+        "one_signed": stats.mean(one_signed, rows & (near > 1)),
+    }
+
+
+def _ties_in_block(
+    r: Rounder, saved: SavedForward, truth: Truth, rows: slice
+) -> tuple[Tensor, ...]:
+    """Five numbers of each row of a block, [B, H, rows]: how many keys have the largest
+    S, how many are within NEAR of it, the share of V's features that have one sign over
+    these, how many keys have P-bar exactly 1, and the probability of the keys at which P
+    is an exact power of two.
+
+    A key counts as a one only where the maximum that P was taken under is the row's
+    largest of all: in a recipe whose every tile has a maximum of its own, each would have
+    a one."""
+    case, recipe = r.case, r.recipe
+    width = recipe.tile(saved.q.shape[-1], case.kv_len)[1]
+    seen = key_range(case, rows)
+    keys = slice(seen.start - seen.start % width, seen.stop)  # whole tiles
+    S, _ = fwd.scores(r, saved.q_s, saved.k, rows, keys)
+    P, _, _ = passes.probabilities(case, truth.exact, rows, keys)
+    largest = (
+        S.amax(dim=-1, keepdim=True) if S.shape[-1] else S.new_zeros(*S.shape[:3], 1)
+    )
+    shown = -math.inf < S
+    tied, near = (((largest - off <= S) & shown).sum(dim=-1) for off in (0.0, NEAR))
+    close = ((largest - NEAR <= S) & shown).float()
+    signs = fwd.times(case, close, case.v[:, :, keys].double().sign().float())
+    one_signed = (signs.abs() == near[..., None]).double().mean(dim=-1)
+    # From here on tile by tile in the recipe's order: P-bar as it meets V. Overwrites S.
+    best = S.new_full(S.shape[:3], -math.inf)
+    ones, powers = torch.zeros_like(best), P.new_zeros(best.shape)
+    for split in fwd.splits(r):
+        m = fwd.start(r, saved.q[:, :, rows], saved.v, split).m
+        starts = range(max(keys.start, split.start), min(keys.stop, split.stop), width)
+        for first in fwd.in_order(r, starts):
+            tile = slice(first - keys.start, min(first + width, keys.stop) - keys.start)
+            tile_maximum = fwd.maximum(r, S[..., tile])
+            m = torch.maximum(m, tile_maximum)
+            under = tile_maximum if recipe.algorithm == "fa1" else m
+            weights = fwd.exponential(r, S[..., tile], under)
+            if recipe.algorithm == "plain":
+                weights = r("normalised", weights / nonzero(saved.l[:, :, rows, None]))
+            weights = r("p", weights)
+            count = (weights == 1.0).sum(dim=-1).to(best.dtype)
+            ones = torch.where(
+                under > best, count, ones + torch.where(under == best, count, 0.0)
+            )
+            best = torch.maximum(best, under)
+            powers += (P[..., tile] * (torch.frexp(weights).mantissa == 0.5)).sum(dim=-1)
+    return tied, near, one_signed, ones, powers
+
+
+def _biases(truth: Truth, rounded: Computed) -> Columns:
+    """The bias of P V by the roundings of that product alone, that of O by all roundings,
+    and the t of each."""
+    exact, fmt, scale = truth.exact, truth.case.format, truth.exact.term_scale
+    error = rounded.out.double() - exact.out
+    out_bias, out_t = stats.bias(error, exact.out, scale, truth.rows, fmt)
+    pv_bias, pv_t = torch.full((2, *out_bias.shape), math.nan)
+    if rounded.product is not None and rounded.product_exact is not None:
+        product = rounded.product_exact.double()
+        if rounded.recipe.algorithm != "plain":  # there P-bar is exp(L - m) times P
+            scale = scale * (exact.lse - rounded.saved.m.double()).exp()[..., None]
+        error = rounded.product.double() - product
+        pv_bias, pv_t = stats.bias(error, product, scale, truth.rows, fmt)
+    return {"pv_bias": pv_bias, "pv_t": pv_t, "out_bias": out_bias, "out_t": out_t}
+
+
+def _delta_errors(truth: Truth, rounded: Computed) -> Columns:
+    """The mean error of delta, its t, and its longest run over the sequences."""
+    error = truth.delta_error(rounded.delta, truth.exact.delta)
+    runs = stats.longest_run(error, truth.rows).nan_to_num(-math.inf)
+    return {
+        "delta_mean": stats.mean(error, truth.rows),
+        "delta_t": stats.t_of(error, truth.rows),
+        "delta_run": runs.amax(dim=0),
+    }
+
+
+def ds_row_sum(truth: Truth, rounded: Computed) -> Tensor:
+    """[H]: the rms over rows of the sum of dS, over that of the sum of |dS|; NaN where
+    the exact sum is not zero."""
+    sums = rounded.ds if _zero_sums(truth) else torch.full_like(rounded.ds, math.nan)
+    return stats.rms(sums, truth.rows) / stats.rms(rounded.ds_size, truth.rows)
+
+
+def _zero_sums(truth: Truth) -> bool:
+    """Whether rows of an exact dS sum to zero."""
+    return truth.case.softcap is None and truth.case.sinks is None
+
+
+def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
+    """The numbers that need W_Q, by WEIGHT_NUMBERS; NaN without a projection."""
+    numbers = dict.fromkeys(WEIGHT_NUMBERS, torch.full_like(truth.size, math.nan))
+    if truth.projection is None:
+        return numbers
+    PK = truth.PK.masked_fill(~truth.rows[..., None], 0.0)
+    uneven = truth.delta_error(rounded.delta, rounded.even) * truth.size[:, None]
+    # Formula 2
+    by_delta = truth.weights(-truth.case.scale * uneven[..., None] * truth.PK)
+    return {
+        "moved": truth.moved(by_delta),
+        "dw_q_error": truth.moved(truth.dw_q_error(rounded.dq)),
+        "dw_q_norm": stats.norm(truth.dw_q),
+        "similarity": stats.similarity(truth.projection, PK),
+        **stats.spectral(truth.projection, truth.case.heads),
+    }
+
+
+def _null_reasons(truth: Truth, rounded: Computed, row: Fields) -> dict[str, str]:
+    """The reason of every number of a head that is null."""
+
+    def reason(name: str) -> str:
+        if truth.projection is None and name in WEIGHT_NUMBERS:
+            return "W_Q is not known: no single linear layer makes the queries"
+        if row["rows"] == 0:
+            return "no query sees more than one key"
+        if name == "ds_row_sum" and not _zero_sums(truth):
+            return "under a soft cap, or with a sink, rows of dS do not sum to zero"
+        if name.startswith("pv") and rounded.product is None:
+            return "the keys are split, and each part has a P V of its own"
+        if name.endswith("_t"):
+            return f"a t needs {stats.FEWEST_BLOCKS} blocks of rows that do not all agree"
+        return (
+            "what it is made of is not there or not finite, or what it is "
+            "relative to is zero"
+        )
+
+    return {name: reason(name) for name, x in row.items() if x is None}

@@ -1,0 +1,291 @@
+"""Which heads meet which conditions of the chain from a tied maximum to a wrong dW_Q (Qiu
+& Yao, arXiv 2510.04212; docs/derivations.md), in which order they are named, and what the
+answer says.
+
+A number that is null meets no condition and lacks none. Heads are ordered by dW_Q's
+error, not by how many conditions they meet: a condition is a lead, and that error is what
+does harm. No sentence says what will become of a training run: neither the paper nor
+these numbers show that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+
+from numdev.grouping import grouped
+from numdev.report.numbers import percent, si
+from numdev.studies.diagnose.report import CureRow, HeadRow, Ranked
+
+# Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that
+# is lost in the scatter of some hundred rows, 0.3 ulp / sqrt(rows).
+TIED = 0.05
+# Share of probability at powers of two; by chance, in bfloat16, it is 1 / 128
+POWERS = 0.5
+ONE_SIGNED = 0.75  # share of features: well above one half, which is chance for two keys
+BIASED = TIED / 4  # ulps, to either side: what the fewest ties that count would make
+T = 4.0  # a t over 16 blocks that chance gives one head in 860
+# Running sum over rms sqrt(rows); one random walk in eight thousand gets as far
+RUN = 4.0
+# Share of energy in one direction: the errors of a few hundred rows of one sign then add
+# up along it to tens of times what errors of random sign leave.
+SIMILAR = 0.1
+# |dW_Q error| / |dW_Q|: rounding dW_Q itself to bfloat16 may change it as much
+MOVED = 2.0**-8
+# Spectral norm over the layer's median: untrained heads differ by a few per cent
+LOUDER = 1.5
+HALF = 0.5  # what a cure has to leave at most
+# |dW_Q error| of a head over |dW_Q| of its layer: half a gradient, from rounding
+DROWNED = 0.5
+NAMED = 4  # cures that are named
+
+
+# --- the conditions -------------------------------------------------------------------
+
+TIES, EXACT, SIGN = "tied maxima", "weights at powers of two", "V of one sign"
+OUTPUT, DELTA = "biased output", "delta error of one sign"
+ALIKE, WRONG, NORM = "similar terms of dW_Q", "dW_Q moved", "large spectral norm"
+# In the order of the chain. A condition is met where in any line every number reaches its
+# limit.
+CONDITIONS: Mapping[str, tuple[Mapping[str, float], ...]] = {
+    TIES: ({"tied": TIED}, {"ones": TIED}),
+    EXACT: ({"powers": POWERS},),
+    SIGN: ({"one_signed": ONE_SIGNED},),
+    OUTPUT: ({"pv_bias": BIASED, "pv_t": T}, {"out_bias": BIASED, "out_t": T}),
+    DELTA: ({"delta_t": T, "delta_run": RUN},),
+    ALIKE: ({"similarity": SIMILAR},),
+    WRONG: ({"moved": MOVED},),
+    NORM: ({"spectral_ratio": LOUDER},),
+}
+
+
+def meets(head: HeadRow, condition: str) -> bool | None:
+    """Whether a head meets a condition. None where that could not be measured: no line of
+    it has a number, or one lacks a number and those it has fall short."""
+    verdicts = []
+    for limits in CONDITIONS[condition]:
+        numbers = {name: getattr(head, name) for name in limits}
+        reached = [abs(x) >= limits[name] for name, x in numbers.items() if x is not None]
+        if reached and (all(reached) or len(reached) == len(limits)):
+            verdicts.append(all(reached))
+    return any(verdicts) if verdicts else None
+
+
+# --- the order ------------------------------------------------------------------------
+
+
+def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, ...]:
+    """Every head, the one that moves its layer's dW_Q most first.
+
+    The score is |dW_Q error| of a head over |dW_Q| of its layer, the root of the sum of
+    its heads' squares; else |delta's mean error|; else 0. Heads whose W_Q is not known
+    come after those whose is. Equals are in the order of checkpoint, layer, call and
+    head. `heads` are all heads of their calls; `cures` may be of some of them or none."""
+    layers: dict[tuple[str, str], list[float]] = {}
+    for head in heads:
+        layers.setdefault((head.checkpoint, head.case), []).append(head.dw_q_norm or 0.0)
+
+    def score(head: HeadRow) -> tuple[bool, float]:
+        error, norm = head.dw_q_error, head.dw_q_norm
+        layer = math.hypot(*layers[head.checkpoint, head.case])
+        if error is None or norm is None:
+            return True, _mean_of(head)
+        return False, error * norm / layer if layer > 0 else _mean_of(head)
+
+    ordered = sorted(
+        heads, key=lambda h: (h.checkpoint, h.layer or 0, h.case, h.call, h.head)
+    )
+    ordered.sort(key=lambda h: (score(h)[0], -score(h)[1]))  # equals stay in this order
+    cures_of_head = grouped(cures, attrgetter("key"))
+    ranking = []
+    for rank, head in enumerate(ordered, start=1):
+        verdicts = {name: meets(head, name) for name in CONDITIONS}
+        ranking.append(
+            Ranked(
+                **head.place,
+                rank=rank,
+                score=score(head)[1],
+                conditions=tuple(n for n, is_met in verdicts.items() if is_met),
+                missing=tuple(n for n, is_met in verdicts.items() if is_met is False),
+                cured_by=_cured_by(cures_of_head.get(head.key, ())),
+            )
+        )
+    return tuple(ranking)
+
+
+def _mean_of(head: HeadRow) -> float:
+    """|Mean error of delta|; 0 where that is null."""
+    return abs(head.delta_mean or 0.0)
+
+
+def at_fault(ranked: Ranked) -> bool:
+    """Whether a head's errors do not cancel, and reach dW_Q where that is known."""
+    return DELTA in ranked.conditions and WRONG not in ranked.missing
+
+
+def harms(ranked: Ranked) -> bool:
+    """Whether a head is at fault, or moves half of its layer's dW_Q however its errors
+    lie."""
+    return at_fault(ranked) or ranked.score >= DROWNED
+
+
+def judged(ranked: Ranked, condition: str = DELTA) -> bool:
+    """Whether a condition could be measured at a head, met or not. By default that its
+    error of delta has one sign."""
+    return condition in (*ranked.conditions, *ranked.missing)
+
+
+def leading(ranking: Sequence[Ranked]) -> Ranked:
+    """The head that an answer is about: the first at fault, else the first whose error of
+    delta could be judged, else the first."""
+    candidates = list(filter(at_fault, ranking)) or list(filter(judged, ranking))
+    return candidates[0] if candidates else ranking[0]
+
+
+def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
+    """The shares that a cure leaves, of the error of dW_Q, and of delta's mean error if
+    that had one sign. None where the cure gives NaN or infinity."""
+    pairs = {"dW_Q's error": (cure.dw_q_error, without.dw_q_error)}
+    if without.delta_t is not None and abs(without.delta_t) >= T:
+        pairs["delta's mean error"] = (cure.delta_mean, without.delta_mean)
+    return {
+        what: abs(value) / abs(uncured)
+        for what, (value, uncured) in pairs.items()
+        if value is not None and uncured and not cure.nonfinite
+    }
+
+
+def _cured_by(rows: Sequence[CureRow]) -> tuple[str, ...]:
+    """The cures of one head that leave less than half of an error, best first."""
+    without = next((row for row in rows if row.cure == "none"), None)
+    if without is None:
+        return ()
+    left = [
+        (min(shares(r, without).values(), default=1.0), r.cure)
+        for r in rows
+        if r != without
+    ]
+    return tuple(name for share, name in sorted(left) if share < HALF)
+
+
+# --- the words ------------------------------------------------------------------------
+
+
+def answer(
+    ranking: Sequence[Ranked],
+    heads: Sequence[HeadRow],
+    cures: Sequence[CureRow],
+) -> tuple[str, ...]:
+    """The first sentences of a report. `heads` are those that were ranked."""
+    if not ranking:
+        return ("Nothing was diagnosed: no attention call was measured.",)
+    first = leading(ranking)
+    rows = {head.key: head for head in heads}
+    judged_rows = [rows[r.key] for r in ranking if judged(r)]
+    if at_fault(first):
+        sentences = [
+            *_fault_sentences(first, rows[first.key], ranking),
+            *_cure_sentence(first, cures),
+        ]
+    elif _drowns(first):
+        sentences = [
+            _drowned_sentence(first, rows[first.key], ranking),
+            *_cure_sentence(first, cures),
+        ]
+    elif judged_rows:
+        sentences = [_no_fault_sentence(judged_rows)]
+    else:
+        sentences = []
+    if len(judged_rows) < len(ranking):
+        sentences.append(
+            _not_judged_sentence([rows[r.key] for r in ranking if not judged(r)], ranking)
+        )
+    return tuple(sentences)
+
+
+def _fault_sentences(
+    first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
+) -> tuple[str, str]:
+    """What the errors of a head at fault do, and which conditions of the chain hold."""
+    # A head that attends to one key has P at 1 without any tie: then only a biased
+    # output shows that rounding P V to one side is where it begins.
+    peaked = {EXACT, OUTPUT} <= set(first.conditions)
+    forward = (TIES in first.conditions or peaked) and SIGN not in first.missing
+    origin = "It begins in forward" if forward else "Not the published cause"
+    effect = (
+        f"{first.brief}: rounding shifts its delta to one side, by "
+        f"{percent(row.delta_mean, sign=True)} of what it is summed from "
+        f"(t = {si(row.delta_t)}); that alone moves its dW_Q by {percent(row.moved)}. "
+        f"Rank {first.rank} of {len(ranking)}; "
+        f"heads at fault: {sum(map(at_fault, ranking))}."
+    )
+    cause = (
+        f"{origin}: {_listed(first.conditions)}; "
+        f"missing conditions: {_listed(first.missing)}; "
+        f"rows of dS sum to {percent(row.ds_row_sum)} of their size."
+    )
+    return effect, cause
+
+
+def _drowns(ranked: Ranked) -> bool:
+    """Whether rounding changes half of the dW_Q of the head's layer."""
+    return ranked.score >= DROWNED and judged(ranked, WRONG)
+
+
+def _drowned_sentence(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
+    """What rounding does to the layer of a head whose errors have no common sign."""
+    return (
+        f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
+        f"({sum(map(_drowns, ranking))} of {len(ranking)} heads ≥ {percent(DROWNED)}); "
+        f"the errors have no consistent sign (t = {si(row.delta_t)}); "
+        f"rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0."
+    )
+
+
+def _no_fault_sentence(judged_rows: Sequence[HeadRow]) -> str:
+    """How many heads were cleared, and how far the worst of them is off."""
+    count = len(judged_rows)
+    shifted = [head for head in judged_rows if meets(head, DELTA)]
+    worst = max(
+        shifted or judged_rows, key=lambda head: (head.moved or 0.0, _mean_of(head))
+    )
+    top = max(judged_rows, key=lambda head: abs(head.delta_t or 0.0))
+    return (
+        f"No head of {count} is at fault: delta's error has one sign in "
+        f"{len(shifted)} of {count} heads "
+        f"(largest |t|: {si(abs(top.delta_t or 0.0))}, {top.brief}); "
+        f"it moves a dW_Q by at most {percent(worst.moved)} ({worst.brief}, "
+        f"mean error {percent(worst.delta_mean, sign=True)})."
+    )
+
+
+def _not_judged_sentence(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) -> str:
+    """How many heads could not be judged, with the reason of the first."""
+    nulls = heads[0].nulls
+    why = nulls.get("delta_mean") or nulls.get("delta_t") or "not measured"
+    return f"Sign of delta's error not known in {len(heads)} of {len(ranking)}: {why}."
+
+
+def _cure_sentence(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
+    """What the best cure of a head leaves of its error; empty where none was run."""
+    rows = {cure.cure: cure for cure in cures if cure.key == first.key}
+    if not rows:
+        return []
+    nonfinite = [name for name, row in rows.items() if row.nonfinite]
+    broken = f"NaN or infinity: {_listed(nonfinite)}."
+    if not first.cured_by:
+        return [f"No cure that was tried takes half of it away: see the table. {broken}"]
+    best, *also = first.cured_by[:NAMED]
+    without, row = rows["none"], rows[best]
+    share, what = min((share, what) for what, share in shares(row, without).items())
+    return [
+        f"Best cure on the same inputs: {best} leaves {percent(share)} of {what}; "
+        f"dW_Q is then off by {percent(row.dw_q_error)}, "
+        f"without it by {percent(without.dw_q_error)}. "
+        f"Below half too: {_listed(also)}. {broken}"
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names in a sentence."""
+    return ", ".join(names) or "none"

@@ -1,0 +1,151 @@
+"""What a diagnosis is asked to look at: one target, or the checkpoints of a series by
+step.
+
+A series is several targets, or a directory that holds checkpoints, or that of a `numdev
+train` with its `checkpoints/`. Steps are those of `training.json`, which `numdev train`
+writes beside its weights, else those in the names of the directories (`...-step500`,
+`checkpoint-500`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from numdev.config import demo_checkpoint
+from numdev.errors import MeasurementError, UsageError
+from numdev.sources.checkpoint import WHOLE
+from numdev.sources.files import identity
+from numdev.sources.pipeline import is_pipeline
+from numdev.sources.prompts import PROMPT
+from numdev.sources.tensorfile import holds_cases, open_cases
+from numdev.studies.training.weights.files import WeightSet, open_weights
+
+STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
+YAML = (".yaml", ".yml")
+# Weights: what a model is built by, and what the demo reads
+BESIDE = ("config.json", PROMPT)
+GIVE = (
+    "give a checkpoint, a directory of checkpoints (a training keeps them with "
+    "`checkpoints:`), a file of captured tensors, or `demo`"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One target: a set of weights, captured tensors, or a configuration that draws its
+    cases."""
+
+    target: str  # as a source takes it: a path, or `demo`
+    name: str  # of the directory or file; the whole path where two are called alike
+    step: int | None = None
+    sha256: str | None = None  # of weights
+    files: tuple[Path, ...] = ()  # what else decides which calls it has
+
+    def identity(self) -> list[str | int | None]:
+        """What differs between two targets at the same path. The step is part of it since
+        rows name their step."""
+        return [self.sha256, identity(self.files), self.step]
+
+
+def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
+    """The stages that targets name, in the order of their steps, or as they were given;
+    and which checkpoints were left out because they hold NaN or infinity.
+
+    Raises UsageError for a target that is none, and for two checkpoints of one step,
+    MeasurementError where weights are damaged, and where no checkpoint has finite
+    weights."""
+    paths = [path for target in targets for path in _checkpoints(target)]
+    if len(set(paths)) < len(paths):
+        raise UsageError(f"{targets[0]}: a checkpoint is given twice")
+    names = Counter(path.resolve().name for path in paths)
+    steps = {path: step_of(path) for path in paths}
+    (step, times), *_ = Counter(steps.values()).most_common(1)
+    if None not in steps.values():
+        if times > 1:
+            what = f"{targets[0]}: {times} checkpoints are from step {step}"
+            raise UsageError(
+                what, hint="name one series, such as run/checkpoints/bf16-seed0-*"
+            )
+        paths.sort(key=lambda path: steps[path] or 0)
+    sound, left_out = list[Stage](), list[str]()
+    for path in paths:
+        name = path.resolve().name
+        stage = Stage(
+            target=str(path),
+            name=name if names[name] == 1 else str(path),
+            step=steps[path],
+        )
+        if path.suffix in YAML:
+            sound.append(replace(stage, files=(path,)))
+        elif holds_cases(path):
+            sound.append(replace(stage, files=open_cases(path).files))
+        else:
+            weights = open_weights(str(path))
+            if weights.damage:
+                raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
+            if broken := _nonfinite_tensor(weights):
+                left_out.append(f"{stage.name}: {broken}; left out.")
+            else:
+                hashes, files = identity(weights.files), _files_beside(path)
+                sound.append(replace(stage, sha256=hashes, files=files))
+    if not sound:
+        raise MeasurementError(left_out[0], hint="diagnose a checkpoint from before that")
+    return tuple(sound), tuple(left_out)
+
+
+def _nonfinite_tensor(weights: WeightSet) -> str | None:
+    """The first tensor with NaN or infinite elements and how many; None without one."""
+    for name, tensor in weights.tensors.items():
+        if count := int((~tensor.read().isfinite()).sum()):
+            return f"{name} holds {count} NaN or infinite elements"
+    return None
+
+
+def _files_beside(path: Path) -> tuple[Path, ...]:
+    """The files beside a checkpoint's weights that decide which calls it has."""
+    directory = demo_checkpoint() if str(path) == "demo" else path
+    return tuple(file for name in BESIDE if (file := directory / name).is_file())
+
+
+def _checkpoints(target: str) -> list[Path]:
+    """The target itself, or the checkpoints in a directory."""
+    path = Path(target)
+    if target == "demo":
+        return [path]
+    if not path.exists():
+        raise UsageError(f"{target}: no such file or directory", hint=GIVE)
+    # Else its text encoder would be taken for a checkpoint of a series
+    if is_pipeline(path):
+        raise UsageError(
+            f"{target}: diagnose takes no pipeline", hint="numdev audit takes it"
+        )
+    if path.is_file() or _is_checkpoint(path) or holds_cases(path):
+        return [path]
+    for pattern in ("checkpoints/*", "*"):
+        if checkpoints := sorted(filter(_is_checkpoint, path.glob(pattern))):
+            return checkpoints
+    raise UsageError(f"{target}: holds no checkpoint", hint=GIVE)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    names = (*WHOLE, *(f"{name}.index.json" for name in WHOLE))
+    return (path / "config.json").is_file() and any(
+        (path / name).is_file() for name in names
+    )
+
+
+def step_of(path: Path) -> int | None:
+    """The step of training of a checkpoint, by `training.json`, else by the directory's
+    name; None where neither has one."""
+    try:
+        step = json.loads((path / "training.json").read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        step = None
+    if isinstance(step, int):
+        return step
+    in_name = STEP.search(path.name)
+    return int(in_name[1]) if in_name else None

@@ -1,0 +1,172 @@
+"""Means of errors per query head, and how sure they are.
+
+All are over the rows of a head that see more than one key. Rows of a sequence share keys
+and values, so a t is of means over blocks of rows: 16 to a sequence, or whole sequences
+where there are 16 or more. A number that cannot be formed is NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from numdev.formats import Format, ulp
+from numdev.sources.projection import Projection
+from numdev.studies.diagnose.report import Fields
+from numdev.studies.training.measure import spectral_norms
+
+# Blocks of rows in a sequence. With as many sequences or more, a sequence is one block
+BLOCKS = 16
+FEWEST_BLOCKS = 4
+# An exact value below its term scale over this is no measure of its own errors
+CANCELLED = 16.0
+MAX_TOKENS = 2048  # a longer call is sampled at as many, evenly spread
+STEPS = 32  # of Lanczos' method; as many as there are tokens give it to fp64 rounding
+GRAM_BYTES = 1 << 28  # the Gram matrices of several heads at once take at most this
+Columns = Mapping[str, Tensor]  # numbers by name, [H] each
+
+
+def mean(x: Tensor, rows: Tensor) -> Tensor:
+    """[H]: the mean of [B, H, n] over the rows that count; NaN where there is none."""
+    return torch.where(rows, x, 0.0).sum(dim=(0, 2)) / rows.sum(dim=(0, 2))
+
+
+def rms(x: Tensor, rows: Tensor) -> Tensor:
+    """[H]: the root of the mean square."""
+    return mean(x.square(), rows).sqrt()
+
+
+def norm(x: Tensor) -> Tensor:
+    """[H]: the Frobenius norm of each head's part of [H, ...]."""
+    size: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=-1)
+    return size
+
+
+def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
+    """[H]: the mean of [B, H, n] over its standard error, from means over blocks of rows.
+
+    `step` is that of the grid on which a row's x lies, if it lies on one: a spread of the
+    blocks below half a step of their means is missed, not small (as in
+    `numdev.metrics.bias`). NaN for fewer than FEWEST_BLOCKS blocks and where they have no
+    spread."""
+    sums, counts = _block_sums(torch.where(rows, x, 0.0)), _block_sums(rows.to(x.dtype))
+    seen = counts > 0
+    n = seen.sum(dim=-1).to(x.dtype)
+    means = torch.where(seen, sums / counts, 0.0)
+    middle = means.sum(dim=-1) / n
+    squares = torch.where(seen, means - middle[:, None], 0.0).square().sum(dim=-1)
+    deviation = (squares / (n - 1)).sqrt()
+    spread = torch.maximum(deviation, 0.5 * step * n / counts.sum(dim=-1))
+    few = (n < FEWEST_BLOCKS) | (spread == 0)
+    return (middle / (spread / n.sqrt())).masked_fill(few, math.nan)
+
+
+def _block_sums(x: Tensor) -> Tensor:
+    """[H, blocks]: the sums of [B, H, n] over blocks of rows."""
+    batch, heads, n = x.shape
+    blocks = min(1 if batch >= BLOCKS else BLOCKS, n)
+    width = -(-n // blocks)
+    padded = torch.nn.functional.pad(x, (0, blocks * width - n))
+    sums: Tensor = padded.unflatten(-1, (blocks, width)).sum(dim=-1)
+    return sums.transpose(0, 1).reshape(heads, -1)
+
+
+def longest_run(error: Tensor, rows: Tensor) -> Tensor:
+    """[B, H]: the largest |running sum of errors| of a sequence over rms sqrt(rows), near
+    1 for errors of random sign; NaN where it has no row or no error."""
+    counted = torch.where(rows, error, 0.0)
+    count = rows.sum(dim=-1).to(error.dtype)
+    size = (counted.square().sum(dim=-1) / count).sqrt()
+    return counted.cumsum(dim=-1).abs().amax(dim=-1) / (size * count.sqrt())
+
+
+def bias(
+    error: Tensor, exact: Tensor, scale: Tensor, rows: Tensor, fmt: Format
+) -> tuple[Tensor, Tensor]:
+    """[H] each: the mean in ulps along the exact value's sign, and its t, of errors [B,
+    H, n, d] of exact values; `scale` is their term scale, sum |P V|. An ulp is that of
+    `fmt` at the exact value, or where that has cancelled, at scale / CANCELLED."""
+    ulps = error / ulp(torch.maximum(exact.abs(), scale / CANCELLED), fmt)
+    along = (ulps * exact.sign()).mean(dim=-1)
+    return mean(along, rows), t_of(along, rows, step=1.0 / error.shape[-1])
+
+
+def by_head(columns: Columns) -> list[Fields]:
+    """The numbers of each head by name, None for NaN and infinity. Waits for the device,
+    once."""
+    rows = torch.stack([x.double() for x in columns.values()], dim=-1).tolist()
+    return [
+        {
+            name: x if math.isfinite(x) else None
+            for name, x in zip(columns, row, strict=True)
+        }
+        for row in rows
+    ]
+
+
+# --- of W_Q ---------------------------------------------------------------------------
+# Terms of the error of dW_Q are R_T = (P K)[T]^T X[T] of formula 2
+# (`numdev.studies.diagnose.chain`), (P K) [T] pulled back to W_Q's output. They are
+# matrices of rank 1 and are never made: their Gram matrix is the Hadamard product of that
+# of (P K) and that of X. Its trace is the sum of all |R_T|^2, its largest eigenvalue that
+# sum along the leading direction.
+
+
+def spectral(projection: Projection, heads: int) -> Columns:
+    """The largest singular value of each head's rows of W_Q, and that over the heads'
+    median; NaN for a head whose rows are not finite."""
+    (largest,) = spectral_norms([projection.weight.unflatten(0, (heads, -1))])
+    return {
+        "spectral_norm": largest,
+        "spectral_ratio": largest / largest.nanquantile(0.5),
+    }
+
+
+def similarity(projection: Projection, PK: Tensor) -> Tensor:
+    """[H]: the share of sum_T |R_T|^2 in one direction, for P K [B, H, n, head_dim] in
+    fp64, 0 in rows that do not count. NaN where no token has an R_T."""
+    at_weights = projection.pull(PK).double().flatten(0, 1)  # [B n, H, head_dim]
+    n = len(at_weights)
+    taken = min(n, MAX_TOKENS)
+    tokens = torch.arange(taken, device=PK.device) * n // taken
+    x = projection.x.double().flatten(0, 1)[tokens]
+    heads_at_once = max(1, GRAM_BYTES // (8 * taken**2))
+    shares = []
+    for a in at_weights[tokens].transpose(0, 1).split(heads_at_once):
+        gram = (a @ a.mT).mul_(x @ x.mT)  # [heads, taken, taken]
+        shares.append(
+            largest_eigenvalue(gram) / gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+        )
+    return torch.cat(shares)
+
+
+def largest_eigenvalue(gram: Tensor) -> Tensor:
+    """[H]: the largest eigenvalue of each symmetric matrix of [H, n, n] in fp64 that has
+    no negative one; NaN for a matrix that is not finite. By Lanczos' method with full
+    reorthogonalisation (Golub & Van Loan, Matrix Computations, section 10.1): from below,
+    to about 1 % where no direction stands out."""
+    # No element is larger than the largest of the diagonal, nor NaN without one there.
+    finite = gram.diagonal(dim1=-2, dim2=-1).isfinite().all(dim=-1)
+    matrix = torch.where(finite[:, None, None], gram, 0.0)
+    heads, n, _ = matrix.shape
+    generator = torch.Generator("cpu").manual_seed(0)
+    b = torch.randn(n, 1, generator=generator, dtype=matrix.dtype, device="cpu").to(
+        matrix.device
+    )
+    # An orthonormal basis of span(b, G b, G^2 b, ...); columns are 0 where the space is
+    # exhausted.
+    basis = matrix.new_zeros(heads, n, min(STEPS, n))
+    vector = b.expand(heads, n, 1)
+    scale = matrix.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[:, None, None]
+    size = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+    for i in range(basis.shape[-1]):
+        basis[..., i : i + 1] = vector = torch.where(size > 0, vector / size, 0.0)
+        vector = matrix @ vector
+        for _ in range(2):  # once more: what the first pass leaves is rounding
+            vector = vector - basis @ (basis.mT @ vector)
+        size = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+        size = torch.where(size > 1e-14 * scale, size, 0.0)
+    eigenvalues = torch.linalg.eigvalsh(basis.mT @ (matrix @ basis))
+    return torch.where(finite, eigenvalues[..., -1], math.nan)

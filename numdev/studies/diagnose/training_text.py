@@ -1,0 +1,70 @@
+"""What a checkpoint of `numdev train` that reads bytes was trained on, for its diagnosis
+to read.
+
+Such a checkpoint has no tokenizer, so that without this its diagnosis would read random
+ids, of which it learned nothing: heads would be judged on inputs that training never
+had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from numdev.config import DiagnoseRequest
+from numdev.errors import UsageError
+from numdev.studies.diagnose.series import Stage
+from numdev.studies.training.config import DataConfig, ModelConfig
+from numdev.studies.training.data import load
+
+NEVER_SEEN = 0  # a step of which training had no batch: they are counted from 1
+READS = "{name} reads {count} × {length} bytes of what it was trained on, {what}."
+RANDOM = "{name} reads random bytes: {why}; give --text or --inputs."
+
+
+def training_text(
+    request: DiagnoseRequest, stage: Stage, path: Path
+) -> tuple[Path | None, str | None]:
+    """A safetensors file at `path` with input ids from the text of a checkpoint's
+    training, and a sentence on it. (None, None) where the request says what to read, or
+    training read no bytes; where the text is gone the file is None, and the sentence says
+    so, as it does of another text.
+    """
+    record = _training_record(Path(stage.target))
+    if request.text or request.inputs or not record:
+        return None, None
+    try:
+        model = ModelConfig.model_validate(record["request"]["model"])
+        data = DataConfig.model_validate(record["request"]["data"])
+        if data.tokenizer != "bytes":
+            return None, None
+        tokens = load(data, model, request.sequences, torch.device("cpu"))
+    except (KeyError, TypeError, ValidationError):
+        return None, RANDOM.format(
+            name=stage.name, why="training.json does not say what it learned"
+        )
+    except UsageError as error:
+        return None, RANDOM.format(name=stage.name, why=error.message)
+    batch = tokens.batch(request.seed, NEVER_SEEN)
+    ids = batch["inputs"][:, : request.length].contiguous()
+    save_file({"input_ids": ids}, path)
+    what = tokens.about["prompt"]
+    if tokens.about["data_sha256"] != record.get("data", {}).get("data_sha256"):
+        what += " as they are here, which are not those of its training"
+    count, length = ids.shape
+    return path, READS.format(name=stage.name, count=count, length=length, what=what)
+
+
+def _training_record(checkpoint: Path) -> Mapping[str, Any]:
+    """The content of `training.json`, which `numdev train` writes beside the weights;
+    empty without one."""
+    try:
+        record = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) and "request" in record else {}

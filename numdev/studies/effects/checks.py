@@ -1,0 +1,443 @@
+"""What an isolated call cannot show: properties of the model as a whole, tried in fp64.
+Without rounding, two ways to compute one thing agree to fp64's own noise; a larger
+difference means another function. It comes with the first layer whose attention differs,
+and with a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from numdev.cases import AttentionCase, visible
+from numdev.config import EffectsRequest, demo_checkpoint
+from numdev.errors import MeasurementError, NumdevError, one_line
+from numdev.exact.dtypes import is_floating
+from numdev.exact.wide import widened
+from numdev.formats import Format
+from numdev.report import Finding
+from numdev.report.numbers import three
+from numdev.sources.capture import attention_modules, in_parts, layer_of, led, unaudited
+from numdev.sources.loss import at_home
+from numdev.sources.prompts import arguments
+from numdev.studies.audit.reproduce import written
+from numdev.studies.effects.outputs import (
+    EXACT_NONFINITE,
+    bad_positions,
+    counted,
+    output_of,
+    text_of,
+)
+from numdev.studies.effects.report import (
+    COMPILED,
+    LIMIT,
+    Check,
+    EffectsReport,
+    check_names,
+    unasked,
+)
+from numdev.studies.effects.rounding import layers_of
+from numdev.studies.effects.running import Inputs, Subject, exact, first_nonfinite
+
+BEFORE = ""  # the name of what the first layer gets
+HIDDEN = 4  # tokens that a mask hides
+NO_PLACES = "the output has no position for each token"
+INTERFACE = "computes another function than the model's attention interface"
+WRONG = {  # by check, what is wrong where it does not hold
+    "repeat": "The model gives another output when it runs again (dropout, or a state)",
+    "eager": f"The model's eager attention {INTERFACE}",
+    "sdpa": f"The model's own call of SDPA {INTERFACE}",
+    "causality": "The model is not causal: later tokens change earlier outputs",
+    "cache": (
+        "Decoding with a cache computes another function than one pass over "
+        "the same tokens"
+    ),
+    "mask": "The attention mask is ignored: hidden tokens change other outputs",
+    "batch": "A sequence's output depends on the others in its batch",
+    "compiled": "The compiled model computes another function",
+    "compiled eager": "The compiled model computes another function with eager attention",
+}
+
+Exact = tuple[Tensor, dict[str, Tensor]]  # the output, and by module what it gave
+
+
+def checks_of(
+    subject: Subject,
+    inputs: Inputs,
+    request: EffectsRequest,
+    before: Sequence[Check] = (),
+) -> Iterator[Check]:
+    """Exactly one check for each name that `check_names` has for the subject's format, in
+    that order. `before`: the checks of earlier formats; what has nothing to do with the
+    format is tried in the first one. Where the model does not repeat itself, nothing else
+    is tried."""
+    checks = Checks(subject, inputs, request)
+    repeat = next((check for check in before if check.name == "repeat"), None)
+    for name, fmt in check_names(request, [subject.format.name]):
+        if before and not fmt:
+            continue
+        check = checks.tried(name, repeat).model_copy(update={"format": fmt})
+        repeat = check if name == "repeat" else repeat
+        yield check
+
+
+class Checks:
+    """Each check runs the model another way; one that does not apply says why in its
+    place."""
+
+    def __init__(self, subject: Subject, inputs: Inputs, request: EffectsRequest) -> None:
+        self.subject, self.inputs, self.request = subject, inputs, request
+        self.model = subject.wide
+        self.text = text_of(inputs)
+
+    def tried(self, name: str, repeat: Check | None) -> Check:
+        """The check of this name, given that whether the model repeats itself was tried
+        before."""
+        untried = Check(name=name, holds=None)
+        if why := unasked(self.request, name) or self.inapplicable(name):
+            return untried.model_copy(update={"applies": False, "reason": why})
+        if repeat is not None and repeat.holds is not True:
+            return untried.model_copy(update={"reason": f"not tried: {repeat.reason}"})
+        try:
+            check = self.attempt(name)
+        # The model's own code runs here: it may lack an argument or a way to run
+        except Exception as error:
+            reason = error.message if isinstance(error, NumdevError) else one_line(error)
+            return untried.model_copy(update={"reason": reason})
+        if isinstance(check, str):
+            return untried.model_copy(update={"applies": False, "reason": check})
+        return check
+
+    def inapplicable(self, name: str) -> str:
+        """Why the check does not apply to this model or its inputs, as far as that shows
+        before it runs; empty where it applies."""
+        model: Any = self.model
+        if name in ("eager", "sdpa", "compiled eager"):
+            if self.subject.by_hand:
+                return f"there is one implementation: {self.subject.by_hand}"
+            several = hasattr(model, "set_attn_implementation")
+            several &= name != "sdpa" or getattr(model, "_supports_sdpa", True)
+            return "" if several else "the model has one implementation of attention"
+        if name == "batch":
+            return "" if self.sequences > 1 else "the model reads one sequence at a time"
+        if name not in ("causality", "cache", "mask"):
+            return ""
+        if name == "mask":
+            named, takes_all = arguments(model.forward)
+            if not takes_all and "attention_mask" not in named:
+                return "no attention mask"
+        if name == "cache" and not getattr(model, "can_generate", lambda: False)():
+            return "the model is no decoder"
+        text = self.text if name == "causality" else "input_ids"
+        if text is None or text not in self.inputs:
+            return "the model reads no token ids"
+        if self.inputs[text].shape[1] <= 2 * HIDDEN:
+            return f"fewer than {2 * HIDDEN + 1} tokens"
+        return ""
+
+    def attempt(self, name: str) -> Check | str:
+        """The check, tried; or why it does not apply, where only the run shows that."""
+        if name == "repeat":
+            return self.repeat()
+        if name in ("eager", "sdpa"):
+            return self.own_code(name)
+        if name == "causality":
+            assert self.text is not None
+            return self.causality(self.text)
+        if name == "cache":
+            return self.cache(self.request.generate or 0)
+        if name == "mask":
+            return self.mask(decodes=self.text != "input_ids")
+        if name == "batch":
+            return self.batch()
+        if name == "format":
+            return self.own_format()
+        return self.compiled(name, "eager" if name == "compiled eager" else "sdpa")
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences the inputs hold."""
+        return next(len(x) for x in self.inputs.values() if isinstance(x, Tensor))
+
+    @cached_property
+    def followed(self) -> dict[nn.Module, str]:
+        """The modules whose outputs tell where two runs part, with their names:
+        attention, other mixers, and whole layers."""
+        names = attention_modules(self.model) + [
+            name for _, name, _ in unaudited(self.model)
+        ]
+        return {self.model.get_submodule(n): n for n in (*names, *layers_of(self.model))}
+
+    def exact(self, inputs: Inputs, **how: Any) -> Exact:
+        """The output of one exact run, and that of each module in `followed`, in the
+        order in which they ended; before these, as BEFORE, the input of the first
+        layer."""
+        outs: dict[str, Tensor] = {}
+        layers = set(layers_of(self.model))
+
+        def enter(module: nn.Module, args: tuple[object, ...]) -> None:
+            is_first = not outs and self.followed.get(module) in layers
+            if is_first and args and is_floating(args[0]):
+                outs[BEFORE] = widened(args[0])
+
+        def keep(module: nn.Module, _inputs: object, out: object) -> None:
+            x = out[0] if isinstance(out, tuple) else out
+            if module in self.followed and is_floating(x):
+                outs[self.followed[module]] = widened(x)
+
+        with register_module_forward_pre_hook(enter), register_module_forward_hook(keep):
+            return output_of(self.subject.exactly(inputs, **how)), outs
+
+    @cached_property
+    def whole(self) -> Exact:
+        """The exact run that others are compared with."""
+        return self.exact(self.inputs)
+
+    def compared(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
+        """Whether two exact runs agree at the positions that count, and where they part.
+        Raises MeasurementError where there is nothing to compare."""
+
+        def difference(a: Tensor, b: Tensor) -> float:
+            """The largest difference over the rms of `a`; 0 for tensors that are not of
+            one shape, or have no positions."""
+            if a.shape != b.shape or a.shape[:2] != counts.shape:
+                return 0.0
+            a, b = a[counts], b[counts]
+            error = (a - b).abs().max() / a.square().mean().sqrt().clamp_min(1e-300)
+            return float(error.nan_to_num(nan=1e300, posinf=1e300))
+
+        if one[0].shape != other[0].shape:
+            shapes = f"{[*one[0].shape]} and {[*other[0].shape]}"
+            raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
+        if not counts.any():
+            raise MeasurementError("no position of the output counts")
+        if bad_positions(one[0], counts):
+            raise MeasurementError("NaN or infinity in the exact output")
+        largest: float | None = difference(one[0], other[0])
+        reason = ""
+        if bad := bad_positions(other[0], counts):
+            largest, reason = None, f"{WRONG[name]}: {_nonfinite(bad, counts)}"
+        elif largest is not None and largest > LIMIT:
+            reason = (
+                f"{WRONG[name]}: in fp64 outputs differ by {three(largest)} of their size"
+            )
+        if reason:
+            in_both = (n for n in one[1] if n in other[1])
+            first = next(
+                (n for n in in_both if difference(one[1][n], other[1][n]) > LIMIT), None
+            )
+            reason += "" if first is None else self.place(first)
+        return Check(
+            name=name, holds=not reason, difference=largest, limit=LIMIT, reason=reason
+        )
+
+    def place(self, name: str) -> str:
+        """The clause of a sentence that says where two runs first differ."""
+        if name == BEFORE:
+            return "; they differ before the first layer"
+        module = self.model.get_submodule(name)
+        layer = layer_of(module, name)
+        if layer is None:
+            return ""
+        if name in layers_of(self.model):
+            what = "output"
+        elif name in attention_modules(self.model):
+            what = "attention"
+        else:
+            what = type(module).__name__
+        return f"; layer {layer} is the first whose {what} differs"
+
+    def again(self, name: str, **how: Any) -> Check:
+        """Whether the exact run agrees with one that is made another way: `how` are
+        arguments of `exact`. Without any it is the same run again."""
+        counts = counted(self.inputs, self.whole[0])
+        return self.compared(name, self.whole, self.exact(self.inputs, **how), counts)
+
+    def repeat(self) -> Check:
+        """Whether the model gives the same output again. Raises MeasurementError where
+        the exact output is not finite, since NaN does not differ from NaN."""
+        if bad_positions(self.whole[0], counted(self.inputs, self.whole[0])):
+            with first_nonfinite(self.model, len(self.whole[0])) as first:
+                self.subject.exactly(self.inputs)
+            raise MeasurementError(
+                f"{EXACT_NONFINITE}, first in {next(iter(first.values()), '')}"
+            )
+        return self.again("repeat")
+
+    def own_format(self) -> Check:
+        """Whether the model computes in its own format, or a wider one, at every site."""
+        if not self.subject.ran_exactly:  # elsewhere, or before it was interrupted
+            self.subject.exactly(self.inputs)
+        fmt, sites = self.subject.format.name, self.subject.narrower
+        where = ", ".join(f"in {narrow} at `{site}`" for site, narrow in sites.items())
+        reason = f"The model's own code computes {where}, not in {fmt}"
+        reason = reason if sites else f"The model computes in {fmt} at every site"
+        count = float(len(sites))
+        return Check(
+            name="format", holds=not sites, difference=count, limit=0.0, reason=reason
+        )
+
+    def own_code(self, way: str) -> Check:
+        """Whether the model's own code for attention, eager or SDPA, computes what it
+        asks the attention interface to compute."""
+        model: Any = self.model
+        with led(model, way):
+            if model.config._attn_implementation != way:
+                raise MeasurementError(f"the model cannot be switched to {way}")
+            return self.again(way, attention=None)
+
+    def causality(self, name: str) -> Check | str:
+        """Whether later tokens change nothing before them. It applies to a model for text
+        generation, and to one most of whose calls hide later keys."""
+        hides: list[bool] = []
+
+        def attention(case: AttentionCase, fmt: Format) -> Tensor:
+            shown = visible(case, slice(0, 1), slice(0, case.kv_len))
+            if case.q_len == case.kv_len:
+                hides.append(shown is not None and not bool(shown[..., 1:].any()))
+            return exact(case, fmt)
+
+        by_hand = bool(self.whole and self.subject.by_hand)
+        ways: Any = {} if by_hand else {"attention": attention}
+        one, ids = self.exact(self.inputs, **ways), self.inputs[name]
+        causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        causal |= name.startswith("decoder") or 2 * sum(hides) > len(hides)
+        if not causal:
+            return "the model is no decoder"
+        if one[0].shape[:2] != ids.shape:
+            return NO_PLACES
+        later = slice(ids.shape[1] // 2, None)
+        counts = counted(self.inputs if name == "input_ids" else {}, one[0])
+        counts[:, later] = False
+        other = self.exact({**self.inputs, name: self.changed(ids, later)})
+        return self.compared("causality", one, other, counts)
+
+    def changed(self, ids: Tensor, where: slice) -> Tensor:
+        """The ids with another token of the text in these places; padding stays, since
+        models count it. Raises MeasurementError where no id would change."""
+        pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        pads = torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
+        tokens, changed = ids[~pads].unique(), ids.clone()
+        place = torch.searchsorted(tokens, ids).clamp_max(len(tokens) - 1)
+        if len(tokens) > 1:
+            others = torch.where(pads, ids, tokens[(place + 1) % len(tokens)])
+            changed[:, where] = others[:, where]
+        if torch.equal(changed, ids):
+            raise MeasurementError(
+                "no other token of the text can stand in the place of one"
+            )
+        return changed
+
+    def mask(self, *, decodes: bool) -> Check | str:
+        """Whether tokens that the attention mask hides change nothing at the others."""
+        ids = self.inputs["input_ids"]
+        mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
+        mask[:, :HIDDEN] = 0
+        masked = {**self.inputs, "attention_mask": mask}
+        changed = {**masked, "input_ids": self.changed(ids, slice(0, HIDDEN))}
+        one, other = self.exact(masked), self.exact(changed)
+        if not decodes and one[0].shape[:2] != ids.shape:
+            return NO_PLACES
+        return self.compared(
+            "mask", one, other, counted({} if decodes else masked, one[0])
+        )
+
+    def batch(self) -> Check:
+        """Whether the first sequence has the same output alone and in the batch."""
+        count = self.sequences
+        alone = {
+            name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
+            for name, x in self.inputs.items()
+        }
+        out, outs = self.whole
+        if len(out) != count:
+            raise MeasurementError(
+                f"the output has {len(out)} sequences, and {count} were read"
+            )
+        first = out[:1], {name: x[:1] for name, x in outs.items() if len(x) == count}
+        return self.compared("batch", first, self.exact(alone), counted(alone, out[:1]))
+
+    def cache(self, steps: int) -> Check:
+        """Whether decoding the last `steps` tokens one at a time, with a cache, gives the
+        outputs of one pass over all tokens."""
+        if self.text != "input_ids":
+            raise MeasurementError("a model that encodes is not decoded with a cache")
+        length = self.inputs["input_ids"].shape[1]
+        first = max(1, length - steps)
+
+        def decoded(**wide: Any) -> Tensor:
+            answers = in_parts(self.model, wide, range(first, length + 1))
+            return torch.cat([output_of(answer) for answer in answers], dim=1)
+
+        out = output_of(self.subject.exactly(self.inputs, run=decoded))
+        counts = counted(self.inputs, out)
+        counts[:, :first] = False
+        return self.compared("cache", self.whole, (out, {}), counts)
+
+    def compiled(self, name: str, way: str) -> Check:
+        """Whether torch.compile leaves the model's error as it is. `way`: which of the
+        model's own codes for attention runs, where it has several."""
+        model: nn.Module = self.subject.real
+        with torch.no_grad(), led(model, way):
+            home = at_home(model, self.inputs)
+            as_is = output_of(model(**home))
+            torch.compiler.reset()
+            compiled = output_of(torch.compile(model, dynamic=False)(**home))
+        return self.compared_with_compiled(name, as_is, compiled)
+
+    def compared_with_compiled(self, name: str, as_is: Tensor, compiled: Tensor) -> Check:
+        """Whether a compiled model's output errs at most COMPILED times as much as that
+        of the model as it is."""
+        exact = self.whole[0]
+        counts = counted(self.inputs, exact)
+        if not as_is.shape == compiled.shape == exact.shape:
+            shapes = f"{[*as_is.shape]} and {[*compiled.shape]}"
+            raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
+        if not counts.any():
+            raise MeasurementError("no position of the output counts")
+        if bad_positions(as_is, counts):
+            raise MeasurementError("NaN or infinity in the output of the model as it is")
+        about: Any = {"name": name, "limit": COMPILED}
+        if bad := bad_positions(compiled, counts):
+            return Check(
+                **about, holds=False, reason=f"{WRONG[name]}: {_nonfinite(bad, counts)}"
+            )
+        errors = [float((x - exact)[counts].norm()) for x in (as_is, compiled)]
+        ratio = min(errors[1] / max(errors[0], 1e-300), 1e300)
+        holds = ratio <= COMPILED
+        text = f"its error is {three(ratio)} times that of the model as it is"
+        text = f"compiled, {text}" if holds else f"{WRONG[name]}: {text}"
+        return Check(**about, holds=holds, difference=ratio, reason=text)
+
+
+def _nonfinite(bad: int, counts: Tensor) -> str:
+    return f"NaN or infinity at {bad} of {int(counts.sum())} positions"
+
+
+def reproducers(report: EffectsReport, directory: Path, **_: object) -> list[Path]:
+    """A script for each finding that one can be written for; it needs torch and
+    transformers."""
+    path = report.request["checkpoint"]
+    path = demo_checkpoint() if path == "demo" else Path(path).resolve()
+    if not ((path / "config.json").is_file() and report.tokens):
+        return []
+
+    def facts(finding: Finding) -> dict[str, Any] | None:
+        if finding.rule not in ("eager", "sdpa", "causality", "mask", "cache"):
+            return None
+        model = {
+            "architecture": report.provenance.source["architecture"],
+            "path": str(path),
+        }
+        length = min(4, len(report.tokens) // 3)
+        return {"rule": finding.rule, "tokens": report.tokens, "length": length, **model}
+
+    return written(report.findings, directory, "effects", facts)

@@ -1,0 +1,22 @@
+"""What numdev knows of reports of effects: how they are judged, compared and shown."""
+
+from __future__ import annotations
+
+from numdev.kinds import Judged, Kind
+from numdev.studies.effects import moves, verdict, view
+from numdev.studies.effects.report import EffectsReport
+from numdev.studies.effects.wholeness import check
+
+EFFECTS = Kind(
+    report=EffectsReport,
+    blocks=view.blocks,
+    judged=Judged(
+        check=check,
+        tests=verdict.tests,
+        findings=verdict.findings,
+        summarised=verdict.summarised,
+        passing=verdict.passing,
+    ),
+    moves=moves.moves,
+    limits=verdict.EffectsLimits,
+)

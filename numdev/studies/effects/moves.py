@@ -1,0 +1,243 @@
+"""Two reports of `numdev effects`: what moved.
+
+A number of a run in B over that in A is taken for each sequence. Its logarithm scatters
+about 0 where only the order of roundings changed; it moved where Student's t says
+otherwise, at 1 % over all runs (Holm), or where every sequence says so by more than
+SURELY."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from scipy.special import stdtr
+
+from numdev.gate.compare_report import Compared, Group, Move, Presence
+from numdev.gate.compare_studies import (
+    both_numbers,
+    in_one_alone,
+    lost_numbers,
+    measured_pairs,
+    nowhere,
+    of_model,
+)
+from numdev.gate.findings import label
+from numdev.gate.movement import FAR, by_chance, factor, log_ratio
+from numdev.gate.rows import Key
+from numdev.grouping import grouped
+from numdev.metrics.statistics import holm
+from numdev.report import Place
+from numdev.report.numbers import three
+from numdev.studies.effects.report import Check, EffectsReport, Fields, OutputRow
+
+COSTS = (
+    *("cost", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max"),
+    *("log_perplexity", "error", "angle", "apart", "flips", "unexplained"),
+)
+"""The numbers of a run, but for `first_flip`, which is null where nothing flips."""
+ALPHA = 0.01
+Pair = tuple[OutputRow, OutputRow]  # of A and of B
+LEAST = 3  # sequences, below which chance is unknown
+SURELY = 10.0  # a factor in every sequence that is no chance, however few they are
+SCALES = {  # numbers of a run that have a ratio, and what they are called
+    "cost": "the error at the {place} (cost)",
+    "log_prob": "the change of log-probabilities",
+    "error": "the relative error of the {place}",
+}
+HOLDS = {None: "not tried", True: "holds", False: "fails"}
+NOTE = (
+    "A cost moved where its ratio differs from 1 over the sequences (Student's t, 1 % "
+    "over all {tests} numbers of runs by Holm), or where it exceeds {surely:g} in every "
+    "sequence."
+)
+FEW = (
+    "Chance is unknown below {least} sequences: there, only a factor above {surely:g} is "
+    "a change."
+)
+
+
+class EffectsNames:
+    """The names by which rows of two reports are matched, as `movement.Names` has them
+    for an audit's."""
+
+    def kernel(self, row: OutputRow) -> Key:
+        """What identifies the kernel and the format of a row."""
+        return label(row), row.format
+
+    def step(self, row: OutputRow) -> Key:
+        """What identifies a row: its kernel, its run and its sequence."""
+        return self.kernel(row), (row.run, row.sequence), False
+
+    row = step
+
+    def lost(self, a: OutputRow, b: OutputRow) -> list[str]:
+        """The numbers that a row has in A and lacks in B."""
+        return [
+            *lost_numbers(a, b, COSTS),
+            *(["growth"] if a.growth and not b.growth else []),
+        ]
+
+    def about(self, row: OutputRow) -> Fields:
+        """The fields of a move that say which row it is about."""
+        layer = "" if row.layer is None else f"L{row.layer}"
+        where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
+        about = {
+            "role": "kernel",
+            "kernel": row.kernel or "model",
+            "options": row.options,
+        }
+        return about | {"format": row.format, "tensor": where}
+
+    def place(self, row: OutputRow) -> Place:
+        """The place of a row, in a report whose rows are of no call."""
+        return nowhere(self.about(row)["tensor"])
+
+
+def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compared]:
+    """Every run that both reports have, which of them moved, and the checks that hold in
+    one report alone. A cost that is 0 in one report alone moved, whatever chance does."""
+    names = EffectsNames()
+    pairs = grouped(measured_pairs(names, old.rows, new.rows), lambda pair: pair[1].run)
+    ratios = {
+        (run, metric): _log_ratios(rows, metric)
+        for run, rows in pairs.items()
+        for metric in SCALES
+    }
+    p = {key: _p(logs) for key, logs in ratios.items() if len(logs) >= LEAST}
+    moved = dict(zip(p, holm(list(p.values()), ALPHA), strict=True))
+    groups: list[Group] = []
+    moves: list[Move] = []
+    for run, rows in pairs.items():
+        about, place = names.about(rows[0][1]), names.place(rows[0][1])
+        of_run: list[Move] = []
+        for metric, words in SCALES.items():
+            both = both_numbers(rows, metric)
+            zero = any((a == 0) != (b == 0) for a, b in both)
+            logs = ratios[run, metric]
+            if not (zero or moved.get((run, metric), False) or _surely(logs)):
+                continue
+            a, b = (statistics.median(side) for side in zip(*both, strict=True))
+            mean = statistics.mean(logs) if logs else None
+            text = f"{words.format(place=rows[0][1].place)} from {three(a)} to {three(b)}"
+            excess = FAR if zero or mean is None else 1 + abs(mean)
+            numbers: Fields = {"a": a, "b": b, "change": factor(mean)}
+            numbers["excess"] = min(FAR, excess)
+            of_run.append(
+                Move(**about, place=place, metric=metric, words=text, **numbers)
+            )
+        of_run += [
+            Move(**about, place=place, excess=FAR, **fact)
+            for fact in _count_changes(rows)
+        ]
+        groups.append(_run_group(about, rows, ratios[run, "cost"], of_run))
+        moves += of_run
+    notes = [NOTE.format(tests=len(p), surely=SURELY)]
+    if any(group.unjudged for group in groups):
+        notes.insert(0, FEW.format(least=LEAST, surely=SURELY))
+    changed, presences = _check_moves(old.checks, new.checks)
+    return names, Compared(
+        groups, [*moves, *changed], tuple(notes), presences=tuple(presences)
+    )
+
+
+def _log_ratios(rows: Sequence[Pair], metric: str) -> list[float]:
+    """The logarithm of a number in B over that in A, for each sequence that has one."""
+    logs = (log_ratio(a, b) for a, b in both_numbers(rows, metric))
+    return [log for log in logs if log is not None]
+
+
+def _surely(logs: Sequence[float]) -> bool:
+    """Whether every sequence has changed by more than SURELY, the same way."""
+    return bool(logs) and (min(logs) > math.log(SURELY) or max(logs) < -math.log(SURELY))
+
+
+def _run_group(
+    about: Fields, rows: Sequence[Pair], logs: Sequence[float],
+    moves: Sequence[Move],
+) -> Group:  # fmt: skip
+    """One run. It is judged where its costs are equal, where they moved, or where chance
+    is known from the ratios of enough of them."""
+    both = both_numbers(rows, "cost")
+    a, b = map(statistics.median, zip(*both, strict=True)) if both else (None, None)
+    same = sum(x == y for x, y in both)
+    judged = bool(moves) or same == len(rows) or len(logs) >= LEAST
+    return Group(
+        **about,
+        metric="cost",
+        a=a,
+        b=b,
+        change=factor(statistics.mean(logs)) if logs else None,
+        pairs=len(rows),
+        same_bits=same,
+        moved=len(rows) if moves else 0,
+        unjudged=0 if judged else len(rows),
+    )
+
+
+def _count_changes(rows: Sequence[Pair]) -> Iterator[Fields]:
+    """The fields of a move for each count of a run that changed, summed over its
+    sequences."""
+    for metric, what in (
+        ("positions", "positions"), ("flips", "top tokens that flip"),
+        ("unexplained", "flips that are no near ties"),
+    ):  # fmt: skip
+        both = both_numbers(rows, metric)
+        a, b = (int(sum(side)) for side in zip(*both, strict=True)) if both else (0, 0)
+        alike = {
+            "positions": a == b,
+            "flips": abs(a - b) <= 4 * math.sqrt(a + b),
+            "unexplained": by_chance(a, b),
+        }
+        if not alike[metric]:
+            yield {"metric": metric, "a": a, "b": b, "words": f"{what}: {a}, now {b}"}
+
+
+def _p(logs: Sequence[float]) -> float:
+    """The two-sided p of the mean of logarithms, 1 where all are 0."""
+    spread = statistics.stdev(logs) / math.sqrt(len(logs))
+    if spread == 0:
+        return 0.0 if any(logs) else 1.0
+    return float(2 * stdtr(len(logs) - 1, -abs(statistics.mean(logs)) / spread))
+
+
+def _check_moves(
+    old: Sequence[Check], new: Sequence[Check]
+) -> tuple[list[Move], list[Presence]]:
+    """Checks that hold in one report alone, and those that one report alone could try."""
+    sides = [
+        {(check.name, check.format): check for check in checks} for checks in (old, new)
+    ]
+    moves: list[Move] = []
+    presences: list[Presence] = []
+    for key in dict.fromkeys((*sides[0], *sides[1])):
+        a, b = (side.get(key) for side in sides)
+        check = b or a
+        assert check is not None
+        one, two = (None if each is None else each.holds for each in (a, b))
+        if one == two:
+            continue
+        fmt, place = check.format or "float64", nowhere(f"check {check.name}")
+        # One that fails and was not there before is a fault, whoever asked for it.
+        if (one is not None and two is not None) or (a is None and two is False):
+            words = f"check {check.name}: {HOLDS[one]}, now {HOLDS[two]}"
+            moves.append(
+                Move(
+                    **of_model(fmt),
+                    tensor="checks",
+                    place=place,
+                    metric="check",
+                    a=a.difference if a else None,
+                    b=b.difference if b else None,
+                    excess=FAR,
+                    words=f"{words} ({check.reason})" if check.reason else words,
+                )
+            )
+        else:
+            other = b if two is None else a
+            why = "there is no such check" if other is None else other.reason
+            lacks = f"check {check.name}"
+            presences.append(
+                in_one_alone(of_model(fmt), place, two is None, "checks", why, lacks)
+            )
+    return moves, presences

@@ -1,0 +1,354 @@
+"""A model in one format, run as a user runs it, exactly, or exactly but for chosen
+roundings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, Refused
+from numdev.exact.dtypes import is_floating
+from numdev.exact.wide import Wide, widened
+from numdev.formats import Format, dtype_of, format_of, round_to
+from numdev.kernels import Output, find
+from numdev.kernels.emulation.kernel import MOST_BITS
+from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
+from numdev.kernels.reference import attend
+from numdev.sources.capture import Unseen, answered, followed
+from numdev.sources.checkpoint import Deferred, Streamed
+from numdev.sources.loss import at_home
+from numdev.sources.opening import CheckpointSource
+from numdev.sources.pipeline import PictureSource
+from numdev.studies.audit.isolation import Failure, Runner
+from numdev.studies.audit.plan import Planned
+from numdev.studies.audit.rows import options_set
+from numdev.studies.effects.rounding import (
+    ATTENTION,
+    SITES,
+    AtSites,
+    Running,
+    SiteTracker,
+)
+from numdev.system import System
+
+# What answers a call that came in a format, though its values may be in fp64: its output,
+# in any dtype.
+Attention = Callable[[AttentionCase, Format], Tensor]
+Inputs = Mapping[str, Any]
+Source = CheckpointSource | PictureSource
+
+
+def exact(case: AttentionCase, _fmt: Format) -> Tensor:
+    """The output of a call in fp64."""
+    return attend(case).out
+
+
+class Subject:
+    """The model of a source in a format: `real`, as it is used, and `wide`, which has the
+    source's own weights in fp64. It raises what the model raises, Refused where a kernel
+    declines or cannot run here, and MeasurementError where one fails."""
+
+    def __init__(self, source: Source, fmt: Format, run: Runner, system: System) -> None:
+        self.format, self.run, self.system, self.device = fmt, run, system, system.device
+        models: Any = [source.load(dtype_of(fmt)) for _ in range(2)]
+        self.real, self.wide = models
+        if hasattr(self.wide, "set_experts_implementation"):
+            # Transformers' default has no fp64
+            self.wide.set_experts_implementation("eager")
+        _widen(self.wide, source.model, self.device)
+        # The context in which each model has its weights at hand
+        self.weights: dict[nn.Module, Any] = dict.fromkeys(models, nullcontext)
+        if source.streamed:
+            self.weights = {m: Streamed(m, device=self.device).running for m in models}
+        self.places = SiteTracker(self.wide)
+        self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
+        # Whether it chooses among its parts, as a router of experts does
+        self.routes = False
+        self.ran_exactly = False  # until then `narrower` and `routes` are empty
+        # Why no kernel can answer its attention, once a run has shown it
+        self.by_hand = ""
+
+    def as_used(
+        self, inputs: Inputs, attention: Attention, moved: int | None = None
+    ) -> Any:
+        """What the model returns as it computes in its format. With the seed `moved` its
+        embedded inputs lie one unit in the last place off, up or down."""
+
+        def answer(case: AttentionCase) -> Tensor:
+            return attention(case, format_of(case.q.dtype)).to(case.q.dtype)
+
+        moving = (
+            nullcontext() if moved is None else _moving(self.real, self.format, moved)
+        )
+        with torch.no_grad(), self.weights[self.real](), moving:
+            home = at_home(self.real, inputs)
+            return answered(self.real, lambda: self.real(**home), answer)
+
+    def exactly(
+        self,
+        inputs: Inputs,
+        attention: Attention | None = exact,
+        *,
+        sites: Collection[str] = (),
+        drawn: int | None = None,
+        run: Callable[..., Any] | None = None,
+    ) -> Any:
+        """What the model returns, or `run` in its place, computed in fp64 but for
+        roundings at `sites` (up or down at random with the seed `drawn`, where there is
+        one). Its attention is answered by `attention`; None: by the model's own code,
+        which is as exact in fp64 and stands in for `exact` in a model that attends by
+        hand."""
+        if attention is exact:
+            if not self.by_hand:
+                try:
+                    return self._exactly(inputs, exact, sites, drawn, run)
+                except Unseen as error:
+                    self.by_hand = error.message
+            attention = None
+        return self._exactly(inputs, attention, sites, drawn, run)
+
+    def _exactly(
+        self, inputs: Inputs, attention: Attention | None, sites: Collection[str],
+        drawn: int | None, run: Callable[..., Any] | None,
+    ) -> Any:  # fmt: skip
+        """As `exactly`, with attention answered as `attention` says."""
+        generator = (
+            None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
+        )
+        rounding = AtSites(self.places, self.format, sites, generator)
+        running = Running(rounding)
+
+        def answer(case: AttentionCase) -> Tensor:
+            self.places.met()
+            kind, dtype = case.q.device.type, case.q.dtype
+            if torch.is_autocast_enabled(kind):  # the model's own
+                rounding.narrower["attention"] = format_of(
+                    torch.get_autocast_dtype(kind)
+                ).name
+            with _disable_current_modes(), torch.autocast(kind, enabled=False):
+                values = (attention or exact)(_unwrapped(case), format_of(dtype))
+                return Wide.of(values.double(), dtype)
+
+        call = partial(
+            run or self.wide, **self._inputs(inputs, rounded="embedding" in sites)
+        )
+        with torch.no_grad(), self.weights[self.wide](), self.places.following(), running:
+            if attention is not None:
+                result = answered(self.wide, call, answer)
+            else:  # fused operators, chosen by what tensors say they are, have no fp64
+                with sdpa_kernel(SDPBackend.MATH):
+                    result = call()
+        self.ran_exactly = True
+        self.narrower |= rounding.narrower
+        self.routes |= running.routes
+        return result
+
+    def rounded(
+        self,
+        inputs: Inputs,
+        kernels: Iterable[Planned],
+        site: str = "",
+        drawn: int | None = None,
+    ) -> Any:
+        """What the model returns, rounded at one site, or at all, but computed in fp64.
+        Attention rounds as the first of the kernels with a rounding model does, else as
+        FlashAttention-2."""
+        stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
+
+        def attention(case: AttentionCase, fmt: Format) -> Tensor:
+            claim: Mapping[str, Any] = {"preset": "fa2"}
+            for planned in kernels:
+                with suppress(Refused, MeasurementError):
+                    claim = self._claim(planned, case.rounded_to(fmt))
+                    break
+            values = recipe(**claim).sites
+            formats = {
+                s: fmt.name if values[s] == WORKING else values[s]
+                for s in ATTENTION.get(site, FORWARD)
+                if values[s] not in (EXACT, "wide")
+            }
+            chosen = {**claim, **dict.fromkeys(FORWARD, EXACT), **formats, **stochastic}
+            # Of which a quick exponential is part
+            if site not in ("", "attention scores"):
+                chosen["exponential"] = "exact"
+            return find("emulated").attend(case, **chosen).out
+
+        if not site:
+            return self.exactly(inputs, attention, sites=SITES, drawn=drawn)
+        return self.exactly(
+            inputs, attention if site in ATTENTION else exact, sites=(site,)
+        )
+
+    def _inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
+        """The inputs as the model takes them, floating-point ones wide."""
+        home = {
+            name: x.to(self.device) if isinstance(x, Tensor) else x
+            for name, x in inputs.items()
+        }
+        for name, x in home.items():
+            if is_floating(x):
+                dtype = x.dtype if x.is_complex() else dtype_of(self.format)
+                is_rounded = rounded and not x.is_complex()
+                values = round_to(x.double(), self.format) if is_rounded else widened(x)
+                home[name] = Wide.of(values, dtype)
+        return home
+
+    def kernel(
+        self, planned: Planned, layer: int | None, case: AttentionCase, fmt: Format
+    ) -> Tensor:
+        """Attention by a kernel, on inputs rounded to the format of the call; with a
+        `layer` (else None) in this one alone, and exactly in all others."""
+        if layer not in (None, case.ref.layer):
+            return exact(case, fmt)
+        return self._run_kernel(planned, case.rounded_to(fmt)).out
+
+    def predicted(self, planned: Planned, case: AttentionCase, fmt: Format) -> Tensor:
+        """The same as the kernel's rounding model has it; exactly, where a call comes in
+        a wider format than the model's, for which there is none."""
+        if fmt.precision > self.format.precision:
+            return exact(case, fmt)
+        case = case.rounded_to(fmt)
+        return find("emulated").attend(case, **self._claim(planned, case)).out
+
+    def _run_kernel(self, planned: Planned, case: AttentionCase) -> Output:
+        """The kernel's output on a case. Raises Refused where it cannot run here or
+        declines, and MeasurementError where it fails."""
+        kernel = planned.kernel
+        if missing := kernel.missing(self.system):
+            raise Refused(missing)
+        output = self.run(kernel, case, options_set(planned.options, kernel))
+        if isinstance(output, Failure):
+            raise (Refused if output.status == "skipped" else MeasurementError)(
+                output.reason
+            )
+        return output
+
+    def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, Any]:
+        """The options of `emulated` that the kernel rounds like on a rounded case."""
+        claim = planned.kernel.claims(case, self._run_kernel(planned, case), self.system)
+        if claim is None or case.format.precision > MOST_BITS:
+            raise Refused(
+                f"{planned.kernel.name} has no rounding model for {case.format.name}"
+            )
+        return claim
+
+
+@contextmanager
+def first_nonfinite(
+    model: nn.Module, count: int, cast_to: Format | None = None
+) -> Iterator[dict[int, str]]:
+    """A context in which the model runs on `count` sequences. It fills a dict: by the
+    number of a sequence the first module that gives NaN or infinity, with its weight that
+    holds some; or that gets some from what is no module, such as attention. A module that
+    mixes sequences counts for all of them. `cast_to`: the format that the weights were
+    cast to, which they may overflow."""
+    first: dict[int, str] = {}
+    names = {
+        module: name or type(module).__name__ for name, module in model.named_modules()
+    }
+
+    def note(x: Any, where: Callable[[], str]) -> None:
+        for tensor in (widened(y) for y in tree_leaves(x) if is_floating(y)):
+            bad = ~tensor.isfinite()
+            if tensor.ndim and len(tensor) == count:
+                sequences = bad.flatten(1).any(dim=1).nonzero()[:, 0].tolist()
+            else:
+                sequences = range(count) if bool(bad.any()) else ()
+            first.update({i: where() for i in sequences if i not in first})
+
+    def enter(module: nn.Module, args: tuple[object, ...], _named: object) -> None:
+        # Others may get masks, which hold -inf
+        if not any(True for _ in module.children()):
+            with _disable_current_modes():
+                note(args[:1], lambda: f"the input of {names[module]}")
+
+    def leave(module: nn.Module, _args: object, out: Any) -> None:
+        with _disable_current_modes():
+            note(out, lambda: names[module] + _bad_weight(module, cast_to))
+
+    with followed(names, enter, leave):
+        yield first
+
+
+def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
+    """A clause about the first weight of a module that holds NaN or infinity; empty
+    without one."""
+    cast = f" (cast to {cast_to.name})" if cast_to else ""
+    for name, x in module.named_parameters():
+        if not isinstance(x, Deferred) and (count := int((~widened(x).isfinite()).sum())):
+            return (
+                f", whose {name}{cast} has NaN or infinity at {count} of "
+                f"{x.numel()} places"
+            )
+    return ""
+
+
+def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
+    """Replace the model's floating-point tensors by `Wide` ones with the source's values;
+    a tensor that stays on disk by one that makes it when it is read."""
+    widened_by_id: dict[int, Any] = {}  # a tied weight stays one
+    for name, module in model.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            tensors = getattr(module, kind)
+            values = getattr(source.get_submodule(name), kind)
+            for leaf, x in tensors.items():
+                if not is_floating(x):
+                    continue
+                if id(x) not in widened_by_id:
+                    wide = partial(_wide, values[leaf], x.dtype, kind == "_parameters")
+                    widened_by_id[id(x)] = (
+                        Deferred.of(x._empty, wide)
+                        if isinstance(x, Deferred)
+                        else wide(device)
+                    )
+                tensors[leaf] = widened_by_id[id(x)]
+
+
+def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> Any:
+    """A parameter or buffer in fp64 under the dtype that the model has it in."""
+    with _disable_current_modes():  # it may be read from disk while the model runs
+        values = values.make(device) if isinstance(values, Deferred) else values.detach()
+        wide = Wide.of(widened(values.to(device)), dtype, is_weight=True)
+        return nn.Parameter(wide, requires_grad=False) if is_parameter else wide
+
+
+def _unwrapped(case: AttentionCase) -> AttentionCase:
+    """The call with its values in fp64. The lowest number of a mask's dtype, which hides
+    a key, becomes that of fp64."""
+    values = {name: widened(x) for name, x in vars(case).items() if is_floating(x)}
+    if case.mask is not None and "mask" in values:
+        hidden = values["mask"] == torch.finfo(case.mask.dtype).min
+        values["mask"] = values["mask"].masked_fill(
+            hidden, torch.finfo(torch.float64).min
+        )
+    return dataclasses.replace(case, **values)
+
+
+@contextmanager
+def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
+    """A context in which the output of the first table or layer to run is one unit in the
+    last place off, up or down at random."""
+
+    def move(_module: nn.Module, _args: object, x: Tensor) -> Tensor:
+        stack.close()  # the first to run is moved, and no other
+        generator = torch.Generator(x.device).manual_seed(seed)
+        up = torch.rand(x.shape, generator=generator, device=x.device) < 0.5
+        spacing = 2.0 * fmt.unit_roundoff
+        moved = x.double() * (1 + torch.where(up, spacing, -spacing))
+        return round_to(moved, fmt).to(x.dtype)
+
+    with ExitStack() as stack:
+        for m in model.modules():
+            if isinstance(m, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Linear):
+                stack.callback(m.register_forward_hook(move).remove)
+        yield

@@ -1,0 +1,469 @@
+"""`numdev effects`: the model's output in each format with each kernel beside the exact
+one, and what single rounding sites do to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.formats import Format
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, default_rules
+from numdev.kernels import find
+from numdev.report import PlannedKernel, Provenance
+from numdev.report.numbers import labelled
+from numdev.sources.capture import HINT, attention_modules, layer_of
+from numdev.sources.files import naming
+from numdev.sources.opening import CheckpointSource, open_source, refuse_options
+from numdev.sources.pipeline import PictureSource, PipelineSource
+from numdev.sources.tensorfile import holds_cases
+from numdev.studies.audit.cluster import Cluster, client_of, shared_by, shared_out
+from numdev.studies.audit.isolation import Failure, Isolated, Runner, attempt
+from numdev.studies.audit.journal import Journal
+from numdev.studies.audit.plan import Planned, digest, header, plan_formats, plan_kernels
+from numdev.studies.audit.run import Progress, Say, describe, provenance
+from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.effects.checks import checks_of
+from numdev.studies.effects.outputs import Scored, compared, largest_error, outputs_of
+from numdev.studies.effects.report import (
+    Check,
+    EffectsPlan,
+    EffectsReport,
+    EffectsSummary,
+    Fields,
+    Kind,
+    OutputRow,
+    PlannedCheck,
+    PlannedRun,
+    stands_for_use,
+)
+from numdev.studies.effects.rounding import SITES
+from numdev.studies.effects.running import Inputs, Source, Subject, first_nonfinite
+from numdev.system import System
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+LOGITS = 1 << 27  # in memory at once for one run: 1 GB in fp64
+AS_USED = ("whole", "repeat", "moved")  # kinds of runs in the format, as a user runs it
+Measured = tuple[int, list[OutputRow]]  # the number of a run, and its rows
+# Measures runs, by their numbers, on one part of the inputs in a format
+Measure = Callable[[Format, int, Sequence[int]], Iterator[Measured]]
+
+
+class Run(NamedTuple):
+    """One way to run the model, by the fields of `OutputRow`."""
+
+    kind: Kind
+    planned: Planned | None = None
+    site: str = ""
+    layer: int | None = None
+
+    def row(self, fmt: Format) -> Fields:
+        """The fields of an `OutputRow` that identify the run, in a format."""
+        fields: Fields = {
+            "kind": self.kind,
+            "format": fmt.name,
+            "site": self.site,
+            "layer": self.layer,
+        }
+        if p := self.planned:
+            fields |= {"kernel": p.kernel.name, "options": dict(p.options)}
+        return fields
+
+    @property
+    def planned_run(self) -> PlannedRun:
+        """The run as the plan of a report records it."""
+        p = self.planned
+        return PlannedRun(
+            kind=self.kind,
+            kernel=p.kernel.name if p else "",
+            options=dict(p.options) if p else {},
+            site=self.site,
+            layer=self.layer,
+        )
+
+
+def effects(
+    request: EffectsRequest,
+    directory: Path,
+    *,
+    workers: Cluster | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda what, done, total: None,
+    say: Say = lambda text: None,
+    command: str = "",
+    rules: Rules | None = None,
+) -> EffectsReport:
+    """Run `request`, journalling into `directory`; returns the report, judged by the
+    rules (the default ones). Raises UsageError for what cannot be run here, and
+    MeasurementError where the model cannot be run exactly."""
+    rules = rules or default_rules()
+    check_system(System.probe(request.device).as_dict(), rules)
+    sections = ("model", "runs", "checks", "other")
+    watch = Stopwatch(System.probe(request.device).device, sections)
+    runner = (
+        Isolated(request.time_limit)
+        if request.isolate
+        else contextlib.nullcontext(attempt)
+    )
+    with runner as run, contextlib.ExitStack() as stack:
+        with watch("model"):
+            study = EffectsStudy(request, run)
+        for note in study.source.notes:
+            say(note)
+        names = [fmt.name for fmt in study.formats]
+        asked = request.model_dump(mode="json") | {"formats": names}
+        described = describe(study.source)
+        head = header(asked, study.system, study.kernels, described)
+        journal = stack.enter_context(Journal.open(directory, head, overwrite=overwrite))
+        measure: Measure = study.measured
+        if workers is not None:
+            client = stack.enter_context(client_of(workers, study.system))
+            measure = partial(measured_on, client, shared_by(head), request)
+        _finish(study, journal, measure, watch, progress)
+    report = _report(
+        study,
+        journal,
+        asked,
+        provenance=provenance(study.system, described, command),
+        timings=watch.seconds(),
+    )
+    return judged(report, rules)
+
+
+def _finish(
+    study: EffectsStudy,
+    journal: Journal,
+    measure: Measure,
+    watch: Stopwatch,
+    progress: Progress,
+) -> None:
+    """Bring into the journal every run and every check that it lacks."""
+    done, total = 0, len(study.formats) * len(study.chunks) * len(study.runs)
+    for fmt in study.formats:
+        for number in range(len(study.chunks)):
+            keys = [digest([fmt.name, number, run.row(fmt)]) for run in study.runs]
+            todo = [i for i, key in enumerate(keys) if not journal.visit(key)]
+            with watch("runs"):
+                for i, rows in measure(fmt, number, todo) if todo else ():
+                    journal.append(keys[i], {"row": rows})
+                    done += 1
+                    run = study.runs[i]
+                    progress(f"{fmt.name} {run.kind} {run.site}", done, total)
+        key = digest([fmt.name, "checks"])
+        with watch("checks"):
+            if not journal.visit(key):
+                subject, before = study.subject(fmt), journal.records("check", Check)
+                checks = checks_of(subject, study.chunks[0], study.request, before)
+                tried = list(checks)  # what the model does is known after the checks
+                facts = [{"routes": subject.routes}]
+                journal.append(key, {"check": tried, "model": facts})
+
+
+def _report(
+    study: EffectsStudy,
+    journal: Journal,
+    request: dict[str, Any],
+    *,
+    provenance: Provenance,
+    timings: dict[str, float],
+) -> EffectsReport:
+    """The report of what is journalled, not yet judged."""
+    rows = journal.records("row", OutputRow)
+    checks = journal.records("check", Check)
+    logits = any(row.flips is not None for row in rows)
+    kernels = tuple(
+        PlannedKernel(role="kernel", kernel=p.kernel.name, options=dict(p.options))
+        for p in (study.against, *study.mine)
+    )
+    planned_checks = tuple(
+        PlannedCheck(name=c.name, format=c.format, applies=c.applies) for c in checks
+    )
+    outputs = tuple(dict.fromkeys(row.at for row in rows))
+    routes = any(fact["routes"] for fact in journal.rows("model"))
+    plan = EffectsPlan(
+        kernels=kernels,
+        against=study.against.kernel.name,
+        sites_of=labelled(study.used.kernel.name, study.used.options),
+        named="kernels" in study.request.model_fields_set,
+        formats=tuple(fmt.name for fmt in study.formats),
+        runs=tuple(run.planned_run for run in study.runs),
+        outputs=outputs,
+        sequences=study.sequences,
+        logits=logits,
+        routes=routes,
+        checks=planned_checks,
+    )
+    tokens = study.chunks[0].get("input_ids", [()])[0]
+    return EffectsReport(
+        provenance=provenance,
+        request=request,
+        timings=timings,
+        plan=plan,
+        output="logits" if logits else "states",
+        summary=EffectsSummary(answer=(), runs=()),
+        checks=checks,
+        rows=rows,
+        tokens=tuple(int(token) for token in tokens),
+    )
+
+
+class EffectsStudy:
+    """An opened request: the model, what it reads, and all ways in which it is to run."""
+
+    def __init__(self, request: EffectsRequest, run: Runner) -> None:
+        self.request, self.run, self.system = request, run, System.probe(request.device)
+        choices = (Choice(name=request.against), *request.kernels)
+        if always := {"floor", "reference"} & {choice.name for choice in choices}:
+            raise UsageError(
+                f"expected a kernel, got the {min(always)}, which always runs"
+            )
+        self.kernels = [
+            p for p in plan_kernels(choices) if p.role in ("baseline", "kernel")
+        ]
+        self.against = next(
+            p for p in self.kernels if p.kernel.name == find(request.against).name
+        )
+        self.mine = [p for p in self.kernels if p is not self.against]
+        self.formats = plan_formats(request.formats, self.kernels)
+        self.source = _opened_source(request, self.system)
+        self._subject: Subject | None = None
+
+    def subject(self, fmt: Format) -> Subject:
+        """The model in a format. It stays loaded until another format is asked for."""
+        if self._subject is None or self._subject.format != fmt:
+            self._subject = None
+            self._subject = Subject(self.source, fmt, self.run, self.system)
+        return self._subject
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The runs in any format: first those that others are compared with."""
+        floor = Planned(role="floor", kernel=find("floor"), options={})
+        has_sites = isinstance(self.source, CheckpointSource)
+        main = (*self.mine, self.against)[0]
+        runs = [Run("random"), Run("emulated")] if has_sites else []
+        runs += [Run("whole", p) for p in (self.against, *self.mine)]
+        runs += [Run("repeat", self.against), Run("moved", self.against)]
+        runs += [Run("attention", p) for p in (floor, *self.kernels)]
+        runs += [Run("predicted", p) for p in self.kernels]
+        if has_sites and self.request.sites:
+            runs += [Run("site", site=site) for site in SITES]
+        if self.request.by_layer:
+            runs += [Run("attention", main, layer=layer) for layer in self._layers()]
+        return runs
+
+    def _layers(self) -> list[int]:
+        """The numbers of the layers that have attention, ascending."""
+        model = self.source.model
+        layers = {
+            layer_of(model.get_submodule(name), name) for name in attention_modules(model)
+        }
+        return sorted(layer for layer in layers if layer is not None)
+
+    @property
+    def used(self) -> Planned:
+        """The kernel that stands for what a user runs: attention's sites round as it
+        does."""
+        return min(
+            (*self.mine, self.against),
+            key=lambda p: stands_for_use(p.kernel.name, self.against.kernel.name),
+        )
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences that the model reads."""
+        return sum(len(next(iter(x.values()))) for x in self.chunks)
+
+    @cached_property
+    def chunks(self) -> list[dict[str, Any]]:
+        """The inputs, as many sequences at a time as a gigabyte of logits holds; one
+        image."""
+        inputs, step = self.source.prompt.inputs, 1
+        count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
+        if isinstance(self.source, CheckpointSource):
+            tokens = max((x.shape[1] for x in inputs.values() if x.ndim == 2), default=1)
+            vocabulary = getattr(self.source.checkpoint, "vocab_size", None) or 1
+            step = max(1, LOGITS // (tokens * vocabulary))
+        parts = [slice(at, at + step) for at in range(0, count, step)]
+        return [
+            {n: x[p] if len(x) == count else x for n, x in inputs.items()} for p in parts
+        ]
+
+    def measured(
+        self, fmt: Format, number: int, todo: Sequence[int]
+    ) -> Iterator[Measured]:
+        """The rows of these runs on one part of the inputs, each with the number of its
+        run."""
+        subject, inputs = self.subject(fmt), self.chunks[number]
+        before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
+        answer = self._answer(subject, inputs, None)
+        # No kernel can be put into it, and its own code is all there is
+        if subject.by_hand:
+            count = len(next(iter(inputs.values())))
+            fields = {"status": "skipped", "reason": subject.by_hand}
+            for i in todo:
+                about = self.runs[i].row(fmt)
+                yield i, _rows(about, [fields] * count, before)
+            return
+        truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
+        del answer
+        lost: dict[int, str] = {}  # where the truth itself is not finite
+        if not all(bool(truth.isfinite().all()) for truth in truths.values()):
+            lost = self._first_nonfinite(subject, inputs, None)
+        # Up to the first run of the whole model, runs are those that others need
+        count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
+        outputs = [self._outputs(subject, inputs, run) for run in self.runs[:count]]
+        *roundings, against = ({} if isinstance(x, Failure) else x for x in outputs)
+        # A choice of experts that changes moves one token, and may move it far.
+        by_chance = None if subject.routes else _largest_errors(roundings, truths)
+        for i in todo:
+            run = self.runs[i]
+            output = outputs[i] if i < count else self._outputs(subject, inputs, run)
+            first = lost
+            if not isinstance(output, Failure) and _overflows(output, truths):
+                first = self._first_nonfinite(subject, inputs, run) | lost
+            rows: list[OutputRow] = []
+            for at, truth in truths.items():
+                if isinstance(output, Failure):
+                    numbers: list[Fields] = [vars(output)] * len(truth)
+                else:
+                    beside = against.get(at) if run.kind in AS_USED else None
+                    numbers = compared(output[at], truth, how, by_chance, beside, first)
+                rows += _rows({**run.row(fmt), "at": at}, numbers, before)
+            yield i, rows
+
+    def _outputs(
+        self, subject: Subject, inputs: Inputs, run: Run
+    ) -> dict[str, Tensor] | Failure:
+        """The outputs of one run by name, or why it gave none."""
+        try:
+            return outputs_of(self._answer(subject, inputs, run))
+        except (Refused, MeasurementError) as error:
+            return Failure(
+                "skipped" if isinstance(error, Refused) else "failed", error.message
+            )
+
+    def _first_nonfinite(
+        self, subject: Subject, inputs: Inputs, run: Run | None
+    ) -> dict[int, str]:
+        """By sequence of these inputs, where a run, or None for the exact one, first
+        gives NaN or infinity."""
+        count = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
+        following = (
+            first_nonfinite(subject.real, count, subject.format)
+            if run is not None and run.kind in AS_USED
+            else first_nonfinite(subject.wide, count)
+        )
+        with following as first:
+            self._answer(subject, inputs, run)
+        return first
+
+    def _answer(self, subject: Subject, inputs: Inputs, run: Run | None) -> Any:
+        """What the model returns in one run, or exactly for None. An error of the model's
+        own code becomes one of one line."""
+        seed = self.request.seed
+        with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
+            if run is None:
+                return subject.exactly(inputs)
+            planned = run.planned
+            if planned is None:
+                drawn = seed + 1 if run.kind == "random" else None
+                others = [p for p in self.mine if p is not self.used]
+                return subject.rounded(inputs, (self.used, *others), run.site, drawn)
+            if run.kind == "predicted":
+                return subject.exactly(inputs, partial(subject.predicted, planned))
+            attention = partial(subject.kernel, planned, run.layer)
+            if run.kind == "attention":
+                return subject.exactly(inputs, attention)
+            return subject.as_used(
+                inputs, attention, seed + 2 if run.kind == "moved" else None
+            )
+
+
+def _rows(about: Fields, numbers: Sequence[Fields], first: int) -> list[OutputRow]:
+    """A row for each sequence, of which the first has the number `first`."""
+    return [
+        OutputRow(**about, sequence=sequence, **fields)
+        for sequence, fields in enumerate(numbers, first)
+    ]
+
+
+def _largest_errors(
+    roundings: Iterable[Mapping[str, Tensor]], truths: Mapping[str, Tensor]
+) -> Tensor | None:
+    """[sequences, positions]: the largest error of a logit in any of the runs with all
+    roundings; None where none of them gave an output."""
+    errors = [largest_error(outputs[""], truths[""]) for outputs in roundings if outputs]
+    return torch.stack(errors).amax(dim=0) if errors else None
+
+
+def _overflows(outputs: Mapping[str, Tensor], truths: Mapping[str, Tensor]) -> bool:
+    """Whether an output has NaN or infinity where the exact one is finite."""
+    return any(
+        bool((truth.isfinite() & ~outputs[at].isfinite()).any())
+        for at, truth in truths.items()
+    )
+
+
+def _opened_source(request: EffectsRequest, system: System) -> Source:
+    """The model of a request. Raises UsageError for what is no model, and for an option
+    that means nothing for it."""
+    path, target = Path(request.checkpoint), request.target
+    what = "captured tensors" if holds_cases(path) else ""
+    if path.suffix in (".yaml", ".yml"):
+        what = "a configuration"
+    if what:
+        expected = (
+            "a checkpoint, a state dict with --model, a diffusers pipeline or `demo`"
+        )
+        raise UsageError(
+            f"{target}: expected {expected}, got {what}", hint="audit it instead"
+        )
+    names = ("target", "checkpoint", *Reading.model_fields, "stream", "denoise")
+    reading = AuditRequest(**{name: getattr(request, name) for name in names})
+    source = open_source(reading, system)
+    if isinstance(source, PipelineSource):
+        refuse_options(
+            request, "a diffusers pipeline", ("by_layer", "generate", "compile")
+        )
+        return PictureSource(source, system)
+    assert isinstance(source, CheckpointSource)
+    return source
+
+
+def measured_on(
+    client: Client,
+    expected: str,
+    request: EffectsRequest,
+    fmt: Format,
+    number: int,
+    todo: Sequence[int],
+) -> Iterator[Measured]:
+    """As `EffectsStudy.measured`, the runs shared out among the workers of a client."""
+    count = min(max(1, len(client.nthreads())), len(todo))
+    parts = [
+        (request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)
+    ]
+    for rows in shared_out(client, expected, _on_worker, parts):
+        yield from rows
+
+
+def _on_worker(request: str, *part: Any) -> list[Measured]:
+    """As `EffectsStudy.measured`, on a worker that opens the model once."""
+    return list(_opened(request).measured(*part))
+
+
+@cache
+def _opened(request: str) -> EffectsStudy:
+    """The study of a request in JSON."""
+    return EffectsStudy(EffectsRequest.model_validate_json(request), attempt)

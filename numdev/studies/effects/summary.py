@@ -1,0 +1,267 @@
+"""From rows to runs over all sequences: shares, the budget of sites, the answer. Needs no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from numdev.grouping import grouped
+from numdev.metrics.statistics import factor
+from numdev.report.numbers import labelled, percent, si, three
+from numdev.studies.effects.report import (
+    Beside,
+    Budget,
+    EffectsReport,
+    EffectsSummary,
+    Estimate,
+    Fields,
+    OutputRow,
+    RunSummary,
+    stands_for_use,
+)
+
+LEAST = 3  # sequences that an interval takes
+ABOUT = ("kind", "format", "at", "kernel", "options", "site", "layer")
+Costs = Mapping[int, float]  # by sequence
+Runs = Sequence[RunSummary]
+
+
+def summary_of(report: EffectsReport) -> EffectsSummary:
+    """The summary that the rows of a report give."""
+    return summarise(report.rows, report.plan.against, logits=report.plan.logits)
+
+
+def summarised(report: EffectsReport) -> EffectsReport:
+    """The report with the summary that its rows give."""
+    return report.model_copy(update={"summary": summary_of(report)})
+
+
+def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
+    """The runs over their sequences, the budgets of the formats, the answer, and
+    notes."""
+    by_output = grouped(rows, lambda row: (row.format, row.at)).values()
+    outputs = [
+        OutputRuns(rows_of_output, against, logits=logits) for rows_of_output in by_output
+    ]
+    budgets = tuple(x.budget for x in outputs if x.budget)
+    notes: tuple[str, ...] = ()
+    if off := ", ".join(budget.format for budget in budgets if not budget.adds_up):
+        note = "the sites do not add up to the whole: draw no conclusion from shares."
+        notes = (f"In {off} {note}",)
+    if any(row.at for row in rows):
+        notes = ("In a diffusers pipeline single rounding sites are not tried.",)
+    runs = tuple(run for x in outputs for run in x.runs)
+    answer = tuple(line for x in outputs for line in x.answer())
+    return EffectsSummary(answer=answer, runs=runs, budgets=budgets, notes=notes)
+
+
+class OutputRuns:
+    """All runs of one output of the model in one format."""
+
+    def __init__(self, rows: Sequence[OutputRow], against: str, *, logits: bool) -> None:
+        self.against, self.logits = against, logits
+        by_run = grouped(rows, lambda row: row.run)
+        self.costs = {run: _costs(of_run) for run, of_run in by_run.items()}
+        # The run of the whole model that stands for what a user runs; None where none
+        # ran.
+        wholes = [
+            of_run[0]
+            for run, of_run in by_run.items()
+            if run[0] == "whole" and self.costs[run]
+        ]
+        used = min(
+            wholes, key=lambda row: stands_for_use(row.kernel, against), default=None
+        )
+        self.whole: Costs = self.costs[used.run] if used else {}
+        self.runs = [self._summary(of_run) for of_run in by_run.values()]
+        self.main = next((run for run in self.runs if used and run.run == used.run), None)
+        self.sites = [run for run in self.runs if run.kind == "site" and run.cost]
+        self.budget = self._budget(self.main) if self.main and self.sites else None
+
+    def _summary(self, rows: Sequence[OutputRow]) -> RunSummary:
+        """One run over its sequences."""
+        fields: Fields = {name: getattr(rows[0], name) for name in ABOUT}
+        for name, over_sequences in OVER_SEQUENCES.items():
+            values = [getattr(row, name) for row in rows if row.cost is not None]
+            if values := [x for x in values if x not in (None, ())]:
+                fields[name] = over_sequences(values)
+        costs = self.costs[rows[0].run]
+        beside, yardstick = self._yardstick(rows[0])
+        ratios = _ratios(costs, yardstick)
+        unmatched = [i for i, cost in costs.items() if cost and not yardstick.get(i)]
+        fields |= {
+            "reason": next((row.reason for row in rows if row.reason), None),
+            "failed": sum(row.status == "failed" for row in rows),
+            "nonfinite": sum(row.nonfinite > 0 for row in rows),
+        }
+        return RunSummary(
+            **fields,
+            unmatched=len(unmatched) if beside else 0,
+            share=_geometric(_ratios(costs, self.whole)),
+            beside=beside,
+            over=_geometric(ratios),
+            over_worst=max(ratios, default=None),
+        )
+
+    def _yardstick(self, run: OutputRow) -> tuple[Beside | None, Costs]:
+        """The costs with which a run's are compared, and their name in
+        `RunSummary.beside`; none for a run that is compared with no other."""
+
+        def of(**changes: Any) -> Costs:
+            return self.costs.get(run.model_copy(update=changes).run, {})
+
+        if run.kind == "whole":
+            return "sites", of(kind="emulated", kernel="", options={})
+        if run.kind != "attention" or run.layer is not None:
+            return None, {}
+        predicted = of(kind="predicted")
+        if any(predicted.values()):
+            return "predicted", predicted
+        return "eager", of(kernel=self.against, options={})
+
+    def _budget(self, main: RunSummary) -> Budget:
+        """The sum of the sites' costs beside that of the whole model."""
+        sites = [self.costs[run.run] for run in self.sites]
+        sums = {i: sum(costs.get(i, 0.0) for costs in sites) for i in self.whole}
+        ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
+        parts = _geometric(_ratios(sums, self.whole)) or Estimate(mean=ratio)
+        parts, adds_up = parts.model_copy(update={"mean": ratio}), 0.9 <= ratio <= 1.1
+        return Budget(
+            format=main.format, kernel=main.kernel, parts=parts, adds_up=adds_up
+        )
+
+    def answer(self) -> Iterator[str]:
+        """The sentences on the run that stands for what a user runs, in the order in
+        which a reader asks: attention's part, the whole error, what it changes."""
+        main = self.main
+        if main is None or main.cost is None:
+            return
+        attention = alone(main, self.runs)
+        share = attention.share if attention else None
+        if main.apart is not None and main.kernel != self.against and share:
+            yield self._attention_sentence(main, main.apart, share)
+        yield self._cost_sentence(main, main.cost)
+        if main.flips is not None:
+            yield self._flips_sentence(main)
+
+    def _run_name(self, main: RunSummary) -> str:
+        """The run in words, with its output where a model has several."""
+        fmt = f"{main.format} with {labelled(main.kernel, main.options)}"
+        return f"{fmt}, {main.place}" if main.at else fmt
+
+    def _tensors_name(self, main: RunSummary) -> str:
+        """The tensors whose error is meant, in words."""
+        return main.place if main.at else "logits" if self.logits else "final states"
+
+    def _attention_sentence(
+        self, main: RunSummary, difference: float, share: Estimate
+    ) -> str:
+        """Attention's share of the error, and the difference between two kernels."""
+        size = main.error or 1.0
+        moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
+        ulp = (
+            f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
+        )
+        kernel = labelled(main.kernel, main.options)
+        return (
+            f"{self._run_name(main)}: attention, with its inputs rounded (which the "
+            f"sites `q, k, v` and `rotary` count too), makes "
+            f"{_with_range(share, percent)} of the error; with {kernel} and with "
+            f"{self.against} the {self._tensors_name(main)} differ by "
+            f"{three(difference / size)} times the error{ulp}."
+        )
+
+    def _cost_sentence(self, main: RunSummary, cost: Estimate) -> str:
+        """The size of the error, and the sites that make most of it."""
+        unit = " nats a position" if self.logits else ", relative and squared"
+        text = (
+            f"{self._run_name(main)}: the error of the {self._tensors_name(main)} is "
+            f"{_with_range(cost)}{unit}"
+        )
+        if (budget := self.budget) and budget.adds_up:
+            shares = {run.site: run.share.mean for run in self.sites if run.share}
+            first = sorted(shares, key=lambda site: -shares[site])[:3]
+            sum_of_sites = three(budget.parts.mean)
+            text += f"; its sites add up to {sum_of_sites} of that, the largest: "
+            text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
+        return f"{text}."
+
+    def _flips_sentence(self, main: RunSummary) -> str:
+        """How often the top token changes, here and with another kernel."""
+        other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
+        beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
+        name = f"{main.format} with {labelled(main.kernel, main.options)}"
+        return f"{name} {flips_in_words(main)}{beside}."
+
+
+def _costs(rows: Sequence[OutputRow]) -> Costs:
+    """The cost of each sequence that has one."""
+    return {row.sequence: row.cost for row in rows if row.cost is not None}
+
+
+def _ratios(above: Costs, below: Costs) -> list[float]:
+    """The ratio of two costs in every sequence where the lower one is above 0."""
+    return [above[i] / below[i] for i in above if below.get(i, 0.0) > 0]
+
+
+def _geometric(values: Sequence[float]) -> Estimate | None:
+    """The geometric mean with the interval of the logarithms' mean, which takes LEAST
+    values; None without a value."""
+    mean, low, high = factor(values) if values else (0.0, None, None)
+    low, high = (low, high) if len(values) >= LEAST else (None, None)
+    return Estimate(mean=mean, low=low, high=high) if values else None
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    """The mean of values above 0, its interval that of the geometric mean, in
+    proportion."""
+    mean, middle = _average(values), _geometric(values)
+    if not middle or not middle.mean or middle.low is None or middle.high is None:
+        return Estimate(mean=mean)
+    low, high = (mean * end / middle.mean for end in (middle.low, middle.high))
+    return Estimate(mean=mean, low=max(0.0, low), high=high)
+
+
+def _average(values: Sequence[float]) -> float:
+    """The arithmetic mean."""
+    return sum(values) / len(values)
+
+
+# How a number of a run is made of those of its sequences
+OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("cost", "log_prob"), _mean),
+    **dict.fromkeys(("log_perplexity", "error", "angle", "apart"), _average),
+    **dict.fromkeys(("cost_p999", "cost_max", "log_prob_p999", "log_prob_max"), max),
+    **dict.fromkeys(("positions", "flips", "unexplained"), sum),
+    "first_flip": min,
+    "growth": lambda sequences: tuple(map(_average, zip(*sequences, strict=True))),
+}
+
+
+def alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
+    """The run with attention alone in the format that belongs to one of the whole."""
+    return next((run for run in runs if run.run == ("attention", *whole.run[1:])), None)
+
+
+def interval_in_words(x: Estimate, write: Callable[[float | None], str]) -> str:
+    """The ends of an interval; empty without one, and where both are written alike."""
+    low, high = write(x.low), write(x.high)
+    return "" if x.low is None or low == high else f"{low} to {high}"
+
+
+def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
+    """The mean with its interval in brackets, if it has one."""
+    within = interval_in_words(x, write)
+    return write(x.mean) + (f" ({within})" if within else "")
+
+
+def flips_in_words(run: RunSummary) -> str:
+    """The clause of a sentence that says how often a run changes the top token."""
+    if run.flips == 0:
+        return f"changes no top token ({run.positions:,} positions)"
+    text = f"changes the top token at {run.flips} of {run.positions:,} positions"
+    if run.unexplained:
+        return f"{text}, {run.unexplained} of them not near ties"
+    all_near_ties = run.flips and run.unexplained == 0
+    return f"{text}, all of them near ties" if all_near_ties else text

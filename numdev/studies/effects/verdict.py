@@ -1,0 +1,406 @@
+"""What is judged of a model's output: a test for everything planned, and its sentences.
+Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from numdev.gate.findings import label, listed, run_findings
+from numdev.gate.judgement import MODEL, RUNS, Judgement, Test
+from numdev.gate.rules import AtMost, Rules
+from numdev.gate.thresholds import run_test
+from numdev.grouping import grouped
+from numdev.metrics.statistics import BIAS_FORMATS
+from numdev.report import Finding, PlannedKernel, Standing
+from numdev.report.numbers import labelled, percent, three
+from numdev.studies.effects.report import (
+    Check,
+    EffectsPlan,
+    EffectsReport,
+    Fields,
+    OutputRow,
+    RunSummary,
+)
+from numdev.studies.effects.summary import (
+    alone,
+    flips_in_words,
+    summarised,
+    summary_of,
+)
+from numdev.yamlfile import Strict
+
+__all__ = ["EffectsLimits", "findings", "passing", "summarised", "tests"]
+
+UNSTEADY = "the model does not repeat itself"
+SURELY = 10  # times a limit: exceeded in one sequence alone, or without an interval
+WHOLE = ("whole", "attention")  # the kinds of runs with a kernel that are judged
+
+
+class EffectsLimits(Strict):
+    """The limits of `numdev effects`; configs/gate/default.yaml says what each key
+    means."""
+
+    kernel_over_predicted: AtMost
+    kernel_over_baseline: AtMost
+    model_over_sites: AtMost
+    model_over_sites_float32: AtMost
+    unexplained_flips: AtMost
+
+
+class RatioRule(NamedTuple):
+    """How one of the ratios of `RunSummary.over` is judged."""
+
+    rule: str
+    limit: str  # the name of its limit
+    words: str
+
+
+RATIO_RULES = {
+    "predicted": RatioRule(
+        "own share", "kernel_over_predicted", "its own rounding model predicts"
+    ),
+    "eager": RatioRule("own share", "kernel_over_baseline", "eager attention"),
+    "sites": RatioRule("model", "model_over_sites", "all rounding sites together"),
+}
+
+
+def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
+    """The tests of a report. For the model: each planned check, and whether the exact
+    output is finite. For each planned kernel in each format: whether it ran, whether it
+    is finite, its own share of the error, the whole error and the flips; a test that
+    cannot be made has its reason."""
+    plan = report.plan
+    limits: EffectsLimits = rules.limits_of("effects")
+    runs = summary_of(report).runs
+    steady = not any(
+        check.name == "repeat" and check.holds is False for check in report.checks
+    )
+    yield from _check_tests(report)
+    lost = dict.fromkeys(row.reason or "" for row in report.rows if row.lost)
+    yield Test(
+        rule="exact output",
+        standing=Standing.UNDECIDED if lost else Standing.HELD,
+        kernel=MODEL,
+        format=", ".join(plan.formats),
+        reasons=tuple(lost),
+    )
+    for kernel, fmt in itertools.product(plan.kernels, plan.formats):
+        who: Fields = {
+            "role": "kernel",
+            "kernel": kernel.kernel,
+            "options": kernel.options,
+            "format": fmt,
+        }
+        yield _test_of_runs(report, who, rules)
+        for at in plan.outputs:
+            whole = next(run for run in runs if _is_whole(run, kernel, fmt, at))
+            for fields in _output_tests(plan, whole, runs, limits):
+                judged = fields["standing"] in (Standing.HELD, Standing.EXCEEDED)
+                if judged and not steady:
+                    fields |= {
+                        "standing": Standing.UNDECIDED,
+                        "reasons": (UNSTEADY,),
+                        "beyond": (),
+                    }
+                yield Test(**who, tensor=at or "output", **fields)
+
+
+def _is_whole(run: RunSummary, kernel: PlannedKernel, fmt: str, at: str) -> bool:
+    """Whether a run is that of the whole model with a kernel."""
+    if (run.kind, run.format, run.at) != ("whole", fmt, at):
+        return False
+    return (run.kernel, str(run.options)) == (kernel.kernel, str(kernel.options))
+
+
+def _check_tests(report: EffectsReport) -> Iterator[Test]:
+    """A test for every check of the model."""
+    formats = ", ".join(report.plan.formats)
+    for check in report.checks:
+        standing = Standing.HELD if check.holds else Standing.EXCEEDED
+        if check.holds is None:
+            standing = Standing.UNDECIDED if check.applies else Standing.NOT_APPLICABLE
+        failing = standing is Standing.EXCEEDED
+        limit = "" if check.limit is None else f"at most {three(check.limit)}"
+        yield Test(
+            rule=check.name,
+            standing=standing,
+            kernel=MODEL,
+            format=check.format or formats,
+            metric="difference",
+            observed=check.difference,
+            bound=check.limit,
+            limit=limit,
+            judged=int(check.holds is not None),
+            offending=int(failing),
+            reasons=(check.reason,) if check.holds is None else (),
+            beyond=(check,) if failing else (),
+        )
+
+
+def _test_of_runs(report: EffectsReport, who: Fields, rules: Rules) -> Test:
+    """The test of how many sequences the model ran on with a kernel, alone and as a
+    whole. A run whose output is not finite counts as one: another rule judges that."""
+    rows = [
+        row
+        for row in report.rows
+        if row.kind in WHOLE and row.layer is None and _same_kernel(row, who)
+    ]
+    states = [
+        ("ok" if row.nonfinite else row.status, row.reason or "")
+        for row in rows
+        if not row.lost
+    ]
+    if not states:  # there is no exact output to hold anything against
+        lost = tuple(dict.fromkeys(row.reason or "" for row in rows))
+        return Test(
+            **who, rule=RUNS, standing=Standing.NOT_APPLICABLE, tensor="out", reasons=lost
+        )
+    count = {
+        name: sum(state == name for state, _ in states)
+        for name in ("ok", "skipped", "failed")
+    }
+    why = "failed" if count["failed"] else "skipped"
+    reasons = [reason for state, reason in states if state == why]
+    return run_test(who, rules, "out", count, reasons, asked=report.plan.named)
+
+
+def _same_kernel(row: OutputRow, who: Fields) -> bool:
+    """Whether a row is one of the kernel, options and format of a test."""
+    expected = (who["kernel"], str(who["options"]), who["format"])
+    return (row.kernel, str(row.options), row.format) == expected
+
+
+def _output_tests(
+    plan: EffectsPlan,
+    whole: RunSummary,
+    runs: Sequence[RunSummary],
+    limits: EffectsLimits,
+) -> Iterator[Fields]:
+    """The fields of the tests of one output of the model, with one kernel in one
+    format."""
+    attention = alone(whole, runs)
+    yield _finite_test(whole, attention, runs)
+    if whole.cost is None or attention is None or attention.cost is None:
+        lacking = [run for run in (whole, attention) if run and run.cost is None]
+        reasons = tuple(run.reason for run in lacking if run.reason)
+        reasons = reasons or ("it did not run",)
+        # Where neither ran, the rule on runs says so; one without the other judges
+        # nothing.
+        neither = whole.cost is None and (attention is None or attention.cost is None)
+        for rule in ("own share", "model", "flips"):
+            yield {
+                "rule": rule, "reasons": reasons,
+                "standing": Standing.NOT_APPLICABLE if neither else Standing.MISSING,
+            }  # fmt: skip
+        return
+    steady = bool(whole.growth) and not plan.routes
+    yield _ratio_test(plan, attention, limits, steady=steady)
+    yield _ratio_test(plan, whole, limits, steady=steady)
+    if not plan.logits or plan.routes or whole.unexplained is None:
+        lacks = plan.logits and not plan.routes and _emulated(plan)
+        yield {
+            "rule": "flips", "reasons": (_no_flips(plan),),
+            "standing": Standing.MISSING if lacks else Standing.NOT_APPLICABLE,
+        }  # fmt: skip
+        return
+    most, flips = limits.unexplained_flips, whole.unexplained
+    yield {
+        "rule": "flips", "metric": "unexplained", "observed": float(flips), "bound": most,
+        "limit": f"at most {three(most)}", "judged": whole.positions, "offending": flips,
+        "standing": Standing.EXCEEDED if flips > most else Standing.HELD,
+        "beyond": (whole,) if flips > most else (),
+    }  # fmt: skip
+
+
+def _no_flips(plan: EffectsPlan) -> str:
+    """Why no flip can be called unexplained."""
+    if not plan.logits:
+        return "its output is no distribution"
+    if plan.routes:
+        return "a choice of experts may move one token far"
+    return "nothing tells flips from near ties"
+
+
+def _emulated(plan: EffectsPlan) -> bool:
+    """Whether single rounding sites are placed in the model."""
+    return any(run.kind == "emulated" for run in plan.runs)
+
+
+def _finite_test(
+    whole: RunSummary, attention: RunSummary | None, runs: Sequence[RunSummary]
+) -> Fields:
+    """The fields of the test of a finite output. NaN and infinity are the kernel's fault
+    where the model is finite with another one."""
+    bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
+    others = [
+        run for run in runs
+        if run.kind == "whole" and (run.format, run.at) == (whole.format, whole.at)
+        and run is not whole and run.cost is not None and not run.nonfinite
+    ]  # fmt: skip
+    test: Fields = {"rule": "finite", "metric": "nonfinite", "bound": 0.0}
+    test |= {
+        "limit": "at most 0",
+        "observed": float(bad),
+        "judged": 1,
+        "offending": int(bad > 0),
+    }
+    if not bad:
+        return test | {
+            "standing": Standing.HELD if whole.cost else Standing.NOT_APPLICABLE
+        }
+    worst = whole if whole.nonfinite else attention
+    why = (worst.reason or "") if worst else ""
+    if others:
+        return test | {"standing": Standing.EXCEEDED, "beyond": (worst,)}
+    return test | {
+        "standing": Standing.UNDECIDED,
+        "reasons": (f"with every kernel: {why}",),
+    }
+
+
+def _ratio_test(
+    plan: EffectsPlan, run: RunSummary, limits: EffectsLimits, *, steady: bool
+) -> Fields:
+    """The fields of the test of a ratio. It is exceeded where the lower end of its
+    interval is beyond the limit; also where the ratio is SURELY times the limit and has
+    no interval, or is so in one sequence that has many positions, in a model without a
+    router (`steady`). It is held where the ratio is within the limit and has an
+    interval."""
+    by = RATIO_RULES[run.beside or "sites"]
+    wide = by.rule == "model" and run.format not in BIAS_FORMATS
+    limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
+    test: Fields = {"rule": by.rule, "metric": "over", "bound": limit}
+    test |= {"limit": f"at most {three(limit)}", "judged": run.positions}
+    if run.beside == "eager" and run.kernel == plan.against:
+        why = "where nothing is predicted it is what others are held against"
+        return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}
+    if run.beside == "sites" and not _emulated(plan):
+        why = "single rounding sites are not placed in a pipeline"
+        return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}
+    if run.over is None or run.unmatched:
+        assert run.cost is not None
+        if run.cost.mean == 0:
+            return test | {"standing": Standing.HELD, "observed": 0.0}
+        why = (
+            f"there is an error, and none in {by.words.replace('predicts', 'prediction')}"
+        )
+        return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
+    ratio, low, worst = run.over.mean, run.over.low, run.over_worst or 0.0
+    test |= {"observed": ratio, "beyond": (run,), "offending": 1}
+    if low is not None and run.over.high is not None:
+        test["interval"] = (low, run.over.high)
+    if (low is None and ratio > SURELY * limit) or (low is not None and low > limit):
+        return test | {"standing": Standing.EXCEEDED}
+    if steady and worst > SURELY * limit:
+        return test | {"standing": Standing.EXCEEDED, "observed": worst, "interval": None}
+    test |= {"beyond": (), "offending": 0}
+    if low is None:
+        why = f"{three(ratio, limit)}× without an interval: read 3 sequences or more"
+    elif ratio > limit:
+        ends = f"{three(low)} to {three(run.over.high)}"
+        why = (
+            f"{three(ratio, limit)}× ({ends}): more sequences would tell on which side "
+            "of the limit it is"
+        )
+    else:
+        return test | {"standing": Standing.HELD}
+    return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
+
+
+def findings(
+    judgement: Judgement, report: EffectsReport
+) -> tuple[Sequence[Finding], Sequence[str]]:
+    """A finding for each limit that is exceeded, the farthest first; and no notes."""
+    wrong = [test for test in judgement.tests if test.beyond]
+    sentences = []
+    for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
+        for test in sorted(of_kernel, key=lambda test: -test.nearness):
+            name = "" if test.kernel == MODEL else f"{label(test)} ({test.format}) "
+            sentences.append(
+                Finding(
+                    rule=test.rule,
+                    severity="exceeded",
+                    sentence=f"{name}{_sentence(test)}.",
+                    kernel=test.kernel or "",
+                    options=test.options,
+                    formats=(test.format or "",),
+                    tensor=test.tensor,
+                    metric=test.metric,
+                    limit=test.bound,
+                    count=test.offending,
+                    observed=test.observed if isinstance(test.observed, float) else None,
+                    judged=test.judged,
+                )
+            )
+    return (*sentences, *run_findings(judgement.tests)), ()
+
+
+def _sentence(test: Test) -> str:
+    """What a test says, made of its numbers, to follow the kernel's name."""
+    subject: Any = test.beyond[0]
+    if isinstance(subject, Check):
+        return subject.reason
+    if test.rule == "finite":
+        return f"gives NaN or infinity where another kernel does not: {subject.reason}"
+    return (
+        flips_in_words(subject) if test.rule == "flips" else _ratio_clause(test, subject)
+    )
+
+
+def _ratio_clause(test: Test, run: RunSummary) -> str:
+    """The clause of a sentence on a ratio, with its interval and limit."""
+    by = RATIO_RULES[run.beside or "sites"]
+    with_all = "" if by.rule == "model" else "with all else exact, "
+    place = f"the {'pipeline' if run.at else 'model'}'s {run.place}"
+    within = "in one sequence; limit"
+    if test.interval:
+        low, high = map(three, test.interval)
+        within = "limit" if low == high else f"{low} to {high}; limit"
+    elif run.over and run.over.low is None:
+        within = "limit"
+    ratio = test.observed if isinstance(test.observed, float) else None
+    measure = "squared" if run.flips is None else "KL"  # what a cost is
+    text = (
+        f"{with_all}errs {three(ratio, test.bound)}× as much ({measure}) at "
+        f"{place} as {by.words} "
+    )
+    text += f"({within} {three(test.bound)}×)"
+    if with_all and run.share:
+        text += f"; {percent(run.share.mean)} of the whole error"
+    return text
+
+
+def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
+    """What a kernel passed: the number nearest to its limit. Of the model, whose tests
+    have no kernel: which checks hold, and which were not tested and why."""
+    if tests[0].kernel != MODEL:
+        return _nearest(report, tests)
+    holding = [
+        test.rule for test in tests if test.standing is Standing.HELD and test.metric
+    ]
+    untested = [
+        f"{t.rule} ({t.reasons[0]})"
+        for t in tests
+        if t.standing is Standing.NOT_APPLICABLE
+    ]
+    text = f"{listed(holding)} hold" + "s" * (len(holding) == 1)
+    return text + (f"; not tested: {', '.join(untested)}" if untested else "")
+
+
+def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
+    """The clause on the passed test whose number is nearest to its limit; None where no
+    number was judged."""
+    passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
+    test = max(passed, key=lambda test: test.nearness, default=None)
+    if test is None:
+        return None
+    who = (label(test), test.format, test.tensor)
+    kind = "attention" if test.rule == "own share" else "whole"
+    for run in report.summary.runs or summary_of(report).runs:
+        of_run = (labelled(run.kernel, run.options), run.format, run.at or "output")
+        if run.kind == kind and run.layer is None and of_run == who:
+            ratio = test.rule in ("own share", "model") and run.over
+            return _ratio_clause(test, run) if ratio else flips_in_words(run)
+    return None

@@ -1,0 +1,534 @@
+"""The ways in which a call can change while some rows' exact answer stays: axes, as data.
+
+An axis gives variants of a case: one or more calls, and where their rows stand in the
+call that they are held against, the case itself or, where it has too little around it
+(one sequence has no order), a base of the variant's own. The study checks in fp64 that
+the rows' answer is the same. What stands around a sequence (neighbours, tokens that are
+added) is the case's own, rolled along its length with alternating sign: numbers of the
+same size, the same on every machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, explicit_mask, key_limits
+from numdev.studies.audit.bench import part, settled
+from numdev.studies.audit.isolation import Within
+from numdev.studies.invariance import ways
+
+SIZES = (1, 2, 8, 64)  # sequences in a batch
+LARGEST = 1 << 33  # scores of a call that is larger than the case, on a GPU
+LARGEST_CPU = 1 << 24
+PLAIN: Within = contextlib.nullcontext  # the call laid out and run as it is
+AROUND = 4  # sequences of a batch whose order or neighbours change
+PAD = 37  # tokens: no multiple of a tile
+EXTEND = 16  # tokens that are added to a cache at once
+LARGE = 4.0  # a neighbour's values times this are exact in every format
+
+
+class Part(NamedTuple):
+    """The place of rows in a call, as indices of its axes. With `key` None dk and dv are
+    not compared: they are sums over other queries."""
+
+    batch: slice = slice(None)
+    head: slice = slice(None)
+    kv_head: slice = slice(None)
+    row: slice = slice(None)
+    key: slice | None = slice(None)
+
+    def of(self, tensor: str, x: Tensor | None) -> Tensor | None:
+        """These rows of `out`, `lse`, `dq`, `dk` or `dv`."""
+        at = (self.kv_head, self.key) if tensor in ("dk", "dv") else (self.head, self.row)
+        return None if x is None or at[1] is None else x[self.batch, *at]
+
+
+WHOLE = Part()
+
+
+class VariantCall(NamedTuple):
+    """One call of a variant, and which of its rows are compared with rows of the base."""
+
+    case: AttentionCase
+    in_call: Part = WHOLE  # the place of the compared rows in this call
+    in_base: Part = WHOLE  # and in the base
+    first_key: int = 0  # the first of the base's keys that this call has
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether the same keys stand elsewhere in this call than in the base."""
+        keys, keys_of_base = self.in_call.key, self.in_base.key
+        start = keys.start or 0 if keys else 0
+        start_in_base = keys_of_base.start or 0 if keys_of_base else 0
+        return self.first_key != 0 or start != start_in_base
+
+
+class Variant(NamedTuple):
+    """One way to compute the base's rows again."""
+
+    name: str
+    calls: tuple[VariantCall, ...]
+    base: AttentionCase | None = None  # None: the case itself
+    within: Within = PLAIN  # how the calls are laid out in memory, and run
+    base_within: Within = PLAIN
+    options: Mapping[str, Any] = MappingProxyType({})  # of the kernel, beside its own
+    wrap: Literal["graph", "compiled"] | None = None  # what the kernel is run as
+    reason: str = ""  # why it is not tried
+    part: str = ""  # what of the case it is about, where that is not all
+
+    def masks(self, case: AttentionCase) -> bool:
+        """Whether a call has a mask, and the case has none."""
+        called = (self.base or case, *(call.case for call in self.calls))
+        return case.mask is None and any(c.mask is not None for c in called)
+
+
+Variants = Iterator[Variant]
+
+
+def again(
+    name: str,
+    case: AttentionCase,
+    in_call: Part = WHOLE,
+    in_base: Part = WHOLE,
+    **fields: Any,
+) -> Variant:
+    """A variant of one call; `fields` are others of the variant."""
+    return Variant(name=name, calls=(VariantCall(case, in_call, in_base),), **fields)
+
+
+def alike(x: Tensor, like: Tensor) -> Tensor:
+    """`x`, dense, with its axes in memory in the order of `like`'s: kernels choose by
+    it."""
+    strides = like.stride()
+    order = sorted(range(like.ndim), key=lambda dim: (-strides[dim], dim))
+    back = [order.index(dim) for dim in range(like.ndim)]
+    return x.permute(order).contiguous().permute(back)
+
+
+def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
+    """The batch of these sequences of the case. A number beyond its batch gives a
+    neighbour: a sequence of the case, rolled along its length."""
+    count = case.q.shape[0]
+
+    def one(x: Tensor, index: int) -> Tensor:
+        sequence, times = x[index % count : index % count + 1], index // count
+        return sequence.roll(times, dims=2) * (-1.0) ** times if times else sequence
+
+    changed: dict[str, Any] = {}
+    for name in ways.FEATURES:
+        if (x := getattr(case, name)) is not None:
+            changed[name] = alike(torch.cat([one(x, i) for i in sequences]), x)
+    if case.mask is not None and case.mask.ndim == 4 and case.mask.shape[0] > 1:
+        changed["mask"] = case.mask[[i % count for i in sequences]]
+    return dataclasses.replace(case, **changed)
+
+
+def grown(
+    case: AttentionCase,
+    *,
+    rows: tuple[int, int] = (0, 0),
+    keys: tuple[int, int] = (0, 0),
+    hidden: bool = False,
+) -> AttentionCase:
+    """The case with more query rows and keys: `rows` and `keys` say how many before and
+    how many behind. The case's rows see what they saw by causality, window and mask;
+    where keys are `hidden`, a mask hides the new ones from them, and a new row before
+    them sees the first key alone. The gradient of the output is 0 in new rows."""
+
+    def around(x: Tensor, before: int, behind: int, *, zero: bool = False) -> Tensor:
+        times = -(-max(before, behind) // x.shape[2])
+        other = [x.roll(i, dims=2) * (-1.0) ** i for i in range(1, times + 1)]
+        tokens = torch.cat([x[:, :, :0], *other], dim=2) * float(not zero)
+        whole = torch.cat([tokens[:, :, :before], x, tokens[:, :, :behind]], dim=2)
+        return alike(whole, x)
+
+    changed: dict[str, Any] = {
+        "q": around(case.q, *rows),
+        "k": around(case.k, *keys),
+        "v": around(case.v, *keys),
+    }
+    if case.grad_out is not None:
+        changed["grad_out"] = around(case.grad_out, *rows, zero=True)
+    mask = None if case.mask is None else _widened(case.mask, rows, keys)
+    if hidden:
+        place = torch.arange(sum(keys) + case.kv_len, device=case.q.device) - keys[0]
+        shown = ((place >= 0) & (place < case.kv_len))[None, None, None]
+        # One that sees no key would return what is a convention, NaN in some kernels
+        if rows[0]:
+            shown = shown.repeat(1, 1, sum(rows) + case.q_len, 1)
+            shown[:, :, : rows[0], 0] = True
+        mask = _together(mask, shown)
+    if case.restricts_positions:
+        changed["causal_offset"] = case.causal_offset + keys[0] - rows[0]
+    return dataclasses.replace(case, mask=mask, **changed)
+
+
+def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """A mask for more rows, which see every key, and more keys, which no other row
+    sees."""
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    bool_ = mask.dtype == torch.bool
+    if mask.shape[-1] > 1:
+        value = False if bool_ else torch.finfo(mask.dtype).min
+        mask = torch.nn.functional.pad(mask, keys, value=value)
+    if mask.shape[-2] > 1:
+        mask = torch.nn.functional.pad(mask, (0, 0, *rows), value=True if bool_ else 0.0)
+    return mask
+
+
+def _together(mask: Tensor | None, shown: Tensor) -> Tensor:
+    """A mask that hides what `mask` hides and what is not `shown`, bool."""
+    if mask is None or mask.dtype == torch.bool:
+        return shown if mask is None else mask & shown
+    return torch.where(shown, mask, torch.finfo(mask.dtype).min)
+
+
+def without_positions(case: AttentionCase) -> AttentionCase:
+    """The case without causality and window, so that every row sees every key."""
+    return dataclasses.replace(case, is_causal=False, causal_offset=0, window=None)
+
+
+def _some_rows(case: AttentionCase) -> list[int]:
+    """The last row, one that begins a tile, and one amid one."""
+    n, tile = case.q_len, 128 if case.q_len > 256 else 16
+    return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
+
+
+def _cut(
+    case: AttentionCase, first: int, last: int, keys: range | None = None
+) -> VariantCall:
+    """A call of these rows alone. dk and dv are compared where these are all rows."""
+    ranges = {"row": range(first, last)} | ({} if keys is None else {"key": keys})
+    whole = (first, last) == (0, case.q_len)
+    in_base = Part(row=slice(first, last), key=slice(None) if whole else None)
+    return VariantCall(
+        case=part(case, **ranges), in_base=in_base, first_key=keys.start if keys else 0
+    )
+
+
+def _last_of(case: AttentionCase, name: str, rows: int, **changed: Any) -> Variant:
+    """The case's one row as the last of several."""
+    whole = dataclasses.replace(grown(case, rows=(rows - 1, 0)), **changed)
+    return again(name, whole, Part(row=slice(rows - 1, rows), key=None), Part(key=None))
+
+
+def _part_of_case(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
+    """The place of the case's rows and keys behind so many new ones."""
+    return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
+
+
+def unchanged(case: AttentionCase, *, ways: Mapping[str, Mapping[str, Any]]) -> Variants:
+    """The same call, laid out or run in these ways: fields of a Variant by its name."""
+    for name, how in ways.items():
+        yield again(name, case, **how)
+
+
+def batch(case: AttentionCase) -> Variants:
+    """The first sequences in a larger batch, or the first and the last alone; of a large
+    call the first kv head alone."""
+    count, largest = case.q.shape[0], LARGEST if case.q.is_cuda else LARGEST_CPU
+    one = case.q.shape[2] * case.kv_len  # scores of one head of one sequence
+    base, compared = None, ""
+    if max(SIZES) * one * case.heads > largest and case.kv_heads > 1:
+        base, compared = part(case, kv_head=range(1)), "kv head 0 alone"
+    whole = base or case
+    for size in (size for size in SIZES if size != count):
+        name, scores = f"{size} in place of {count}", size * one * whole.heads
+        if scores > largest:
+            why = (
+                f"{scores:.1e} scores are more than are computed for it here "
+                f"({largest:.1e})"
+            )
+            yield Variant(name=name, calls=(), reason=why, part=compared)
+            continue
+        calls = []
+        for first in [0, count - 1] if size == 1 else [0]:
+            shared = min(size, count - first)
+            calls.append(
+                VariantCall(
+                    picked(whole, range(first, first + size)),
+                    in_call=Part(batch=slice(0, shared)),
+                    in_base=Part(batch=slice(first, first + shared)),
+                )
+            )
+        yield Variant(name=name, calls=tuple(calls), base=base, part=compared)
+
+
+def order(case: AttentionCase) -> Variants:
+    """The first sequence at another place of the batch."""
+    base = picked(case, range(AROUND))
+    for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
+        at = places.index(0)
+        in_call, in_base = (Part(batch=slice(i, i + 1)) for i in (at, 0))
+        name = f"as number {at + 1} of {AROUND}"
+        yield again(name, picked(case, places), in_call, in_base, base=base)
+
+
+def neighbours(case: AttentionCase) -> Variants:
+    """Other values in the other sequences of the batch, NaN among them and numbers that
+    make far larger scores."""
+    base, first = picked(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
+    for name, factor in (("larger", LARGE), ("zero", 0.0), *ways.POISONS.items()):
+        changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
+        for x in changed.values():
+            x[1:] = factor if name in ways.POISONS else x[1:] * factor
+        other = dataclasses.replace(base, **changed)
+        compared_part = first if name in ways.POISONS else Part(batch=slice(0, 1))
+        yield again(f"neighbours {name}", other, compared_part, compared_part, base=base)
+
+
+def lengths(case: AttentionCase) -> Variants:
+    """Neighbours of other lengths: in a batch, by a mask of keys; packed, by a mask that
+    is diagonal in blocks."""
+    around, n, m = picked(case, range(AROUND)), case.q_len, case.kv_len
+
+    def padded(*others: int) -> AttentionCase:
+        shown = torch.arange(m) < torch.tensor([m, *others])[:, None]
+        shown = shown[:, None, None].to(case.q.device)
+        return settled(dataclasses.replace(around, mask=_together(around.mask, shown)))
+
+    base, first = padded(m, m, m), Part(batch=slice(0, 1))
+    for name, others in (
+        ("shorter", (m // 2, 1, m - 1)),
+        ("one of them empty", (m, 0, m)),
+    ):
+        yield again(f"neighbours {name}", padded(*others), first, first, base=base)
+    if n != m or case.mask is not None:
+        return
+    if 9 * n * n * case.heads > (LARGEST if case.q.is_cuda else LARGEST_CPU):
+        yield Variant(
+            name="packed", calls=(), reason="the call is too large for a mask of it here"
+        )
+        return
+    base, in_base = _packed(case, (n, n, n), 0), Part(row=slice(0, n), key=slice(0, n))
+    for name, sizes, start in (
+        ("packed, neighbours of other lengths", (n, n // 2, n + n // 2), 0),
+        ("packed, behind another", (n // 2 + 1, n, n + n // 2 - 1), n // 2 + 1),
+    ):
+        place = slice(start, start + n)
+        packed = _packed(case, sizes, int(start > 0))
+        yield again(name, packed, Part(row=place, key=place), in_base, base=base)
+
+
+def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
+    """Each sequence of the batch packed with others into one, of these sizes; the case's
+    own is number `at` of them."""
+    around = sum(sizes[:at]), sum(sizes[at + 1 :])
+    whole = grown(without_positions(case), rows=around, keys=around)
+    numbers = torch.repeat_interleave(torch.tensor(sizes))
+    low, high = key_limits(case)
+    shown, place = numbers[:, None] == numbers, torch.arange(len(numbers))
+    if high is not None:
+        shown &= place <= place[:, None] + high
+    if low is not None:
+        shown &= place >= place[:, None] + low
+    return dataclasses.replace(whole, mask=shown.to(case.q.device))
+
+
+def padding(case: AttentionCase) -> Variants:
+    """Tokens before or behind the sequence that a mask hides."""
+    for side in ("right", "left"):
+        for amount in (1, PAD):
+            keys = (amount, 0) if side == "left" else (0, amount)
+            rows = keys if case.q_len == case.kv_len else (0, 0)
+            in_call = _part_of_case(case, rows[0], keys[0])
+            more = grown(case, rows=rows, keys=keys, hidden=True)
+            yield again(f"{amount} on the {side}", more, in_call)
+
+
+def heads(case: AttentionCase) -> Variants:
+    """The first and the last kv head alone, with their query heads."""
+    for g in sorted({0, case.kv_heads - 1}) if case.kv_heads > 1 else ():
+        of_group = slice(g * case.group, (g + 1) * case.group)
+        in_base = Part(head=of_group, kv_head=slice(g, g + 1))
+        yield again(
+            f"kv head {g} alone", part(case, kv_head=range(g, g + 1)), in_base=in_base
+        )
+
+
+def rows(case: AttentionCase) -> Variants:
+    """Some rows alone; a single row as the last of several."""
+    n = case.q_len
+    for i in _some_rows(case) if n > 1 else ():
+        yield Variant(name=f"row {i} alone", calls=(_cut(case, i, i + 1),))
+    if n > EXTEND:
+        yield Variant(name=f"the last {EXTEND} rows", calls=(_cut(case, n - EXTEND, n),))
+    elif n == 1 and not case.restricts_positions:
+        yield _last_of(case, f"the last of {EXTEND} rows", EXTEND)
+
+
+def longer(case: AttentionCase) -> Variants:
+    """More tokens behind the sequence, which causality hides."""
+    high = key_limits(case)[1]
+    if high is None or case.q_len - 1 + high > case.kv_len - 1:
+        return
+    text = case.q_len + case.causal_offset == case.kv_len
+    for more in (1, PAD, case.kv_len):
+        whole = grown(case, rows=(0, more if text else 0), keys=(0, more))
+        yield again(f"{more} tokens behind", whole, _part_of_case(case))
+
+
+def chunks(case: AttentionCase) -> Variants:
+    """The rows in chunks, each with the keys up to its last row."""
+    n, high = case.q_len, key_limits(case)[1]
+    for size in sorted({n // 2, 3 * n // 8, 64} if n >= 32 else ()):
+        calls = []
+        for first in range(0, n, size):
+            last = min(first + size, n)
+            stop = case.kv_len if high is None else min(case.kv_len, max(1, last + high))
+            calls.append(_cut(case, first, last, range(stop)))
+        if 1 < len(calls) <= 16:
+            yield Variant(name=f"chunks of {size}", calls=tuple(calls))
+
+
+def decode(case: AttentionCase) -> Variants:
+    """Some rows with the keys that they see and no causality; a single row as the last of
+    a causal prefill."""
+    n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
+    if n > 1 and high is not None:
+        for i in _some_rows(case):
+            start, stop = 0 if low is None else max(0, i + low), min(i + 1 + high, m)
+            if start < stop:
+                cut = _cut(case, i, i + 1, range(start, stop))
+                bare = cut._replace(case=without_positions(cut.case))
+                yield Variant(name=f"row {i} by itself", calls=(bare,))
+        if n > EXTEND and n - EXTEND + high >= 0 and low is None and n + high <= m:
+            last = _cut(case, n - EXTEND, n, range(n + high))
+            yield Variant(name=f"the last {EXTEND} by themselves", calls=(last,))
+    elif n == 1 and m > 1 and not case.restricts_positions and case.mask is None:
+        for rows in sorted({min(EXTEND, m), m}):
+            causal = {"is_causal": True, "causal_offset": m - rows}
+            yield _last_of(case, f"in a prefill of {rows}", rows, **causal)
+
+
+def mask(case: AttentionCase) -> Variants:
+    """What is hidden as a mask of bool, and as one that is added to the scores."""
+    shown, plain = explicit_mask(case), without_positions(case)
+    if shown is None:
+        shown = torch.ones(
+            case.q_len, case.kv_len, dtype=torch.bool, device=case.q.device
+        )
+    if case.restricts_positions or case.mask is None:
+        yield again("a tensor", dataclasses.replace(plain, mask=shown))
+    if shown.dtype == torch.bool:
+        zero = torch.zeros(shown.shape, dtype=case.q.dtype, device=shown.device)
+        added = zero.masked_fill(~shown, -math.inf)
+        yield again("a tensor that is added", dataclasses.replace(plain, mask=added))
+
+
+def strides(case: AttentionCase) -> Variants:
+    """The same values in other layouts; keys and values shared by all sequences, with
+    stride 0."""
+    alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
+    yield from unchanged(case, ways=LAYOUTS | (PACKED if alike else {}))
+    if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
+        several = picked(case, half := range(AROUND // 2))
+        k, v = (x[:1].repeat(len(half), 1, 1, 1) for x in (case.k, case.v))
+        same = dataclasses.replace(several, k=k, v=v)
+        within = partial(ways.changed, by=ways.one_for_all, of="kv")
+        yield again("stride 0", same, base=same, within=within)
+
+
+def threads(case: AttentionCase) -> Variants:
+    """The same call on other numbers of CPU threads."""
+    current = torch.get_num_threads()
+    for count in sorted({1, 2, 3} - {current}) if not case.q.is_cuda else ():
+        within = partial(ways.on_threads, count=count)
+        yield again(f"{count} in place of {current}", case, within=within)
+
+
+def hidden(case: AttentionCase, *, poison: str) -> Variants:
+    """Poison in keys and values that a mask hides."""
+    more = (0, PAD if case.q_len == case.kv_len else 0)
+    base, part_of_case = (
+        grown(case, rows=more, keys=(0, PAD), hidden=True),
+        _part_of_case(case),
+    )
+    for tensors in ("kv", "k", "v"):
+        changed = {}
+        for tensor in tensors:
+            changed[tensor] = x = getattr(base, tensor).clone()
+            x[:, :, case.kv_len :] = ways.POISONS[poison]
+        other = dataclasses.replace(base, **changed)
+        yield again(
+            f"{poison} in {' and '.join(tensors)}",
+            other,
+            part_of_case,
+            part_of_case,
+            base=base,
+        )
+
+
+def _changed(
+    by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **arguments: object
+) -> Within:
+    """How a call is laid out with `by` applied to some of its tensors."""
+    return partial(ways.changed, by=partial(by, **arguments), of=of)
+
+
+def _against(base: Within, **ways: Within) -> dict[str, dict[str, object]]:
+    """The fields of variants that differ from the base in how the call is laid out."""
+    return {
+        name: {"within": within, "base_within": base} for name, within in ways.items()
+    }
+
+
+LAYOUTS = _against(PLAIN, **{
+    "transposed": _changed(ways.as_laid_out, layout="transposed"),
+    "sliced": _changed(ways.inside, value=0.0),
+    "every second": _changed(ways.as_laid_out, layout="strided"),
+})  # fmt: skip
+PACKED = _against(PLAIN, packed=ways.packed)
+PAGES = {f"pages of {n}": _changed(ways.gathered, "kv", size=n) for n in (16, 64)}
+BEYOND = {
+    f"{name} there": _changed(ways.inside, value=x) for name, x in ways.POISONS.items()
+}
+BEFORE = {
+    f"{name} before": partial(ways.sentinel, value=x) for name, x in ways.POISONS.items()
+}
+
+# Options that cut the keys, or order them; the study leaves out those that a kernel has
+# not.
+TILINGS = {
+    f"{name}={value}": {"options": {name: value}}
+    for name, values in ways.TILINGS.items()
+    for value in values
+}
+
+# By axis the variants that are the same call, laid out or run another way
+SAME_CALL: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    "repeat": {"again": {}, "a third time": {}},
+    "paged": _against(PLAIN, **PAGES),
+    "graph": {"CUDA graph": {"wrap": "graph"}},
+    "compiled": {"torch.compile": {"wrap": "compiled"}},
+    "tiles": TILINGS,
+    "beyond": _against(_changed(ways.inside, value=None), **BEYOND),
+    "unwritten": _against(partial(ways.sentinel, value=0.0), **BEFORE),
+}
+# By the names of `config.AXES`
+VARIANTS: Mapping[str, Callable[[AttentionCase], Variants]] = {
+    "batch": batch,
+    "order": order,
+    "neighbours": neighbours,
+    "lengths": lengths,
+    "padding": padding,
+    "heads": heads,
+    "rows": rows,
+    "longer": longer,
+    "chunks": chunks,
+    "decode": decode,
+    "mask": mask,
+    "strides": strides,
+    "threads": threads,
+    "hidden": partial(hidden, poison="large numbers"),
+    "hidden-nan": partial(hidden, poison="NaN"),
+    **{name: partial(unchanged, ways=ways) for name, ways in SAME_CALL.items()},
+}

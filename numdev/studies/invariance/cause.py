@@ -1,0 +1,201 @@
+"""Why two forms differ: which two tilings, splits or orders of the keys make the same
+difference.
+
+The emulation of either form is asked with every candidate, and of all pairs the one is
+taken whose difference is nearest to the kernel's, element by element. It is the cause
+where no more than a tenth of the difference is left. What the emulation gets wrong in
+both forms alike cancels."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, visible
+from numdev.errors import NumdevError
+from numdev.kernels.emulation.kernel import emulation, recipe_of
+from numdev.kernels.emulation.recipe import TILINGS
+from numdev.studies.audit.bench import part
+from numdev.studies.invariance.axes import Part, VariantCall
+from numdev.studies.invariance.differences import Forms, KernelRun, differs
+from numdev.studies.invariance.report import Cause, InvarianceRow
+from numdev.system import System
+
+EXPLAINS = 0.1  # the residual of a cause
+ROWS = 48  # rows that are emulated
+FEW = 16  # elements: where fewer differ, some pair of thousands fits by chance
+TILES = (16, 32, 48, 64, 80, 96, 112, 128, 176, 192, 256, 512, 1024)
+SPLITS = (1, 2, 3, 4, 8, 16)
+# Keys of all sequences and heads together, up to which all of them are emulated
+MOST_KEYS = 1 << 13
+MOST_TILES = 64  # smaller tiles, which would be more, are not tried
+CUT = ("block_kv", "splits", "kv_order")
+Claim = Mapping[str, object]
+Cut = dict[str, Any]  # how an emulation cuts and orders the keys, by CUT
+Emulated = tuple[Cut, Tensor]  # and its output, fp64 [elements]
+
+
+def explained(
+    row: InvarianceRow, forms: Forms, system: System, *, search: bool
+) -> dict[str, object]:
+    """The fields of a row that differs in `out` that say why: two operators that ran,
+    else two tilings. The kernel's claims are tried first, then with `search` all
+    candidates."""
+    if operators := _operators(forms):
+        return {"cause": operators}
+    calls = () if row.nonfinite else zip(forms.variant.calls, forms.others, strict=True)
+    for call, other in calls:
+        if restricted := _restricted(call, forms.first, other):
+            cases, difference = restricted
+            break
+    else:
+        return {}
+    claims = [_claim(ran, system) for ran in (forms.first, other)]
+    few = int((difference != 0).sum()) < FEW
+    fields: dict[str, object] = {}
+    for searched in (False, True) if search and not few else (False,):
+        base, variant = (
+            list(_emulated(case, claim, searched=searched))
+            for case, claim in zip(cases, claims, strict=True)
+        )
+        if not base or not variant:
+            break
+        residuals = _residuals(difference, base, variant)
+        if not bool(residuals.isfinite().all()):
+            break
+        best = float(residuals.min())
+        if searched:
+            fields = {"closest": best, "tried": residuals.numel()}
+        if best <= EXPLAINS:
+            one, two, residual = _simplest(residuals, base, variant)
+            cause = Cause(base=one, variant=two, moved=call.moves_keys, residual=residual)
+            return {**fields, "closest": best, "cause": cause}
+    return fields
+
+
+def _operators(forms: Forms) -> Cause | None:
+    """The cause where two operators ran, by what the kernels say that they did."""
+    for ran in forms.others:
+        both = (forms.first.output.did, ran.output.did)
+        did = [dict(x) if isinstance(x, Mapping) else {} for x in both]
+        if all(did) and did[0] != did[1]:
+            return Cause(base=did[0], variant=did[1])
+    return None
+
+
+def _residuals(
+    difference: Tensor, base: Sequence[Emulated], variant: Sequence[Emulated]
+) -> Tensor:
+    """[base, variant]: the norm of what each pair of emulations leaves of a difference,
+    over that of the difference."""
+    of_variant = torch.stack([out for _, out in variant])
+    left = [(difference - (of_variant - out)).norm(dim=1) for _, out in base]
+    residuals: Tensor = torch.stack(left) / difference.norm()
+    return residuals
+
+
+def _simplest(
+    residuals: Tensor, base: Sequence[Emulated], variant: Sequence[Emulated]
+) -> tuple[Cut, Cut, float]:
+    """Of the pairs that explain about as much as the best: the one whose tiling of the
+    base is the simplest, and whose other tiling changes the fewest options."""
+    best = float(residuals.min())
+    near = (residuals <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
+
+    def complexity(pair: list[int]) -> tuple[int, int, int]:
+        i, j = pair
+        changed = len(base[i][0].items() - variant[j][0].items())
+        return i, changed, j
+
+    i, j = min(near, key=complexity)
+    return base[i][0], variant[j][0], float(residuals[i, j])
+
+
+def _claim(ran: KernelRun, system: System) -> Claim:
+    """How the kernel says that it computes; FlashAttention-2's way where it does not."""
+    kernel = ran.planned.kernel
+    if kernel.name == "emulated":
+        return {n: x for n, x in ran.planned.options.items() if x is not None}
+    # A claim is foreign code, and reads what was returned
+    with contextlib.suppress(Exception):
+        return dict(kernel.claims(ran.case, ran.output, system) or {"preset": "fa2"})
+    return {"preset": "fa2"}
+
+
+def _restricted(
+    call: VariantCall, first: KernelRun, other: KernelRun
+) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
+    """Both forms' calls with at most ROWS rows that differ, and the difference there,
+    fp64 [elements]; None where no row differs. All sequences and heads stay where they
+    are few, else one kv head of one sequence."""
+    base, in_base, in_call = first.case, call.in_base, call.in_call
+    a: Any = in_base.of("out", first.output.out)
+    b: Any = in_call.of("out", other.output.out)
+    sequences = kv_heads = heads = slice(None)
+    moved = differs(a, b)
+    if not bool(moved.any()):
+        return None
+    if a.shape[:2].numel() * base.kv_len > MOST_KEYS:
+        at, head = moved.any(dim=3).any(dim=2).nonzero()[0].tolist()
+        kv = head // base.group
+        sequences, kv_heads = slice(at, at + 1), slice(kv, kv + 1)
+        heads = slice(kv * base.group, (kv + 1) * base.group)
+    one, two = a[sequences, heads], b[sequences, heads]
+    moved = moved[sequences, heads].any(dim=3).flatten(0, 1).any(dim=0)
+    one, two = one.double(), two.double()
+    finite = (one.isfinite() & two.isfinite()).all(dim=3).flatten(0, 1).all(dim=0)
+    rows = (moved & finite).nonzero()[:, 0]
+    rows = rows[:: max(1, len(rows) // ROWS)][:ROWS]
+    if not len(rows):
+        return None
+
+    def with_rows(case: AttentionCase, place: Part) -> AttentionCase:
+        batch = range(case.q.shape[0])[place.batch][sequences]
+        kv_head = range(case.kv_heads)[place.kv_head][kv_heads]
+        small = part(case, batch=batch, kv_head=kv_head)
+        small = dataclasses.replace(small, grad_out=None)
+        return small.select_rows(rows + (place.row.start or 0))
+
+    cases = with_rows(base, in_base), with_rows(call.case, in_call)
+    return cases, (two[:, :, rows] - one[:, :, rows]).flatten()
+
+
+def _emulated(case: AttentionCase, claim: Claim, *, searched: bool) -> Iterator[Emulated]:
+    """The emulation by the claim, or with `searched` by every candidate, and how each of
+    them cuts the keys."""
+    shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
+    seen = case.kv_len if shown is None else int(shown.sum(dim=-1).amax())
+    for options in _candidates(case, claim) if searched else (claim,):
+        with contextlib.suppress(NumdevError):
+            recipe, out = recipe_of(options), emulation(case, options)
+            cut: Cut = {"splits": 1}
+            for name in CUT:
+                value = getattr(recipe, name)
+                if value is not None:
+                    cut[name] = value
+            if "block_kv" not in cut:  # by the rule of the preset; None: all keys at once
+                rule = TILINGS[recipe.tiling][1]
+                cut["block_kv"] = rule(case.q.shape[-1], recipe.memory)[1]
+            if (cut["block_kv"] or seen) >= seen:  # however large it is
+                cut["block_kv"] = None
+            yield cut, out.double().flatten()
+
+
+def _candidates(case: AttentionCase, claim: Claim) -> Iterator[dict[str, object]]:
+    """The claim itself, then its tiles, orders and splits changed, the simple ones
+    first."""
+    yield dict(claim)
+    unchanged = {n: x for n, x in claim.items() if n not in ("memory", *CUT)}
+    tiles = [t for t in TILES if t < 2 * case.kv_len and case.kv_len <= t * MOST_TILES]
+    for splits, order, tile in itertools.product(
+        SPLITS, ("ascending", "descending"), tiles
+    ):
+        parts = -(-case.kv_len // tile)
+        if splits <= parts and (parts > 1 or order == "ascending"):
+            yield {**unchanged, "block_kv": tile, "kv_order": order, "splits": splits}

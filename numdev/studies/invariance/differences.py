@@ -1,0 +1,240 @@
+"""Two outputs beside each other, bit by bit, and how large their difference is beside
+rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, visible
+from numdev.formats import Format, format_of, round_to, ulp
+from numdev.kernels import Output
+from numdev.kernels.output import GRADIENTS
+from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.bits import bits
+from numdev.studies.audit.bench import TERMS
+from numdev.studies.audit.isolation import Within
+from numdev.studies.audit.plan import Planned
+from numdev.studies.invariance.axes import Variant, VariantCall
+from numdev.studies.invariance.report import Fields
+
+TENSORS = ("out", "lse", *GRADIENTS)
+# A key of dk whose error is this many times smaller still errs like another of its head
+ELSEWHERE = 8.0
+EXACT = 1e-10  # change of a sum over its terms that fp64 in another order may make
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Bool: which elements have other bits; for two dtypes, which have other values."""
+    if a.dtype != b.dtype:
+        a, b = a.double(), b.double()
+    return bits(a) != bits(b)
+
+
+def exact_change(call: VariantCall, base: Reference, variant: Reference) -> float:
+    """The largest change of the exact answer of the call's rows against the base's, over
+    the terms of its sums. Beyond EXACT it is another answer; infinite where one form
+    alone sees no key."""
+    counted: Any = call.in_base.of("out", ~base.empty)
+    if not counted.equal(call.in_call.of("out", ~variant.empty)):
+        return math.inf
+    worst = 0.0
+    for tensor in TENSORS:
+        a = call.in_base.of(tensor, getattr(base, tensor, None))
+        b = call.in_call.of(tensor, getattr(variant, tensor, None))
+        if a is None or b is None:
+            continue
+        terms: Any = a.abs() + 1
+        if tensor in TERMS:
+            terms = call.in_base.of(tensor, getattr(base, TERMS[tensor]))
+        change = torch.where(a == b, 0.0, (a - b).abs() / terms)  # -inf is -inf
+        change = change if tensor in ("dk", "dv") else change[counted]
+        if change.numel():
+            worst = max(worst, float(change.nan_to_num(nan=math.inf).amax()))
+    return worst
+
+
+def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> Tensor:
+    """The change of each element that roundings explain even where the floor, and by luck
+    one of two forms, has none, since terms cancel: half a unit of the format in each of n
+    like terms, and |scale| max|q| max|k| 2^-24 of all of them for rounding a score in
+    fp32. For the log-sum-exp it is 1 + its size."""
+    if tensor == "lse":
+        return 1 + exact.lse.abs()
+    # Poison is no number of the call, and does not count
+    norms = (x.double().norm(dim=-1).nan_to_num(0.0, 0.0) for x in (case.q, case.k))
+    q, k = (x.amax(dim=-1) for x in norms)
+    score = abs(case.scale) * 2.0**-24 * q * k.repeat_interleave(case.group, dim=1)
+    count = case.q_len if tensor in ("dk", "dv") else case.kv_len
+    if tensor in ("dk", "dv"):
+        score = score.unflatten(1, (-1, case.group)).amax(dim=2)
+    part: Tensor = score[..., None, None] + fmt.unit_roundoff / 2 / math.sqrt(count)
+    return part * getattr(exact, TERMS[tensor])  # type: ignore[no-any-return]
+
+
+class KernelRun(NamedTuple):
+    """One run of a kernel on a case, laid out and run in a way, with its output."""
+
+    planned: Planned
+    case: AttentionCase
+    within: Within
+    wrap: str | None
+    output: Output
+    declined: str = ""  # why it has no gradients, though they were asked for
+
+
+class Forms(NamedTuple):
+    """A call computed in two ways, with its exact answer."""
+
+    variant: Variant
+    first: KernelRun  # the base
+    others: list[KernelRun]  # the variant's calls
+    exact: Reference  # of the base
+    format: Format
+
+
+def compared(forms: Forms) -> Iterator[tuple[str, Fields]]:
+    """The fields of a row, for each tensor that the base has; rows that see no key are
+    left out."""
+    exact, calls = forms.exact, forms.variant.calls
+    for tensor in TENSORS:
+        truth = getattr(exact, tensor, None)
+        values = getattr(forms.first.output, tensor)
+        if truth is None or values is None:
+            continue
+        if all(call.in_base.of(tensor, truth) is None for call in calls):
+            continue
+        others = [getattr(run.output, tensor) for run in forms.others]
+        if any(other is None for other in others):
+            reason = f"{tensor} is returned in one form alone"
+            yield tensor, {"status": "skipped", "reason": reason}
+            continue
+        of_keys = tensor in ("dk", "dv")
+        sees = (
+            torch.ones_like(truth[..., 0], dtype=torch.bool) if of_keys else ~exact.empty
+        )
+        unit = unit_of(tensor, forms.first.case, exact, forms.format)
+        parts, firsts = [], []
+        for call, other in zip(calls, others, strict=True):
+            counted: Any = call.in_base.of(tensor, sees)
+            in_call = call.in_call.of(tensor, other)
+            if counted is None or in_call is None:
+                continue
+            in_base = (call.in_base.of(tensor, x) for x in (values, truth, unit))
+            tensors: list[Any] = [in_call, *in_base]
+            if tensor == "lse":
+                tensors = [x[..., None] for x in tensors]
+            b, a, right, size = tensors
+            moved = differs(a, b) & counted[..., None]
+            sums = _by_row(a, b, right, size, moved, counted, forms.format)
+            parts.append(sums | _elsewhere(sums, tensor))
+            if bool(moved.any()):
+                firsts.append(_first(call, tensor, moved))
+        if parts:
+            rows = {n: torch.cat([part[n].flatten() for part in parts]) for n in parts[0]}
+            first = min(firsts, key=lambda at: (at[2], at[0], at[1]), default=None)
+            yield tensor, {**_summed(rows), "first": first}
+
+
+def _by_row(
+    a: Tensor,
+    b: Tensor,
+    truth: Tensor,
+    unit: Tensor,
+    moved: Tensor,
+    counted: Tensor,
+    fmt: Format,
+) -> dict[str, Tensor]:
+    """Sums over each row, [batch, heads, rows]: counts of elements, and squares; of
+    `ulps` the largest."""
+    one, other, shown = a.double(), b.double(), counted[..., None]
+    finite = one.isfinite() & other.isfinite()
+    usable = finite & truth.isfinite() & shown
+    turned = ~finite & (one != other) & ~(one.isnan() & other.isnan()) & shown
+    one, other, truth, unit = (
+        torch.where(usable, x, 0.0) for x in (one, other, truth, unit)
+    )
+    squares = {
+        "difference": one - other, "floor": round_to(truth, fmt) - truth, "unit": unit,
+        "error_base": one - truth, "error_variant": other - truth,
+    }  # fmt: skip
+    counts = {
+        "elements": shown.expand_as(a),
+        "differ": moved,
+        "nonfinite": turned,
+        "finite": usable,
+    }
+    spacing = ulp(torch.maximum(one.abs(), other.abs()), format_of(a.dtype))
+    ulps = torch.where(moved, (one - other).abs() / spacing, 0.0)
+    sums = {name: x.square() for name, x in squares.items()} | counts
+    return {name: x.sum(dim=-1) for name, x in sums.items()} | {"ulps": ulps.amax(dim=-1)}
+
+
+def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
+    """For each key the squared error that both forms make in some key of its head, scaled
+    down by ELSEWHERE. Rounded dS does not sum to 0 over the keys, and the gradient of a
+    maximum takes what is left to the key that holds it: where scores tie, each form may
+    choose another key."""
+    if tensor != "dk" or not rows["difference"].numel():
+        return {"elsewhere": torch.zeros_like(rows["difference"])}
+    errors = (
+        rows[name].amax(dim=-1, keepdim=True) for name in ("error_base", "error_variant")
+    )
+    both = torch.minimum(*errors) / ELSEWHERE**2
+    return {"elsewhere": both.expand_as(rows["difference"])}
+
+
+def _summed(rows: Mapping[str, Tensor]) -> dict[str, object]:
+    """The fields of an `InvarianceRow`, from the sums over each of its rows."""
+    fields: dict[str, object] = {
+        n: int(rows[n].sum()) for n in ("elements", "differ", "nonfinite")
+    }
+    whole = {name: x.sum()[None] for name, x in rows.items()}
+    whole["elsewhere"] = torch.zeros_like(whole["unit"])  # a matter of single keys
+    names = ("difference", "floor", "error_base", "error_variant")
+    size = max(1, int(whole["finite"]))
+    difference, floor, *errors = (math.sqrt(float(whole[name]) / size) for name in names)
+    if floor:
+        fields["floor_ratio"] = difference / floor
+        fields["error_base"], fields["error_variant"] = (
+            error / floor for error in errors
+        )
+    fields |= {"difference": difference, "ulps": float(rows["ulps"].amax())}
+    return fields | {"excess": _excess(whole), "excess_of_a_row": _excess(rows)}
+
+
+def _excess(squares: Mapping[str, Tensor]) -> float:
+    """The largest difference over the one that roundings explain, as rms."""
+    explained = torch.minimum(squares["error_base"], squares["error_variant"])
+    for name in ("floor", "unit", "elsewhere"):
+        explained = torch.maximum(explained, squares[name])
+    differences = squares["difference"]
+    ratios = torch.where(differences > 0, differences / explained, 0.0)
+    return math.sqrt(float(ratios.amax().clamp_max(1e300))) if len(ratios) else 0.0
+
+
+def _first(call: VariantCall, tensor: str, moved: Tensor) -> tuple[int, int, int, int]:
+    """The place in the base of the first row that differs: sequence, head, row,
+    feature."""
+    row = int(moved.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
+    sequence, head, feature = moved[:, :, row].nonzero()[0].tolist()
+    place = call.in_base
+    heads, rows = (
+        (place.kv_head, place.key) if tensor in ("dk", "dv") else (place.head, place.row)
+    )
+    before = [x.start or 0 if x else 0 for x in (place.batch, heads, rows)]
+    return sequence + before[0], head + before[1], row + before[2], feature
+
+
+def keys_seen(case: AttentionCase, first: tuple[int, int, int, int]) -> int:
+    """How many keys a row of a case sees."""
+    sequence, head, row, _ = first
+    shown = visible(case, slice(row, row + 1), slice(0, case.kv_len))
+    if shown is None:
+        return case.kv_len
+    shown = shown.expand(*case.q.shape[:2], 1, case.kv_len)
+    return int(shown[sequence, head].sum())

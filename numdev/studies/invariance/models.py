@@ -1,0 +1,130 @@
+"""The model's own output, computed another way, and how much of its change is
+attention's.
+
+Matrix products change with the batch as well. With attention in fp64, whose answer to the
+same inputs is always the same, what is left is the rest's; shares are of mean squares,
+which add up where changes are independent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from numdev.cases import AttentionCase
+from numdev.errors import NumdevError, Refused, one_line
+from numdev.formats import Format, round_to
+from numdev.kernels.reference import attend
+from numdev.sources.capture import answered, in_parts
+from numdev.sources.loss import at_home
+from numdev.studies.audit.isolation import Failure
+from numdev.studies.audit.plan import Planned
+from numdev.studies.effects.outputs import output_of
+from numdev.studies.invariance.differences import KernelRun
+from numdev.studies.invariance.report import Fields, ModelRow
+
+DECODED = 8  # tokens, one at a time
+Inputs = Mapping[str, Any]
+
+
+def model_rows(
+    model: nn.Module,
+    wider: Callable[[], nn.Module],
+    inputs: Inputs,
+    planned: Planned,
+    fmt: Format,
+    run: Callable[[AttentionCase], KernelRun | Failure],
+    axes: Collection[str],
+) -> Iterator[ModelRow]:
+    """A row for the model with a kernel along each of these axes that it has. `run` gives
+    what the kernel returns for a case, or a Failure; `wider` the model in a wider format,
+    whose output tells how far roundings explain a difference."""
+
+    def kernel(case: AttentionCase) -> Tensor:
+        if isinstance(ran := run(case), Failure):
+            raise Refused(ran.reason)
+        return ran.output.out.to(case.q.dtype)
+
+    def exact(case: AttentionCase) -> Tensor:
+        return round_to(attend(case).out, fmt).to(case.q.dtype)
+
+    home = at_home(model, inputs)
+    for axis in model_axes(model, inputs, axes):
+        way = _ways(model, home)[axis]
+        row: Fields = {
+            "axis": axis, "kernel": planned.kernel.name, "options": dict(planned.options),
+            "format": fmt.name,
+        }  # fmt: skip
+        try:
+            with torch.no_grad():
+                a, b = answered(model, way, kernel)
+                c, d = answered(model, way, exact)  # here attention changes nothing
+                wide = wider()
+                wide_way = _ways(wide, at_home(wide, inputs))[axis]
+                truth, _ = answered(wide, wide_way, _in_fp64)
+        # The model's own code runs here: it may have no cache, or another one
+        except Exception as error:
+            reason = error.message if isinstance(error, NumdevError) else one_line(error)
+            yield ModelRow(**row, reason=reason)
+            continue
+        tensors = (a, a - b, c - d, a - truth, b - truth)
+        size, change, others, *errors = (float(x.square().mean()) for x in tensors)
+        if not math.isfinite(size + change + others + sum(errors)) or not size:
+            yield ModelRow(**row, reason="the model's output is not finite, or all zero")
+            continue
+        yield ModelRow(
+            **row,
+            differ=int((a != b).sum()),
+            elements=a.numel(),
+            difference=(change / size) ** 0.5,
+            rest=(others / size) ** 0.5,
+            explained=(min(errors) / size) ** 0.5,
+            share=max(0.0, 1 - others / change) if change else None,
+        )
+
+
+def model_axes(
+    model: nn.Module, inputs: Inputs, axes: Collection[str]
+) -> tuple[str, ...]:
+    """The axes along which the model's own output can be compared."""
+    return tuple(axis for axis in _ways(model, inputs) if axis in axes)
+
+
+def _in_fp64(case: AttentionCase) -> Tensor:
+    """The output of a call in fp64, in the dtype of the model."""
+    return attend(case).out.to(case.q.dtype)
+
+
+def _ways(
+    model: nn.Module, inputs: Inputs
+) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+    """By axis a function that returns two outputs of the first sequence, one computed in
+    the usual way and one in another, at the positions where they may differ: in decoding
+    those that are decoded."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    count, n = ids.shape
+    first = {name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
+             for name, x in inputs.items()}  # fmt: skip
+
+    def with_cache(*ends: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        parts = [output_of(x) for x in in_parts(model, {"input_ids": ids[:1]}, ends)]
+        whole = output_of(model(input_ids=ids[:1]))
+        return whole[:, first:], torch.cat(parts, dim=1)[:, first:]
+
+    ways: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
+    if count > 1:
+        ways["batch"] = lambda: (
+            output_of(model(**first)),
+            output_of(model(**inputs))[:1],
+        )
+    whole = mask is None or bool(mask.bool().all())
+    if whole and getattr(model, "can_generate", lambda: False)() and n > 2 * DECODED:
+        ways["chunks"] = partial(with_cache, n // 2, n)
+        ways["decode"] = partial(
+            with_cache, *range(n - DECODED, n + 1), first=n - DECODED
+        )
+    return ways

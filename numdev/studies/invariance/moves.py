@@ -1,0 +1,276 @@
+"""Two reports of `numdev invariance`: what moved.
+
+A row, also of the model's own output, moved where bits were the same and no longer are,
+or the reverse, where its cause is another one, or one of its numbers another by TIMES."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from numdev.gate.compare_report import Compared, Group, Move, Presence
+from numdev.gate.compare_studies import (
+    NOWHERE,
+    in_one_alone,
+    lost_numbers,
+    measured_pairs,
+    nowhere,
+    of_model,
+)
+from numdev.gate.findings import label
+from numdev.gate.movement import FAR, by_chance, factor, log_ratio
+from numdev.gate.rows import Key
+from numdev.grouping import grouped
+from numdev.report import Place
+from numdev.report.numbers import labelled, three
+from numdev.studies.invariance.report import (
+    Fields,
+    InvarianceReport,
+    InvarianceRow,
+    ModelRow,
+)
+
+# The numbers of a row, beside its counts, and those of the model's own output
+DIFFERENCES = (
+    *("difference", "floor_ratio", "error_base", "error_variant"),
+    *("excess", "excess_of_a_row", "ulps"),
+)
+OF_MODELS = ("difference", "explained", "rest", "share")
+TIMES = 2.0
+Row = InvarianceRow | ModelRow
+OF_ROWS = {  # numbers of every tensor: units in a sentence
+    "floor_ratio": "× the floor's error",
+    "excess": "× what roundings explain",
+    "excess_of_a_row": "× what roundings explain, in its worst row",
+}
+OF_OUTPUTS = {
+    "difference": " of the output",
+    "rest": " of the output with attention in fp64",
+}
+# Numbers of all tensors but the log-sum-exp, whose error has no floor
+ERRORS = {"error_base": "as it is", "error_variant": "in the other form"}
+
+
+class InvarianceNames:
+    """The names by which rows of two reports are matched, as `movement.Names` has them
+    for an audit's."""
+
+    def kernel(self, row: InvarianceRow) -> Key:
+        """What identifies the kernel and the format of a row."""
+        return label(row), row.format
+
+    def step(self, row: InvarianceRow) -> Key:
+        """What identifies a kernel's run on one variant of a call."""
+        return self.kernel(row), (row.case, row.axis, row.variant), False
+
+    def row(self, row: InvarianceRow) -> Key:
+        """What identifies a row: a tensor of such a run."""
+        return (*self.step(row), row.tensor)
+
+    def lost(self, a: InvarianceRow, b: InvarianceRow) -> list[str]:
+        """The numbers that a row has in A and lacks in B."""
+        return lost_numbers(a, b, DIFFERENCES)
+
+    def about(self, row: InvarianceRow) -> Fields:
+        """The fields of a move that say which row it is about."""
+        return {**row.who, "tensor": f"{row.axis} {row.tensor}"}
+
+    def place(self, row: InvarianceRow) -> Place:
+        """The call that a row is of."""
+        return Place(**{**NOWHERE, "case": row.case, "layer": row.layer})
+
+
+def moves(
+    old: InvarianceReport, new: InvarianceReport
+) -> tuple[InvarianceNames, Compared]:
+    """Every axis of every tensor that both reports have, and what moved."""
+    names = InvarianceNames()
+    pairs = measured_pairs(names, old.rows, new.rows)
+    groups: list[Group] = []
+    moves: list[Move] = []
+    by_axis = grouped(pairs, lambda p: (label(p[1]), p[1].format, p[1].axis, p[1].tensor))
+    for of_axis in by_axis.values():
+        axis: list[Move] = []
+        for a, b in of_axis:
+            about = names.about(b) | {"place": names.place(b)}
+            axis += [Move(**about, **change) for change in _row_changes(a, b)]
+        places = {move.words.partition(": ")[0] for move in axis}
+        groups.append(
+            Group(
+                **names.about(of_axis[0][1]),
+                metric="difference",
+                a=_largest_ratio(a for a, _ in of_axis),
+                b=_largest_ratio(b for _, b in of_axis),
+                pairs=len(of_axis),
+                same_bits=sum(a.same and b.same for a, b in of_axis),
+                moved=len(places),
+            )
+        )
+        moves += axis
+    moves += _unsteady_moves(names, old, new)
+    of_outputs, presences = _output_moves(old.models, new.models)
+    note = (
+        "An axis moved where its bits, its cause, or one of its numbers by "
+        f"{TIMES:g} times did; A and B are the largest differences over the floor's "
+        "error."
+    )
+    return names, Compared(
+        groups, [*moves, *of_outputs], (note,), presences=tuple(presences)
+    )
+
+
+def _largest_ratio(rows: Iterable[InvarianceRow]) -> float | None:
+    """The largest difference over the floor's error; None where no row has one."""
+    ratios = (row.floor_ratio for row in rows)
+    return max((x for x in ratios if x is not None), default=None)
+
+
+def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Fields]:
+    """The fields of each move in one row: other bits, causes or counts; among the numbers
+    the one that changed most."""
+    numbers = {"a": a.floor_ratio, "b": b.floor_ratio}
+    fact: Fields = {"metric": "difference", "excess": FAR, **numbers}
+    if a.elements != b.elements:
+        words = f"{b.variant}: elements: {a.elements}, now {b.elements}"
+        yield {**fact, "metric": "elements", "words": words}
+    if not by_chance(a.nonfinite, b.nonfinite):
+        counts = f"{a.nonfinite}, now {b.nonfinite}"
+        words = f"{b.variant}: elements that are not finite in one form alone: {counts}"
+        yield {"metric": "nonfinite", "excess": FAR, "words": words}
+    if a.same != b.same or str(a.cause) != str(b.cause):
+        change = factor(log_ratio(a.floor_ratio, b.floor_ratio))
+        words = f"{b.variant}: {_in_words(a)}, now {_in_words(b)}"
+        yield {**fact, "change": change, "words": words}
+        return
+    names = OF_ROWS if b.tensor == "lse" else {**OF_ROWS, **ERRORS}
+    changes = [each for name in names if (each := _change(a, b, name))]
+    if worst := max(changes, key=lambda change: change["excess"], default=None):
+        name = worst["metric"]
+        from_to = f"from {three(worst['a'])} to {three(worst['b'])}"
+        if name == "floor_ratio":
+            worst["metric"] = "difference"
+            words = f"{_in_words(a)}, now {_in_words(b)}"
+        elif name in OF_ROWS:
+            words = f"{from_to}{OF_ROWS[name]}"
+        else:
+            words = f"{ERRORS[name]} errs {from_to}× the floor"
+        yield {**worst, "words": f"{b.variant}: {words}"}
+    elif not _counts_alike(a.differ, b.differ):
+        words = f"{b.variant}: elements that differ: {a.differ}, now {b.differ}"
+        yield {**fact, "metric": "differ", "words": words}
+
+
+def _change(a: Row, b: Row, name: str) -> Fields | None:
+    """A number that changed by more than TIMES, or that was 0 and no longer is; else
+    None."""
+    one, two = getattr(a, name), getattr(b, name)
+    if one is None or two is None or one == two:
+        return None
+    log = log_ratio(one, two)
+    far = FAR if log is None else min(FAR, abs(log) / math.log(TIMES))
+    if far <= 1:
+        return None
+    return {"metric": name, "a": one, "b": two, "change": factor(log), "excess": far}
+
+
+def _counts_alike(a: int, b: int) -> bool:
+    """Whether two counts of elements that differ are about the same: within TIMES, or
+    within what chance does to so few."""
+    return max(a, b) <= TIMES * min(a, b) or abs(a - b) <= 2 * math.sqrt(a + b)
+
+
+def _unsteady_moves(
+    names: InvarianceNames, old: InvarianceReport, new: InvarianceReport
+) -> Iterator[Move]:
+    """A move for each kernel that repeated its bits in A, and in B does not. Only a
+    kernel that does not repeat them has such a row."""
+    before = {names.row(row) for row in old.rows}
+    kernels = {names.kernel(row) for row in old.rows if row.status == "ok"}
+    for row in new.rows:
+        unsteady = row.axis == "repeat" and row.status == "ok" and not row.same
+        if unsteady and names.row(row) not in before and names.kernel(row) in kernels:
+            yield Move(
+                **names.about(row),
+                place=names.place(row),
+                metric="difference",
+                excess=FAR,
+                b=row.floor_ratio,
+                words=f"{row.variant}: the same bits, now {_in_words(row)}",
+            )
+
+
+def _output_moves(
+    old: Sequence[ModelRow], new: Sequence[ModelRow]
+) -> tuple[list[Move], list[Presence]]:
+    """The model's own output with each kernel along each axis: what moved, what one
+    report alone has, and numbers that are gone."""
+    sides = [dict(_numbered(rows)) for rows in (old, new)]
+    moves: list[Move] = []
+    presences: list[Presence] = []
+    for key in dict.fromkeys((*sides[0], *sides[1])):
+        a, b = (side.get(key) for side in sides)
+        row = b or a
+        assert row is not None
+        about, tensor = of_model(row.format, row.kernel), f"{row.axis} output"
+        place = nowhere(f"the model's output along {row.axis}")
+        ran_in_a = a if a is not None and a.reason is None else None
+        ran_in_b = b if b is not None and b.reason is None else None
+        if ran_in_a and ran_in_b:
+            moves += [
+                Move(**about, tensor=tensor, place=place, **change)
+                for change in _output_changes(ran_in_a, ran_in_b)
+            ]
+            for gone, pair in ((True, (a, b)), (False, (b, a))):
+                lost = lost_numbers(*pair, OF_MODELS)
+                if lost:
+                    presences.append(
+                        in_one_alone(about, place, gone, tensor, "no number", *lost)
+                    )
+        elif ran_in_a or ran_in_b:
+            gone = ran_in_a is not None
+            other = b if gone else a
+            why = "there is no such row" if other is None else other.reason or ""
+            lacks = f"the model's output along {row.axis}"
+            presences.append(in_one_alone(about, place, gone, tensor, why, lacks))
+    return moves, presences
+
+
+def _numbered(rows: Iterable[ModelRow]) -> Iterator[tuple[Key, ModelRow]]:
+    """Each row of the model's output after the key that identifies it."""
+    for row in rows:
+        yield (row.axis, labelled(row.kernel, row.options), row.format), row
+
+
+def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Fields]:
+    """What moved in the model's own output along one axis."""
+    if a.elements != b.elements:
+        words = f"elements: {a.elements}, now {b.elements}"
+        yield {"metric": "elements", "excess": FAR, "words": words}
+    if (a.differ == 0) != (b.differ == 0):
+        words = (
+            f"{a.differ} of {a.elements} elements differ, now {b.differ} of {b.elements}"
+        )
+        yield {
+            "metric": "difference",
+            "a": a.difference,
+            "b": b.difference,
+            "excess": FAR,
+            "words": words,
+        }
+        return
+    for name, unit in OF_OUTPUTS.items():
+        if change := _change(a, b, name):
+            words = f"from {three(change['a'])} to {three(change['b'])}{unit}"
+            yield {**change, "words": words}
+            return
+    if not _counts_alike(a.differ, b.differ):
+        words = f"elements that differ: {a.differ}, now {b.differ}"
+        yield {"metric": "differ", "excess": FAR, "words": words}
+
+
+def _in_words(row: InvarianceRow) -> str:
+    """How far a row changes, and by which cause."""
+    if row.same:
+        return "the same bits"
+    text = f"{three(row.floor_ratio)}× the floor's error"
+    return text + (f" ({row.cause})" if row.cause is not None else "")

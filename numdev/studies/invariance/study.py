@@ -1,0 +1,552 @@
+"""`numdev invariance`: every kernel on a call and on the same rows computed another way.
+
+The line of an audit: a source gives cases, each goes along every axis, every kernel runs
+both forms, and what differs is one row for each tensor. What is finished is journalled
+variant by variant."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from numdev.cases import AttentionCase
+from numdev.config import AXES, ONLY_ASKED, AuditRequest, InvarianceRequest, Reading
+from numdev.errors import UsageError
+from numdev.formats import Format, dtype_of, round_to
+from numdev.gate.findings import listed
+from numdev.gate.judgement import MODEL
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, as_data, default_rules
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.bits import same
+from numdev.report import Finding, PlannedKernel
+from numdev.sources.opening import CheckpointSource, Source, open_source
+from numdev.studies.audit.bench import settled
+from numdev.studies.audit.isolation import (
+    Failure,
+    Isolated,
+    Runner,
+    Within,
+    attempt,
+    fitting,
+    threads,
+)
+from numdev.studies.audit.journal import Journal
+from numdev.studies.audit.plan import (
+    Plan,
+    Planned,
+    digest,
+    header,
+    plan_formats,
+    plan_kernels,
+)
+from numdev.studies.audit.reproduce import written
+from numdev.studies.audit.rows import options_set
+from numdev.studies.audit.run import Progress, Say, describe, provenance
+from numdev.studies.audit.script import folder_of
+from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.invariance.axes import (
+    PLAIN,
+    VARIANTS,
+    Variant,
+    again,
+    without_positions,
+)
+from numdev.studies.invariance.cause import explained
+from numdev.studies.invariance.differences import (
+    EXACT,
+    Forms,
+    KernelRun,
+    compared,
+    exact_change,
+    keys_seen,
+)
+from numdev.studies.invariance.models import model_axes, model_rows
+from numdev.studies.invariance.report import (
+    Excuse,
+    Fields,
+    InvariancePlan,
+    InvarianceReport,
+    InvarianceRow,
+    InvarianceSummary,
+    ModelRow,
+    Way,
+)
+from numdev.studies.invariance.verdict import ALIKE
+from numdev.studies.invariance.ways import wrapped
+from numdev.system import System
+
+STEADY = ("out", "lse")  # what every kernel is asked to repeat, bit by bit
+WATCHED = ("unwritten", "graph", "compiled")  # ways in which a sound kernel may not run
+SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "other")
+
+
+def invariance(
+    request: InvarianceRequest,
+    directory: Path,
+    *,
+    rules: Rules | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda what, done, total: None,
+    say: Say = lambda text: None,
+    command: str = "",
+) -> InvarianceReport:
+    """Run `request`, journalling into `directory`; returns the report, judged by the
+    rules (the default ones), which the caller writes. Raises UsageError for a request
+    that cannot be run."""
+    system = System.probe(request.device)
+    rules = rules or default_rules()
+    check_system(system.as_dict(), rules)
+    kernels = [
+        p for p in plan_kernels(request.kernels, under_audit=True) if p.role == "kernel"
+    ]
+    formats = plan_formats(request.formats, kernels)
+    axes = request.axes or tuple(name for name in AXES if name not in ONLY_ASKED)
+    watch = Stopwatch(system.device, SECTIONS)
+    with watch("capture"):
+        source = opened(request, system)
+    for note in source.notes:
+        say(note)
+    asked = request.model_dump(mode="json") | {"formats": [fmt.name for fmt in formats]}
+    described = describe(source)
+    runs = (
+        Isolated(request.time_limit)
+        if request.isolate
+        else contextlib.nullcontext(attempt)
+    )
+    head = header(asked, system, kernels, described)
+    with Journal.open(directory, head, overwrite=overwrite) as journal, runs as run:
+        study = InvarianceStudy(
+            kernels, axes, system, run, watch, backward=request.backward
+        )
+        _finish(study, source, formats, journal, progress)
+        if request.logits:
+            with watch("model"):
+                study.model(source, formats, journal)
+        rows = journal.records("row", InvarianceRow)
+        ways = journal.records("way", Way)
+        models = journal.records("model", ModelRow)
+    if not rows:
+        raise _no_call(request)
+    plan = study.plan(formats, ways, named="kernels" in request.model_fields_set)
+    report = InvarianceReport(
+        provenance=provenance(system, described, command),
+        request=asked,
+        timings=watch.seconds(),
+        plan=plan.model_copy(update={"asked": bool(request.axes)}),
+        summary=InvarianceSummary(answer=()),
+        rows=rows,
+        models=models,
+    )
+    return judged(report, rules)
+
+
+def _no_call(request: InvarianceRequest) -> UsageError:
+    """The error for a request of which no call can be made another way."""
+    along = listed(request.axes) if request.axes else "any axis"
+    what = f"{request.target}: no attention call could be made another way along {along}"
+    return UsageError(what, hint="check --layers and --axis")
+
+
+def _finish(
+    study: InvarianceStudy,
+    source: Source,
+    formats: Sequence[Format],
+    journal: Journal,
+    progress: Progress,
+) -> None:
+    """Bring into the journal every variant of every case that it lacks."""
+    total, done = source.count() * len(formats) * len(study.axes), 0
+    with study.watch("capture"):
+        for located in source:
+            with study.watch("other"):
+                for fmt in formats:
+                    case = located.load().rounded_to(fmt)
+                    case = prepared(case, backward=study.backward)
+                    about = {"case": vars(case.ref), "format": fmt.name}
+                    for axis, variant, rows_of in study.variants(case, fmt):
+                        progress(f"{located.ref.case} {axis}", done, total)
+                        key = digest([about, axis, variant.name, variant.options])
+                        if not journal.visit(key):
+                            rows = list(rows_of())
+                            way = _way(axis, variant, case, fmt, rows)
+                            journal.append(key, {"row": rows, "way": [way]})
+                    done += len(study.axes)
+
+
+def _way(
+    axis: Any,
+    variant: Variant,
+    case: AttentionCase,
+    fmt: Format,
+    rows: Sequence[InvarianceRow],
+) -> Way:
+    """A variant as the plan of a report records it, with why its call cannot be made
+    where its rows say so."""
+    reason = next((row.reason for row in rows if row.excuse == "call"), None)
+    return Way(
+        format=fmt.name,
+        case=case.ref.case,
+        axis=axis,
+        variant=variant.name,
+        reason=reason or "",
+        part=variant.part,
+        adds=added(axis, variant, case),
+    )
+
+
+def compared_axes(
+    study: InvarianceStudy, plan: Plan, rows: Sequence[InvarianceRow]
+) -> InvarianceReport:
+    """Rows of a study of calls in memory, as a report that is not judged."""
+    return InvarianceReport(
+        provenance=provenance(plan.system, {}, "numdev.check"),
+        request={},
+        plan=study.plan(plan.formats, (), named=True),
+        summary=InvarianceSummary(answer=()),
+        rows=tuple(rows),
+    )
+
+
+def reproducers(
+    report: InvarianceReport, request: InvarianceRequest, directory: Path, **_: object
+) -> list[Path]:
+    """A script for each finding: its kernel along its axis alone, on these calls."""
+    rules = Rules.model_validate(report.rules)
+    source = request.checkpoint
+    if source is not None and Path(source).exists():
+        request = request.model_copy(update={"checkpoint": str(Path(source).resolve())})
+
+    def facts(finding: Finding) -> dict[str, object] | None:
+        if finding.severity != "exceeded" or finding.kernel == MODEL:
+            return None
+        alone: Fields = {
+            "axes": (finding.rule.split()[0],),
+            "formats": finding.formats,
+            "logits": False,
+            "kernels": ({"name": finding.kernel, "options": finding.options},),
+        }
+        asked = request.model_dump() | alone
+        folder = folder_of(finding.kernel.partition(":")[0])
+        return {
+            "folders": [folder] if ":" in finding.kernel and folder else [],
+            "request": InvarianceRequest.model_validate(asked).model_dump_json(),
+            "rules": json.dumps(as_data(rules)),
+        }
+
+    return written(report.findings, directory, "invariance", facts)
+
+
+def opened(request: InvarianceRequest, system: System) -> Source:
+    """The source of the request's cases, as an audit opens it."""
+    names = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
+    reading = AuditRequest(**{name: getattr(request, name) for name in names})
+    return open_source(reading, system)
+
+
+def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
+    """The case as it is compared: without grad_out unless gradients are compared, and
+    without positions that hide nothing from a single query. Raises UsageError for a case
+    of some rows of a call."""
+    if case.positions is not None:
+        raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
+    if case.q_len == 1 and keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
+        case = without_positions(case)
+    return settled(case if backward else dataclasses.replace(case, grad_out=None))
+
+
+@dataclass
+class InvarianceStudy:
+    """The kernels and axes of a request, and how kernels are run."""
+
+    kernels: Sequence[Planned]
+    axes: Sequence[str]
+    system: System
+    run: Runner
+    watch: Stopwatch
+    backward: bool = False
+    met: set[tuple[object, ...]] = field(default_factory=set)
+    """The shapes of the cases so far. Causes are searched among all tilings in the first
+    case of each shape; in others they would be the same."""
+    searches: bool = True
+    results: dict[Any, Any] = field(default_factory=dict)
+    """References and outputs of the present case and of an axis's bases, by the case's id
+    and how it was computed."""
+    model_axes: tuple[str, ...] = ()  # along which the model's own output is compared
+
+    def plan(
+        self, formats: Sequence[Format], ways: Sequence[Way], *, named: bool
+    ) -> InvariancePlan:
+        """The plan as a report records it, as if its axes were asked for by name."""
+        kernels = [
+            PlannedKernel(
+                role="kernel", kernel=p.kernel.name, options=recorded_options(p)
+            )
+            for p in self.kernels
+        ]
+        return InvariancePlan(
+            kernels=tuple(kernels),
+            named=named,
+            formats=tuple(fmt.name for fmt in formats),
+            axes=tuple(self.axes),
+            asked=True,
+            backward=self.backward,
+            ways=tuple(ways),
+            models=tuple(self.model_axes),
+        )
+
+    def variants(
+        self, case: AttentionCase, fmt: Format
+    ) -> Iterator[tuple[str, Variant, Callable[[], Iterator[InvarianceRow]]]]:
+        """Every variant of a case along every axis, with a function that measures its
+        rows."""
+        shape = (fmt.name, case.q.shape, case.k.shape, case.is_causal, case.mask is None)
+        self.results, self.searches = {}, shape not in self.met
+        self.met.add(shape)
+        with threads(fitting(case.q.shape[:3].numel() * case.kv_len)):
+            for axis in self.axes:
+                for variant in VARIANTS[axis](case):
+                    yield axis, variant, partial(self.rows, axis, variant, case, fmt)
+                self.results = {
+                    k: x for k, x in self.results.items() if k[:2] == (id(case), PLAIN)
+                }
+
+    def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
+        """The model's own output with each kernel, where it is in memory and reads
+        tokens."""
+        if not isinstance(source, CheckpointSource) or source.streamed is not None:
+            return
+        if "input_ids" not in source.prompt.inputs:
+            return
+        for fmt in formats:
+            model = source.load(dtype_of(fmt)).eval()
+            wide = torch.float32 if dtype_of(fmt).itemsize < 4 else torch.float64
+            wider = cache(lambda wide=wide: source.load(wide).eval())
+            self.model_axes = model_axes(model, source.prompt.inputs, self.axes)
+            for planned in self.kernels:
+                key = digest(["model", fmt.name, planned.kernel.name, planned.options])
+                if journal.visit(key):
+                    continue
+                run = partial(self.run_kernel, planned, gradients=False)
+                of = (model, wider, source.prompt.inputs, planned, fmt, run)
+                journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
+
+    def rows(
+        self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
+    ) -> Iterator[InvarianceRow]:
+        """All kernels on one variant, whose exact answer is checked first."""
+        base, why = variant.base or case, variant.reason
+        if not why:
+            exact = self._cached((id(base), PLAIN), base, partial(self.exact, base))
+            changes = [
+                exact_change(call, exact, self.exact(call.case))
+                for call in variant.calls
+                if call.case is not base
+            ]
+            change = max(changes, default=0.0)
+            if not change <= EXACT:
+                why = f"the exact answer changes by {change:.0e} of its terms"
+        for planned in self.kernels:
+            fields: Fields = {
+                "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
+                "options": recorded_options(planned),
+                "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
+                "axis": axis, "variant": variant.name, "part": variant.part,
+            }  # fmt: skip
+            changed = _changed(planned, variant)
+            excuse: Excuse = "call" if why else "option"
+            forms: Forms | Failure = Failure("skipped", why or "has no such option")
+            if not why and changed is not None:
+                forms = self._forms(planned, changed, variant, base, exact, fmt)
+            if isinstance(forms, Forms):
+                yield from self._compared(fields, forms)
+                continue
+            if not why and changed is not None:
+                excuse = _excuse(forms, added(axis, variant, case))
+            status = "skipped" if excuse else "failed"
+            fields |= {"tensor": "out", "tensors": (), "status": status, "excuse": excuse}
+            yield InvarianceRow(**fields, reason=forms.reason)
+
+    def _forms(
+        self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
+        exact: Reference, fmt: Format,
+    ) -> Forms | Failure:  # fmt: skip
+        """A kernel's outputs for the base and for the variant's calls. A Failure where it
+        fails on either, and where its output for the base is not finite."""
+        key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
+        run = partial(self.run_kernel, planned, base, variant.base_within)
+        first, others = self._cached(key, base, run), []
+        if isinstance(first, Failure):
+            return first
+        finite = round_to(exact.out, fmt).isfinite() & ~exact.empty[..., None]
+        if count := int((~first.output.out.double().isfinite() & finite).sum()):
+            what = (
+                f"returns {count} elements that are NaN or infinite where the "
+                "exact result"
+            )
+            return Failure("failed", f"{what} is not")
+        for call in variant.calls:
+            other = self.run_kernel(changed, call.case, variant.within, variant.wrap)
+            if isinstance(other, Failure):
+                return other
+            others.append(other)
+        return Forms(variant, first, others, exact, fmt)
+
+    def _compared(self, fields: Fields, forms: Forms) -> Iterator[InvarianceRow]:
+        """The rows of both forms, one for each tensor. Where they differ the kernel runs
+        again: one that does not repeat itself has rows along `repeat` too."""
+        with self.watch("comparing"):
+            numbers = dict(compared(forms))
+        repeats = None
+        tensors: Any = tuple(numbers)
+        moved = any(numbers.get(name, {}).get("differ") for name in STEADY)
+        if fields["axis"] != "repeat" and moved:
+            unsteady = list(self._unsteady(fields, forms))
+            repeats = not unsteady
+            yield from unsteady
+            excesses = [x.get("excess", 0.0) for n, x in numbers.items() if n != "lse"]
+            noise = max([1.0, *(row.excess or 0.0 for row in unsteady)])
+            if unsteady and max(excesses, default=0.0) <= ALIKE * noise:
+                why = "the kernel gives another answer to the same call"
+                fields |= {
+                    "tensor": "out",
+                    "tensors": (),
+                    "status": "skipped",
+                    "excuse": "repeat",
+                }
+                yield InvarianceRow(**fields, reason=why, repeats=False)
+                return
+        fields |= {
+            "tensors": tensors,
+            "repeats": repeats,
+            "reason": forms.first.declined or None,
+        }
+        for tensor in tensors:
+            row = InvarianceRow(**fields, tensor=tensor, **numbers[tensor])
+            if row.first is not None and tensor not in ("dk", "dv"):
+                keys = keys_seen(forms.first.case, row.first)
+                row = row.model_copy(update={"keys": keys})
+            # Where a kernel does not repeat itself, tilings that fit do so by chance.
+            if tensor == "out" and row.differ and row.axis != "repeat" and repeats:
+                with self.watch("causes"):
+                    cause = explained(row, forms, self.system, search=self.searches)
+                row = row.model_copy(update=cause)
+            yield row
+
+    def _unsteady(self, fields: Fields, forms: Forms) -> Iterator[InvarianceRow]:
+        """Rows along `repeat` of the first run that gives other bits, or fails, when it
+        is made again; none where all runs repeat."""
+        name = f"again, {fields['axis']} {fields['variant']}"
+        about = fields | {"axis": "repeat", "variant": name}
+        # The base twice, since a kernel may alternate.
+        for run in (forms.first, forms.first, *forms.others):
+            more = self.run_kernel(run.planned, run.case, run.within, run.wrap)
+            if isinstance(more, Failure):
+                about |= {"tensor": "out", "tensors": (), "status": "failed"}
+                yield InvarianceRow(**about, reason=more.reason)
+                return
+            pairs = ((getattr(run.output, n), getattr(more.output, n)) for n in STEADY)
+            if all(x is y or same(x, y) for x, y in pairs):
+                continue
+            variant, exact = again(name, run.case), attend(run.case)
+            repeated = Forms(variant, run, [more], exact, forms.format)
+            changes = {n: x for n, x in compared(repeated) if x.get("differ")}
+            tensors: Any = tuple(changes)
+            for tensor in tensors:
+                yield InvarianceRow(
+                    **about, tensors=tensors, tensor=tensor, **changes[tensor]
+                )
+            if changes:
+                return
+
+    def exact(self, case: AttentionCase) -> Reference:
+        """The fp64 answer; with gradients where they are compared."""
+        with self.watch("reference"):
+            return gradients(case) if self.backward else attend(case)
+
+    def _cached(self, key: object, case: AttentionCase, make: Callable[[], Any]) -> Any:
+        """What `make` returns, from an earlier call with this key if there was one. The
+        case is stored with it, so that its id stays its own."""
+        if key not in self.results:
+            self.results[key] = make(), case
+        return self.results[key][0]
+
+    def run_kernel(
+        self, planned: Planned, case: AttentionCase, within: Within = PLAIN,
+        wrap: str | None = None, gradients: bool | None = None,
+    ) -> KernelRun | Failure:  # fmt: skip
+        """A kernel's output on a case, which may be laid out and run another way. A
+        kernel that declines the backward pass runs forward alone."""
+        kernel = planned.kernel
+        if missing := kernel.missing(self.system):
+            return Failure("skipped", missing)
+        if wrap is not None:
+            if self.backward or isinstance(self.run, Isolated):
+                return Failure(
+                    "skipped", "only the forward pass, in this process, is run so"
+                )
+            kernel = wrapped(kernel, wrap)
+        options = options_set(planned.options, kernel)
+        both = self.backward if gradients is None else gradients
+        with self.watch("kernels"):
+            declined = ""
+            output = self.run(kernel, case, options, gradients=both, within=within)
+            if both and isinstance(output, Failure) and output.status == "skipped":
+                declined = output.reason
+                output = self.run(kernel, case, options, within=within)
+        if isinstance(output, Failure):
+            return output
+        return KernelRun(planned, case, within, wrap, output, declined)
+
+
+def added(
+    axis: str, variant: Variant, case: AttentionCase
+) -> Literal["", "mask", "option", "way"]:
+    """What a variant asks of a kernel that the case as it is does not; see `Way.adds`."""
+    if axis in WATCHED:
+        return "way"
+    if variant.options:
+        return "option"
+    return "mask" if variant.masks(case) else ""
+
+
+def _excuse(failure: Failure, adds: str) -> Excuse:
+    """The excuse of a kernel that was run in a way that `adds` something and gave no
+    output; empty where that is its fault."""
+    if adds == "way":
+        return "way"
+    if failure.status == "skipped":
+        return "mask" if adds == "mask" else "kernel"
+    return "memory" if out_of_memory(failure) else ""
+
+
+def recorded_options(planned: Planned) -> dict[str, Any]:
+    """The options of a kernel as its rows record them; empty for one that has none."""
+    return dict(planned.options) if planned.kernel.options else {}
+
+
+def out_of_memory(failure: Failure) -> bool:
+    """Whether a kernel failed since memory ran out. It may say so of itself: an axis
+    along which it ran in no call is not excused by it
+    (`numdev.studies.invariance.verdict`)."""
+    return failure.reason.startswith(("OutOfMemoryError: ", "MemoryError: "))
+
+
+def _changed(planned: Planned, variant: Variant) -> Planned | None:
+    """The kernel with the options of a variant; None where they are not for it."""
+    if not variant.options:
+        return planned
+    if variant.options.keys() <= planned.kernel.options.keys():
+        with contextlib.suppress(UsageError):
+            options = planned.kernel.with_options({**planned.options, **variant.options})
+            return dataclasses.replace(planned, options=options)
+    return None

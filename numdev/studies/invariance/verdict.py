@@ -1,0 +1,543 @@
+"""From rows to what they mean: tests, sentences, the answer. Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from numdev.config import AXES, Axes
+from numdev.gate.findings import label, listed, run_findings
+from numdev.gate.judgement import MODEL, Judgement, Test
+from numdev.gate.rules import AtMost, Rules, Tensors
+from numdev.gate.thresholds import run_test
+from numdev.grouping import grouped
+from numdev.report import Finding, PlannedKernel, Standing, Tensor
+from numdev.report.numbers import labelled, ratio, si, three
+from numdev.studies.invariance.report import (
+    Fields,
+    InvarianceReport,
+    InvarianceRow,
+    InvarianceSummary,
+    ModelRow,
+)
+from numdev.tensors import tensor_spec
+from numdev.yamlfile import Strict
+
+# By axis the axes along which a dependence on it shows too; these are then not accused
+BRINGS: Mapping[str, Sequence[str]] = {
+    "unwritten": tuple(AXES),
+    "repeat": tuple(AXES),
+    "beyond": ("paged", "strides"),
+    "neighbours": (
+        *("batch", "lengths", "order", "hidden", "heads", "longer"),
+        *("padding", "rows", "chunks", "decode", "mask"),
+    ),
+    "hidden": ("padding", "lengths", "longer", "rows", "chunks", "decode", "mask"),
+    "mask": ("padding", "lengths"),
+    "rows": ("decode", "chunks"),
+}
+# A dependence follows from another, or is noise, up to this many times its excess
+ALIKE = 2
+TINY = 1e-300  # a divisor that is never 0
+UNTRIED = ("call", "option", "mask")  # excuses of a kernel that did not refuse a call
+NAMES = ("ok", "skipped", "failed")
+WRONG = {  # by rule, the gravest first
+    "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN or "
+    "infinite in one form alone",
+    "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×): "
+    "{row.case} as it is errs by {base}× the floor's error, {row.variant} by {other}×",
+    "row": "a row of {tensor} changes by {number}× what roundings explain (limit "
+    "{limit}×)",
+    "log-sum-exp": "{tensor} changes by {number} × (1 + |log-sum-exp|) (limit {limit})",
+    "bitwise": "{tensor} must keep its bits, and {row.differ:,} of {row.elements:,} "
+    "elements differ, by up to {ulps} ulp",
+    "floor": "{tensor} changes by {number}× the floor's error (limit {limit}×)",
+}
+
+
+class InvarianceLimits(Strict):
+    """The limits of `numdev invariance`; configs/gate/default.yaml says what each key
+    means."""
+
+    bitwise: Axes
+    bitwise_tensors: Tensors
+    within_floor: Axes
+    beyond_roundings: AtMost
+    beyond_roundings_of_a_row: dict[Tensor, AtMost]
+    log_sum_exp: AtMost
+    model_beyond_roundings: AtMost
+    may_turn_nan: Axes
+
+
+class JudgedNumber(NamedTuple):
+    """A number of a row beside its limit."""
+
+    row: InvarianceRow
+    rule: str
+    metric: str
+    observed: float
+    limit: float
+
+    @property
+    def fails(self) -> bool:
+        return not self.observed <= self.limit
+
+
+def worst_of(numbers: Iterable[JudgedNumber]) -> JudgedNumber:
+    """The number with the gravest rule, and among those the largest."""
+    rules = list(WRONG)
+    return max(
+        numbers, key=lambda x: (-rules.index(x.rule), x.observed, x.row.excess or 0.0)
+    )
+
+
+def judged_numbers(
+    row: InvarianceRow, limits: InvarianceLimits
+) -> Iterator[JudgedNumber]:
+    """The numbers of a measured row, one for each rule that judges it. A number that is
+    missing is infinite, beyond every limit."""
+
+    def number(name: str) -> float:
+        value = getattr(row, name)
+        return math.inf if value is None else float(value)
+
+    if row.axis not in limits.may_turn_nan:
+        yield JudgedNumber(row, "finite", "nonfinite", float(row.nonfinite), 0)
+        rule, limit = "rounding", limits.beyond_roundings
+        if row.tensor == "lse":
+            rule, limit = "log-sum-exp", limits.log_sum_exp
+        yield JudgedNumber(row, rule, "excess", number("excess"), limit)
+        if limit_of_a_row := limits.beyond_roundings_of_a_row.get(row.tensor):
+            yield JudgedNumber(
+                row, "row", "excess_of_a_row", number("excess_of_a_row"), limit_of_a_row
+            )
+    if row.axis in limits.bitwise and row.tensor in limits.bitwise_tensors:
+        yield JudgedNumber(row, "bitwise", "differ", float(row.differ), 0)
+    if row.axis in limits.within_floor and row.tensor != "lse":
+        # Where the exact result needs no rounding, nothing may differ.
+        exact = row.floor_ratio is None and not row.difference
+        yield JudgedNumber(
+            row, "floor", "floor_ratio", 0.0 if exact else number("floor_ratio"), 1
+        )
+
+
+def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
+    """The tests of a report. For each planned kernel in each format: whether it ran, and
+    each rule on each tensor along each planned axis, or why there is none. Last, the
+    model's own output with each kernel."""
+    limits: InvarianceLimits = rules.limits_of("invariance")
+    plan = report.plan
+    rows = grouped(report.rows, lambda r: (label(r), r.format))
+    models = grouped(report.models, lambda m: (labelled(m.kernel, m.options), m.format))
+    # Rules that somebody wrote are for axes that the report has to have.
+    ours = "invariance" not in rules.limits
+    needed = () if ours else (*limits.bitwise, *limits.within_floor)
+    every = list(itertools.product(plan.kernels, plan.formats))
+    for kernel, fmt in every:
+        of_kernel = rows.get((labelled(kernel.kernel, kernel.options), fmt), [])
+        who: Fields = {
+            "role": "kernel",
+            "kernel": kernel.kernel,
+            "options": kernel.options,
+            "format": fmt,
+        }
+        yield from _run_tests(report, who, of_kernel, rules)
+        # A form that does not repeat itself has rows along `repeat`, asked for or not.
+        axes = (*plan.axes, *needed, *(row.axis for row in of_kernel))
+        for axis in dict.fromkeys(axes):
+            along = [row for row in of_kernel if row.axis == axis]
+            if any(row.status == "ok" for row in along):
+                yield from _axis_tests(axis, who, along, limits)
+            else:
+                keeps = axis in limits.bitwise and plan.named and rules.skipped != "allow"
+                asked = plan.asked or axis in needed
+                yield _untried_test(axis, who, along, keeps_bits=keeps, asked=asked)
+    for kernel, fmt in every:
+        key = (labelled(kernel.kernel, kernel.options), fmt)
+        yield from _model_tests(models.get(key, ()), kernel, limits)
+
+
+def _run_tests(
+    report: InvarianceReport,
+    who: Fields,
+    rows: Sequence[InvarianceRow],
+    rules: Rules,
+) -> Iterator[Test]:
+    """The tests of how often a kernel ran: forward and, where it was asked for, backward.
+    A way to run excuses no kernel that ran so in another variant of its axis."""
+    ran = {row.axis for row in rows if row.status == "ok"}
+    tried = []
+    for row in rows:
+        excused = UNTRIED if row.axis in ran else (*UNTRIED, "way")
+        if row.tensor == "out" and row.excuse not in excused:
+            tried.append(row)
+    passes: dict[str, list[tuple[str, str]]] = {"out": [_run_state(row) for row in tried]}
+    if report.plan.backward:
+        passes["dq"] = [
+            ("ok", "") if "dq" in row.tensors else ("skipped", row.reason or "")
+            for row in tried
+            if row.status == "ok"
+        ]
+    for tensor, states in passes.items():
+        count = {name: sum(state == name for state, _ in states) for name in NAMES}
+        why = "failed" if count["failed"] else "skipped"
+        reasons = [reason for state, reason in states if state == why]
+        asked = report.plan.named or tensor == "dq"
+        yield run_test(who, rules, tensor, count, reasons, asked=asked)
+
+
+def _run_state(row: InvarianceRow) -> tuple[str, str]:
+    """Whether a kernel ran: `ok`, `skipped` or `failed`, and why."""
+    why = row.reason or ""
+    if row.status == "failed":
+        why = f"along {row.axis} ({row.case}: {row.variant}): {why}"
+    return "ok" if row.excuse == "repeat" else row.status, why
+
+
+def _untried_test(
+    axis: str, who: Fields, rows: Sequence[InvarianceRow], *, keeps_bits: bool,
+    asked: bool,
+) -> Test:  # fmt: skip
+    """The test of an axis along which a kernel ran in no call. It is missing where the
+    axis was `asked` for, where the kernel failed or memory ran out, and where the kernel
+    `keeps_bits` along it by the rules and declines calls of the kind that it takes; else
+    it does not apply."""
+    reasons = dict.fromkeys(row.reason or "" for row in rows) or ("no call was made so",)
+    possible = any(row.excuse not in ("call", "mask") for row in rows)
+    failed = any(row.excuse in ("", "memory") for row in rows)
+    missing = asked or failed or (keeps_bits and possible)
+    return Test(
+        **who,
+        rule=axis,
+        standing=Standing.MISSING if missing else Standing.NOT_APPLICABLE,
+        unjudged=len(rows),
+        reasons=tuple(f"{axis} is not judged: {why}" for why in reasons),
+    )
+
+
+def _axis_tests(
+    axis: str,
+    who: Fields,
+    rows: Sequence[InvarianceRow],
+    limits: InvarianceLimits,
+) -> Iterator[Test]:
+    """A test for each rule on each tensor along one axis."""
+    ok = [row for row in rows if row.status == "ok"]
+    numbers = [number for row in ok for number in judged_numbers(row, limits)]
+    by_rule = grouped(numbers, lambda x: (x.rule, x.row.tensor))
+    for (rule, tensor), of_rule in by_rule.items():
+        worst = worst_of(of_rule)
+        failing = tuple(
+            sorted((x for x in of_rule if x.fails), key=lambda x: -x.observed)
+        )
+        yield Test(
+            **who,
+            rule=f"{axis} {rule}",
+            tensor=tensor,
+            metric=worst.metric,
+            standing=Standing.EXCEEDED if failing else Standing.HELD,
+            observed=worst.observed
+            if math.isfinite(worst.observed)
+            else str(worst.observed),
+            bound=worst.limit,
+            limit=f"at most {three(worst.limit)}",
+            judged=len(of_rule),
+            offending=len(failing),
+            beyond=failing,
+        )
+
+
+def _model_tests(
+    rows: Iterable[ModelRow], kernel: PlannedKernel, limits: InvarianceLimits
+) -> Iterator[Test]:
+    """A test along each axis of the model's own output with a kernel: its difference over
+    what roundings explain, which is the error of the better of both ways."""
+    for row in rows:
+        name = labelled(kernel.kernel, kernel.options)
+        about: Fields = {
+            "kernel": MODEL,
+            "format": row.format,
+            "rule": f"{row.axis} with {name}",
+        }
+        if row.difference is None or row.explained is None:
+            yield Test(
+                **about,
+                standing=Standing.MISSING,
+                reasons=(row.reason or "",),
+                unjudged=1,
+            )
+            continue
+        ratio = row.difference / max(row.explained, TINY)
+        limit = limits.model_beyond_roundings
+        yield Test(
+            **about, tensor="out", metric="difference", observed=ratio, bound=limit,
+            standing=Standing.HELD if ratio <= limit else Standing.EXCEEDED,
+            limit=f"at most {three(limit)}", judged=1, offending=int(ratio > limit),
+            beyond=(row,) if ratio > limit else (),
+        )  # fmt: skip
+
+
+def findings(
+    judgement: Judgement, report: InvarianceReport
+) -> tuple[Sequence[Finding], Sequence[str]]:
+    """A finding for each dependence that follows from no graver one, and sentences on
+    what was judged."""
+    wrong: list[Finding] = []
+    beyond = [test for test in judgement.tests if test.beyond]
+    for of_kernel in grouped(beyond, lambda t: (label(t), t.format)).values():
+        if of_kernel[0].kernel == MODEL:
+            wrong += [_finding(test, _output_sentence(test)) for test in of_kernel]
+        else:
+            wrong += _dependences(of_kernel)
+    accused = {(f.kernel, str(f.options), fmt) for f in wrong for fmt in f.formats}
+    wrong += [
+        f
+        for f in run_findings(judgement.tests)
+        if f.severity != "note"  # what a kernel declines is said axis by axis
+        and not all((f.kernel, str(f.options), fmt) in accused for fmt in f.formats)
+    ]
+    return wrong, tuple(_judged_sentences(judgement, report))
+
+
+def _dependences(tests: Sequence[Test]) -> Iterator[Finding]:
+    """A finding for each axis on which one kernel depends, unless that follows from
+    another; the one farthest beyond its limit comes first."""
+    by_axis = grouped(tests, lambda test: test.beyond[0].row.axis)
+    gravest = {
+        axis: worst_of(number for test in of_axis for number in test.beyond)
+        for axis, of_axis in by_axis.items()
+    }
+    follows = _consequences(gravest)
+    leading: list[tuple[Test, JudgedNumber]] = []
+    for axis, worst in gravest.items():
+        if axis not in follows:
+            leading += [(test, worst) for test in by_axis[axis] if worst in test.beyond]
+    for test, worst in sorted(leading, key=lambda pair: -pair[0].nearness):
+        also = [gravest[a].row for a, cause in follows.items() if cause == worst.row.axis]
+        yield _finding(test, _sentence(worst, also))
+
+
+def _finding(test: Test, text: str) -> Finding:
+    """The finding of a test that is exceeded; `text` follows the kernel's name."""
+    name = f"{label(test)} ({test.format}) " if test.kernel != MODEL else ""
+    return Finding(
+        rule=test.rule,
+        severity="exceeded",
+        sentence=f"{name}{text}.",
+        kernel=test.kernel or "",
+        options=test.options,
+        formats=(test.format or "",),
+        tensor=test.tensor,
+        metric=test.metric,
+        observed=test.observed if isinstance(test.observed, float) else None,
+        limit=test.bound,
+        count=test.offending,
+        judged=test.judged,
+    )
+
+
+def _output_sentence(test: Test) -> str:
+    """The sentence on the model's own output."""
+    row: ModelRow = test.beyond[0]
+    ratio = test.observed if isinstance(test.observed, float) else None
+    name = labelled(row.kernel, row.options)
+    return (
+        f"The model's output ({row.format}, with {name}) depends on {AXES[row.axis]}: "
+        f"along {row.axis} it changes by {si(row.difference)} of its size, "
+        f"{three(ratio, test.bound)}× what roundings explain (limit {three(test.bound)}×)"
+    )
+
+
+def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
+    """By axis the other axis from which a kernel's failure along it follows, which is no
+    less grave."""
+    follows: dict[str, str] = {}
+    for first in (axis for axis in BRINGS if axis in gravest):
+        cause = gravest[first]
+        for axis in BRINGS[first]:
+            if axis in (first, *follows) or axis not in gravest or first in follows:
+                continue
+            other = gravest[axis]
+            alike = (other.row.excess or 0.0) <= ALIKE * max(cause.row.excess or 0.0, 1.0)
+            # Where one call does not repeat another, nothing else is known of it.
+            if cause.rule == "finite" or (other.rule != "finite" and alike):
+                follows[axis] = first
+    # Where it is the call itself that errs, one finding says so.
+    wrong = [a for a, h in gravest.items() if a not in follows and h.row.base_errs]
+    return follows | dict.fromkeys(wrong[1:], *wrong[:1]) if wrong else follows
+
+
+def _sentence(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
+    """What is wrong, to follow the kernel's name. `also`: the rows of axes along which it
+    differs for the same cause."""
+    row = worst.row
+    wrong = WRONG[worst.rule].format(
+        row=row, tensor=tensor_spec(row.tensor).in_words, ulps=three(row.ulps),
+        number=three(worst.observed, worst.limit), limit=three(worst.limit),
+        base=three(row.error_base), other=three(row.error_variant),
+    )  # fmt: skip
+    begins = ""
+    if row.first is not None:
+        sequence, head, place, _ = row.first
+        what = "key" if row.tensor in ("dk", "dv") else "row"
+        begins = f"; first at sequence {sequence} head {head} {what} {place}"
+        if row.keys:
+            begins += f", which sees {row.keys} key{'s' * (row.keys != 1)}"
+    cause = f"; {row.cause}" if row.cause is not None else ""
+    what = f"depends on {AXES[row.axis]}"
+    if row.axis == "repeat":
+        what = "gives another answer to the same call"
+    too = f". It differs along {listed(map(_along_too, also))} too" if also else ""
+    where = f"{row.case}: {another_form(row)}"
+    return f"{what}: along {row.axis} ({where}) {wrong}{begins}{cause}{too}"
+
+
+def _along_too(row: InvarianceRow) -> str:
+    """An axis, and how far the row changes along it."""
+    if row.nonfinite:
+        return f"{row.axis} (NaN)"
+    if row.tensor == "lse":
+        return f"{row.axis} (the log-sum-exp)"
+    return f"{row.axis} ({multiple(row.floor_ratio)}×)"
+
+
+def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
+    """A sentence on what was judged, and one for each kernel on the axes along which it
+    was not."""
+    bitwise = {t.rule for t in judgement.tests if t.judged}
+    axes = listed(axis for axis in report.plan.axes if f"{axis} bitwise" in bitwise)
+    limits = {
+        t.bound for t in judgement.tests if t.rule.endswith(" rounding") and t.bound
+    }
+    if limits:
+        yield (
+            f"Judged: {axes and f'the same bits along {axes}; '}along all axes no "
+            f"difference beyond {three(max(limits))}× what roundings explain. All else "
+            "is reported, and judged where a rule says so."
+        )
+    lacking = [
+        t for t in judgement.tests if t.standing is Standing.NOT_APPLICABLE and t.unjudged
+    ]
+    by_kernel = grouped(
+        (t for t in lacking if not t.runs), lambda t: (label(t), t.format)
+    )
+    for (name, fmt), of_kernel in by_kernel.items():
+        reasons = grouped(of_kernel, lambda t: t.reasons[0].partition(": ")[2])
+        parts = (f"{listed(t.rule for t in of)} ({why})" for why, of in reasons.items())
+        yield f"Not judged: {name} ({fmt}) along {'; '.join(parts)}."
+
+
+def passing(report: InvarianceReport, tests: Sequence[Test]) -> str | None:
+    """The clause on a kernel that passed: along which axes it keeps its bits."""
+    first = tests[0]
+    if first.kernel == MODEL:
+        return "its output changes along no axis by more than roundings explain"
+    name, fmt = label(first), first.format
+    return summary_of([r for r in report.rows if (label(r), r.format) == (name, fmt)])
+
+
+def summarised(report: InvarianceReport) -> InvarianceReport:
+    """The report with the answer that its rows give."""
+    summary = InvarianceSummary(answer=tuple(answer(report.rows, report.models)))
+    return report.model_copy(update={"summary": summary})
+
+
+def summary_of(rows: Sequence[InvarianceRow]) -> str:
+    """A clause on the axes along which a kernel does not keep its bits, and by how
+    much."""
+    by_axis = grouped((r for r in rows if r.status == "ok"), lambda r: r.axis)
+    parts: list[str] = []
+    for axis, along in by_axis.items():
+        moved = [r for r in along if r.differ]
+        if sized := [r for r in moved if r.tensor != "lse"]:
+            unit = "" if any("×" in part for part in parts) else " the floor's error"
+            worst = farthest(sized)
+            tensor = "" if worst.tensor == "out" else f" in {worst.tensor}"
+            size = f"{multiple(worst.floor_ratio)}×{unit}{tensor}"
+        else:
+            size = "the log-sum-exp alone"
+        if moved:
+            parts.append(f"{axis} ({'NaN' if any(r.nonfinite for r in moved) else size})")
+    same = len(by_axis) - len(parts)
+    less = [f"{axis} ({text})" for axis in by_axis if (text := tried_in_part(rows, axis))]
+    limits = f"; tried in part along {listed(less)}" if less else ""
+    if not parts:
+        every = listed(by_axis) if same < 4 else f"all {same} axes"
+        return f"keeps its bits along {every}{limits}"
+    others = f"; keeps its bits along the other {same}" if same else ""
+    return f"differs along {listed(parts)}{others}{limits}"
+
+
+def tried_in_part(rows: Iterable[InvarianceRow], axis: str) -> str:
+    """A clause on what a kernel's rows leave out of an axis: calls that could not be made
+    or were declined, and kv heads; empty where nothing. A variant that is an option which
+    the kernel has not is no part of its axis."""
+    along = [row for row in rows if row.axis == axis and row.excuse != "option"]
+    calls = {(row.case, row.variant) for row in along}
+    ok = [row for row in along if row.status == "ok"]
+    ran = {(row.case, row.variant) for row in ok}
+    cut = {(row.case, row.variant): row.part for row in ok if row.part}
+    texts = [f"{len(ran)} of {len(calls)} calls"] if len(ran) < len(calls) else []
+    if cut:
+        count = "" if len(cut) == len(ran) else f"{len(cut)} "
+        texts.append(f"{count}with {' and '.join(dict.fromkeys(cut.values()))}")
+    return ", ".join(texts)
+
+
+def multiple(value: float | None) -> str:
+    """A multiple of the floor's error as every table and sentence of a report has it."""
+    return si(value) if value is not None and value < 1 else ratio(value)
+
+
+def farthest(rows: Iterable[InvarianceRow]) -> InvarianceRow:
+    """The row that table, headline and answer show for several: with the most elements
+    that are not finite, else the largest difference over the floor's error."""
+    return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))
+
+
+def another_form(row: InvarianceRow) -> str:
+    """The other form of a call, and the part of it that is compared where that is not
+    all."""
+    return row.variant + (f", {row.part}" if row.part else "")
+
+
+def _size(row: InvarianceRow) -> str:
+    """A call, its other form, which share of it differs, and by how much."""
+    share = f"{three(100 * row.differ / row.elements)} % of {row.tensor}"
+    change = f"{multiple(row.floor_ratio)}× the floor's error (rms)"
+    if row.nonfinite:
+        change = "NaN"
+    return f"{row.case}, {another_form(row)} ({share}, by {change})"
+
+
+def answer(
+    rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()
+) -> Iterator[str]:
+    """A sentence on the cause of a difference, for each kernel and axis that has one;
+    then on what becomes of it in the model's own output."""
+    moved = (r for r in rows if r.status == "ok" and r.differ and r.tensor != "lse")
+    by_axis = grouped(moved, lambda r: (label(r), r.format, r.axis))
+    for (kernel, fmt, axis), along in by_axis.items():
+        causes = [row for row in along if row.cause is not None]
+        if not causes:
+            continue
+        most, explained = farthest(along), farthest(causes)
+        text = f"{kernel} ({fmt}) along {axis}: most in {_size(most)}"
+        if most.cause is not None:
+            yield f"{text}; {most.cause}."
+        else:
+            yield f"{text}; in {_size(explained)}, {explained.cause}."
+    ran = grouped((m for m in models if m.reason is None), lambda m: (m.format, m.axis))
+    for (fmt, axis), outputs in ran.items():
+        shares = [
+            f"{100 * (m.share or 0.0):.0f} % with {m.kernel}"
+            for m in outputs
+            if m.difference
+        ]
+        text = f"keeps its bits along {axis}"
+        if shares:
+            worst = si(max(m.difference or 0.0 for m in outputs))
+            text = f"moves by up to {worst} of its size along {axis}; attention's share: "
+        yield f"The model's output in {fmt} {text}{listed(shares) if shares else ''}."

@@ -1,0 +1,147 @@
+"""What changes when the same rows are computed another way, shown: axes by kernels, what
+differs where and why, and the model's own output."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+
+from numdev.config import AXES
+from numdev.gate.findings import label
+from numdev.grouping import grouped
+from numdev.report import document as doc
+from numdev.report.numbers import NONE, si, three
+from numdev.studies.invariance.report import InvarianceReport, InvarianceRow, ModelRow
+from numdev.studies.invariance.verdict import (
+    another_form,
+    farthest,
+    multiple,
+    tried_in_part,
+)
+
+SAME = "same"
+LEGEND = (
+    "same: the same bits in all calls and variants, or in those that it says were made. "
+    "Otherwise the largest rms difference over the error of the exact result rounded "
+    "once (the floor's), and in how many there is one of those that were made. "
+    "Red: a finding. It is judged by another number, the difference over what roundings "
+    "explain; they explain more where a kernel errs more. A dash: not run."
+)
+SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
+
+
+def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
+    accused = {(label(f), f.rule.split()[0]) for f in report.findings}
+    for fmt, rows in grouped(report.rows, lambda r: r.format).items():
+        for tensor in dict.fromkeys(r.tensor for r in rows if r.status == "ok"):
+            of_tensor = [r for r in rows if r.tensor == tensor or not r.elements]
+            title = f"{tensor} in {fmt}: largest rms difference, × the floor's error"
+            yield _axes(title, of_tensor, accused)
+    yield from doc.notes((LEGEND,))
+    moved = list(_differences(report.rows))
+    yield _table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
+    yield _table(moved, len(moved), only=doc.TEXT)
+    yield _outputs(report.models)
+    lacking = (r for r in report.rows if r.status != "ok")
+    reasons = grouped(lacking, lambda r: (label(r), r.axis, r.reason)).items()
+    lines = (
+        (kernel, axis, f"{len(rows)}: {why}") for (kernel, axis, why), rows in reasons
+    )
+    yield doc.words(("kernel", "axis", "not run"), lines, title="Not run", only=doc.TEXT)
+
+
+def _outputs(models: Sequence[ModelRow]) -> doc.Table:
+    """How the model's own output changes along each axis."""
+
+    def cells(row: ModelRow) -> Iterator[str | doc.Cell]:
+        yield row.axis
+        yield doc.Cell(row.kernel, after=row.format)
+        yield _percent(row.differ / (row.elements or 1))
+        yield si(row.difference)
+        yield si(row.rest)
+        yield _percent(row.share)
+
+    return doc.table(
+        ("axis", "with", "differ", "change", "without attention's", "attention's share"),
+        map(cells, (row for row in models if row.reason is None)),
+        title="The model's own output, over its size",
+    )
+
+
+def _percent(x: float | None) -> str:
+    return NONE if x is None else f"{three(100 * x)} %"
+
+
+def _axes(
+    title: str, rows: Sequence[InvarianceRow], accused: Container[tuple[str, str]]
+) -> doc.Table:
+    """Axes down, kernels across; red where there is a finding."""
+    kernels = dict.fromkeys(label(r) for r in rows if r.status == "ok")
+    cells = grouped(rows, lambda r: (r.axis, label(r)))
+    table = (
+        (
+            doc.Cell(axis, title=AXES[axis]),
+            *(_cell(cells.get((axis, k), ()), bad=(k, axis) in accused) for k in kernels),
+        )
+        for axis in dict.fromkeys(r.axis for r in rows)
+    )
+    return doc.table(("axis", *kernels), table, title=title)
+
+
+def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
+    """How far a kernel changes along an axis, and in how many of its calls."""
+    ok = [r for r in rows if r.status == "ok"]
+    if not ok:
+        reason = next((r.reason or "" for r in rows), "")
+        return doc.Cell(NONE, style="soft", title=reason)
+    moved, less = [r for r in ok if not r.same], tried_in_part(rows, ok[0].axis)
+    if not moved:
+        return doc.Cell(SAME, style="good", after=less)
+    worst = farthest(moved)
+    text = "NaN" if worst.nonfinite else multiple(worst.floor_ratio)
+    count = f"{len(moved)}/{len(ok)}" + f" ({less})" * bool(less)
+    return doc.Cell(text, style="bad" if bad else "", after=count)
+
+
+def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
+    """The cells of each row of the table: for each kernel, axis, variant and tensor, the
+    call that changes most."""
+    moved = (r for r in rows if r.status == "ok" and r.differ)
+    by_variant = grouped(
+        moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)
+    )
+    for of_variant in by_variant.values():
+        r = farthest(of_variant)
+        cause = next((x.cause for x in (r, *of_variant) if x.cause is not None), None)
+        begins = NONE
+        if r.first is not None:
+            sequence, head, row, _ = r.first
+            keys = "" if r.keys is None else f" of {r.keys} keys"
+            begins = f"{sequence}, {head}, {row}{keys}"
+        why = str(cause or "")
+        if not why and r.closest is not None:
+            why = f"none of {r.tried} tilings and splits (residual {three(r.closest)})"
+        yield (
+            doc.Cell(label(r), style="strong"),
+            r.axis,
+            another_form(r),
+            r.tensor,
+            _percent(r.differ / r.elements),
+            "NaN" if r.nonfinite else multiple(r.floor_ratio),
+            three(r.ulps),
+            begins,
+            why,
+        )
+
+
+COLUMNS = (
+    *("kernel", "axis", "variant", "tensor"),
+    *("differ", "over floor", "ulps", "begins", "cause"),
+)
+
+
+def _table(
+    rows: Sequence[tuple[str | doc.Cell, ...]], count: int, **more: object
+) -> doc.Table:
+    """The table of differences, which says how many of them it shows."""
+    part = f", the first {len(rows)} of {count}" if len(rows) < count else ""
+    return doc.words(COLUMNS, rows, title=f"What differs{part}", **more)

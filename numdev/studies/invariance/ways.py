@@ -1,0 +1,162 @@
+"""How a call is laid out in memory and run, with the values of its tensors as they are.
+
+Functions of a case that can be pickled, for `numdev.studies.audit.isolation`: they are
+entered where the kernel runs, after its inputs were copied."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from numdev.cases import AttentionCase, laid_out, transposed
+from numdev.kernels import Kernel, Output
+from numdev.kernels.output import refuse
+from numdev.studies.audit.isolation import copied, threads
+
+POISONS: Mapping[str, float] = {"NaN": math.nan, "large numbers": 1024.0}
+"""Values of memory that must not matter: far above usual values, while their products
+with these stay finite in float16."""
+GUARD = 64  # rows of poison before and behind those of each head
+TILINGS: Mapping[str, Sequence[object]] = {
+    "block_kv": (32, 64, 128, 256), "block_n": (32, 64, 128), "splits": (2, 4),
+    "kv_order": ("descending",), "num_splits": (2, 4), "page_size": (1, 16),
+    "disable_split_kv": (True,),
+}  # fmt: skip
+FEATURES = ("q", "k", "v", "grad_out")
+
+
+@contextlib.contextmanager
+def changed(
+    case: AttentionCase, *, by: Callable[[Tensor], Tensor], of: Sequence[str] = FEATURES
+) -> Iterator[AttentionCase]:
+    """The case with `by` applied to each of these tensors, which changes their layout."""
+    tensors: dict[str, Any] = {
+        name: by(x) for name in of if (x := getattr(case, name)) is not None
+    }
+    yield dataclasses.replace(case, **tensors)
+
+
+@contextlib.contextmanager
+def packed(case: AttentionCase) -> Iterator[AttentionCase]:
+    """The case with q, k and v as slices of one tensor."""
+    q, k, v = laid_out("packed", case.q, case.k, case.v)
+    yield dataclasses.replace(case, q=q, k=k, v=v)
+
+
+def as_laid_out(x: Tensor, layout: str) -> Tensor:
+    """x in a layout of `numdev.cases.laid_out`."""
+    return laid_out(layout, x, x, x)[0]
+
+
+def one_for_all(x: Tensor) -> Tensor:
+    """The first sequence in place of every one, with stride 0."""
+    return x[:1].expand_as(x)
+
+
+def gathered(x: Tensor, size: int) -> Tensor:
+    """[batch, heads, length, dim] from pages of `size` tokens that lie in another order,
+    each [size, heads, dim]; a view of what was gathered, whose last page holds NaN behind
+    the end."""
+    b, h, n, d = x.shape
+    pages = -(-n // size)
+    whole = torch.full((b, pages * size, h, d), math.nan, dtype=x.dtype, device=x.device)
+    whole[:, :n] = x.transpose(1, 2)
+    places = torch.arange(b * pages, device=x.device).flip(0)
+    pool = whole.view(b * pages, size, h, d)[places]
+    table = places.argsort().view(b, pages)
+    return pool[table].view(b, pages * size, h, d)[:, :n].transpose(1, 2)
+
+
+def inside(x: Tensor, value: float | None) -> Tensor:
+    """x as a slice of a larger tensor: GUARD rows before and behind those of every head,
+    a sequence before and one behind, which hold `value`, or, where it is None, numbers as
+    its own."""
+    b, h, n, d = x.shape
+    shape = (b + 2, h, n + 2 * GUARD, d)
+    if value is None:
+        rows = torch.arange(shape[2], device=x.device) % n
+        whole = x[:1].flip(2)[:, :, rows].repeat(b + 2, 1, 1, 1)
+    else:
+        whole = torch.full(shape, value, dtype=x.dtype, device=x.device)
+    if x.stride(1) < x.stride(2):
+        whole = transposed(whole)
+    part = whole[1 : b + 1, :, GUARD : GUARD + n]
+    return part.copy_(x)
+
+
+@contextlib.contextmanager
+def on_threads(case: AttentionCase, *, count: int) -> Iterator[AttentionCase]:
+    """The case, run on so many CPU threads."""
+    with threads(count):
+        yield case
+
+
+class _Filled(TorchDispatchMode):
+    """Fills what is allocated without a value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.value = value
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.overloadpacket.__name__ and result.is_floating_point():
+            result.fill_(self.value)
+        return result
+
+
+@contextlib.contextmanager
+def sentinel(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
+    """Memory that a kernel allocates without a value holds this one: what Python
+    allocates, by the dispatcher; what C++ does, as far as the allocator gives back what
+    was freed last."""
+    shape = (*case.q.shape[:3], case.v.shape[-1])
+    for dtype in (case.q.dtype, torch.float32):
+        freed = [
+            torch.full(shape, value, dtype=dtype, device=case.q.device) for _ in range(2)
+        ]
+        del freed
+    with _Filled(value):
+        yield case
+
+
+def wrapped(kernel: Kernel, wrap: str) -> Kernel:
+    """The kernel's forward pass in a CUDA graph, or compiled."""
+    run = {"graph": _in_a_graph, "compiled": _compiled}[wrap]
+    return dataclasses.replace(kernel, function=partial(run, kernel))
+
+
+def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: object) -> Output:
+    """The kernel's output from a CUDA graph that is replayed once."""
+    refuse((not case.q.is_cuda, "needs CUDA, but this run is on CPU"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kernel.attend(case, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    whole = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(whole):
+        output = kernel.attend(case, **options)
+    whole.replay()
+    torch.cuda.synchronize()
+    return copied(output)  # type: ignore[no-any-return]
+
+
+def _compiled(kernel: Kernel, case: AttentionCase, **options: object) -> object:
+    """The output of the compiled kernel, as one operation of autograd's graph where it
+    has such a function: what watches a kernel while it is measured is then not
+    compiled."""
+    torch.compiler.reset()
+    return torch.compile(kernel.training or kernel.function, dynamic=False)(
+        case, **options
+    )

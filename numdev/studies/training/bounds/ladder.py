@@ -1,0 +1,324 @@
+"""A ladder of nulls: re-rounding at several strengths, and what is read off it.
+
+Under autocast a distance does not keep the proportion of its cause: a perturbation far
+below the floor flips later roundings, each a whole unit in the last place. So a distance
+is not divided by another to learn how large its cause was: it is read as a *dose*, the
+strength of re-rounding that moves the weights as far in the same seed at the same step.
+Strengths are in floors, the rms error of rounding attention's output once.
+
+Between rungs the logarithm of the distance is a monotone cubic of that of the dose
+(Fritsch and Carlson 1980). Rungs that stand in the wrong order by chance are pooled first
+(pool adjacent violators, Ayer et al. 1955)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import pandas as pd
+
+from numdev.grouping import grouped
+from numdev.metrics.statistics import Mean, factor
+from numdev.studies.training.bounds.report import (
+    FEWEST_SEEDS,
+    MERGED,
+    PAIR,
+    DoseReading,
+    Rung,
+    Saturation,
+    Window,
+)
+from numdev.studies.training.report import VariantRole
+
+EQUAL = 2  # runs of one strength in a seed that marks are made from
+# Chance decides where equal nulls are this many times as far from each other as at first
+PARTED = 2.0
+FLAT = (
+    1.25  # a ladder tells no dose if its highest rung is at most so far over its lowest
+)
+WIDEST = (
+    8.0  # the largest factor between the ends of an interval with which a dose is read
+)
+NO_PAIR = "there is no null run re-rounded at {0:g} floor{1} beside one at {2:g}"
+NO_LADDER = "there are no null runs of two strengths"
+NO_STEP = "no step is early: two doses lie together from the first recorded one on"
+IS_FLAT = (
+    "the ladder is flat there: {high} floors move the weights {lead:.2f} times as far as "
+    "{low}"
+)
+IS_WIDE = (
+    "its interval over seeds, {low:.2g} to {high:.2g} floors, spans a factor above "
+    "{most:g}"
+)
+# The factor by which a dose between rungs four times apart may be off: planted ones were
+# by up to 4 % over 20 seeds (benchmarks/dose.py). An interval over seeds does not contain
+# that error, and is widened by it.
+BETWEEN = 1.06
+End = Literal["within", "below", "above"]
+Windows = Mapping[Window, tuple[int, ...]]  # the steps of each window
+Place = tuple[int, int]  # a seed and a step
+
+
+class _Line(NamedTuple):
+    """A distance of one run, and its strength of re-rounding."""
+
+    place: Place
+    times: float
+    value: float
+
+
+# --- marks ----------------------------------------------------------------------------
+
+
+def saturation(distances: pd.DataFrame) -> Saturation:
+    """The marks of one metric of weights, from lines with the columns role, times, seed,
+    step, value.
+
+    They are made from nulls alone: of each strength of PAIR the first runs, EQUAL at
+    most, in the order of the lines. So no other run moves a mark, and no later step."""
+    steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
+    chance = chance_decides(distances)
+    lead = lead_by_step(distances)
+    if lead.empty:
+        low, high = PAIR
+        reason = NO_PAIR.format(low, "" if low == 1 else "s", high)
+        return Saturation(early=steps[:1], reason=reason)
+    peak = lead.cummax()
+    bends = _first(lead[lead <= peak.pow(0.5).clip(lower=MERGED)])
+    merged = _first(lead[lead <= MERGED])
+    ends = [mark for mark in (bends, chance) if mark is not None]
+    return Saturation(
+        bends=bends,
+        saturated=merged,
+        chance=chance,
+        early=tuple(s for s in steps if all(s < end for end in ends)),
+        late=tuple(s for s in steps if merged is not None and s >= merged),
+    )
+
+
+def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
+    """The distance of the larger dose of PAIR over that of the smaller by step, the
+    geometric mean over seeds; empty where no seed has both."""
+    nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
+    nulls = nulls[nulls.step > 0]
+    low, high = (_by_seed(_equal(nulls[nulls.times == times])) for times in PAIR)
+    ratio = (high / low).dropna()
+    return ratio.groupby("step").agg(statistics.geometric_mean)
+
+
+def chance_decides(distances: pd.DataFrame) -> int | None:
+    """The first step at which, in any seed, the largest of equal nulls over the smallest
+    is more than twice what it was at first. Equal are runs re-rounded at one floor;
+    without two of them in a seed, those of one ulp. None where nulls do not part, or no
+    seed has two."""
+    moved = distances[(distances.value > 0) & (distances.step > 0)]
+    rounding = moved[(moved.role == "null_rounding") & (moved.times == PAIR[0])]
+    for equal in (rounding, moved[moved.role == "null_ulp"]):
+        ends = _equal(equal).groupby(["seed", "step"]).value.agg(["min", "max", "count"])
+        ends = ends[ends["count"] > 1]
+        if not ends.empty:
+            spread = ends["max"] / ends["min"]
+            first = spread.groupby("seed").transform("first")
+            return _first(spread[spread > PARTED * first])
+    return None
+
+
+def _equal(lines: pd.DataFrame) -> pd.DataFrame:
+    """The first EQUAL lines of each seed and step, so that more runs move no mark."""
+    return lines.groupby(["seed", "step"], as_index=False).head(EQUAL)
+
+
+def _by_seed(lines: pd.DataFrame) -> pd.Series[float]:
+    """The geometric mean over runs of one strength, by seed and step."""
+    return lines.groupby(["seed", "step"]).value.agg(statistics.geometric_mean)
+
+
+def _first(marked: pd.Series[float]) -> int | None:
+    """The first step of a series by step; None for an empty one."""
+    return None if marked.empty else int(marked.index.get_level_values("step").min())
+
+
+# --- doses ----------------------------------------------------------------------------
+
+
+def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
+    """A rung for every strength in every window: its distance over that of one floor, in
+    each seed the geometric mean over steps, then over seeds with an interval."""
+    nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
+    strengths = sorted({float(times) for times in nulls.times})
+    for window, steps in windows.items():
+        in_window = nulls[
+            (nulls.of == tensors_of_window(window)) & nulls.step.isin(steps)
+        ]
+        one = _by_seed(in_window[in_window.times == PAIR[0]])
+        for times in strengths:
+            lines = in_window[in_window.times == times]
+            ratios = (_by_seed(lines) / one).dropna()
+            by_seed = list(ratios.groupby("seed").agg(statistics.geometric_mean))
+            mean, low, high = middle(by_seed) if by_seed else (None, None, None)
+            runs = Counter(zip(lines.seed, lines.step, strict=True)).values()
+            yield Rung(
+                times=times,
+                runs=max(runs, default=0),
+                window=window,
+                steps=steps,
+                ratio=mean,
+                low=low,
+                high=high,
+            )
+
+
+def doses(
+    distances: pd.DataFrame, roles: Mapping[str, VariantRole], windows: Windows
+) -> Iterator[DoseReading]:
+    """The dose of every label but the rungs and other seeds, window by window."""
+    for window, steps in windows.items():
+        moved = distances[
+            (distances.of == tensors_of_window(window)) & (distances.value > 0)
+        ]
+        in_window = moved[moved.step.isin(steps)]
+        ladders = _ladders(in_window[in_window.role == "null_rounding"])
+        for label, role in roles.items():
+            if role in ("null_rounding", "null_repeat", "other_seed", "golden"):
+                continue
+            of_label = _lines(in_window[in_window.label == label])
+            distance = {
+                place: statistics.geometric_mean(line.value for line in lines)
+                for place, lines in grouped(of_label, lambda line: line.place).items()
+            }
+            yield _dose(
+                distance, ladders, variant=label, role=role, window=window, steps=steps
+            )
+
+
+def _lines(distances: pd.DataFrame) -> Iterator[_Line]:
+    """The distances of a table, with the seed and step and the strength of each."""
+    columns = (distances[name] for name in ("seed", "step", "times", "value"))
+    for seed, step, times, value in zip(*columns, strict=True):
+        yield _Line((int(seed), int(step)), float(times), float(value))
+
+
+def _ladders(nulls: pd.DataFrame) -> Mapping[Place, Mapping[float, float]]:
+    """The distance by strength, for each seed and step with two strengths or more."""
+    ladders = {}
+    for place, lines in grouped(_lines(nulls), lambda line: line.place).items():
+        by_strength = grouped(lines, lambda line: line.times)
+        if len(by_strength) > 1:
+            ladders[place] = {
+                times: statistics.geometric_mean(line.value for line in equal)
+                for times, equal in by_strength.items()
+            }
+    return ladders
+
+
+def _dose(
+    distance: Mapping[Place, float],
+    ladders: Mapping[Place, Mapping[float, float]],
+    **place: Any,
+) -> DoseReading:
+    """The dose of one label in one window: read in each seed at each step, then the
+    geometric mean over steps, and over seeds."""
+    readings = {at: read(x, ladders[at]) for at, x in distance.items() if at in ladders}
+    if not readings:
+        missing = "no seed has a distance beside a ladder" if ladders else NO_LADDER
+        missing = missing if place["steps"] else NO_STEP
+        return DoseReading(**place, dose=None, low=None, high=None, why=missing)
+    seeds = grouped(readings, lambda at: at[0])
+    by_seed = {
+        seed: statistics.geometric_mean(readings[at][0] for at in places)
+        for seed, places in seeds.items()
+    }
+    ends = [end for _, end in readings.values()]
+    lowest, highest = _reach(ladders.values())
+    mean, low, high = middle(list(by_seed.values()))
+    if low is not None and high is not None:
+        low, high = max(low / BETWEEN, lowest), min(high * BETWEEN, highest)
+    lead = statistics.geometric_mean(
+        ladders[at][max(ladders[at])] / ladders[at][min(ladders[at])] for at in readings
+    )
+    why: str | None = None
+    if lead <= FLAT:
+        why = IS_FLAT.format(high=strength(highest), low=strength(lowest), lead=lead)
+    elif low is None or high is None:
+        seeds_in_words = f"{len(by_seed)} seed{'s' * (len(by_seed) > 1)}"
+        why = f"{seeds_in_words}, and an interval needs {FEWEST_SEEDS}"
+    elif high > WIDEST * low:
+        why = IS_WIDE.format(low=low, high=high, most=WIDEST)
+    return DoseReading(
+        **place,
+        dose=mean,
+        low=low,
+        high=high,
+        below=ends.count("below") / len(ends),
+        above=ends.count("above") / len(ends),
+        by_seed=by_seed,
+        why=why,
+    )
+
+
+def _reach(ladders: Iterable[Mapping[float, float]]) -> tuple[float, float]:
+    """The lowest and the highest strength of any ladder."""
+    every = [times for ladder in ladders for times in ladder]
+    return min(every), max(every)
+
+
+def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
+    """The strength at which a ladder, of two rungs or more, has this distance, and
+    whether that is within the ladder. A distance beyond its ends has the strength of the
+    end."""
+    strengths, distances = pooled(ladder)
+    if distance < distances[0] or distance > distances[-1]:
+        below = distance < distances[0]
+        return (strengths[0], "below") if below else (strengths[-1], "above")
+    # Half a second that others need not wait for
+    from scipy.interpolate import PchipInterpolator
+
+    knots = [math.log(x) for x in strengths]
+    levels = [math.log(x) for x in distances]
+    roots = PchipInterpolator(knots, levels).solve(math.log(distance), extrapolate=False)
+    if len(roots):
+        return math.exp(float(roots[0])), "within"
+    # At an end of the ladder rounding may leave the root beyond it.
+    nearest = min(range(len(levels)), key=lambda i: abs(levels[i] - math.log(distance)))
+    return strengths[nearest], "within"
+
+
+def pooled(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
+    """Strengths and distances, both ascending. Rungs in the wrong order are merged into
+    one, at their geometric means."""
+    blocks: list[tuple[list[float], list[float]]] = []
+    for times, distance in sorted(ladder.items()):
+        blocks.append(([times], [distance]))
+        while len(blocks) > 1 and _level(blocks[-2]) >= _level(blocks[-1]):
+            strengths, distances = blocks.pop()
+            blocks[-1][0].extend(strengths)
+            blocks[-1][1].extend(distances)
+    means = statistics.geometric_mean
+    return [means(strengths) for strengths, _ in blocks], [means(d) for _, d in blocks]
+
+
+def _level(block: tuple[list[float], list[float]]) -> float:
+    """The distance of a block of merged rungs."""
+    return statistics.geometric_mean(block[1])
+
+
+def middle(ratios: Sequence[float]) -> Mean:
+    """The geometric mean over seeds, and its interval where there are enough."""
+    mean, low, high = factor(ratios)
+    return (mean, low, high) if len(ratios) >= FEWEST_SEEDS else (mean, None, None)
+
+
+def tensors_of_window(window: Window) -> str:
+    """The tensors whose distance is taken in a window: `gradient`, of the first batch, or
+    `weights`."""
+    return "gradient" if window == "start" else "weights"
+
+
+def strength(times: float) -> str:
+    """A strength in words: 1/16, 1/4, 1, 16."""
+    inverse = 1 / times
+    is_part = times < 1 and abs(inverse - round(inverse)) < 1e-9
+    return f"1/{round(inverse)}" if is_part else f"{times:.3g}"

@@ -1,0 +1,305 @@
+"""`numdev bounds`: flash's distance in weights beside low precision's, another seed's and
+chance's, from the report of a training run. Needs neither torch nor a GPU.
+
+The first answer is the first paper's question (`numdev.studies.training.bounds.words`);
+distances are read as doses, and steps chosen, by a ladder of nulls
+(`numdev.studies.training.bounds.ladder`). A window is decided by the paired mean
+|difference| of nulls alone, and holds for every metric: one that ended where the ratio
+asked about begins to scatter would be chosen for its answer."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from numdev import report as reports
+from numdev.errors import MeasurementError, UsageError
+from numdev.grouping import grouped
+from numdev.report import Figure, Provenance
+from numdev.studies.training import figures
+from numdev.studies.training.bounds import ladder, words
+from numdev.studies.training.bounds import report as records
+from numdev.studies.training.bounds.ladder import Windows, middle, saturation, strength
+from numdev.studies.training.bounds.report import (
+    FEWEST_SEEDS,
+    METRICS,
+    PAIRED,
+    Comparison,
+    Saturation,
+    Window,
+)
+from numdev.studies.training.report import TrainReport, VariantRecord, VariantRole
+
+# Runs that start as the golden one does and compute otherwise
+PERTURBED: tuple[VariantRole, ...] = ("flash", "low_precision", "attention_precision")
+# The label that all null runs of one kind and strength share
+NULLS: Mapping[VariantRole, str] = {
+    "null_rounding": "null: re-rounded",
+    "null_ulp": "null: one ulp",
+    "null_repeat": "null: repeat",
+}
+CHANCE: tuple[VariantRole, ...] = (*NULLS, "other_seed")
+# By role the roles by whose distance its own is divided, in the order of a sentence
+BESIDE: Mapping[VariantRole, tuple[VariantRole, ...]] = {
+    "flash": ("low_precision", "attention_precision", *CHANCE),
+    "attention_precision": ("low_precision", *CHANCE),
+    "null_ulp": ("low_precision",),
+    "low_precision": CHANCE,
+}
+Tables = Mapping[Any, pd.DataFrame]  # by tensors and metric
+COLUMNS = ("of", "metric", "role", "label", "times", "seed", "step", "value")
+
+
+def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
+    """The bounds of a training run: a report.json of `numdev train`, or a directory with
+    one.
+
+    Raises UsageError where there is none or it is of another command, MeasurementError
+    where no weights were compared in it."""
+    run = _training_run(path)
+    distances = distances_of(run)
+    weights = distances[distances.of == "weights"]
+    if weights.empty:
+        hint = "did the run record a step with more than one variant?"
+        raise MeasurementError(f"{path}: holds no distance between weights", hint=hint)
+    file = path / "report.json" if path.is_dir() else path
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    roles = {label_of(v): v.role for v in run.variants}
+    steps = sorted({int(step) for step in weights.step if step > 0})
+    tables = {key: curves(part) for key, part in distances.groupby(["of", "metric"])}
+    paired = distances[distances.metric == PAIRED]
+    mark = saturation(paired[paired.of == "weights"])
+    windows = _windows(mark)
+    compared = tuple(_comparisons(tables, roles, mark, steps))
+    unsaturated: Windows = {w: x for w, x in windows.items() if w != "saturated"}
+    doses = tuple(ladder.doses(paired, roles, unsaturated))
+    rungs = tuple(ladder.rungs(paired, {w: x for w, x in windows.items() if x}))
+    outputs = tuple(at_outputs(run))
+    answers = tuple(words.answers(compared))
+    repeat = distances[distances.role == "null_repeat"]
+    off, first = repeat.value.max(), float(repeat.step[repeat.value > 0].min())
+    formats = {"" if v.role == "golden" else label_of(v): v.format for v in run.variants}
+    attention = {label_of(v): v.attention_format for v in run.variants}
+    sentences = (
+        *words.warnings(run, off, first, outputs),
+        *words.paper_sentences(answers, compared, attention, first),
+        *words.dose_sentences(doses, outputs),
+        *words.chance_sentences(compared, formats, first),
+    )
+    axis = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
+    summary = records.BoundsSummary(
+        answer=sentences,
+        seeds=tuple(sorted({row.seed for row in run.distances})),
+        deterministic=None if pd.isna(off) else bool(off == 0),
+        axis=axis,
+    )
+    source = {"config": str(path), "sha256": sha256, "run": run.provenance.source}
+    return records.BoundsReport(
+        provenance=Provenance.now(command, run.provenance.system, source),
+        request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
+        summary=summary,
+        saturation=mark,
+        answers=answers,
+        comparisons=compared,
+        ladder=rungs,
+        doses=doses,
+        outputs=outputs,
+        figures=tuple(f for f in _figures(tables, roles) if f.curves) if axis else (),
+    )
+
+
+def _training_run(path: Path) -> TrainReport:
+    """The report at a path. Raises UsageError for a report of another command."""
+    run = reports.read(path)
+    if isinstance(run, TrainReport):
+        return run
+    what = f"{path}: expected the report of a training run, got one of {run.kind}"
+    raise UsageError(what, hint="give the directory of a `numdev train`")
+
+
+def label_of(v: VariantRecord) -> str:
+    """The label of a run. Null runs of one kind and strength share one."""
+    times = "" if (v.times or 1.0) == 1.0 else f" at {strength(v.times or 1.0)}"
+    return NULLS.get(v.role, v.name) + times
+
+
+def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
+    """The errors of attention's output of each variant that was measured: means over
+    seeds."""
+    for v in run.variants:
+        rows = [row for row in run.outputs if row.variant == v.name]
+        nonfinite = sum(row.nonfinite for row in rows)
+        if rows:
+            yield records.AtOutput(
+                variant=v.name,
+                role=v.role,
+                floors=_mean(row.floors for row in rows),
+                apart=_mean(row.apart for row in rows),
+                bias=_mean(row.bias for row in rows),
+                slope=_mean(row.slope for row in rows),
+                sharp=_mean(row.sharp for row in rows),
+                nonfinite=nonfinite,
+            )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are not None; None where all are."""
+    present = [x for x in values if x is not None]
+    return statistics.fmean(present) if present else None
+
+
+def distances_of(run: TrainReport) -> pd.DataFrame:
+    """Every finite distance of all weights from the golden run, one a line, in
+    COLUMNS."""
+    others = {v.name: v for v in run.variants if v.role != "golden"}
+    lines = []
+    for d in run.distances:
+        v = others.get(d.variant)
+        if v is None:
+            continue
+        times = (v.times or 1.0) if v.role == "null_rounding" else math.nan
+        for metric in METRICS:
+            value = getattr(d, metric)
+            if value is not None:
+                about = (v.role, label_of(v), times)
+                lines.append((d.of, metric, *about, d.seed, d.step, value))
+    return pd.DataFrame(lines, columns=list(COLUMNS))
+
+
+def curves(distances: pd.DataFrame) -> pd.DataFrame:
+    """The distances of one metric in a table: a line for each seed and step, a column for
+    each label with the mean over its runs; NaN where there is none."""
+    return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
+
+
+# --- the ratios -----------------------------------------------------------------------
+
+
+def ratios(
+    a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]
+) -> dict[int, float]:
+    """The ratio of two columns of `curves`, a over b, in each seed that has both: the
+    geometric mean over those of the steps at which neither is zero; 0 where a is zero at
+    all of them and b is not."""
+    ratio = (a / b)[(b > 0) & b.index.isin(steps, level="step")].dropna()
+    seeds = ratio.where(ratio > 0).groupby("seed").agg(_geometric).fillna(0.0)
+    return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
+
+
+def _geometric(values: pd.Series[float]) -> float:
+    """The geometric mean of the values that are not NaN; NaN where all are."""
+    present = values.dropna()
+    return statistics.geometric_mean(present) if len(present) else math.nan
+
+
+def _pairs(
+    roles: Mapping[str, VariantRole], table: pd.DataFrame
+) -> list[tuple[str, str]]:
+    """The pairs of labels of a table whose ratio is taken."""
+    rungs = NULLS["null_rounding"] + " at "  # for doses alone
+    labels = (label for label in roles if label in table and not label.startswith(rungs))
+    by_role = grouped(labels, lambda label: roles[label])
+    return [
+        (a, b)
+        for role, others in BESIDE.items()
+        for a in by_role.get(role, ())
+        for b in itertools.chain.from_iterable(by_role.get(other, ()) for other in others)
+    ]
+
+
+def _windows(mark: Saturation) -> Mapping[Window, tuple[int, ...]]:
+    """The steps of each window."""
+    return {
+        "start": (0,),
+        "first": mark.early[:1],
+        "early": mark.early,
+        "saturated": mark.late,
+    }
+
+
+def _comparisons(
+    tables: Tables,
+    roles: Mapping[str, VariantRole],
+    mark: Saturation,
+    steps: Sequence[int],
+) -> Iterator[Comparison]:
+    """Every ratio, window by window."""
+    merged = (
+        mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
+    )
+    late = mark.reason or f"no curve has merged with the null by step {steps[-1]}"
+    reasons: Mapping[Window, str] = {"start": "", "saturated": late}
+    windows = _windows(mark).items()
+    for (window, in_window), metric in itertools.product(windows, METRICS):
+        why = reasons.get(window, merged)
+        table = tables.get((ladder.tensors_of_window(window), metric), pd.DataFrame())
+        for a, b in _pairs(roles, table):
+            by_seed = ratios(table[a], table[b], in_window)
+            mean, low, high = (
+                middle(list(by_seed.values())) if by_seed else (None, None, None)
+            )
+            nulls = {}
+            if mean is None:
+                no_seed = "no seed has both, and more than 0 to divide by"
+                nulls["ratio"] = no_seed if in_window else why
+            elif len(by_seed) < FEWEST_SEEDS:
+                nulls = dict.fromkeys(("low", "high"), f"fewer than {FEWEST_SEEDS} seeds")
+            yield Comparison(
+                metric=metric,
+                variant=a,
+                against=b,
+                role=roles[a],
+                against_role=roles[b],
+                window=window,
+                steps=in_window,
+                ratio=mean,
+                low=low,
+                high=high,
+                by_seed=by_seed,
+                nulls=nulls,
+            )
+
+
+def _figures(tables: Tables, roles: Mapping[str, VariantRole]) -> Iterator[Figure]:
+    """The distances by step, without zeros; then those of flash over those of another
+    format."""
+    soft = {label for label, role in roles.items() if role.startswith("null")}
+    for metric, name in METRICS.items():
+        table = tables["weights", metric]
+        title = f"Distance from the golden run, {name}, by step (all weights)"
+        rows = list(_distances(table))
+        yield figures.figure(title, metric, name, roles, rows, middle, soft=soft)
+    over = list(_flash_over_formats(tables["weights", PAIRED], roles))
+    title = "Distance of flash over that of another format, by step (all weights)"
+    name = "ratio of mean |difference|"
+    pairs = dict.fromkeys(label for label, _, _ in over)
+    yield figures.figure(title, PAIRED, name, pairs, over, middle, relative=True)
+
+
+def _distances(table: Any) -> Iterator[tuple[str, int, float]]:
+    """Label, step and distance of each that is above 0."""
+    for label in table:
+        for (_, step), distance in table[label].items():
+            if distance > 0:
+                yield label, step, distance
+
+
+def _flash_over_formats(
+    table: pd.DataFrame, roles: Mapping[str, VariantRole]
+) -> Iterator[tuple[str, int, float]]:
+    """Label, step and ratio of flash's distance over that of another format, where it is
+    above 0, in each seed."""
+    for a, b in _pairs(roles, table):
+        if roles[a] != "flash" or roles[b] not in PERTURBED:
+            continue
+        for step in table.index.unique("step"):
+            for ratio in ratios(table[a], table[b], (step,)).values():
+                if ratio > 0:
+                    yield f"{a} over {b}", step, ratio

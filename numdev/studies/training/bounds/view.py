@@ -1,0 +1,254 @@
+"""A bounds report, shown: all three metrics, ratios by window, doses and the ladder; the
+curves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from numdev.report import document as doc
+from numdev.report.document import PAGE, TERMINAL, Cell, Column
+from numdev.report.numbers import NONE, percent, times
+from numdev.studies.training.bounds.ladder import FLAT, WIDEST, strength
+from numdev.studies.training.bounds.report import (
+    FAR_BELOW,
+    FEWEST_SEEDS,
+    MERGED,
+    PAIR,
+    PAIRED,
+    PAPER,
+    WITHIN,
+    AtOutput,
+    BoundsReport,
+    Comparison,
+    DoseReading,
+    Rung,
+    Window,
+)
+from numdev.studies.training.bounds.words import amount, beside_chance, ratio
+
+WINDOWS: Mapping[Window, str] = {
+    "first": "step",
+    "early": "early, step",
+    "saturated": "merged, step",
+    "start": "gradient",
+}
+SHORT = {PAIRED: "mean", "w1": "pooled W1", "max_abs": "largest"}
+STYLES: dict[str, doc.Style] = {
+    "NOT": "bad", "Reproduced": "good", "Not reproduced": "warn", "Within": "good",
+    "Far less": "good", "More": "warn",
+}  # fmt: skip
+LEGEND = (
+    "×: a ratio of two distances, the geometric mean over steps and seeds [95 % "
+    "interval, with three or more seeds]. A distance is of all weights from those of the "
+    "golden run: plain attention, the same seed, the same step. mean and largest: of "
+    "|difference|; W1: of all weights pooled, blind to which stands where.",
+    "The paper: reproduced, where the interval in pooled W1, early, lies within "
+    f"{PAPER[0]:g} to {PAPER[1]:g}; not reproduced, where it lies outside; else, and "
+    f"with fewer than {FEWEST_SEEDS} seeds, undecided. Controls: what an ulp on every "
+    "weight and attention alone in that format make of the same distance; where they are "
+    "as far as flash, the ratio says nothing of flash.",
+    "Dose: how many floors of random re-rounding of attention's output move the weights "
+    "as far, in the same seed at the same step, [95 % interval over seeds]. A floor is "
+    "the rms error of rounding the output once. Distances do not keep the proportion of "
+    "their causes: a dose does. Undecided, in brackets (): a ladder whose highest rung "
+    f"moves weights at most {FLAT:g} times as far as its lowest, an interval above a "
+    f"factor of {WIDEST:g}, or fewer than {FEWEST_SEEDS} seeds. At output: what the same "
+    "kernel does to the golden run's first attention calls, rms, in floors.",
+    "Verdicts: within twice, of chance, which varies by itself, where the interval ends "
+    f"at {WITHIN:g} or below; far less than, where it ends below {FAR_BELOW:g}; more "
+    "than, where it starts above 1; else undecided: more seeds would tell. How much "
+    "more, the dose says.",
+    "step: the first recorded step.",
+    "early: {early}.",
+    (
+        "merged: {merged}; distances then say how chaotic training is, not how large "
+        "flash's was."
+    ),
+    "gradient: the same of the first step's gradients, before any update.",
+    "Without a ratio: {others}, in the curves only.",
+    "Repeat: the golden run, repeated, gives {bits}.",
+    "Proxies: distances between weights say how far runs part, as in the first paper "
+    "(Golden et al. 2024), and not whether either trains well.",
+)
+
+
+def styles(report: BoundsReport) -> tuple[doc.Style, ...]:
+    """The style of each sentence of the answer; none where no question is answered."""
+    is_answered = bool(beside_chance(report.comparisons) or report.answers)
+    return tuple(map(_style, report.summary.answer)) if is_answered else ()
+
+
+def _style(sentence: str) -> doc.Style:
+    """The style of a sentence, by its first words."""
+    fitting = (style for words, style in STYLES.items() if sentence.startswith(words))
+    return next(fitting, "")
+
+
+def blocks(report: BoundsReport) -> Iterator[doc.Node]:
+    measured = [
+        c for c in report.comparisons if c.metric == PAIRED and c.ratio is not None
+    ]
+    windows, marks = _windows(measured), _marks(report, measured)
+    early = [c for c in report.comparisons if c.window == "early" and c.ratio is not None]
+    yield _metrics(early, windows)
+    yield _table(measured, windows)
+    yield _doses(report, windows)
+    yield _ladder(report.ladder, windows)
+    absent = {words.partition(",")[0] for w, words in WINDOWS.items() if w not in windows}
+    absent |= set() if marks["others"] else {"Without a ratio"}
+    absent |= set() if report.answers else {"The paper"}
+    absent |= set() if report.ladder else {"Dose"}
+    lines = (
+        line.format_map(marks) for line in LEGEND if line.partition(":")[0] not in absent
+    )
+    yield doc.Bullets(tuple(map(doc.headed, lines)))
+    if axis := report.summary.axis:
+        yield doc.Figures(report.figures, axis, "golden", PAGE)
+        means = tuple(figure for figure in report.figures if figure.metric == PAIRED)
+        yield doc.Figures(means, axis, "golden", TERMINAL)
+
+
+def _marks(report: BoundsReport, measured: list[Comparison]) -> Mapping[str, str]:
+    """The clauses that the legend lacks, by name: which steps are early and merged, which
+    curves are in no ratio, and what a repeat gave."""
+    mark = report.saturation
+    begins = {
+        mark.chance: "chance begins to decide",
+        mark.bends: "doses lose their proportion",
+    }
+    ends = min((step for step in begins if step is not None), default=None)
+    early = "all steps, with no sign that curves merge"
+    if ends is not None:
+        early = f"the recorded steps before step {ends}, where {begins[ends]}"
+    if mark.reason is not None:
+        early = f"the first step, since where curves merge is not known: {mark.reason}"
+    low, high = PAIR
+    merged = "at no step" if mark.saturated is None else f"from step {mark.saturated} on"
+    merged += (
+        f", where {high:g} floors move weights at most {MERGED:g} times as far as {low:g}"
+    )
+    bits = {None: "nothing (not run)", True: "the same bits", False: "other bits"}
+    of_distances = [figure for figure in report.figures if not figure.relative]
+    drawn = dict.fromkeys(c.label for figure in of_distances for c in figure.curves)
+    beside = {label for c in measured for label in (c.variant, c.against)}
+    rungs = {label for label in drawn if label.startswith("null: re-rounded at ")}
+    others = ", ".join(label for label in drawn if label not in beside | rungs)
+    same = bits[report.summary.deterministic]
+    return {"early": early, "merged": merged, "others": others, "bits": same}
+
+
+def _windows(measured: list[Comparison]) -> Mapping[Window, str]:
+    """The titles of the columns of ratios, each with its steps."""
+    spans = {c.window: () if c.window == "start" else c.steps for c in measured}
+    if spans.get("first") == spans.get("early"):
+        spans.pop("first", None)
+    ends = {w: dict.fromkeys((*steps[:1], *steps[-1:])) for w, steps in spans.items()}
+    return {
+        w: f"{WINDOWS[w]} {'–'.join(map(str, ends[w]))}".strip()
+        for w in WINDOWS
+        if w in ends
+    }
+
+
+def _columns(first: str, second: str) -> list[str | Column]:
+    return [first, Column(second, align="left")]
+
+
+def _metrics(early: Sequence[Comparison], windows: Mapping[Window, str]) -> doc.Table:
+    """Every pair early, in all three metrics."""
+    cells = {(c.variant, c.against, c.metric): ratio(c) for c in early}
+    pairs = list(dict.fromkeys((c.variant, c.against) for c in early))
+    flash = {c.variant for c in early if c.role in ("flash", None)}
+    columns = [
+        *_columns("distance of", "over that of"),
+        *(f"{s}, ×" for s in SHORT.values()),
+    ]
+    rows = (
+        (*pair, *(cells.get((*pair, metric), NONE) for metric in SHORT)) for pair in pairs
+    )
+    early_steps = windows.get("early", "early").capitalize()
+    title = f"{early_steps}: mean, Wasserstein distance and largest"
+    return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
+
+
+def _table(measured: list[Comparison], windows: Mapping[Window, str]) -> doc.Table:
+    """Every ratio of means with its interval, by window; those that are not flash's are
+    shown softly."""
+    cells = {(c.variant, c.against, c.window): c for c in measured}
+    columns = [
+        *_columns("distance of", "over that of"),
+        *(f"{x}, ×" for x in windows.values()),
+    ]
+    pairs = list(dict.fromkeys((c.variant, c.against) for c in measured))
+    rows = (
+        (*pair, *(_ratio(cells.get((*pair, window))) for window in windows))
+        for pair in pairs
+    )
+    flash = {c.variant for c in measured if c.role in ("flash", None)}
+    title = "Mean |difference| from the golden run: the first run's over the second's"
+    return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
+
+
+def _ratio(c: Comparison | None) -> str:
+    return NONE if c is None else ratio(c)
+
+
+def _doses(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
+    """Every run's dose by window, and the errors of its attention's output."""
+    cells = {(d.variant, d.window): d for d in report.doses}
+    outputs = {output.variant: output for output in report.outputs}
+    read_in = {d.window for d in report.doses if d.dose is not None}
+    used = [w for w in windows if w in read_in]
+    at_output = ("at output: apart", "error", "bias, ulp", "slope")
+    columns = ["dose of", *(windows[w] for w in used), *at_output]
+    rows = []
+    variants = list(dict.fromkeys(d.variant for d in report.doses))
+    for variant in variants:
+        doses = (_amount(cells.get((variant, window))) for window in used)
+        rows.append((variant, *doses, *_at_output(outputs.get(variant))))
+    flash = {d.variant for d in report.doses if d.role == "flash"}
+    title = "As far as re-rounding attention's output at how many floors"
+    return doc.table(columns, rows, [v not in flash for v in variants], title=title)
+
+
+def _at_output(output: AtOutput | None) -> tuple[str, str, str, str]:
+    """The cells of the errors of an attention's output."""
+    if output is None:
+        return (NONE, NONE, NONE, NONE)
+    return (
+        times(output.apart),
+        times(output.floors),
+        _signed(output.bias),
+        percent(output.slope),
+    )
+
+
+def _amount(dose: DoseReading | None) -> str:
+    """A dose; one that is undecided in brackets."""
+    if dose is None:
+        return NONE
+    return amount(dose) if dose.why is None else f"({amount(dose)})"
+
+
+def _signed(value: float | None) -> str:
+    return NONE if value is None else f"{value:+.2f}"
+
+
+def _ladder(rungs: Sequence[Rung], windows: Mapping[Window, str]) -> doc.Table:
+    """How far every strength moves the weights, over one floor; no rows where there is
+    one strength alone."""
+    cells = {(r.times, r.window): r for r in rungs}
+    strengths = sorted({r.times for r in rungs})
+    shown = strengths if len(strengths) > 1 else []
+
+    def cell(rung: Rung | None) -> Cell:
+        if rung is None or rung.ratio is None:
+            return Cell(NONE)
+        ends = "" if rung.low is None else f" [{times(rung.low)}, {times(rung.high)}]"
+        return Cell(times(rung.ratio) + ends)
+
+    rows = (
+        (Cell(strength(x)), *(cell(cells.get((x, w))) for w in windows)) for x in shown
+    )
+    columns = ["floors", *(f"{title}, ×" for title in windows.values())]
+    return doc.table(columns, rows, title="The ladder: distance over that of one floor")

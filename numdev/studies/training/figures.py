@@ -1,0 +1,110 @@
+"""Figures by step, of a training run and of its bounds. Step 0 and a distance of 0 have
+no place on a logarithmic axis and are left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from statistics import fmean, geometric_mean
+from typing import Any
+
+from numdev.metrics.statistics import Mean
+from numdev.report import Axis, Curve, Figure, Point, Role, Tick
+from numdev.studies.training.report import DistanceRow, Fields, TrainRow, VariantRecord
+
+Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of one seed
+
+
+def label_of(v: VariantRecord) -> str:
+    """The name of a variant's curve. Runs that re-round at random by one strength share
+    one."""
+    if v.role != "null_rounding":
+        return v.name
+    dose = v.times or 1.0
+    return "re-rounded at random" + ("" if dose == 1.0 else f" at {dose:g} floors")
+
+
+def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
+    """Recorded steps on a logarithmic axis: all named, or 1, 2, 5, 10, ... and the
+    ends."""
+    shown = [step for step in steps if step > 0]
+    usual = {step for step in shown if str(step).rstrip("0") in ("1", "2", "5")}
+    usual |= {shown[0], shown[-1]} if shown else set()
+    named = [step for step in shown if all_named or step in usual]
+    ticks = tuple(Tick(x=float(step), label=str(step)) for step in named)
+    return Axis(name="step", title="step", scale="log", ticks=ticks)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The geometric mean; the plain one where there are zeros."""
+    return (geometric_mean if min(values) > 0 else fmean)(values)
+
+
+def of_run(
+    variants: Sequence[VariantRecord],
+    rows: Sequence[TrainRow],
+    distances: Sequence[DistanceRow],
+) -> tuple[Figure, ...]:
+    """The losses of a training run, and the distances of all weights, where there are
+    any: means and ranges over seeds and variants."""
+
+    def middle(at: Sequence[float]) -> Mean:
+        return mean(at), *((min(at), max(at)) if len(at) > 1 else (None, None))
+
+    labels = {v.name: label_of(v) for v in variants}
+    names = dict.fromkeys(labels.values())
+    golden = next((v.name for v in variants if v.role == "golden"), "")
+    losses = ((labels[row.variant], row.step, row.loss) for row in rows)
+    sizes = ((labels[d.variant], d.step, d.rel) for d in distances if d.of == "weights")
+    title = "Distance of all weights, relative to the golden run's"
+    both = (
+        figure("Loss", "loss", "loss of the step's batch", names, losses, middle, golden),
+        figure(title, "rel", "‖a − b‖ / ‖b‖", names, sizes, middle, golden),
+    )
+    return tuple(one for one in both if one.curves)
+
+
+def figure(
+    title: str,
+    metric: str,
+    y_title: str,
+    labels: Iterable[str],
+    values: Values,
+    middle: Callable[[Sequence[float]], Mean],
+    golden: str = "",
+    soft: Collection[str] = (),
+    **more: Any,
+) -> Figure:
+    """A figure with a curve for every label that has a value other than 0. `middle` gives
+    the mean and the ends of the values at a step; a note says where some are None. The
+    curves of `soft` labels stand behind the others."""
+    lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
+    every: Counter[tuple[str, int]] = Counter()
+    for label, step, value in values:
+        every[label, int(step)] += 1
+        if value is not None and step > 0:
+            lines[label].setdefault(int(step), []).append(value)
+    curves = []
+    for label, steps in lines.items():
+        if any(map(any, steps.values())):
+            points = []
+            for step, at in sorted(steps.items()):
+                mean, low, high = middle(at)
+                total = every[label, step]
+                points.append(
+                    Point(
+                        x=float(step),
+                        label=f"step {step}",
+                        note=f"{len(at)} of {total}" if len(at) < total else "",
+                        mean=mean,
+                        low=low,
+                        high=high,
+                    )
+                )
+            role: Role = "floor" if label in soft else "kernel"
+            role = "baseline" if label == golden else role
+            curves.append(Curve(label=label, points=tuple(points), role=role))
+    fields: Fields = {"y_scale": "log", **more}
+    return Figure(
+        title=title, metric=metric, y_title=y_title, curves=tuple(curves), **fields
+    )

@@ -1,0 +1,427 @@
+"""One variant of one seed: its network, its attention, its optimiser, and their steps.
+
+A lane uses no random numbers but those of a generator of its own, and shares nothing with
+the lanes beside it but the batch, so it computes the same whoever runs beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from numdev.cases import AttentionCase, CaseRef
+from numdev.errors import MeasurementError, NumdevError
+from numdev.kernels import Kernel, find
+from numdev.kernels.training import attended, crossed
+from numdev.studies.training.config import ModelConfig, Optimiser, ResolvedVariant
+from numdev.studies.training.data import seed_of
+from numdev.studies.training.models import Batch, build
+from numdev.studies.training.optimiser import Updates
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HERE = CaseRef(case="training")
+Chosen = tuple[Kernel, Mapping[str, Any]]  # a kernel and its options
+# Kernels that never wait for the device, as tests/test_training_gpu.py has seen
+RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash", "emulated"})
+# The first steps are not recorded: they make the optimiser's state, and compile kernels
+FIRST = 3
+Run = Callable[[Batch], tuple[Tensor, Tensor]]  # an update: the loss, the gradient's norm
+Move = Callable[[Tensor, Tensor], Tensor]
+
+# A dose of 1 moves one output in so many. Rounding to nearest errs by ulp²/12 in the mean
+# square, and so does moving one value in twelve by an ulp.
+ODDS = 12
+BITS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+}
+
+
+@dataclass(kw_only=True)
+class KernelAttention:
+    """attend(q, k, v) of `numdev.studies.training.models`: a registered kernel as a
+    network calls it. q, k and v are cast to `dtype` where one is given, and the output
+    comes in q's own dtype."""
+
+    kernel: Chosen
+    behind: Chosen | None  # the kernel of the gradients, where that is another
+    dtype: torch.dtype | None
+    noise: torch.Generator | None  # for re-rounding outputs at random; None: not done
+    times: float  # the rms of that, in floors
+    draws: torch.Generator | None  # for the kernel's own random numbers
+    ran: str | None = None  # what the kernel says it runs; None before the first call
+    # If it is a list, every call adds its `largest_score`
+    largest: list[Tensor] | None = None
+    # If it is a list, every call adds its q, k and v
+    calls: list[AttentionCase] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out_dtype, dtype = q.dtype, self.dtype or q.dtype
+        scale = 1 / math.sqrt(q.shape[-1])
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        case = AttentionCase(ref=HERE, q=q, k=k, v=v, scale=scale, is_causal=True)
+        if self.calls is not None:
+            self.calls.append(
+                dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
+            )
+        if self.largest is not None:
+            self.largest.append(largest_score(case))
+        kernel, options = self.kernel
+        if self.ran is None:
+            with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+                self.ran = kernel.attend(case, **options).ran or ""
+        if self.behind is None:
+            out = attended(kernel, case, options, self.draws).to(out_dtype)
+        else:
+            out = crossed(kernel, case, options, *self.behind).to(out_dtype)
+        return out if self.noise is None else rerounded(out, self.noise, self.times)
+
+
+@torch.no_grad()
+def largest_score(case: AttentionCase) -> Tensor:
+    """The largest |scale q·k| that a query sees, a float32 scalar, computed in float32;
+    NaN if any is. A sequence at a time, which bounds the memory."""
+    largest = []
+    with torch.autocast(case.q.device.type, enabled=False):
+        for q, k in zip(case.q.float(), case.k.float(), strict=True):
+            scores = q.unflatten(0, (case.kv_heads, -1)) @ k[:, None].transpose(-1, -2)
+            scores = scores.mul_(case.scale).abs_()
+            largest.append((scores.tril() if case.is_causal else scores).amax())
+    return torch.stack(largest).amax()
+
+
+def rate(config: Optimiser, step: int, steps: int) -> float:
+    """The learning rate of update `step`, counted from 1: linear up to `lr` over the
+    warm-up, then constant, or half a cosine down to `final` of it at the last step."""
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup) / max(1, steps - config.warmup)
+    low = config.final
+    return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Lane:
+    """A variant at step 0, or at the step of the state that `load` reads. `loss`, and
+    `norm`, that of the gradient before clipping, are of the last batch, on the device."""
+
+    def __init__(
+        self,
+        variant: ResolvedVariant,
+        model: ModelConfig,
+        vocabulary: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.variant, self.device = variant, device
+        self.loss: Tensor | None = None
+        self.norm: Tensor | None = None
+        self.lr: float | None = None
+        kernels: list[Chosen] = []
+        for choice in variant.kernels:
+            kernel = find(choice.name)
+            kernels.append((kernel, kernel.with_options(choice.options)))
+        forward, *behind = kernels
+        draws = [kernel.draws(options) for kernel, options in kernels]
+        rerounds = variant.role == "null_rounding"
+        if rerounds:
+            noise_seed = seed_of("rounding", seed, variant.name)
+        else:  # without its name: a repeat of the golden run draws what that one drew
+            kernel_seed = forward[1].get("seed")
+            noise_seed = seed_of("draws", seed + variant.seed, kernel_seed)
+        noise = torch.Generator(device).manual_seed(noise_seed)
+        # All random numbers of the lane
+        self.noise = noise if rerounds or draws[0] else None
+        self.attention = KernelAttention(
+            kernel=forward,
+            behind=behind[0] if behind else None,
+            dtype=DTYPES.get(variant.attention_format or ""),
+            noise=self.noise if rerounds else None,
+            times=variant.times,
+            draws=self.noise if draws[0] else None,
+        )
+        with _named(variant):
+            network = build(model, vocabulary, seed + variant.seed, self.attention)
+            if variant.format == "pure bfloat16":
+                network = network.to(torch.bfloat16)
+            if variant.role == "null_ulp":
+                ulp_seed = seed_of("ulp", seed, variant.name)
+                move_weights(network, torch.Generator().manual_seed(ulp_seed))
+            self.network = network.to(device).train()
+            self.parameters = list(network.parameters())
+            self.optimiser = Updates(variant.optimiser, self.parameters)
+        self.scaler = torch.amp.GradScaler(
+            device.type, enabled=variant.format == "float16"
+        )
+        # Of two kernels neither may draw: only the first draws from what a recording
+        # knows.
+        self.recordable = (
+            device.type == "cuda"
+            and not self.scaler.is_enabled()
+            and all(kernel.name in RECORDABLE for kernel, _ in kernels)
+            and not (behind and any(draws))
+        )
+        self.replay = Replay(device, self.noise) if self.recordable else None
+
+    def step(self, batch: Batch, step: int, steps: int) -> None:
+        """Update `step` of `steps`, from this batch. Nothing waits for the device."""
+        self.lr = rate(self.variant.optimiser, step, steps)
+        self.optimiser.set_rate(self.lr)
+        with _named(self.variant):
+            if self.replay is None:
+                self.loss, self.norm = self._update(batch)
+            else:
+                watched = self.attention.largest is not None
+                self.loss, self.norm = self.replay(self._update, batch, plain=watched)
+
+    def _update(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Make one update; returns the loss and the norm of its gradient."""
+        loss = self._backward(batch)
+        # A scaler needs no more of an optimiser than `Updates` has
+        optimiser = cast(torch.optim.Optimizer, self.optimiser)
+        self.scaler.unscale_(optimiser)
+        clip = self.variant.optimiser.clip
+        norm = nn.utils.clip_grad_norm_(
+            self.parameters, math.inf if clip is None else clip
+        )
+        self.scaler.step(optimiser)
+        self.scaler.update()
+        self.optimiser.zero_grad()
+        return loss, norm
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """The loss of a batch; its gradients are added to the parameters'."""
+        name = self.variant.format
+        with torch.autocast(
+            self.device.type,
+            torch.float16 if name == "float16" else torch.bfloat16,
+            enabled=name in ("bfloat16", "float16"),
+            # What was cast while a step is recorded has no value afterwards.
+            cache_enabled=not self.recordable,
+        ):
+            loss = self.network.loss(batch)
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def gradient(self, batch: Batch) -> dict[str, Tensor]:
+        """The gradient of a batch's loss by parameter. The lane is left as it was."""
+        before = None if self.noise is None else self.noise.get_state()
+        with _named(self.variant):
+            self._backward(batch)
+        scale = self.scaler.get_scale()
+        gradient = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad / scale
+            for name, p in self.network.named_parameters()
+        }
+        self.optimiser.zero_grad()
+        if self.noise is not None and before is not None:
+            self.noise.set_state(before)
+        return gradient
+
+    def calls(self, batch: Batch) -> list[AttentionCase]:
+        """The attention calls of a batch's forward and backward pass, layer by layer."""
+        seen = self.attention.calls = []
+        self.gradient(batch)
+        self.attention.calls = None
+        return seen
+
+    @torch.no_grad()
+    def attend(self, calls: Sequence[AttentionCase]) -> list[Tensor]:
+        """The outputs of attention for calls of another lane. This one is left as it
+        was."""
+        before = None if self.noise is None else self.noise.get_state()
+        with _named(self.variant):
+            outs = [self.attention(case.q, case.k, case.v) for case in calls]
+        if self.noise is not None and before is not None:
+            self.noise.set_state(before)
+        return outs
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters by name, not copied."""
+        return {name: p.detach() for name, p in self.network.named_parameters()}
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides the steps to come, as tensors and plain data."""
+        return {
+            "network": self.network.state_dict(),
+            "optimiser": self.optimiser.state(),
+            "scaler": self.scaler.state_dict(),
+            "noise": None if self.noise is None else self.noise.get_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned; a recorded step is forgotten."""
+        self.replay = self.replay and Replay(self.device, self.noise)
+        self.network.load_state_dict(state["network"])
+        self.optimiser.load(state["optimiser"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.noise is not None:
+            self.noise.set_state(state["noise"].cpu())
+
+
+@contextmanager
+def _named(variant: ResolvedVariant) -> Iterator[None]:
+    """A context whose errors become a MeasurementError that names the variant. A kernel
+    may be foreign code and raise anything."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        words, hint = f"{type(error).__name__}: {' '.join(text.split())[:300]}", None
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        if "deterministic" in text:
+            hint = "`deterministic: false` allows all algorithms"
+        elif is_memory or "can't allocate memory" in text:
+            hint = (
+                "choose a smaller `batch` or `model`, or fewer variants: all are in "
+                "memory"
+            )
+        elif isinstance(error, NumdevError):
+            words, hint = error.message, error.hint
+        raise MeasurementError(
+            f"variant {variant.name} ({variant.kernel.name}): {words}",
+            hint=hint or "leave the variant out, or give it another kernel",
+        ) from error
+
+
+# --- nulls: differences that mean nothing ---------------------------------------------
+# Training is chaotic, so any difference grows: a distance between two runs says something
+# only beside the distance that runs reach which differ by no more than rounding.
+
+
+def rerounded(out: Tensor, generator: torch.Generator, times: float = 1.0) -> Tensor:
+    """out with values drawn at random moved by ulps of its dtype, up or down alike: an
+    error without bias whose rms is `times` that of one rounding. Gradients pass
+    unchanged. Zeros, infinities and NaN stay."""
+    move: Move = moved_by
+    if times == 1.0:
+        drawn = torch.randint(
+            2 * ODDS, out.shape, generator=generator, device=out.device, dtype=torch.uint8
+        )
+        steps = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
+    else:
+        ulps, share = jumps(times)
+        uniform = torch.rand(out.shape, generator=generator, device=out.device)
+        up, down = uniform < share / 2, uniform >= 1 - share / 2
+        steps = ulps * (up.to(torch.int8) - down.to(torch.int8))
+        move = shifted_by
+    moved: Tensor = _Moved.apply(out, steps, move)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def jumps(times: float) -> tuple[int, float]:
+    """The number of ulps by which values are moved, and the share of values that is, for
+    an rms of `times` ulp/√12: the fewest ulps for which a share is enough."""
+    ulps = math.ceil(times / math.sqrt(ODDS))
+    return ulps, times**2 / (ODDS * ulps**2)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, steps: Tensor, move: Move) -> Tensor:
+        return move(out, steps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None, None
+
+
+def moved_by(x: Tensor, steps: Tensor) -> Tensor:
+    """x moved by so many numbers of its dtype (-1, 0 or 1), away from zero where
+    positive: the bits of a float, its sign aside, count its dtype's numbers. Zeros,
+    infinities and NaN stay."""
+    bits = x.contiguous().view(BITS[x.dtype])
+    stays = (x == 0) | ~x.isfinite()
+    return (bits + steps.to(bits.dtype).masked_fill(stays, 0)).view(x.dtype)
+
+
+def shifted_by(x: Tensor, ulps: Tensor) -> Tensor:
+    """x moved by so many of its own ulps, away from zero where positive, and rounded to
+    its dtype. Counting numbers as `moved_by` does would take larger steps upwards across
+    a power of two than downwards, a bias of several per cent for tens of them. Zeros,
+    infinities and NaN stay, and so does what would overflow."""
+    wide = torch.float64 if x.dtype == torch.float32 else torch.float32
+    magnitude = x.abs()
+    next_one = moved_by(magnitude, torch.ones_like(x, dtype=torch.int8))
+    ulp = next_one.to(wide) - magnitude.to(wide)
+    shifted = (x.to(wide) + ulps.to(wide) * x.sign().to(wide) * ulp).to(x.dtype)
+    return torch.where((x == 0) | ~x.isfinite() | ~shifted.isfinite(), x, shifted)
+
+
+@torch.no_grad()
+def move_weights(network: nn.Module, generator: torch.Generator) -> None:
+    """Move every weight to a neighbouring number of its dtype, away from zero or toward
+    it with equal odds. Weights that are 0 stay. Network and `generator` are on the
+    CPU."""
+    for parameter in network.parameters():
+        up = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
+        parameter.copy_(moved_by(parameter, 2 * up - 1))
+
+
+# --- a step recorded once and replayed ------------------------------------------------
+# The step of a small network is a thousand short launches, and the host takes longer to
+# ask for them than the device to run them. As a CUDA graph they are asked for at once,
+# with the same bits as results (tests/test_training_gpu.py). A recording keeps the memory
+# of its step.
+
+
+class Replay:
+    """Runs a function of a batch, which returns two scalars on the device: as it is at
+    first, from then on as a CUDA graph. The function is the same at every call. It is an
+    argument and not stored, since its object refers to this one: a cycle would keep the
+    memory of both. Shapes of batches, and addresses of what the function reads and
+    writes, must not change."""
+
+    def __init__(self, device: torch.device, noise: torch.Generator | None) -> None:
+        self.device, self.noise, self.ran = device, noise, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._batch: dict[str, Tensor] = {}
+        self._results: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, run: Run, batch: Batch, *, plain: bool) -> tuple[Tensor, Tensor]:
+        """The results of `run`. With `plain` it runs as it is, whatever was recorded."""
+        self.ran += 1
+        if plain or self.ran <= FIRST:
+            return run(batch)
+        if self.graph is None:
+            self.graph = self._recorded(run, batch)
+        assert self._results is not None
+        for name, x in batch.items():
+            self._batch[name].copy_(x)
+        self.graph.replay()
+        return self._results
+
+    def _recorded(self, run: Run, batch: Batch) -> torch.cuda.CUDAGraph:
+        """The graph of a run, which is recorded and not run. Raises what the run
+        raises."""
+        self._batch = {name: x.clone() for name, x in batch.items()}
+        graph = torch.cuda.CUDAGraph()
+        if self.noise is not None:
+            graph.register_generator_state(self.noise)
+        torch.cuda.synchronize(self.device)
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = default.get_state()
+        failed: BaseException | None = None
+        try:
+            with torch.cuda.graph(graph):
+                try:
+                    self._results = run(self._batch)
+                except BaseException as error:
+                    failed = error
+        except RuntimeError as error:  # a recording that failed cannot be ended either
+            failed = failed or error
+        if failed is not None:
+            # The generator would still take a graph to be recorded, and never draw again
+            fresh = torch.Generator(default.device)
+            fresh.set_state(before)
+            default.graphsafe_set_state(fresh.graphsafe_get_state())
+            raise failed
+        return graph

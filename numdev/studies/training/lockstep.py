@@ -1,0 +1,196 @@
+"""The variants of one seed, side by side: the same batch for all at every step.
+
+Saved states are plain tensors and numbers, loaded as such (`weights_only=True`), and take
+their name only when they are complete."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from numdev.sources.checkpoint import digest_of
+from numdev.sources.files import naming
+from numdev.studies.training.config import TrainRequest
+from numdev.studies.training.data import Tokens
+from numdev.studies.training.lane import Lane
+from numdev.studies.training.measure import distance, row_of
+from numdev.studies.training.outputs import outputs
+
+STATE, PARTLY = "state.pt", ".state.pt.partly"  # the latter until it is complete
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+COMPILED = "TORCHINDUCTOR_DETERMINISTIC"
+
+
+class Ran(BaseModel):
+    """A variant and what its kernel says that it ran, in words."""
+
+    variant: str
+    ran: str | None
+
+
+class Lockstep:
+    """All lanes of a seed at one step, at first 0. `whole` is false while a step is being
+    made."""
+
+    def __init__(
+        self, request: TrainRequest, data: Tokens, seed: int, device: torch.device
+    ) -> None:
+        self.request, self.data, self.seed = request, data, seed
+        self.step, self.whole = 0, True
+        self.lanes = [
+            Lane(variant, request.model, data.vocabulary, seed, device)
+            for variant in request.variants
+        ]
+        self.golden = next(lane for lane in self.lanes if lane.variant.role == "golden")
+
+    def advance(self) -> None:
+        """Make the next step of every lane. At a recorded step each attention call notes
+        its largest score."""
+        step = self.step + 1
+        watched = step in self.request.recorded
+        self.whole = False
+        batch = self.data.batch(self.seed, step)
+        for lane in self.lanes:
+            lane.attention.largest = [] if watched else None
+            lane.step(batch, step, self.request.steps)
+        self.step, self.whole = step, True
+
+    def measured(self) -> dict[str, list[Any]]:
+        """The rows of this step by kind: of every variant, and its distances from the
+        golden run's weights. At step 0 also the distance of the gradient of the first
+        batch, the errors of attention's output, and what the kernel ran."""
+        tables: dict[str, list[Any]] = {
+            "row": [],
+            "distance": [],
+            "variant": [],
+            "output": [],
+        }
+        read: dict[str, Callable[[Lane], dict[str, torch.Tensor]]] = {
+            "weights": Lane.weights
+        }
+        if self.step == 0:
+            first = self.data.batch(self.seed, 1)
+            read["gradient"] = lambda lane: lane.gradient(first)
+            calls = self.golden.calls(first)
+            tables["output"] = list(outputs(self.lanes, self.golden, calls, self.seed))
+        others = [lane for lane in self.lanes if lane is not self.golden]
+        for of, tensors in read.items():
+            golden = tensors(self.golden)
+            for lane in others:
+                row = distance(
+                    tensors(lane),
+                    golden,
+                    of=of,
+                    seed=self.seed,
+                    variant=lane.variant.name,
+                    step=self.step,
+                )
+                tables["distance"].append(row)
+        for lane in self.lanes:
+            tables["row"].append(row_of(lane, self.seed, self.step))
+            if self.step == 0:
+                ran = Ran(variant=lane.variant.name, ran=lane.attention.ran or None)
+                tables["variant"].append(ran)
+        return tables
+
+    def save(self, path: Path, run: str) -> None:
+        """Write the state atomically, for the run of this name. Raises MeasurementError
+        where it cannot be written."""
+        lanes = {lane.variant.name: lane.state() for lane in self.lanes}
+        written = path.with_name(PARTLY)
+        state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
+        state["digest"] = _digest(state)
+        hint = "is there room, and may you write there?"
+        with naming(path, "the state cannot be saved", hint):
+            try:
+                torch.save(state, written)
+                written.replace(path)
+            finally:
+                written.unlink(missing_ok=True)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `save` wrote."""
+        for lane in self.lanes:
+            lane.load(state["lanes"][lane.variant.name])
+        self.step = state["step"]
+
+
+def read_state(path: Path, run: str) -> dict[str, Any]:
+    """The saved state of the run of this name; empty without one, and where the file is
+    damaged or edited, so that training begins again."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:
+        return {}
+    if not isinstance(state, dict) or state.get("run") != run:
+        return {}
+    digest = state.pop("digest", None)
+    return state if digest == _digest(state) else {}
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """SHA-256 over all tensors and numbers of a state, and their places in it."""
+    leaves, _ = tree_flatten_with_path(state)
+    return digest_of({keystr(path): leaf for path, leaf in leaves})
+
+
+@contextmanager
+def deterministic(*, wanted: bool) -> Iterator[None]:
+    """A context in which PyTorch uses deterministic algorithms alone, and operators that
+    have none raise an error; if not `wanted`, a context that changes nothing. Settings
+    are restored afterwards.
+
+    cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not filled
+    before its use, as PyTorch would: nothing here reads what it did not write. Inductor
+    is told by a variable, which it reads when a kernel that is compiled imports it:
+    torch.use_deterministic_algorithms would import it, three seconds of CPU."""
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode()
+    filled = memory.fill_uninitialized_memory
+    environment = {name: os.environ.get(name) for name in (WORKSPACE, COMPILED)}
+    compiled = _inductor_is_deterministic()
+    try:
+        if wanted:
+            os.environ.setdefault(WORKSPACE, ":4096:8")
+            os.environ[COMPILED] = "1"
+            _tell_inductor(True)
+            torch.set_deterministic_debug_mode("error")
+            memory.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        memory.fill_uninitialized_memory = filled
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _tell_inductor(compiled)
+
+
+def _inductor() -> Any:
+    """Inductor's settings; None where nothing has imported them."""
+    return sys.modules.get("torch._inductor.config")
+
+
+def _inductor_is_deterministic() -> bool:
+    """Whether Inductor is told to be deterministic."""
+    settings = _inductor()
+    if settings is None:
+        return os.environ.get(COMPILED) == "1"
+    return bool(settings.deterministic)
+
+
+def _tell_inductor(wanted: bool) -> None:
+    """Set that in Inductor's settings, if they are loaded."""
+    settings = _inductor()
+    if settings is not None and hasattr(settings, "deterministic"):
+        settings.deterministic = wanted

@@ -1,0 +1,109 @@
+"""The row of a lane at a recorded step, its distances from the golden lane, and which
+losses are spikes. A number that is not finite is None, with the reason in `nulls`."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.metrics.paired import paired
+from numdev.studies.training.lane import Lane
+from numdev.studies.training.report import DistanceRow, Fields, TrainRow
+
+NOT_YET = "before the first update"
+NOT_FINITE = "not finite"
+UNDEFINED = "undefined: one of the two is zero"
+DISTANCES = ("max_abs", "mean_abs", "rel", "w1", "equal")
+# The rule of a spike, see `is_spike`
+PAST, LEAST = 20, 3
+TIMES, DEVIATIONS = 1.2, 6.0
+
+
+def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
+    """The row of a lane that has just made update `step`; at step 0 none."""
+    scores = lane.attention.largest
+    norms = spectral_norms(list(lane.network.query_weights()))
+    values: Fields = {
+        "loss": number(lane.loss),
+        "grad_norm": number(lane.norm),
+        "lr": lane.lr,
+        "max_logit": number(torch.stack(scores).amax()) if scores else None,
+        "spectral_norm": number(norms.amax()),
+    }
+    why = NOT_FINITE if step else NOT_YET
+    nulls = {name: why for name, value in values.items() if value is None}
+    return TrainRow(
+        seed=seed, variant=lane.variant.name, step=step, nulls=nulls, **values
+    )
+
+
+def distance(
+    ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any
+) -> DistanceRow:
+    """The distance between two sets of parameters of the same names, all together, at a
+    `place` (seed, variant, step, of). Numbers are None where anything is not finite."""
+    a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
+    difference = paired(a, b)
+    values = {name: getattr(difference, name) for name in DISTANCES}
+    if difference.nonfinite:
+        values = dict.fromkeys(values)
+    why = NOT_FINITE if difference.nonfinite else UNDEFINED
+    nulls = {name: why for name, value in values.items() if value is None}
+    return DistanceRow(
+        **place,
+        elements=difference.elements,
+        nonfinite=difference.nonfinite,
+        nulls=nulls,
+        **values,
+    )
+
+
+@torch.no_grad()
+def spectral_norms(weights: list[Tensor]) -> Tensor:
+    """[layers, heads] in fp64: the spectral norm of every head's [head_dim, width] part
+    of W_Q, the root of the largest eigenvalue of W Wᵀ, good to about 1e-15. NaN where W
+    is not finite."""
+    # [layers, heads, head_dim, width]
+    stacked = torch.stack([w.double() for w in weights])
+    squares = stacked @ stacked.transpose(-1, -2)
+    finite = squares.isfinite().all(dim=(-1, -2))
+    squares = squares.where(finite[..., None, None], 0.0)
+    largest = torch.linalg.eigvalsh(squares)[..., -1].clamp(min=0.0).sqrt()
+    norms: Tensor = largest.where(finite, math.nan)
+    return norms
+
+
+def number(x: Tensor | float | None) -> float | None:
+    """The value of a scalar; None for None and for NaN and infinity."""
+    value = math.nan if x is None else float(x)
+    return value if math.isfinite(value) else None
+
+
+def with_spikes(rows: Iterable[TrainRow]) -> Iterator[TrainRow]:
+    """The rows with `spike` set. Rows of one run come in the order of their steps; a loss
+    that is None is no spike, and no past for others."""
+    pasts: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
+    for row in rows:
+        past = pasts[row.seed, row.variant]
+        spike = row.loss is not None and is_spike(row.loss, past)
+        yield row.model_copy(update={"spike": spike})
+        if row.loss is not None:
+            past.append(row.loss)
+
+
+def is_spike(loss: float, past: Iterable[float]) -> bool:
+    """Whether a loss stands far above those before it: above 1.2 times the median of the
+    last 20, and above that median by more than 6 times their median absolute deviation.
+    Not the first 3."""
+    before = list(past)
+    if len(before) < LEAST:
+        return False
+    middle = median(before)
+    deviation = median(abs(x - middle) for x in before)
+    return loss > TIMES * middle and loss > middle + DEVIATIONS * deviation

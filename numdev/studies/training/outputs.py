@@ -1,0 +1,121 @@
+"""The errors of attention before anything was learned: every variant's kernel on the
+golden run's own first attention calls, beside the truth and the golden run's kernel.
+
+Distances of weights are effects. Errors of attention, in floors, are their cause, so that
+a report shows both."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.formats import format_of, round_to, ulp
+from numdev.kernels.reference.blocked import attend  # small: a compiler would take longer
+from numdev.studies.training.lane import ODDS, Lane, largest_score
+from numdev.studies.training.report import AttentionOutputRow
+
+OF = ("golden", "flash", "attention_precision", "null_rounding", "variant")
+"""Roles whose attention computes something else from the same q, k and v. In the others
+q, k and v differ."""
+
+SHARP = 8.0  # the least score of the largest, for calls that are made sharper
+
+
+def outputs(
+    lanes: Sequence[Lane], golden: Lane, calls: Sequence[AttentionCase], seed: int
+) -> Iterator[AttentionOutputRow]:
+    """A row for each lane in a role of OF that computes in the golden lane's format.
+    `calls` are the golden lane's, of one batch."""
+    truths = [attend(case).out for case in calls]
+    base = golden.attend(calls)
+    sharp = [sharpened(case) for case in calls]
+    sharp_truths = [attend(case).out for case in sharp]
+    for lane in lanes:
+        variant = lane.variant
+        if variant.role in OF and variant.format == golden.variant.format:
+            outs = base if lane is golden else lane.attend(calls)
+            row = row_of(outs, base, truths, seed, variant.name)
+            error = floors_of(lane.attend(sharp), sharp_truths)
+            yield row.model_copy(update={"sharp": error})
+
+
+def sharpened(case: AttentionCase) -> AttentionCase:
+    """The call with q times a power of two, which is exact, so that the largest score is
+    at least SHARP: before anything is learned scores are near zero, and no output tells a
+    wrong scale."""
+    largest = float(largest_score(case))
+    if not 0.0 < largest < SHARP:
+        return case
+    power = 2.0 ** math.ceil(math.log2(SHARP / largest))
+    return dataclasses.replace(case, q=case.q * power)
+
+
+def floors_of(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
+    """The rms error of all calls over the floor's; None where either is not finite, or
+    the floor has none."""
+    errors = floors = 0.0
+    for out, truth in zip(outs, truths, strict=True):
+        floor = round_to(truth, format_of(out.dtype)).double()
+        errors += float((out.double() - truth).square().sum())
+        floors += float((floor - truth).square().sum())
+    value = math.sqrt(errors / floors) if floors > 0 else math.nan
+    return value if math.isfinite(value) else None
+
+
+def row_of(
+    outs: Sequence[Tensor],
+    base: Sequence[Tensor],
+    truths: Sequence[Tensor],
+    seed: int,
+    variant: str,
+) -> AttentionOutputRow:
+    """The errors of a variant's outputs, over all calls laid end to end, in fp64; None
+    throughout where an output is not finite."""
+    sums = torch.zeros(8, dtype=torch.float64)
+    elements = nonfinite = 0
+    for out, golden, truth in zip(outs, base, truths, strict=True):
+        fmt = format_of(out.dtype)
+        elements += out.numel()
+        nonfinite += int((~out.isfinite()).sum())
+        error, difference = out.double() - truth, out.double() - golden.double()
+        floor = round_to(truth, fmt).double() - truth
+        beyond_floor = error - floor
+        parts = (
+            error.square(),
+            difference.square(),
+            floor.square(),
+            ulp(golden, fmt).square(),
+            beyond_floor * truth.sign(),
+            ulp(truth, fmt),
+            beyond_floor * truth,
+            truth.square(),
+        )
+        sums += torch.stack([part.sum() for part in parts]).cpu()
+    errors, differences, floors, spacings, away, ulps, along, squares = sums.tolist()
+    values: dict[str, float | None] = {
+        "floors": math.sqrt(errors / floors) if floors else None,
+        "apart": math.sqrt(differences / spacings * ODDS) if spacings else None,
+        "bias": away / ulps if ulps else None,
+        "slope": along / squares if squares else None,
+    }
+    if nonfinite:
+        values = dict.fromkeys(values)
+    why = "not finite" if nonfinite else "the floor has no error"
+    nulls = {name: why for name, value in values.items() if value is None}
+    return AttentionOutputRow(
+        seed=seed,
+        variant=variant,
+        calls=len(outs),
+        elements=elements,
+        nonfinite=nonfinite,
+        floors=values["floors"],
+        apart=values["apart"],
+        bias=values["bias"],
+        slope=values["slope"],
+        nulls=nulls,
+    )

@@ -1,0 +1,296 @@
+"""`numdev train`: variants of a small network, trained in lockstep from the same start.
+
+Seeds come one after the other, their variants side by side
+(`numdev.studies.training.lockstep`). Rows are journalled by seed and step; beside the
+journal is the state to continue from. Steps that were measured after the state was saved
+are computed again, and not recorded twice."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from numdev.errors import UsageError
+from numdev.kernels import find
+from numdev.report import Provenance
+from numdev.studies.audit.interrupt import deferred
+from numdev.studies.audit.isolation import fitting, threads
+from numdev.studies.audit.journal import Journal
+from numdev.studies.audit.plan import Planned, digest, header, recorded
+from numdev.studies.audit.run import Progress, provenance
+from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.training import checkpoints, figures
+from numdev.studies.training.config import ResolvedVariant, TrainRequest
+from numdev.studies.training.data import Tokens, load
+from numdev.studies.training.lockstep import (
+    PARTLY,
+    STATE,
+    Lockstep,
+    Ran,
+    deterministic,
+    read_state,
+)
+from numdev.studies.training.measure import number, with_spikes
+from numdev.studies.training.models import build
+from numdev.studies.training.report import (
+    AttentionOutputRow,
+    DistanceRow,
+    TrainReport,
+    TrainRow,
+    TrainSummary,
+    VariantRecord,
+)
+from numdev.studies.training.words import answer
+from numdev.system import System
+
+
+def train(
+    request: TrainRequest,
+    directory: Path,
+    *,
+    overwrite: bool = False,
+    stop_after: float | None = None,
+    command: str = "",
+    progress: Progress = lambda what, done, total: None,
+) -> TrainReport | None:
+    """Train all variants with all seeds, journalling into `directory`; returns the
+    report, which the caller writes. None when `stop_after` seconds were over before the
+    end: what was reached is saved, and the same call continues.
+
+    Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the
+    variant, for one that refuses or fails."""
+    until = None if stop_after is None else time.monotonic() + stop_after
+    model = request.model
+    width = max(model.hidden, model.heads * model.context)
+    numbers = request.batch * model.context * width
+    with deterministic(wanted=request.deterministic), threads(fitting(numbers)):
+        system = System.probe(
+            request.device
+        )  # starts CUDA, when cuBLAS reads its setting
+        watch = Stopwatch(system.device, ("training", "metrics", "saving", "other"))
+        plan = list(_planned(request, system))
+        device = torch.device(system.device)
+        data = load(request.data, request.model, request.batch, device)
+        described = {"config": request.target, **data.about}
+        head = header(request.measured(), system, plan, described)
+        with Journal.open(directory, head, overwrite=overwrite) as journal:
+            if overwrite:
+                shutil.rmtree(directory / checkpoints.FOLDER, ignore_errors=True)
+            run = _TrainingRun(request, data, device, journal, progress, watch, until)
+            if not run.finished():
+                return None
+        report = _report(
+            request,
+            data,
+            journal,
+            provenance=provenance(system, described, command),
+            timings=watch.seconds(),
+        )
+        sentences = tuple(answer(report))
+        summary = report.summary.model_copy(update={"answer": sentences})
+        return report.model_copy(update={"summary": summary})
+
+
+def _report(
+    request: TrainRequest,
+    data: Tokens,
+    journal: Journal,
+    *,
+    provenance: Provenance,
+    timings: dict[str, float],
+) -> TrainReport:
+    """The report of what is journalled, without the answer."""
+    rows = tuple(with_spikes(journal.records("row", TrainRow)))
+    distances = journal.records("distance", DistanceRow)
+    ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
+    variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
+    # On the meta device its weights would be drawn by references, which import
+    # Dynamo.
+    network = build(request.model, data.vocabulary, None)
+    summary = TrainSummary(
+        answer=(),
+        steps=request.steps,
+        seeds=request.seeds,
+        parameters=sum(p.numel() for p in network.parameters()),
+        model=request.model.kind,
+        data=data.about["prompt"],
+        axis=figures.axis_of(request.recorded),
+    )
+    return TrainReport(
+        provenance=provenance,
+        request=request.model_dump(mode="json"),
+        summary=summary,
+        variants=tuple(variants),
+        rows=rows,
+        distances=distances,
+        outputs=journal.records("output", AttentionOutputRow),
+        figures=figures.of_run(variants, rows, distances),
+        timings=timings,
+    )
+
+
+@dataclass(eq=False)
+class _TrainingRun:
+    """One call of the study, until it is finished or the monotonic clock says `until`."""
+
+    request: TrainRequest
+    data: Tokens
+    device: torch.device
+    journal: Journal
+    progress: Progress
+    watch: Stopwatch
+    until: float | None
+    loss: float | None = None  # the golden run's, at the last recorded step
+
+    def __post_init__(self) -> None:
+        self.state = self.journal.directory / STATE
+        self.name = digest(self.journal.header)  # identifies states saved by this run
+
+    def finished(self) -> bool:
+        """Train all seeds; False if time ran out before, with the state saved."""
+        request = self.request
+        for seed, step in itertools.product(request.seeds, request.recorded):
+            self.journal.visit(_key(seed, step))
+        done = all(
+            self.is_recorded(seed, request.steps) or self.train_seed(seed)
+            for seed in request.seeds
+        )
+        if done:
+            for name in (STATE, PARTLY):  # the latter where a save was killed
+                (self.journal.directory / name).unlink(missing_ok=True)
+        return done
+
+    def is_recorded(self, seed: int, step: int) -> bool:
+        """Whether every recorded step up to this one is in the journal."""
+        steps = [at for at in self.request.recorded if at <= step]
+        return all(self.journal.visit(_key(seed, at)) for at in steps)
+
+    def train_seed(self, seed: int) -> bool:
+        """Train one seed to its end; False if time ran out before."""
+        lanes = Lockstep(self.request, self.data, seed, self.device)
+        state = read_state(self.state, self.name)
+        if state and state["seed"] == seed and self.is_recorded(seed, state["step"]):
+            lanes.load(state)
+        else:
+            self.record(lanes)
+        try:
+            with self.watch("training"):
+                finished = self.take_steps(lanes)
+        except KeyboardInterrupt:
+            # A second Ctrl-C breaks a step off: then the state before it stands.
+            if lanes.whole and self.is_recorded(seed, lanes.step):
+                self.save(lanes)
+            raise
+        if not finished:
+            self.save(lanes)
+        return finished
+
+    def take_steps(self, lanes: Lockstep) -> bool:
+        """Take all steps that are left, or at least one and False where time runs out. A
+        step is recorded whole or not at all: an interrupt waits for its end."""
+        saved = time.monotonic()
+        self.tell(lanes)
+        while lanes.step < self.request.steps:
+            with deferred():
+                lanes.advance()
+                self.record(lanes)
+            self.tell(lanes)
+            over = self.until is not None and time.monotonic() >= self.until
+            if over and lanes.step < self.request.steps:
+                return False
+            if time.monotonic() - saved >= self.request.save_every:
+                self.save(lanes)
+                saved = time.monotonic()
+        return True
+
+    def save(self, lanes: Lockstep) -> None:
+        """Write the state from which a later run continues."""
+        with self.watch("saving"):
+            lanes.save(self.state, self.name)
+
+    def record(self, lanes: Lockstep) -> None:
+        """Write the checkpoints and the rows of this step, if it has any. Rows that are
+        in the journal are not measured again."""
+        self.checkpoint(lanes)
+        key = _key(lanes.seed, lanes.step)
+        if lanes.step in self.request.recorded and not self.journal.visit(key):
+            with self.watch("metrics"):
+                self.journal.append(key, lanes.measured())
+                self.loss = number(lanes.golden.loss)
+
+    def checkpoint(self, lanes: Lockstep) -> None:
+        """Write the weights of this step, if the request asks for them."""
+        chosen = self.request.checkpoints
+        if chosen is None or lanes.step not in chosen.at(self.request.steps):
+            return
+        for lane in lanes.lanes:
+            name = lane.variant.name
+            if chosen.variants is None or name in chosen.variants:
+                about = {
+                    "variant": lane.variant.model_dump(mode="json"),
+                    "seed": lanes.seed,
+                    "step": lanes.step,
+                    "loss": number(lane.loss),
+                    "request": self.request.measured(),
+                    "data": self.data.about,
+                }
+                path = checkpoints.place(
+                    self.journal.directory, name, lanes.seed, lanes.step
+                )
+                checkpoints.write(
+                    lane.network, self.request.model, self.data, path, about
+                )
+
+    def tell(self, lanes: Lockstep) -> None:
+        """Report progress. An interrupt that waited arrives here."""
+        steps, seeds = self.request.steps, self.request.seeds
+        done = seeds.index(lanes.seed) * steps + lanes.step
+        loss = "" if self.loss is None else f", loss {self.loss:.3f}"
+        self.progress(f"seed {lanes.seed}{loss}", done, steps * len(seeds))
+
+
+def record_of(
+    variant: ResolvedVariant, golden: ResolvedVariant, ran: str | None
+) -> VariantRecord:
+    """A variant as a report records it, with what else differs from the golden run."""
+    fields = variant.model_dump(mode="json")
+    differs = {n: fields[n] for n in ("seed", "backward_kernel") if fields[n]}
+    usual = golden.optimiser.model_dump()
+    changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != usual[k]}
+    if changed:
+        differs["optimiser"] = changed
+    return VariantRecord(
+        name=variant.name,
+        role=variant.role,
+        kernel=variant.kernel.name,
+        options=dict(variant.kernel.options),
+        format=variant.format,
+        attention_format=variant.attention_format or variant.format.removeprefix("pure "),
+        times=variant.times if variant.role == "null_rounding" else None,
+        ran=ran,
+        differs=differs,
+    )
+
+
+def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:
+    """The kernels of all variants. Raises UsageError for an option that a kernel has not,
+    and for a kernel that cannot run here."""
+    for variant in request.variants:
+        for choice in variant.kernels:
+            kernel = find(choice.name)
+            options = recorded(kernel.with_options(choice.options))
+            if missing := kernel.missing(system):
+                what = f"variant {variant.name}: {kernel.name} cannot run here: {missing}"
+                raise UsageError(what, hint="leave it out, or choose another kernel")
+            yield Planned(role="kernel", kernel=kernel, options=options)
+
+
+def _key(seed: int, step: int) -> str:
+    """The journal's key of a step of a seed."""
+    return digest({"seed": seed, "step": step})

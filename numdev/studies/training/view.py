@@ -1,0 +1,44 @@
+"""A training run, shown: the variants, then losses and distances by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from numdev.report import document as doc
+from numdev.report.document import PAGE, TEXT
+from numdev.report.numbers import NONE, labelled
+from numdev.studies.training.report import TrainReport, VariantRecord
+
+ABOUT = (
+    "Lines are geometric means over seeds, bands reach from the smallest to the largest. "
+    "Distances are from the weights of the golden run of the same seed at the same step. "
+    "They grow whatever the difference was, and then saturate: they mean something only "
+    "beside those of the nulls."
+)
+
+
+def blocks(report: TrainReport) -> Iterator[doc.Node]:
+    golden = next((v.name for v in report.variants if v.role == "golden"), "")
+    yield doc.words(
+        ("variant", "role", "kernel", "format", "attention", "differs in", "ran"),
+        map(_cells, report.variants),
+        title="Variants",
+        only=TEXT,
+    )
+    if axis := report.summary.axis:
+        yield doc.Heading("By step", PAGE)
+        yield doc.Figures(report.figures, axis, golden)
+    s, seeds = report.summary, ", ".join(map(str, report.summary.seeds))
+    what = f"{s.model} of {s.parameters:,} parameters, {s.data}"
+    yield doc.Paragraph(f"{what}; {s.steps} steps, seeds {seeds}. {ABOUT}", "soft")
+
+
+def _cells(v: VariantRecord) -> Iterator[str]:
+    """The row of a variant in the table."""
+    yield v.name
+    yield v.role.replace("_", " ")
+    yield labelled(v.kernel, v.options)
+    yield v.format
+    yield v.attention_format
+    yield " ".join(f"{name} {value}" for name, value in v.differs.items())
+    yield v.ran or NONE

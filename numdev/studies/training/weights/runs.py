@@ -1,0 +1,231 @@
+"""The checkpoints of several runs over training, by seed and step, beside those of the
+run that all others are compared with.
+
+They are the checkpoints of a `numdev train`, whose `training.json` says which variant
+each is of, or lists from a user, one for each run. Steps and seeds are those of
+`training.json`, else those in names (`...-step500`, `checkpoint-500`, `...-seed1-...`); a
+seed that neither has is 0."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numdev import report as reports
+from numdev.errors import UsageError
+from numdev.sources.containers import SUFFIXES, container_at
+from numdev.studies.training.bounds.report import BoundsReport
+from numdev.studies.training.checkpoints import FOLDER
+from numdev.studies.training.report import VariantRole
+from numdev.studies.training.weights.report import RunRecord
+
+STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
+SEED = re.compile(r"seed[-_]?(\d{1,9})", re.IGNORECASE)
+KEEP = "a training keeps them with `checkpoints:` (docs/training.md)"
+Place = tuple[int, int]  # a seed and a step
+
+
+@dataclass(kw_only=True)
+class RunCheckpoints:
+    """Runs, of which the first is the one that the others are compared with, and the
+    paths of their weights by seed and step, then by run. Every seed and step has weights
+    of the first run and of another."""
+
+    name: str
+    runs: tuple[RunRecord, ...]
+    places: Mapping[Place, Mapping[str, str]]
+    # A sentence on each seed and step that some run lacks
+    missing: list[str] = field(default_factory=list)
+
+
+def step_of(path: Path) -> int | None:
+    """The step of training of a checkpoint, by `training.json`, else by its name; None
+    where neither has one."""
+    step = training_of(path).get("step")
+    if isinstance(step, int):
+        return step
+    in_name = STEP.search(path.stem if path.suffix in SUFFIXES else path.name)
+    return int(in_name[1]) if in_name else None
+
+
+def seed_of(path: Path) -> int:
+    """The seed of a checkpoint, by `training.json`, else by its name; 0 where neither has
+    one."""
+    seed = training_of(path).get("seed")
+    if isinstance(seed, int):
+        return seed
+    in_name = SEED.search(path.name)
+    return int(in_name[1]) if in_name else 0
+
+
+def training_of(checkpoint: Path) -> Mapping[str, Any]:
+    """The content of `training.json`, which `numdev train` writes beside the weights;
+    empty without one."""
+    try:
+        described = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return described if isinstance(described, dict) else {}
+
+
+def is_over_steps(targets: Sequence[str]) -> bool:
+    """Whether any target is a run, and not a set of weights."""
+    return any(target != "demo" and _is_run(target) for target in targets)
+
+
+def find_runs(targets: Sequence[str], nulls: Sequence[str] = ()) -> RunCheckpoints:
+    """The runs of one training, or of two lists and more, and `nulls`: lists of runs that
+    differ from the first by rounding alone. Raises UsageError where there are none to
+    compare."""
+    if len(targets) == 1 and not nulls:
+        return _runs_of_training(Path(targets[0]))
+    for target in (*targets, *nulls):
+        if not _is_run(target):
+            what = f"{target}: expected checkpoints by step, as {targets[0]} has"
+            raise UsageError(
+                what, hint="give sets of weights alone, or checkpoints by step alone"
+            )
+    if len(targets) < 2 and not nulls:
+        raise UsageError("weights: expected two runs or more to compare, got one")
+    return _runs_of_lists(targets, nulls)
+
+
+# --- a training of numdev -------------------------------------------------------------
+
+
+def _runs_of_training(path: Path) -> RunCheckpoints:
+    """The checkpoints of the variants of one training run."""
+    run = _trained(path)
+    places: dict[Place, dict[str, str]] = {}
+    variants: dict[str, RunRecord] = {}
+    for checkpoint in sorted((run / FOLDER).iterdir()) if (run / FOLDER).is_dir() else ():
+        about = training_of(checkpoint)
+        try:
+            variant, seed, step = about["variant"], int(about["seed"]), int(about["step"])
+            times = variant["times"] if variant["role"] == "null_rounding" else None
+            record = RunRecord(name=variant["name"], role=variant["role"], times=times)
+        except (KeyError, TypeError, ValueError) as error:
+            what = "training.json does not say of which variant, seed and step it is"
+            hint = "give the checkpoints of each run as a list"
+            raise UsageError(f"{checkpoint}: {what}", hint=hint) from error
+        variants[record.name] = record
+        places.setdefault((seed, step), {})[record.name] = str(checkpoint)
+    if not places:
+        raise UsageError(f"{path}: keeps no checkpoints", hint=KEEP)
+    golden = [name for name, record in variants.items() if record.role == "golden"]
+    if not golden:
+        raise UsageError(f"{path}: keeps no checkpoint of its golden run", hint=KEEP)
+    first = golden[0]
+    order = [name for name in _order(places, variants) if name != first]
+    return _paired(path.name, [variants[name] for name in (first, *order)], places)
+
+
+def _trained(path: Path) -> Path:
+    """The directory of a training run: the path itself, or the run of the bounds report
+    at the path."""
+    directory = path.parent if path.name == "report.json" else path
+    if not (directory / FOLDER).is_dir() and (directory / "report.json").is_file():
+        report = reports.read(directory)
+        if isinstance(report, BoundsReport):
+            return Path(report.request["run"])
+    return directory
+
+
+def _order(
+    places: Mapping[Place, Mapping[str, str]], variants: Mapping[str, RunRecord]
+) -> Iterator[str]:
+    """The names of variants that have checkpoints, in the order of the run's file."""
+    checkpoint = next(iter(next(iter(places.values())).values()))
+    planned = training_of(Path(checkpoint)).get("request", {}).get("variants", ())
+    in_file = [v["name"] for v in planned if v["name"] in variants]
+    yield from dict.fromkeys((*in_file, *variants))
+
+
+# --- lists of a user ------------------------------------------------------------------
+
+
+def _runs_of_lists(targets: Sequence[str], nulls: Sequence[str]) -> RunCheckpoints:
+    """The checkpoints of lists, each of which is a run."""
+    places: dict[Place, dict[str, str]] = {}
+    runs: list[RunRecord] = []
+    for target in (*targets, *nulls):
+        role: VariantRole = "variant" if runs else "golden"
+        runs.append(RunRecord(name=target, role=role, null=target in nulls))
+        listed = list(_checkpoints(target))
+        counts = Counter((seed_of(path), step) for step, path in listed)
+        for (seed, step), count in counts.items():
+            if step is None or count > 1:
+                many = f"{count} checkpoints are from step {step} of seed {seed}"
+                what = "a checkpoint's step is not told" if step is None else many
+                hint = "name one run, such as 'run/checkpoints/flash-seed*'"
+                raise UsageError(f"{target}: {what}", hint=hint)
+        for step, path in listed:
+            places.setdefault((seed_of(path), step or 0), {})[target] = str(path)
+    [(name, count)] = Counter(run.name for run in runs).most_common(1)
+    if count > 1:
+        raise UsageError(f"{name}: is given twice", hint="name every run once")
+    return _paired(targets[0], runs, places)
+
+
+def _is_run(target: str) -> bool:
+    """Whether a target is a list or a pattern, or a directory with checkpoints by step
+    that is no checkpoint itself."""
+    path = Path(target)
+    if not path.exists():
+        return "," in target or "*" in target
+    is_report = path.name == "report.json" or (path / "report.json").is_file()
+    return is_report or (path.is_dir() and any(True for _ in _inside(path)))
+
+
+def _checkpoints(target: str) -> Iterator[tuple[int | None, Path]]:
+    """The checkpoints that a target names, each with its step. Raises UsageError for a
+    path that does not exist."""
+    path = Path(target)
+    if path.is_dir():
+        yield from _inside(path)
+        return
+    for part in filter(None, map(str.strip, target.split(","))):
+        names = sorted(glob.glob(part)) if "*" in part else [part]
+        if not names:
+            raise UsageError(f"{part}: no such file or directory")
+        for checkpoint in map(Path, names):
+            if not checkpoint.exists():
+                raise UsageError(f"{checkpoint}: no such file or directory")
+            yield step_of(checkpoint), checkpoint
+
+
+def _inside(path: Path) -> Iterator[tuple[int, Path]]:
+    """The checkpoints in a directory, or in its `checkpoints`, each with its step."""
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    for directory in sorted(p for p in folder.iterdir() if p.is_dir()):
+        step = step_of(directory)
+        has_files = any(file.suffix in SUFFIXES for file in directory.iterdir())
+        if step is not None and (container_at(directory) is not None or has_files):
+            yield step, directory
+
+
+def _paired(
+    name: str, runs: Sequence[RunRecord], weights: Mapping[Place, Mapping[str, str]]
+) -> RunCheckpoints:
+    """The seeds and steps that have weights of the first run and of another, and a
+    sentence on each that lacks some run."""
+    first = runs[0].name
+    missing = []
+    places = {}
+    for seed, step in sorted(weights):
+        of_runs = weights[seed, step]
+        lacking = [run.name for run in runs if run.name not in of_runs]
+        if lacking:
+            missing.append(f"step {step}, seed {seed}: not kept of {', '.join(lacking)}")
+        if first in of_runs and len(of_runs) > 1:
+            places[seed, step] = of_runs
+    if not places:
+        what = f"{name}: no step has weights of {first} and of another run"
+        raise UsageError(what, hint=KEEP)
+    return RunCheckpoints(name=name, runs=tuple(runs), places=places, missing=missing)

@@ -1,0 +1,292 @@
+"""`numdev weights` over the steps of a training: every run's weights beside the first
+run's of the same seed and step, by layer and by kind of tensor, as the first paper's
+figure 7 has them.
+
+At a seed and step sets are compared as any others
+(`numdev.studies.training.weights.study`); the sums of each tensor stay until its layer
+and kind are added up. Where a distance stands out
+(`numdev.studies.training.weights.standing`) the tensors are read again, for quantiles of
+their values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from numdev.errors import MeasurementError
+from numdev.grouping import grouped
+from numdev.metrics.statistics import Mean
+from numdev.metrics.yardstick import widened
+from numdev.report import Figure
+from numdev.report.io import claim
+from numdev.studies.audit.run import Progress, provenance
+from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.training import figures
+from numdev.studies.training.report import VariantRole
+from numdev.studies.training.weights import report as records
+from numdev.studies.training.weights.files import open_weights
+from numdev.studies.training.weights.report import ALL, Layer
+from numdev.studies.training.weights.runs import Place, RunCheckpoints, find_runs
+from numdev.studies.training.weights.standing import (
+    NAMES,
+    answer,
+    finest,
+    is_chance,
+    label_of,
+    marks,
+    standings,
+)
+from numdev.studies.training.weights.study import (
+    Measured,
+    WeightComparison,
+    matters,
+    nothing_compared,
+    record_of,
+    together,
+)
+from numdev.system import System
+
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+MAX_SHIFTED = 6  # layers and kinds of which quantiles are shown
+KINDS_OF_NULL: Mapping[VariantRole, str] = {
+    "null_rounding": "null: re-rounded",
+    "null_ulp": "null: one ulp",
+}
+# By run, seed, step, layer and kind the tensor whose W1 is largest
+Tensors = dict[tuple[str, int, int, Layer, str], str]
+
+
+def over_steps(
+    targets: Sequence[str],
+    directory: Path,
+    *,
+    nulls: Sequence[str] = (),
+    device: str = "auto",
+    overwrite: bool = False,
+    command: str = "",
+    progress: Progress = lambda what, done, total: None,
+) -> records.WeightsReport:
+    """Compare runs with the first at every step that has weights, for a report in
+    `directory`, which the caller writes. Raises UsageError, before anything is read,
+    where there is nothing to compare or the directory is taken, and MeasurementError
+    where no tensor could be compared."""
+    runs = find_runs(targets, nulls)
+    request = {"targets": list(targets), "nulls": list(nulls), "device": device}
+    system = System.probe(device)
+    claim(directory, "weights", request, overwrite=overwrite)
+    watch = Stopwatch(system.device)
+    with watch("weights"):
+        results = _compared(runs, system.device, progress)
+        if not results.cells:
+            raise nothing_compared(results.remarks)
+        judged = tuple(standings(runs.runs, results.cells))
+        quantiles = tuple(_quantiles(runs, judged, results.tensors))
+    mark = marks(runs.runs, results.cells)
+    steps = sorted({cell.step for cell in results.cells})
+    axis = figures.axis_of(steps, all_named=True) if any(steps[1:]) else None
+    remarks = tuple(results.remarks)
+    sentences = (
+        *answer(runs.runs, results.cells, judged, mark.early),
+        *matters(remarks),
+    )
+    drawn = tuple(_figures(runs.runs, results.cells)) if axis else ()
+    return records.WeightsReport(
+        provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
+        request=request,
+        summary=records.WeightsSummary(answer=sentences, axis=axis),
+        sources=tuple(results.sources),
+        runs=runs.runs,
+        cells=tuple(results.cells),
+        standings=judged,
+        quantiles=quantiles,
+        early=mark.early,
+        figures=drawn,
+        remarks=remarks,
+        timings=watch.seconds(),
+    )
+
+
+@dataclass
+class _Results:
+    """The rows of all seeds and steps, and what else a report needs of them."""
+
+    cells: list[records.WeightsCell] = field(default_factory=list)
+    remarks: dict[records.Remark, None] = field(default_factory=dict)
+    sources: list[records.SourceRecord] = field(default_factory=list)
+    tensors: Tensors = field(default_factory=dict)
+
+
+def _compared(runs: RunCheckpoints, device: str, progress: Progress) -> _Results:
+    """Every run beside the first, at every seed and step that has weights of both."""
+    results = _Results()
+    for done, (place, paths) in enumerate(runs.places.items()):
+        progress(f"step {place[1]}, seed {place[0]}", done, len(runs.places))
+        order = [run.name for run in runs.runs if run.name in paths]
+        opened = [open_weights(paths[name]) for name in order]
+        names = dict(zip((x.name for x in opened), order, strict=True))
+        comparison = WeightComparison(opened, device)
+        measured = list(comparison.measured())
+        results.cells += _cells(measured, names, place)
+        results.tensors |= _farthest(measured, names, place)
+        results.remarks |= comparison.remarks
+        results.sources += map(record_of, opened)
+    for words in runs.missing:
+        remark = records.Remark(
+            source=runs.name, tensor=None, what="missing", words=words
+        )
+        results.remarks[remark] = None
+    return results
+
+
+def layer_of(name: str) -> Layer:
+    """The layer of a tensor: the first number among the parts of its name; `none` without
+    one."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), "none")
+
+
+def _cells(
+    measured: Sequence[Measured], names: Mapping[str, str], place: Place
+) -> Iterator[records.WeightsCell]:
+    """The cells of each run at a seed and step: all tensors together, by layer, by kind,
+    and by both. `names`: the run by the name of its set of weights."""
+    seed, step = place
+    for of, of_set in grouped(measured, lambda pair: pair[0].of).items():
+        groups: dict[tuple[Layer, str], list[Measured]] = {}
+        for row, sums in of_set:
+            layers: tuple[Layer, ...] = (ALL, layer_of(row.tensor))
+            for group in itertools.product(layers, (ALL, row.kind)):
+                groups.setdefault(group, []).append((row, sums))
+        for (layer, kind), of_group in groups.items():
+            fields = together(of_group)
+            fields |= {"of": names[of], "against": names[fields["against"]]}
+            yield records.WeightsCell(
+                **fields, seed=seed, step=step, layer=layer, kind=kind
+            )
+
+
+def _farthest(
+    measured: Iterable[Measured], names: Mapping[str, str], place: Place
+) -> Tensors:
+    """The tensor with the largest W1 in each layer and kind of each run."""
+    largest: dict[tuple[str, int, int, Layer, str], float] = {}
+    tensors: Tensors = {}
+    for row, _ in measured:
+        at = (names[row.of], *place, layer_of(row.tensor), row.kind)
+        if (row.w1 or 0.0) >= largest.get(at, 0.0):
+            largest[at], tensors[at] = row.w1 or 0.0, row.tensor
+    return tensors
+
+
+# --- quantiles ------------------------------------------------------------------------
+
+
+def _quantiles(
+    runs: RunCheckpoints, judged: Sequence[records.ChanceComparison], tensors: Tensors
+) -> Iterator[records.QuantileRow]:
+    """The quantiles of one tensor in each of the layers and kinds that stand out
+    farthest, beside the first run's: the tensor with the largest W1, at the step where it
+    stands out farthest, in the first seed that has it."""
+    out = [s for s in finest(judged) if s.stands_out]
+    out.sort(key=lambda s: -(s.margin or 0.0))
+    chosen = {(s.variant, s.layer, s.kind): s for s in reversed(out)}
+    farthest = sorted(chosen.values(), key=lambda s: -(s.margin or 0.0))[:MAX_SHIFTED]
+    chance = {run.name for run in runs.runs if is_chance(run)}
+    first = runs.runs[0].name
+    for s in farthest:
+        seeds = (seed for seed, step in runs.places if step == s.step)
+        seed = next(seed for seed in seeds if s.variant in runs.places[seed, s.step])
+        paths = runs.places[seed, s.step]
+        name = tensors[s.variant, seed, s.step, s.layer, s.kind]
+        shown = {first, s.variant, *chance}
+        levels = {}
+        for run, path in paths.items():
+            values = _values(path, name) if run in shown else None
+            if values is not None:
+                levels[run] = np.quantile(values, QUANTILES)
+        if first in levels and s.variant in levels:
+            base = levels[first]
+            shift = levels[s.variant] - base
+            nulls = [levels[run] - base for run in levels if run in chance]
+            for i, quantile in enumerate(QUANTILES):
+                at = [float(x[i]) for x in nulls]
+                yield records.QuantileRow(
+                    variant=s.variant,
+                    seed=seed,
+                    step=s.step,
+                    tensor=name,
+                    quantile=quantile,
+                    against=float(base[i]),
+                    shift=float(shift[i]),
+                    null_least=min(at, default=None),
+                    null_most=max(at, default=None),
+                )
+
+
+def _values(target: str, name: str) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+    """The finite values of a tensor, in float64; None where it cannot be read or has
+    none."""
+    stored = open_weights(target).find(name)
+    if stored is None:
+        return None
+    try:
+        tensor: Tensor = stored.read()
+    except MeasurementError:
+        return None
+    x = widened(tensor.detach()).double().reshape(-1)
+    x = x[x.isfinite()]
+    return x.numpy() if x.numel() else None
+
+
+# --- figures --------------------------------------------------------------------------
+
+
+def _figures(
+    runs: Sequence[records.RunRecord], cells: Sequence[records.WeightsCell]
+) -> Iterator[Figure]:
+    """The distances by step in all three metrics, of all weights and of every kind; the
+    curves of nulls are soft."""
+
+    def middle(values: Sequence[float]) -> Mean:
+        ends = (min(values), max(values)) if len(values) > 1 else (None, None)
+        return geometric_mean(values), *ends
+
+    labels = {run.name: curve_of(run) for run in runs[1:]}
+    nulls = [run for run in runs[1:] if run.null or run.role.startswith("null")]
+    soft = {labels[run.name] for run in nulls}
+    whole = [c for c in cells if c.layer == ALL]
+    for kind, of_kind in grouped(whole, lambda c: c.kind).items():
+        for metric, name in NAMES.items():
+            rows = [
+                (labels[c.of], c.step, x)
+                for c in of_kind
+                if (x := getattr(c, metric)) and c.step > 0
+            ]
+            title = f"{label_of(ALL, kind)}: {name}".capitalize()
+            place = {"weights": label_of(ALL, kind)}
+            figure = figures.figure(
+                title,
+                metric,
+                name,
+                dict.fromkeys(labels.values()),
+                rows,
+                middle,
+                soft=soft,
+                place=place,
+            )
+            if figure.curves:
+                yield figure
+
+
+def curve_of(run: records.RunRecord) -> str:
+    """The name of a run's curve. Null runs of one kind and strength share one."""
+    if run.null:
+        return f"null: {run.name}"
+    dose = "" if (run.times or 1.0) == 1.0 else f" at {run.times:g} floors"
+    return KINDS_OF_NULL[run.role] + dose if run.role in KINDS_OF_NULL else run.name

@@ -1,0 +1,130 @@
+"""Runs compared over the steps of a training, shown: by layer and kind at each step
+beside chance, all three distances by step, and quantiles where a distance stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from numdev.grouping import grouped
+from numdev.report import document as doc
+from numdev.report.document import PAGE, TEXT, Cell, Column
+from numdev.report.numbers import NONE, percent, si, times
+from numdev.studies.training.bounds.report import FEWEST_SEEDS
+from numdev.studies.training.weights.report import (
+    ALL,
+    ChanceComparison,
+    Layer,
+    QuantileRow,
+    WeightsReport,
+)
+from numdev.studies.training.weights.standing import (
+    FEWEST_NULLS,
+    LIMITS,
+    Metric,
+    label_of,
+)
+
+ON_PAGE = 40  # tables of a run at a step
+SHORT: Mapping[Metric, str] = {
+    "mean_abs": "mean",
+    "mean_w1": "mean W1",
+    "max_abs": "largest",
+}
+LEGEND = (
+    "Distances: of a run's weights from the first run's of the same seed at the same "
+    "step, the geometric mean over seeds. mean and largest: of |difference|, element by "
+    "element; mean W1: the mean of the tensors' Wasserstein distances, by elements, each "
+    "blind to which value stands where (not W1 of all weights pooled, which `numdev "
+    "train` and `numdev bounds` have).",
+    "Chance: what rounding alone makes of the same tensors: the nulls re-rounded at one "
+    "floor (without any, all of at most one floor, or those named as nulls), in each "
+    "seed their geometric mean. ×: a run's distance over chance's (on a page with the "
+    "ends over seeds). Nulls of other strengths stand in the figures.",
+    f"Stands out (!): in every seed a distance is more than {LIMITS['mean_abs']:g} times "
+    f"(mean), {LIMITS['mean_w1']:g} times (mean W1) or {LIMITS['max_abs']:g} times "
+    "(largest) that of the farthest null of at most one floor (re-rounded, or moved by "
+    "an ulp). Judged of each place, the tensors of one kind in one layer, beside "
+    f"{FEWEST_NULLS} nulls or more in each of {FEWEST_SEEDS} seeds or more.",
+    "Quantiles: of the tensor with the largest W1 of what stands out; nulls: from the "
+    "least to the most of the seed's null runs.",
+)
+
+
+def blocks(report: WeightsReport) -> Iterator[doc.Node]:
+    for of_run in grouped(report.standings, lambda s: s.variant).values():
+        yield doc.TableChoice(tuple(_tables(of_run, report.early))[:ON_PAGE])
+    yield from _quantiles(report)
+    yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
+    if axis := report.summary.axis:
+        first = report.runs[0].name
+        yield doc.Heading("By step", PAGE)
+        yield doc.Figures(report.figures, axis, first, PAGE)
+
+
+def _tables(
+    of_run: Sequence[ChanceComparison], early: Sequence[int]
+) -> Iterator[doc.Table]:
+    """A table for each step, those of early steps first. Its rows are all weights, then
+    layers, then kinds, then layers and kinds."""
+    steps = grouped(of_run, lambda s: s.step)
+    for step in sorted(steps, key=lambda step: (step not in early, step)):
+        places = grouped(steps[step], lambda s: (s.layer, s.kind))
+        rows = [
+            _place(place, {s.metric: s for s in places[place]})
+            for place in sorted(places, key=lambda place: _order(*place))
+        ]
+        columns: list[str | Column] = ["layer, kind"]
+        for name in SHORT.values():
+            columns += [Column(name), Column("chance", width=110), Column("×")]
+        when = "" if step in early else ", when chance or chaos decides"
+        title = f"{of_run[0].variant}, step {step}{when}"
+        yield doc.table(columns, rows, title=title)
+
+
+def _order(layer: Layer, kind: str) -> tuple[int, int, str]:
+    """A sort key: all weights, then layers, kinds, and layers with kinds."""
+    groups = {(True, True): 0, (False, True): 1, (True, False): 2}
+    group = groups.get((layer == ALL, kind == ALL), 3)
+    return group, layer if isinstance(layer, int) else -1, "" if kind == ALL else kind
+
+
+def _place(
+    place: tuple[Layer, str], by_metric: Mapping[str, ChanceComparison]
+) -> Iterator[Cell]:
+    """The row of a layer and kind: for each metric the distance, chance's, their
+    ratio."""
+    yield Cell(label_of(*place))
+    for metric in SHORT:
+        s = by_metric.get(metric)
+        if s is None:
+            yield from (Cell(NONE),) * 3
+            continue
+        ends = "" if s.least is None else f"{times(s.least)} to {times(s.most)}"
+        yield Cell(si(s.value))
+        yield Cell(si(s.null))
+        mark = "!" if s.stands_out else ""
+        yield Cell(times(s.ratio) + mark, style="warn" if mark else "", title=ends)
+
+
+def _quantiles(report: WeightsReport) -> Iterator[doc.Node]:
+    """The tables of quantiles, and the remarks."""
+    tensors = grouped(report.quantiles, lambda q: (q.variant, q.step, q.seed, q.tensor))
+    for (variant, step, seed, tensor), rows in tensors.items():
+        title = f"Quantiles of {tensor}, {variant} at step {step}, seed {seed}"
+        columns = ["quantile", report.runs[0].name, "shift", "of nulls"]
+        yield doc.table(columns, map(_quantile, rows), title=title)
+    yield doc.words(
+        ("weights", "tensor", "", ""),
+        ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks),
+        title="What could not be compared, or needs a word",
+        only=TEXT,
+    )
+
+
+def _quantile(row: QuantileRow) -> Iterator[str]:
+    """The cells of a quantile, with the range of the nulls' shifts."""
+    yield percent(row.quantile)
+    yield si(row.against)
+    yield si(row.shift)
+    has_nulls = row.null_least is not None
+    yield f"{si(row.null_least)} to {si(row.null_most)}" if has_nulls else NONE

@@ -1,0 +1,354 @@
+"""`numdev weights`: sets of weights, tensor by tensor, against the first of them.
+
+Tensors are matched by name and read one at a time; a row and a few sums of each stay, so
+memory is that of the largest tensor. A tensor that cannot be compared becomes a
+remark."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from torch import Tensor
+
+from numdev.errors import MeasurementError, UsageError
+from numdev.formats import FORMATS
+from numdev.grouping import grouped
+from numdev.report.io import claim
+from numdev.report.numbers import si, times
+from numdev.sources.containers import StoredTensor
+from numdev.sources.files import identity, some
+from numdev.studies.audit.run import Progress, provenance
+from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.training.report import Fields
+from numdev.studies.training.weights import pairs
+from numdev.studies.training.weights import report as records
+from numdev.studies.training.weights.files import WeightSet, open_weights
+from numdev.system import System
+
+_LEAF = re.compile(r"(?:weight|bias|gamma|beta|running_mean|running_var)$")
+_NORM = re.compile(r"norm|layrnorm|^ln(_|\d|$)|^bn\d*$", re.IGNORECASE)
+# By the habits of GPT-2, Llama, BERT, T5, ViT, CLIP, timm and `nn.Transformer`; the first
+# fits.
+_KINDS = {
+    "head": r"lm_head|embed_out|classifier|score|qa_outputs|proj_out|head|head_dist|"
+    r"predictions",
+    "other": r"inv_freq|rotary\w*",
+    "embedding": r"\w*embed\w*|wte|wpe|tok_embd|pos_embd|cls_token|mask_token|dist_token|"
+    r"shared|relative_attention_bias|relative_position_bias_table",
+    "attention": r"\w*(?:attn|attention|mha)\w*",
+    "mlp": r"\w*mlp\w*|ffn?|feed_forward|feedforward|densereludense|\w*experts?|\w*moe|"
+    r"fc\d?|c_fc|w[123]|\w+_proj|linear[12]|lin[12]|intermediate|output\.dense|dense_\w+",
+}
+_RULES = {
+    kind: re.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)", re.IGNORECASE)
+    for kind, pattern in _KINDS.items()
+}
+KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")  # in the order shown
+# Where W1 is below this share of the mean difference, a sentence says that it is blind
+BLIND = 0.25
+UNKNOWN = "{p.of} and {p.against}: the mean difference is not known ({null})."
+EQUAL = (
+    "{p.of} equals {p.against}: every finite element of the {tensors} tensors compared"
+    "{elements}{zeros}."
+)
+NOTHING = (
+    "{p.of} and {p.against}: all {p.tensors} tensors are 0 in both, so nothing is "
+    "compared."
+)
+DIFFERS = (
+    "{p.of} differs from {p.against} by {mean} on average: {beside} At most "
+    "{most}, in {p.max_tensor}; {p.identical} of {tensors} tensors are equal{zeros}."
+)
+ZEROS = ", and {p.zeros} more are 0 in both"
+NO_CAST = (
+    "no cast that would have changed anything is coarser than how {p.against} is stored."
+)
+BESIDE = (
+    "{median}× what one cast to {p.yardstick} would have changed (median tensor), "
+    "largest in {p.times_tensor} ({largest}×)."
+)
+BAGS = (
+    "W1 of {p.of}, the mean of its tensors': {w1}, {share} of the mean "
+    "difference{cast}.{blind}"
+)
+CAST = " and {times}× that of one cast to {p.yardstick}"
+IS_BLIND = (
+    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, "
+    "and of two seeds shrinks with the size of a tensor. The mean difference is what the "
+    "weights differ by."
+)
+
+Measured = tuple[records.TensorRow, pairs.Sums]  # a tensor's row, and its sums
+
+
+def weights(
+    targets: Sequence[str],
+    directory: Path,
+    *,
+    device: str = "auto",
+    overwrite: bool = False,
+    command: str = "",
+    progress: Progress = lambda what, done, total: None,
+) -> records.WeightsReport:
+    """Compare every set of weights with the first, for a report in `directory`, which the
+    caller writes. Raises UsageError, before anything is read, where a set does not exist
+    or the directory is taken, and MeasurementError where no tensor could be compared."""
+    for target in targets[1:]:  # rows are identified by the name of their set
+        if targets[1:].count(target) > 1:
+            raise UsageError(f"{target}: is given twice", hint="name every set once")
+    request = {"targets": list(targets), "device": device}
+    system = System.probe(device)
+    opened = [open_weights(target) for target in targets]
+    claim(directory, "weights", request, overwrite=overwrite)
+    watch = Stopwatch(system.device)
+    with watch("weights"):
+        comparison = WeightComparison(opened, system.device)
+        measured = list(comparison.measured(progress))
+        if not measured:
+            raise nothing_compared(comparison.remarks)
+        sources = tuple(map(record_of, opened))
+    groups = tuple(_groups(measured))
+    remarks = tuple(comparison.remarks)
+    return records.WeightsReport(
+        provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
+        request=request,
+        summary=records.WeightsSummary(answer=tuple(_answer(groups, remarks))),
+        sources=sources,
+        rows=tuple(row for row, _ in measured),
+        groups=groups,
+        remarks=remarks,
+        timings=watch.seconds(),
+    )
+
+
+def nothing_compared(remarks: Iterable[records.Remark]) -> MeasurementError:
+    """The error where no tensor could be compared, with the reasons."""
+    words = [f"{r.source}: {r.tensor or ''} {r.words}" for r in remarks]
+    return MeasurementError(f"no tensor could be compared: {some(words)}")
+
+
+def record_of(source: WeightSet) -> records.SourceRecord:
+    """A set of weights as a report records it."""
+    return records.SourceRecord(
+        name=source.name,
+        tensors=len(source.tensors),
+        elements=sum(math.prod(stored.shape) for stored in source.tensors.values()),
+        sha256=identity(source.files),
+    )
+
+
+class WeightComparison:
+    """The tensors of sets of weights beside the first's, and remarks on those that cannot
+    be compared."""
+
+    def __init__(self, opened: Sequence[WeightSet], device: str) -> None:
+        self.first, *self.others = opened
+        self.device = device
+        # As keys, since several sets may lead to one remark on the first
+        self.remarks: dict[records.Remark, None] = {}
+
+    def measured(
+        self, progress: Progress = lambda what, done, total: None
+    ) -> Iterator[Measured]:
+        """The row and the sums of each of `tensors`. NaN and infinity become a remark."""
+        costs: dict[str, float] = {}
+        last = None
+        for name, other, of, against in self.tensors(progress):
+            if against is not last:  # the casts are the same for all other sets
+                costs, last = pairs.cast_costs(against), against
+            sums = pairs.compare(of, against, costs)
+            row = records.TensorRow(
+                of=other.name,
+                against=self.first.name,
+                tensor=name,
+                kind=kind_of(name),
+                shape=tuple(against.shape),
+                stored_of=pairs.name_of(of),
+                stored_against=pairs.name_of(against),
+                zero=not bool(of.any()) and not bool(against.any()),
+                **pairs.numbers(sums),
+            )
+            nonfinite = ((other, row.nonfinite_of), (self.first, row.nonfinite_against))
+            for source, count in nonfinite:
+                if count:
+                    words = f"has {count} NaN or infinite elements of {row.elements}"
+                    self.remark(source, name, "not finite", words)
+            yield row, sums
+
+    def tensors(
+        self, progress: Progress = lambda what, done, total: None
+    ) -> Iterator[tuple[str, WeightSet, Tensor, Tensor]]:
+        """The name of each tensor that can be compared, the other set, its tensor and the
+        first set's, on the device; in the order of the first set."""
+        for source in (self.first, *self.others):
+            for words in source.damage:
+                self.remark(source, None, "damaged", words)
+        plan: dict[str, list[tuple[WeightSet, StoredTensor, StoredTensor]]] = {
+            n: [] for n in self.first.tensors
+        }
+        for other in self.others:
+            for name, theirs, ours in self.matched(other):
+                plan.setdefault(name, []).append((other, theirs, ours))
+        for done, (name, partners) in enumerate(plan.items()):
+            progress(name, done, len(plan))
+            against = self.values(self.first, name, partners[0][2]) if partners else None
+            for other, theirs, _ in partners if against is not None else ():
+                of = self.values(other, name, theirs)
+                if of is not None and against is not None:
+                    yield name, other, of, against
+
+    def matched(
+        self, other: WeightSet
+    ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
+        """The tensors that another set and the first have in one shape. A tensor that a
+        damaged set lacks may be in the file that cannot be read, and is not called
+        missing."""
+        first = self.first
+        for name, ours in first.tensors.items():
+            aliases = [alias for alias, target in first.tied.items() if target == name]
+            theirs = next(filter(None, map(other.find, (name, *aliases))), None)
+            if theirs is None:
+                if not other.damage:
+                    self.remark(other, name, "missing", "is not there")
+            elif theirs.shape != ours.shape:
+                words = f"is {list(theirs.shape)}, and {list(ours.shape)} in {first.name}"
+                self.remark(other, name, "reshaped", words)
+            else:
+                yield name, theirs, ours
+        names = {*first.tensors, *first.tied}
+        names |= {name for alias, name in other.tied.items() if alias in names}
+        for name in other.tensors:
+            if name not in names and not first.damage:
+                self.remark(other, name, "extra", f"is not in {first.name}")
+
+    def values(self, source: WeightSet, name: str, stored: StoredTensor) -> Tensor | None:
+        """A tensor on the device; None, after a remark, where it has no values to
+        measure."""
+        try:
+            tensor = stored.read()
+        except MeasurementError as error:
+            self.remark(source, name, "damaged", f"cannot be read: {error.message}")
+            return None
+        if why := pairs.unfit(tensor):
+            self.remark(source, name, "not compared", why)
+            return None
+        return tensor.detach().to(self.device)  # a saved Parameter would record a graph
+
+    def remark(
+        self, source: WeightSet, name: str | None, what: records.Matter, words: str
+    ) -> None:
+        """Note a remark, once."""
+        remark = records.Remark(source=source.name, tensor=name, what=what, words=words)
+        self.remarks[remark] = None
+
+
+def kind_of(name: str) -> str:
+    """The kind of a weight by its name, one of KINDS; it only groups rows."""
+    parts = name.split(".")
+    module = parts[-2] if len(parts) > 1 and _LEAF.match(parts[-1]) else parts[-1]
+    if _NORM.search(module):
+        return "norm"
+    if name == "output.weight":  # of a Llama from Meta's own files
+        return "head"
+    return next((kind for kind, rule in _RULES.items() if rule.search(name)), "other")
+
+
+def _groups(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
+    """The rows of all tensors of each set together, and of those of each kind."""
+    for of_set in grouped(measured, lambda pair: pair[0].of).values():
+        for name in (records.ALL, *KINDS):
+            group = [pair for pair in of_set if name in (records.ALL, pair[0].kind)]
+            if group:
+                yield records.GroupRow(name=name, **together(group))
+
+
+def together(measured: Sequence[Measured]) -> Fields:
+    """The fields of a row of several tensors of one set."""
+    rows = [row for row, _ in measured]
+    cast = _coarser_cast(rows)
+    ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
+    changes = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
+    largest = max(ratios, key=lambda name: ratios[name], default=None)
+    most_changed = max(changes, key=lambda name: changes[name], default=None)
+    median = statistics.median(ratios.values()) if ratios else None
+    sums = pairs.pooled([sums for _, sums in measured])
+    return {
+        "of": rows[0].of,
+        "against": rows[0].against,
+        **pairs.numbers(sums, "mean_w1"),
+        "tensors": len(rows),
+        "identical": sum(map(_is_identical, rows)),
+        "zeros": sum(row.zero for row in rows),
+        "max_tensor": most_changed,
+        "yardstick": cast,
+        "times_median": median,
+        "times_largest": None if largest is None else ratios[largest],
+        "times_tensor": largest,
+    }
+
+
+def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
+    """The first of CASTS that is coarser than the formats of most tensors; None where no
+    cast is."""
+    stored = [FORMATS[row.stored_against].precision for row in rows]
+    for name in pairs.CASTS:
+        precision = FORMATS[name].precision
+        if 2 * sum(precision < p for p in stored) > len(rows):
+            return name
+    return None
+
+
+def _is_identical(row: records.TensorRow) -> bool:
+    """Whether a tensor is finite and equal in both sets, and not 0 throughout."""
+    return row.equal == 1 and not (row.nonfinite_of or row.nonfinite_against)
+
+
+def _answer(
+    groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]
+) -> Iterator[str]:
+    """Sentences on each set: its mean difference beside the change of one cast of the
+    same tensors, and W1 beside the mean difference; then on what could not be compared,
+    damage first."""
+    for g in (g for g in groups if g.name == records.ALL):
+        zeros = ZEROS.format(p=g) if g.zeros else ""
+        if g.mean_abs is None:
+            yield UNKNOWN.format(p=g, null=g.nulls.get("mean_abs"))
+            continue
+        if g.max_abs == 0:
+            sentence = NOTHING if g.zeros == g.tensors else EQUAL
+            elements = "" if g.zeros else f" ({g.elements:,})"
+            compared = g.tensors - g.zeros
+            yield sentence.format(p=g, tensors=compared, elements=elements, zeros=zeros)
+            continue
+        beside = NO_CAST if g.times_median is None else BESIDE
+        ratios = {"median": times(g.times_median), "largest": times(g.times_largest)}
+        beside = beside.format(p=g, **ratios)
+        yield DIFFERS.format(
+            p=g,
+            mean=si(g.mean_abs),
+            most=si(g.max_abs),
+            beside=beside,
+            tensors=g.tensors - g.zeros,
+            zeros=zeros,
+        )
+        share = (g.mean_w1 or 0.0) / g.mean_abs
+        casts = None if g.yardstick is None else g.times(g.yardstick)
+        cast = "" if casts is None else CAST.format(p=g, times=times(share * casts))
+        blind = IS_BLIND if share < BLIND else ""
+        yield BAGS.format(p=g, w1=si(g.mean_w1), share=si(share), cast=cast, blind=blind)
+    yield from matters(remarks)
+
+
+def matters(remarks: Sequence[records.Remark]) -> Iterator[str]:
+    """A sentence on the remarks of each matter and set, damage first."""
+    by_matter = grouped(remarks, lambda r: r.what)
+    for what in get_args(records.Matter):
+        by_source = grouped(by_matter.get(what, ()), lambda r: r.source)
+        for source, of_source in by_source.items():
+            words = [f"{r.tensor} {r.words}" if r.tensor else r.words for r in of_source]
+            yield f"{what.capitalize()} in {source}: {some(words)}."

@@ -1,0 +1,92 @@
+"""Sets of weights compared, shown: by kind of parameter, and what moved most beside a
+cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import starmap
+
+from numdev.grouping import grouped
+from numdev.report import document as doc
+from numdev.report.document import TEXT, Cell, Column
+from numdev.report.numbers import NONE, si, times
+from numdev.studies.training.weights import steps_view
+from numdev.studies.training.weights.report import GroupRow, TensorRow, WeightsReport
+
+SHOWN = 8  # tensors of a pair; rows.csv has all
+ON_PAGE = 500
+FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+LEGEND = (
+    "mean and max: of |difference|, element by element; rel: of the L2 norms. W1: "
+    "between the bags of a tensor's values, blind to which stands where; mean W1: of "
+    "several tensors, the mean of theirs by elements, never below W1 of all their values "
+    "pooled. ×bf16, ×fp16, ×fp8: mean |difference| over what casting the same tensor of "
+    f"the first to bfloat16, float16, float8_e4m3fn would have changed; {NONE} where "
+    "that is nothing."
+)
+
+
+def blocks(report: WeightsReport) -> Iterator[doc.Node]:
+    if report.runs:
+        yield from steps_view.blocks(report)
+    by_set = grouped(report.groups, lambda g: g.of)
+    for pair in report.totals:
+        groups = [(Cell(g.name, after=f"({g.tensors})"), g) for g in by_set[pair.of]]
+        yield _table("kind", groups, f"{pair.of} against {pair.against}")
+        first = "tensor"
+        if pair.yardstick:
+            first += f", most ×{FORMATS[pair.yardstick]} first"
+        moved = [(_name(row), row) for row in leading(report, pair) if row.max_abs != 0]
+        yield _table(first, moved[:SHOWN], "")
+    yield doc.words(
+        ("weights", "tensor", "", ""),
+        ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks[:ON_PAGE]),
+        title="What could not be compared, or needs a word",
+        only=TEXT,
+    )
+    if report.groups:
+        yield from doc.notes((LEGEND,))
+
+
+def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
+    """The tensors of a pair, those that moved most first: over a cast to its yardstick,
+    and without that number by their mean difference."""
+
+    def moved(row: TensorRow) -> tuple[float, float]:
+        beside = row.times(pair.yardstick) if pair.yardstick else None
+        return (-1.0 if beside is None else beside, row.mean_abs or 0.0)
+
+    return sorted((r for r in report.rows if r.of == pair.of), key=moved, reverse=True)
+
+
+def _name(row: TensorRow) -> Cell:
+    """A tensor's name, with its shape and stored formats."""
+    stored = " / ".join(dict.fromkeys((row.stored_of, row.stored_against)))
+    return Cell(row.tensor, after=f"{' × '.join(map(str, row.shape))} {stored}")
+
+
+def _w1(row: GroupRow | TensorRow) -> float | None:
+    """W1 of a tensor, or the mean over those of a group."""
+    return row.mean_w1 if isinstance(row, GroupRow) else row.w1
+
+
+def _table(
+    first: str, rows: Sequence[tuple[Cell, GroupRow | TensorRow]], title: str
+) -> doc.Table:
+    """The numbers of tensors or kinds, one in a row. A narrow terminal shows the first of
+    the casts alone."""
+    casts = [f"×{name}" for name in FORMATS.values()]
+    w1 = "mean W1" if first == "kind" else "W1"
+    columns = [
+        Column(first, align="left"),
+        *map(Column, ("mean", "max", "rel", w1, casts[0])),
+    ]
+    columns += [Column(name, width=110) for name in (*casts[1:], "NaN/inf")]
+
+    def cells(name: Cell, row: GroupRow | TensorRow) -> Iterator[str | Cell]:
+        yield name
+        yield from map(si, (row.mean_abs, row.max_abs, row.rel, _w1(row)))
+        yield from (times(row.times(fmt)) for fmt in FORMATS)
+        yield str(row.nonfinite_of + row.nonfinite_against or "")
+
+    return doc.table(columns, starmap(cells, rows), title=title)
