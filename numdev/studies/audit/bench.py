@@ -80,7 +80,8 @@ class Selection:
     """The keys that dk and dv are measured in, where queries are sampled: some, or
     all."""
     strata: Mapping[str, Strata] = field(default_factory=dict)
-    """By tensor, where some of its rows are measured since they stood out."""
+    """The strata of each tensor of which some rows are measured because they stood
+    out."""
     wholes: dict[str, Reference] = field(default_factory=dict)
     """The forward reference of all queries, by format, without its term scale."""
 
@@ -132,8 +133,8 @@ class Selection:
         return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
-        """Of how many rows those of `tensor` are a sample, or which strata; None where
-        all are."""
+        """The number of rows, or the strata, of which the measured ones of `tensor` are a
+        sample; None where all are measured."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         if tensor in self.strata:
             return self.strata[tensor]
@@ -145,7 +146,7 @@ class Selection:
         return rows[of.drawn] if rows is not None and isinstance(of, Strata) else rows
 
     def bins_of(self, tensor: str) -> Tensor | None:
-        """Which drawn row of `tensor` is in which bin of positions
+        """The membership of the drawn rows of `tensor` in bins of positions
         (`sampling.membership`)."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         every = torch.arange(length, device=self.case.q.device)
@@ -239,9 +240,10 @@ class Bench:
     watch: Stopwatch
     unscreened: str | None = None  # why no rows stand beside a sample
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """What emulations return, by recipe."""
+    """The tensors that emulations returned, by recipe."""
     narrow_sums: dict[str, tuple[Output, Sums]] = field(default_factory=dict)
-    """By gradient, itself as running sums have it after the output of the last kernel."""
+    """The running sums of each gradient, with the output of the last kernel they
+    follow."""
 
     @classmethod
     def of(

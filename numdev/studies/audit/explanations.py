@@ -650,8 +650,8 @@ def examine(
 
 
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
-    """Those a summary shows, each once: first what is not finite, then ratios from
-    NOTABLE on."""
+    """The rows that a summary shows, each once: first what is not finite, then ratios
+    from NOTABLE on."""
     notable = [
         r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)
     ]

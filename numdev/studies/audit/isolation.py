@@ -250,7 +250,8 @@ class Worker:
     def answer(
         self, name: str, task: bytes, case: AttentionCase, limit_s: float
     ) -> Output | Failure:
-        """What it answers to the task of a kernel, or what became of it."""
+        """The worker's answer to a kernel's task, or a Failure that says how the worker
+        ended."""
         self.kernels.add(name)
         self.channel.forget()
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -338,14 +339,16 @@ def serve(descriptor: int) -> None:
 
 
 def packed(message: Any) -> bytes:
-    """By torch's pickling: Python's own cannot read tensors of 8 bits."""
+    """The message as bytes. By torch's pickling: Python's own cannot read tensors of 8
+    bits."""
     buffer = io.BytesIO()
     torch.save(message, buffer)
     return buffer.getvalue()
 
 
 def unpacked(sent: bytes | bytearray) -> Any:
-    """What numdev sent to its worker; what comes back is foreign, and never unpickled."""
+    """The message that numdev packed for its worker. What comes back is foreign, and is
+    never unpickled."""
     return torch.load(io.BytesIO(sent), weights_only=False)
 
 
@@ -375,7 +378,7 @@ SETTINGS = {**switches(), "threads": (torch.get_num_threads, torch.set_num_threa
 
 
 def torch_settings() -> dict[str, Any]:
-    """What a kernel's result depends on in torch, as it stands."""
+    """The present values of torch's settings that a kernel's result depends on."""
     return {name: read() for name, (read, _) in SETTINGS.items()}
 
 

@@ -117,8 +117,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return [row for rows in done for row in rows.get(kind, ())]
 
     def records(self, kind: str, model: type[M]) -> tuple[M, ...]:
-        """The same as records of a report. Raises UsageError where an earlier run's are
-        none."""
+        """The rows of a kind as records of a report. Raises UsageError where an earlier
+        run's rows are no such records."""
         try:
             return tuple(model.model_validate(row) for row in self.rows(kind))
         except ValidationError as error:

@@ -60,7 +60,8 @@ def _without_sinks(report: Measured) -> Iterator[str]:
 
 
 def summarised(report: AuditReport) -> AuditReport:
-    """With the kernels ranked, and the answer; what no row tells of stays as it is."""
+    """The report with its kernels ranked and its answer, as its rows say; what no row
+    tells of stays as it is."""
     ranked = summarise(report.rows, report.findings)
     changes = {"answer": ranked.answer, "kernels": ranked.kernels}
     return report.model_copy(
@@ -69,8 +70,8 @@ def summarised(report: AuditReport) -> AuditReport:
 
 
 def sweep_summarised(report: SweepReport) -> SweepReport:
-    """With its cells, figures and sentences, where it keeps the rows that they follow
-    from."""
+    """The report with its cells, figures and sentences; as it is where it keeps no rows
+    they could follow from."""
     if not report.rows:
         return report
     # It needs pandas, as no other report does

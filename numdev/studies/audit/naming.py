@@ -81,8 +81,8 @@ class Failing:
 
     @property
     def rows(self) -> list[DeviationRow]:
-        """Of this call, of which later ones take the place: whoever has them sees what is
-        named."""
+        """The rows of this call, one list that is changed in place: whoever holds it sees
+        what is named."""
         return self.measured.rows
 
     @cached_property
@@ -114,8 +114,8 @@ class Failing:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What may go wrong by itself in a call like this; and whether the output is
-        wrong, for gradients alone tell of another fault."""
+        """The parts of a call that may go wrong by themselves, and whether its output is
+        wrong: wrong gradients alone tell of another fault."""
         case = self.bench.case
         masked = "" if case.mask is None else f"{case.mask.dtype} mask"
         present = {
@@ -184,8 +184,9 @@ class Failing:
         )  # fmt: skip
 
     def _of_gradients(self, hints: Hints | None) -> Named:
-        """Of a part of the call that is searched in a moment: the first batch entries,
-        queries and keys, of the kv head that errs most."""
+        """What gradients and the log-sum-exp are instead, from a part of the call that is
+        searched in a moment: the first batch entries, queries and keys of the kv head
+        that errs most."""
         case, wrong = self.bench.case, [r for r in self.rows if r.tensor in self.wrong]
         worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
         kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
@@ -265,7 +266,7 @@ class Failing:
 
     @property
     def nbytes(self) -> int:
-        """What it takes to keep the call."""
+        """The bytes of memory that keeping the call takes."""
         tensors = (*vars(self.bench.reference).values(), *vars(self.output).values())
         return 3 * sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
@@ -273,15 +274,16 @@ class Failing:
 
     @property
     def unnamed_formats(self) -> dict[str, Format]:
-        """By tensor that computes nothing else, the format it came in."""
+        """The format of each tensor that is not suspected of computing something else."""
         named = {row.tensor for row in self.rows if row.suspicion}
         formats = self.bench.formats_of(self.output)
         return {tensor: fmt for tensor, fmt in formats.items() if tensor not in named}
 
     @property
     def likes(self) -> Mapping[str, Likeness]:
-        """By tensor that computes nothing else, the known way of rounding that explains
-        the call as it came: searched for once for the same tensors."""
+        """The known way of rounding that explains the call as it came, by tensor that is
+        not suspected of computing something else; searched for once for the same
+        tensors."""
         formats, wrong = self.unnamed_formats, beyond(self.rows, narrow=False)
         if set(wrong).isdisjoint(self.bench.by_row):
             return {}
@@ -391,7 +393,7 @@ def conclude(calls: Sequence[Failing]) -> None:
 
 
 def _conclude(calls: Sequence[Failing]) -> None:
-    """Of one kernel's calls, the worst first."""
+    """Name what the failing calls of one kernel compute, the worst call first."""
     hints, vain, ways, coarse, early = Hints(), Counts(), Counts(), Counts(), Counts()
     losses: tuple[Loss, ...] = ()
     claims: Counter[str] = Counter()

@@ -29,7 +29,7 @@ class Returned(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """By name, those that are there."""
+        """The tensors that the kernel returned, by name."""
 
     @property
     def ran(self) -> str | None:
@@ -54,7 +54,7 @@ class PreparedCall(Protocol):
 
     @property
     def case(self) -> Any:
-        """What a kernel is given."""
+        """The case that a kernel gets."""
 
     @property
     def format(self) -> Format: ...
@@ -64,11 +64,12 @@ class PreparedCall(Protocol):
 
     @property
     def yardsticks(self) -> Mapping[str, Yardstick]:
-        """By tensor, outputs first: what each is held to."""
+        """What each tensor is held to, by tensor, outputs first."""
 
     @property
     def distances(self) -> Mapping[str, Distance]:
-        """By tensor that is held to no rounding, if a kernel returns it."""
+        """The exact values, by tensor, of those that are held to no rounding where a
+        kernel returns them."""
 
     @property
     def baseline(self) -> Any:
@@ -84,15 +85,16 @@ class PreparedCall(Protocol):
 
     @property
     def exact_by(self) -> str | None:
-        """By what the exact result was computed, in words."""
+        """The way the exact result was computed, in words."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the inputs that a kernel is given."""
+        """The dtype of the inputs that a kernel gets."""
 
     @property
     def unscreened(self) -> str | None:
-        """Why no rows stand beside a sample of them, if so."""
+        """The reason why a sample was not screened for rows that stand out; None where it
+        was."""
 
     def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Any:
         """These tensors, as if a kernel had returned them."""
@@ -106,13 +108,15 @@ class PreparedCall(Protocol):
     def select_units(self, x: Tensor, tensor: str) -> Tensor: ...
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
-        """Of how many rows those of a tensor are a sample; None where all are."""
+        """The number of rows, or the strata, of which the measured ones are a sample;
+        None where all rows are measured."""
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
         """Where the rows of a sample stand in the call; None where all are measured."""
 
     def bins(self, tensor: str) -> Tensor | None:
-        """Which row is in which bin of positions, [rows, bins], where that is asked."""
+        """The membership of rows in bins of positions, [rows, bins]; None where errors
+        along a call are not asked for."""
 
     def format_of(self, x: Tensor) -> Format:
         """The format that a tensor came back in."""
@@ -127,7 +131,7 @@ class PreparedCall(Protocol):
         """What a kernel with these roundings returns where it returns these formats."""
 
     def outside_sample(self, output: Any) -> Mapping[str, Sequence[Outside]]:
-        """By tensor and unit, what is not finite in the rows that are not measured. Empty
+        """What is not finite in rows that are not measured, by tensor and unit; empty
         where all rows are finite, as they should be."""
 
     def annotate(

@@ -165,7 +165,7 @@ def _shown(
 
 
 def _size(row: DeviationRow, metric: str) -> float:
-    """Of a number, how large it is; 0 where there is none."""
+    """The size of a row's metric; 0 where it is no number."""
     value = value_of(row, metric)[0]
     return abs(value) if isinstance(value, int | float) else 0.0
 

@@ -48,9 +48,9 @@ class Measured(Generic[Call]):
     # What the kernel returned first; None where it returned nothing
     output: Any = None
     held_to: Mapping[str, Tensor] = field(default_factory=dict)
-    """By tensor, the way of rounding it was held to, where that is not its claim's."""
+    """The way of rounding each tensor was held to, where that is not its claim's."""
     along: Mapping[str, Deviation] = field(default_factory=dict)
-    """By tensor, with sums by bin of positions."""
+    """The deviation of each tensor, with sums by bin of positions."""
     bench: Call | None = None  # that it was measured on
 
 
@@ -67,12 +67,12 @@ class Runs(Generic[Call]):
     repeats: dict[str, tuple[list[str], list[Noise]]] = field(
         default_factory=dict, repr=False
     )
-    """By tensor, the first run's checksums and how far runs differ: whatever they are
-    held to."""
+    """The first run's checksums and how far runs differ, by tensor; the same whatever the
+    runs are held to."""
 
     @property
     def output(self) -> Returned:
-        """Of the first run, which is measured."""
+        """The output of the first run, which is the one measured."""
         output: Returned = self.runs[0]
         return output
 
@@ -187,8 +187,8 @@ class Runs(Generic[Call]):
         tensor: str,
         outside: Mapping[str, Sequence[Outside]],
     ) -> None:
-        """What holds of all rows: `nonfinite`, the first run's checksum, how far runs
-        differ."""
+        """Write into each unit's metrics what holds of all its rows, measured or not:
+        `nonfinite`, the first run's checksum, how far runs differ."""
         for unit, beyond in zip(units, outside.get(tensor, ()), strict=False):
             count = unit["nonfinite"] + beyond.nonfinite
             unit["nonfinite"] = count

@@ -1,10 +1,10 @@
 """Everything else a kernel may have computed, each with what would come out at a probe's
 elements.
 
-Most alternatives are another case (`numdev.operations.attention.explain.mistakes`). Here
-are those that none describes: an output not divided by the row sum, memory read in
-another order, and factors of the scale and of the output, estimated from what the kernel
-returned. `numdev.operations.attention.explain.wrong_function` judges."""
+Most alternatives are another case (`numdev.explain.mistakes`). Here are those that none
+describes: an output not divided by the row sum, memory read in another order, and factors
+of the scale and of the output, estimated from what the kernel returned.
+`numdev.explain.wrong_function` judges."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.kernels.reference import attend
-from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.yardstick import finite
-from numdev.operations.attention.explain.mistakes import (
+from numdev.explain.mistakes import (
     PADDED,
     SINK_TILES,
     filled,
@@ -30,14 +27,15 @@ from numdev.operations.attention.explain.mistakes import (
     variants,
     without,
 )
-from numdev.operations.attention.explain.probe import Alternative, Probe, rescored
+from numdev.explain.probe import Alternative, Probe, rescored
+from numdev.kernels.reference import attend
+from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.yardstick import finite
 from numdev.report.numbers import power
 
 # Up to so many scores a whole reference is computed where all rows are mixed
 WHOLE = 1 << 22
-SOMEWHERE = (
-    "in some rows"  # which: `numdev.operations.attention.explain.wrong_function` sees all
-)
+SOMEWHERE = "in some rows"  # which: `numdev.explain.wrong_function` sees all
 LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the other
 
 
@@ -251,7 +249,7 @@ def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
     of ones, the padding that it may be as well."""
     o, r = probe.out, probe.exact.out
     lse, sinks = probe.exact.lse[..., None], probe.case.sinks
-    share: Tensor | float = 0.0  # of the call's sink in the row sum
+    share: float | Tensor = 0.0  # of the call's sink in the row sum
     if sinks is not None:
         share = (sinks[probe.heads].double()[:, None, None] - lse).exp()
     sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - share))
