@@ -142,7 +142,7 @@ def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
         )
 
 
-def _facts_of_inputs(case: AttentionCase) -> dict[str, Any]:
+def _facts_of_inputs(case: AttentionCase) -> dict[str, object]:
     """What the template needs of a case: its fields, and how its tensors are loaded."""
     tensors = {n: getattr(case, n) for n in (*REQUIRED, *OPTIONAL)}
     present = {n: x for n, x in tensors.items() if x is not None}
@@ -156,7 +156,7 @@ def _facts_of_inputs(case: AttentionCase) -> dict[str, Any]:
     }
 
 
-def _measured_on(kernel: Kernel, options: Mapping[str, Any], system: System) -> str:
+def _measured_on(kernel: Kernel, options: Mapping[str, object], system: System) -> str:
     """In words, which kernel was measured, with which options, torch and machine."""
     settings = ", ".join(f"{n} = {v!r}" for n, v in options.items())
     with_options = f" with {settings}" if options else ""
