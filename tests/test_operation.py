@@ -123,7 +123,7 @@ class Call:
         return run(implementation("plain"), self.case, {}, True)
 
     restricted = property(lambda self: self.case)
-    made = staticmethod(lambda tensors, ran=None: Normed(tensors=tensors, ran=ran))
+    as_output = staticmethod(lambda tensors, ran=None: Normed(tensors=tensors, ran=ran))
     units = staticmethod(lambda tensor: (0,))
     select = staticmethod(lambda x, tensor: x)
     select_units = select
