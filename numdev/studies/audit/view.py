@@ -114,7 +114,8 @@ def _predicted(value: float | None) -> Cell:
 
 
 def _max(k: KernelSummary) -> str:
-    """Of sampled rows it is a lower bound."""
+    """The largest absolute error, as text; marked as a lower bound where rows are
+    sampled."""
     return ("" if k.rows_measured is None or k.max_abs is None else "≥") + si(k.max_abs)
 
 

@@ -87,7 +87,7 @@ def _parts(probe: Probe) -> Iterator[Alternative]:
 
 
 def _merged(p: Probe, width: int, less: float) -> Reference:
-    """With exp((1 - less) L) as a part's weight."""
+    """The result where a part's weight is exp((1 - less) L)."""
     S = p.scores
     sums = torch.cat(
         [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)],
@@ -264,7 +264,7 @@ def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
 
 
 def _with_larger_row_sum(p: Probe, factor: float) -> Reference:
-    """With `factor` added to the row sum."""
+    """The result where `factor` is added to the row sum."""
     return p.multiplied(1 / (1 + factor / _row_sum(p)))
 
 
@@ -292,7 +292,7 @@ def _sink(p: Probe, factor: float) -> Reference:
 
 
 def _without(p: Probe, key: int) -> Reference:
-    """With a key hidden; as it is in a call that has no such key."""
+    """The result with a key hidden; the exact one in a call that has no such key."""
     if key >= p.case.kv_len:
         return p.exact
     return p.answer(dataclasses.replace(p.case, **without(p.case, key)))

@@ -55,7 +55,7 @@ class Loss:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Those that show it."""
+        """The tensors in which the loss shows."""
         of = {"dq": ("dq",), "dkv": ("dk", "dv"), "ds": ("dq", "dk"), "p_for_dv": ("dv",)}
         of |= {"delta": ("dq", "dk"), "lse": ("dq", "dk", "dv")}
         return of.get(self.step, ("out",))
@@ -118,7 +118,7 @@ def losses(case: AttentionCase) -> Iterator[Loss]:
 
 
 def gradient_losses(case: AttentionCase) -> Iterator[Loss]:
-    """The same of backward."""
+    """The losses of backward that are tried."""
     working = case.format
     if working.precision >= FORMATS["float32"].precision:
         return

@@ -83,8 +83,8 @@ class Sums:
         return cls(s=s, d=d)
 
     def narrow(self, x: Tensor, expected: Tensor) -> list[float]:
-        """By head, at least which share of the error of a running sum in 16 bits a
-        gradient x [B, heads, rows, features] has, beyond what its rounding model
+        """A lower bound, by head, of the share of the error of a running sum in 16 bits
+        that a gradient x [B, heads, rows, features] has, beyond what its rounding model
         `expected` has: the largest over tilings, and 0 where none rounds anything."""
         share = self.shares(x).nan_to_num(0.0)
         if bool((share > 0).any()):  # of few: most kernels have none of it

@@ -102,7 +102,8 @@ class Probe:
         return all_scores(self.measured)
 
     def scaled(self, factor: float) -> Reference:
-        """The same of the case with `factor` times its scale."""
+        """The fp64 reference of the case with `factor` times its scale, at the probe's
+        elements."""
         return attend(dataclasses.replace(self.measured, scale=self.case.scale * factor))
 
     @cached_property

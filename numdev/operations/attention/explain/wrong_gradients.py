@@ -85,7 +85,8 @@ class _Errors:
         )
 
     def share(self, tried: Step, name: str) -> float:
-        """Of the rms error, what goes with what is tried."""
+        """The share of the rms error that is gone when it is measured against `tried`; 0
+        where there is no error, or none that is finite."""
         before, after = self.size(name), float((self.returned[name] - tried[name]).norm())
         return 1 - after / before if before and math.isfinite(before) else 0.0
 
@@ -313,7 +314,8 @@ def _with_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
 
 
 def _scaled(case: AttentionCase, exact: Step, returned: Step) -> tuple[str, Step]:
-    """With the scale that fits best, by Gauss-Newton steps from the right one."""
+    """The cause and the gradients of the scale that fits best, by Gauss-Newton steps from
+    the right one."""
     unit = {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
 
     def step(t: float) -> Step:
