@@ -48,8 +48,8 @@ WRONG = {
     "{number}× that of "
     "what {claim} predicts (limit {bound}×)",
     "baseline_ratio": ("has {number}× {plain}'s error in {tensor} (limit {bound}×)"),
-    "narrow_sum": "sums {tensor} from tile to tile in 16 bits: at least {number} of the "
-    "error that such a sum makes is in it (limit {bound})",
+    "narrow_sum": "sums {tensor} from tile to tile in 16 bits: at least {number}{median} "
+    "of the error that such a sum makes is in it (limit {bound})",
     "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for "
     "it{errs_in} (limit {bound}×)",
     "bias_size": "is biased: the mean error of {tensor} reaches {bias:+.3f} ulp "

@@ -137,7 +137,7 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
             sizes += [excess("rms_ratio", r.rms_ratio, r) for r in predicted]
         sizes += [excess("worst_row", r.worst_row, r) for r in predicted]
         if narrow:
-            sizes += [excess("narrow_sum", r.narrow_sum, r) for r in predicted]
+            sizes += [excess("narrow_sum", r.narrow_sum, r, n=1) for r in predicted]
         certain = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
         sizes += [excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
         return max(sizes) > 1

@@ -107,7 +107,7 @@ class Failing:
             if row.tensor in self.wrong and row.status == "ok":
                 sizes.append(excess("expected_ratio", row.expected_ratio, row))
                 sizes.append(excess("worst_row", row.worst_row, row))
-                sizes.append(excess("narrow_sum", row.narrow_sum, row))
+                sizes.append(excess("narrow_sum", row.narrow_sum, row, n=1))
                 if row.expected_ratio is None:
                     sizes.append((row.baseline_ratio or 0.0) / 2)
         return max(sizes)

@@ -1,10 +1,10 @@
 """Everything else a kernel may have computed, each with what would come out at a probe's
 elements.
 
-Most alternatives are another case (`numdev.explain.mistakes`). Here are those that none
-describes: an output not divided by the row sum, memory read in another order, and factors
-of the scale and of the output, estimated from what the kernel returned.
-`numdev.explain.wrong_function` judges."""
+Most alternatives are another case (`numdev.operations.attention.explain.mistakes`). Here
+are those that none describes: an output not divided by the row sum, memory read in
+another order, and factors of the scale and of the output, estimated from what the kernel
+returned. `numdev.operations.attention.explain.wrong_function` judges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.mistakes import (
+from numdev.kernels.reference import attend
+from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.yardstick import finite
+from numdev.operations.attention.explain.mistakes import (
     PADDED,
     SINK_TILES,
     filled,
@@ -27,15 +30,13 @@ from numdev.explain.mistakes import (
     variants,
     without,
 )
-from numdev.explain.probe import Alternative, Probe, rescored
-from numdev.kernels.reference import attend
-from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.yardstick import finite
+from numdev.operations.attention.explain.probe import Alternative, Probe, rescored
 from numdev.report.numbers import power
 
 # Up to so many scores a whole reference is computed where all rows are mixed
 WHOLE = 1 << 22
-SOMEWHERE = "in some rows"  # which: `numdev.explain.wrong_function` sees all
+# Which: `numdev.operations.attention.explain.wrong_function` sees all
+SOMEWHERE = "in some rows"
 LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the other
 
 

@@ -86,16 +86,16 @@ class Sums:
         """A lower bound, by head, of the share of the error of a running sum in 16 bits
         that a gradient x [B, heads, rows, features] has, beyond what its rounding model
         `expected` has: the largest over tilings, and 0 where none rounds anything."""
-        share = self.shares(x).nan_to_num(0.0)
+        share = self.shares(x)[1].nan_to_num(0.0)
         if bool((share > 0).any()):  # of few: most kernels have none of it
-            share = share - self.shares(expected).nan_to_num(0.0).clamp_min(0.0)
+            share = share - self.shares(expected)[0].nan_to_num(0.0).clamp_min(0.0)
         largest: list[float] = share.clamp_min(0.0).amax(dim=0).tolist()
         return largest
 
-    def shares(self, x: Tensor) -> Tensor:
-        """[tilings, heads]: CERTAIN standard deviations below the share of `d` that is
-        seen in x. NaN where d is 0 throughout; elements that are not finite count for
-        nothing."""
+    def shares(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The share of `d` that is seen in x, [tilings, heads], and what it is at least:
+        CERTAIN standard deviations less. NaN where d is 0 throughout; elements that are
+        not finite count for nothing."""
         n = x.float() - self.s
         usable = n.isfinite() & self.is_finite
         n, d = torch.where(usable, n, 0.0), torch.where(usable, self.d, 0.0)
@@ -106,7 +106,7 @@ class Sums:
         size = (weighed * d).sum(dim=of_head)
         share: Tensor = products.sum(dim=of_head) / size
         least = share - CERTAIN * error / size
-        return torch.where(share <= MOST_SHARE, least, least.clamp_max(0.0))
+        return share, torch.where(share <= MOST_SHARE, least, least.clamp_max(0.0))
 
     @cached_property
     def is_finite(self) -> Tensor:
