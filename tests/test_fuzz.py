@@ -22,7 +22,7 @@ altered = load("scripts/altered_reports.py")
 
 
 @pytest.mark.parametrize("target", list(fuzz.TARGETS))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_random_inputs(target: str, seed: int) -> None:
     """Never an unexpected error, a control character, an injection, a wrong pass."""

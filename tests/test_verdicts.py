@@ -338,6 +338,7 @@ RULE_FILES = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("content", "code"), RULE_FILES, ids=lambda x: str(x))
 def test_a_rule_file_means_the_same_for_every_kind(
