@@ -20,10 +20,6 @@ class Words:
     unit: str = "unit"  # of which each has its own metrics
     plain: str = "plain code"  # the baseline
 
-    def units(self, count: int) -> str:
-        """`1 head`, `3 heads`."""
-        return f"{count} {self.unit}{'s' * (count != 1)}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
