@@ -1,8 +1,8 @@
 # make audit      set up, then audit the bundled demo checkpoint and show the report
-# make test       set up, then hold the demo and a planted fault to the gate, and run the CPU tests
+# make test       set up, then hold the demo and a planted fault to the gate, and run the tests that guard
+#                 behaviour, on a CPU: four minutes of two idle processors
+# make test-all   the same and the slow tests: what CI runs
 # make thorough   set up, then the tests that take a compiler, minutes, or thousands of inputs
-# make test-all   both
-# make test-fast  set up, then the quick tests alone, in a minute on two processors, for the inner loop
 # make check      set up, then lint, format, types, layers, reading limits, and the docs built strictly
 # make docs       set up, then build the documentation as a site in build/site
 # make wheel      set up, then build the wheel and try it where nothing else is installed
@@ -14,7 +14,7 @@ SETUP := .venv/.installed
 # Tests are small: a process for each processor, and one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: audit gate test test-all test-fast thorough check docs wheel oldest clean
+.PHONY: audit gate test test-all thorough check docs wheel oldest clean
 .DELETE_ON_ERROR:
 
 $(SETUP): pyproject.toml constraints.txt
@@ -29,18 +29,13 @@ gate: $(SETUP)
 	$(BIN)/python scripts/own_gate.py
 
 test: $(SETUP) gate
+	$(PYTEST) -m "not gpu and not thorough and not slow"
+
+test-all: $(SETUP) gate
 	$(PYTEST) -m "not gpu and not thorough"
 
 thorough: $(SETUP)
 	$(PYTEST) -m "thorough and not gpu"
-
-test-all: test thorough
-
-# What takes two thirds of the processor time of tests that are not slow by themselves.
-SLOWER := api attribution audit bias bounds capture capture_gradients chain ci cli emulated emulated_fast fuzz isolation oracle power \
-  pytest_plugin reproducer sampled_audit sharded streaming suspicion sweep train training_audit undeclared
-test-fast: $(SETUP)
-	$(PYTEST) -m "not gpu and not slow and not thorough" $(SLOWER:%=--ignore=tests/test_%.py)
 
 check: $(SETUP) docs
 	$(BIN)/ruff check .

@@ -1193,6 +1193,7 @@ def test_the_trainer_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert [x[0::2] for x in told[2:]] == [("numerics/layer0", 0), ("numerics/layer1", 0)]
 
 
+@pytest.mark.slow
 def test_names_are_imported_when_asked_for() -> None:
     """`import numdev` imports no torch; its names are there, and none is a
     module's too."""

@@ -353,6 +353,7 @@ def test_every_help_ends_with_an_example_that_parses(
     cli.get_command(Mock(), name).make_context(name, list(arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"]
 )
@@ -438,6 +439,7 @@ def test_a_configuration_that_numdev_ships_is_found(run: Any) -> None:
         assert "give a YAML file" in run("sweep", other).err
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
     """`numdev report ... | head -1`: exit code 0 and nothing on stderr, as text and as
     JSON."""
@@ -499,6 +501,7 @@ def test_help_needs_nothing_heavy() -> None:
     assert answer.stdout.count("Example:  numdev") == 1 + len(COMMANDS)
 
 
+@pytest.mark.slow
 def test_reports_are_read_without_tensors(run: Any) -> None:
     """Showing a report and judging it need neither torch nor what comes with it."""
     assert (

@@ -85,6 +85,7 @@ def test_every_checkpoint_and_no_cures(checkpoints: Path, tmp_path: Path) -> Non
         study.diagnose(asked(checkpoints, layers=(7,)), tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_what_is_finished_survives_an_interrupt(
     chain: list[Diagnosis],
     checkpoints: Path,

@@ -52,6 +52,7 @@ def test_command_lines_are_accepted(page):
             assert refused(shlex.split(line, comments=True)[1:]) is None, line
 
 
+@pytest.mark.slow
 def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
     """The kernel of docs/guide-kernel.md fails as the pages say, with the keys that they
     show; the columns of docs/guide-backend.md are those of a report."""

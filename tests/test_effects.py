@@ -164,6 +164,7 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.one_in(2)
 def test_what_is_no_rounding_is_found_and_named(
@@ -432,6 +433,7 @@ def test_a_pipeline_is_compared_at_its_latents_and_its_image(
     assert {label[1].split()[-1] for label in labels} == {"latents", "image"}
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_fails_is_one_line_about_it(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
@@ -451,6 +453,7 @@ def test_a_pipeline_that_fails_is_one_line_about_it(
     )
 
 
+@pytest.mark.slow
 def test_the_truth_of_a_pipeline_is_its_own_run_in_fp64(tmp_path: Path) -> None:
     """But for what diffusers computes in float32: tables of timesteps and positions. Each
     prompt has its own noise."""
@@ -500,6 +503,7 @@ def float32_alone(case: AttentionCase) -> Any:
     return find("sdpa-math").attend(case)
 
 
+@pytest.mark.slow
 def test_a_call_is_answered_in_the_format_it_comes_in(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
@@ -567,6 +571,7 @@ UNASKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "asked", "differing"), [
     ("llama", {"generate": 4}, {"cache": "True"}),
     ("llama", {"length": 8}, dict.fromkeys(("causality", "mask"), ("fewer than 9 tokens (-)"))),
@@ -603,6 +608,7 @@ UNSEEN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "why"), [
     ("roformer", UNSEEN), ("mamba2", "the model made no attention call"),
 ])  # fmt: skip
@@ -706,6 +712,7 @@ def test_a_narrower_format_is_told_of_where_nothing_ran_before(
     assert "in bfloat16 at `logits`" in check.reason
 
 
+@pytest.mark.slow
 def test_with_dropout_nothing_else_is_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
@@ -734,6 +741,7 @@ def test_with_dropout_nothing_else_is_tried(
     assert "repeat" in {f.rule for f in report.findings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--stream",)])
 def test_a_weight_that_is_nan_is_named_and_nothing_else_accused(
     flags: tuple[str, ...], capsys: Any, tmp_path: Path
@@ -777,6 +785,7 @@ def test_a_weight_that_is_nan_is_named_and_nothing_else_accused(
 UP = "model.layers.0.mlp.up_proj"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("largest", "words"), [
     (6e4, f"first in {UP}"),
     (7e4, (f"first in {UP}, whose weight (cast to float16) has NaN or " "infinity at 1 of 1536 places")),
@@ -839,6 +848,7 @@ def nan_once(case: AttentionCase) -> Any:
     return out
 
 
+@pytest.mark.slow
 def test_a_sequence_without_a_number_is_no_pass(capsys: Any, tmp_path: Path) -> None:
     """NaN in one of four sequences fails the kernel, whatever the others cost."""
     flags = ("--no-sites", "--sequences", "4", "--kernel", "test_effects:nan_once")

@@ -204,6 +204,7 @@ def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:
     assert recipe_of(claim).sites["dv_partial"] == "working"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"logits": 16.0}])
 def test_in_float32_a_size_is_expected(options: Any) -> None:
     """An upper bound on what arithmetic errs, far below the error of scores rounded to

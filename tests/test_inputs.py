@@ -91,6 +91,7 @@ def test_drawn_numbers_stay() -> None:
     assert fingerprint()[:16] == "624063ff7872bbb0"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT",
     reason="needs a vector instruction set",

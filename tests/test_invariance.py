@@ -490,6 +490,7 @@ def test_two_reports_are_compared(tmp_path, capsys, monkeypatch):
     assert ran(capsys, "compare", "a", "a")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_finding_has_a_script(tmp_path, capsys, monkeypatch):
     """It shows the finding by itself, along its axis alone, and ends with 1."""
     monkeypatch.chdir(tmp_path)

@@ -97,6 +97,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.one_in(4)
 def test_a_broken_kernel_costs_its_own_row(
@@ -112,6 +113,7 @@ def test_a_broken_kernel_costs_its_own_row(
     assert same(find("baseline").attend(case), after)
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_its_limit(
     shared: Isolated, case: AttentionCase, tmp_path: Path
 ) -> None:
@@ -150,6 +152,7 @@ def hang_in_isolation(note: str) -> None:
     Isolated()(find("broken_kernels:hangs"), make_case(), {"note": note})
 
 
+@pytest.mark.slow
 def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
     """Where numdev itself is killed, and can do nothing, worker and its children die all
     the same, though the kernel holds the interpreter's lock."""
@@ -166,6 +169,7 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
     wait_for_the_end(note)
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_idle_is_replaced(
     shared: Isolated, case: AttentionCase
 ) -> None:
@@ -189,6 +193,7 @@ def test_a_worker_that_cannot_start_is_said(
         ran(isolated, "baseline", case, {})
 
 
+@pytest.mark.slow
 def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
     """Threads and determinism are those of this process, at every task."""
     before = torch.are_deterministic_algorithms_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def test_dense_comprehensions(code: str, count: int) -> None:
 
 
 def test_a_figure_above_its_limit_is_an_error(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(limits, "places", cache(limits.places))  # the same tree twice
     tighter = tuple(limit._replace(limit=-1) for limit in limits.LIMITS)
     monkeypatch.setattr("sys.argv", ["limits.py"])
     assert limits.main() == 0

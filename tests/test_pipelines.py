@@ -55,6 +55,7 @@ def edited(path: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_every_call_of_the_unet_at_every_step(unet: Path) -> None:
     """Four blocks with self and cross attention, twice; none of the text encoder or the
     VAE."""

@@ -123,6 +123,7 @@ def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> None:
     """Its last bin is far above what is predicted, its first are not, nor a sound
     kernel's."""

@@ -54,6 +54,7 @@ def run(suite: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return suite.runpytest_inprocess("-p", "numdev.pytest_plugin", *arguments)
 
 
+@pytest.mark.slow
 def test_the_fixture_checks(suite: pytest.Pytester) -> None:
     """A sound kernel passes; a wrong one fails with the message, and is named in pytest's
     own summary; its script is in the test's directory."""
@@ -135,6 +136,7 @@ def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
         assert (folder / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_it_imports_nothing_for_others(suite: pytest.Pytester) -> None:
     """A run that uses none of it imports no torch, pydantic or yaml, and says nothing."""
     suite.makepyfile(
@@ -163,6 +165,7 @@ def test_it_may_be_named_twice(suite: pytest.Pytester) -> None:
     run(suite, "-p", "numdev.pytest_plugin").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_the_page_is_true(suite: pytest.Pytester) -> None:
     """The test-suite of docs/api.md does what the page says."""
     text = (ROOT / "docs" / "api.md").read_text()

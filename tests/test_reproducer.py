@@ -220,6 +220,7 @@ def test_a_kernel_for_numdev_needs_numdev(tmp_path: Path) -> None:
     assert figure_in(answer) == pytest.approx(observed, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that raises gives 1, with its message, and one that runs after all 0; so
     do runs that differ, with their rms, and a deterministic kernel."""

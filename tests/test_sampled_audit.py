@@ -131,6 +131,7 @@ def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> 
         assert {(r.rows_measured, r.suspects, r.reason) for r in rows} == {(64, 32, None)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.one_in(2)
 def test_a_key_whose_gradient_is_zero_stands_out_among_all(
@@ -190,6 +191,7 @@ def test_an_audit_of_rows(tmp_path: Path) -> None:
     assert "rows was 50, now 51" in str(invoked(*arguments, "--rows", "51").exception)
 
 
+@pytest.mark.slow
 def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -> None:
     """A kernel wrong in its last rows gets scripts whose limits are of the figures they
     print."""
@@ -228,6 +230,7 @@ def test_a_long_call_fits() -> None:
     assert all(r.baseline_ratio and 0.9 < (r.expected_ratio or 0) < 1.1 for r in rows[:4])
 
 
+@pytest.mark.slow
 def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
     """A row that is spoiled is named by its position, of so many, whether it was drawn or
     not."""

@@ -257,6 +257,7 @@ def explained(case: Any, **options: Any) -> tuple[Output, Output]:
     return real, run(case, shards=2, order=order, merge_format=merge)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("convert_to_f32", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.one_in(4)

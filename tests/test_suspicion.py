@@ -149,6 +149,7 @@ def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) 
     assert all(r.suspicion is None for r in rows if r.role != "kernel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     *("window_tiles", "sinks_of_head_0", "sinks_zero", "epsilon_1e1", "stale_sum"),
     *("lse_without_sinks", "lse_without_maximum", "backward_without_slope", "backward_kv_modulo"),
@@ -163,6 +164,7 @@ def test_a_fault_is_named_by_its_class(name: str) -> None:
     assert all(re.search(str(fault.says), cause) for cause in causes), causes
 
 
+@pytest.mark.slow
 def test_a_wrong_output_is_searched_though_gradients_err_more_elsewhere() -> None:
     """Of 577 keys the last one is missed in a gradient alone, where it errs 89 times as
     much as it should; of 193 in the output, by which it is named."""
@@ -171,6 +173,7 @@ def test_a_wrong_output_is_searched_though_gradients_err_more_elsewhere() -> Non
     assert {f.cause for f in result.report.findings} == {"the last key is dropped"}
 
 
+@pytest.mark.slow
 def test_an_error_without_a_name_is_said_to_have_none() -> None:
     """Noise is no known mistake, in 16 bits or in float32, in whichever call."""
     bench = prepare(

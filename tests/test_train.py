@@ -875,6 +875,7 @@ def test_state_of_updates_goes_on_where_it_was() -> None:
     assert resumed.state()[0]["step"] == 2
 
 
+@pytest.mark.slow
 def test_training_imports_no_compiler(tmp_path: Path) -> None:
     """Dynamo and Inductor cost three seconds of CPU, and compile nothing here."""
     small = config(tmp_path)

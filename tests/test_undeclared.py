@@ -103,6 +103,7 @@ def test_each_design_has_a_kernel_and_options() -> None:
             recipe(**{**design["claim"], **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", designs.DESIGNS)
 @pytest.mark.one_in(8)
 def test_a_sound_design_is_not_accused(name: str) -> None:
@@ -202,6 +203,7 @@ def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) ->
     assert all(words.endswith(APART) for words in said - {"fa2"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("fault", "tensor"),

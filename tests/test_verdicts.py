@@ -77,6 +77,7 @@ def rules_in(folder: Path, **content: Any) -> Path:
 # --- estimates without an interval ----------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_few_sampled_rows_decide_nothing(rows: int, tmp_path: Path) -> None:
     """A kernel whose error is 2.05 times the predicted one is NOT JUDGED, with what was
@@ -212,6 +213,7 @@ UNTRIED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNTRIED)
 def test_a_check_that_could_not_be_tried_is_no_pass(
     name: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -273,6 +275,7 @@ def stored(name: str, folder: Path) -> tuple[Any, ...]:
     return file, "--model", f"verdict_kernels:{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SENTENCES)
 def test_the_models_sentence_is_what_was_tested(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,6 +292,7 @@ def test_the_models_sentence_is_what_was_tested(
     assert sentence in ran.words
 
 
+@pytest.mark.slow
 def test_of_a_model_that_does_not_repeat_itself_nothing_else_is_said(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +383,7 @@ def test_what_was_asked_for_by_name_was(
     assert gated(tmp_path)[0] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "content", [{"required": ["absent"]}, {"holds_for": {"gpu": "absent"}}]
@@ -462,6 +467,7 @@ def test_a_models_output_that_could_not_be_compared_is_no_pass(
     assert ran.code == gated(tmp_path / "out")[0] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_yardstick_that_was_asked_for_has_a_verdict(
     kind: str, target: Path, tmp_path: Path
@@ -490,6 +496,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SMALL = ("--length", "24", "--sequences", "3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_that_is_nan_is_named_and_no_pass(
     kind: str, poisoned: Path, target: Path, tmp_path: Path
@@ -506,6 +513,7 @@ def test_a_weight_that_is_nan_is_named_and_no_pass(
     assert any(WEIGHT in why for why in lacking)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [False, True])
 def test_where_every_run_overflows_run_and_gate_agree(
     planted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -535,6 +543,7 @@ def test_a_kernel_that_gives_nan_fails(kind: str, target: Path, tmp_path: Path) 
 # --- what was read --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "code"), [("abc", 3), ("the quick brown fox " * 99, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.one_in(2)
@@ -569,6 +578,7 @@ def test_an_empty_target_is_not_the_demo(name: str) -> None:
     assert called("audit", name)[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "code"), [("short_lse", 3), ("whole_lse", 0)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.one_in(2)
@@ -585,6 +595,7 @@ def test_a_log_sum_exp_of_a_wrong_shape_is_not_dropped(
 # --- float32 in effects ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_column_is_called_what_it_holds(target: Path, tmp_path: Path) -> None:
     """In float32 nothing is predicted: the ratio is to eager attention, which is not
     judged against itself; in bfloat16 to the prediction, which eager attention has

@@ -174,6 +174,7 @@ def test_tensors_of_zeros_count_as_equal_nowhere(found: WeightsReport) -> None:
     assert "0 in both (1 are)." in said
 
 
+@pytest.mark.slow
 def test_standings_are_numpys_and_scipys(found: WeightsReport, trained: Path) -> None:
     """Values, those of the nulls at one floor, their ratio with its ends over seeds, and
     the margin over the farthest null of at most one floor, which the one of 16 floors is
