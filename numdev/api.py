@@ -97,42 +97,60 @@ def audit(
     units of the tensors, ratios are plain numbers; a number that means nothing is None,
     and the row's `nulls` says why. Raises UsageError for a request that cannot be run
     here, MeasurementError where nothing could be measured."""
-    if target is not None and cases is not None:
-        raise UsageError("audit: expected a target or cases, got both")
+    audited, chosen = _audited(target, cases, inputs), _chosen(kernels)
+    flags = {
+        **_set(options), "backward": backward, "rows": rows, "seed": seed,
+        "device": device or audited.device, "inputs": audited.inputs,
+        "kernels": _names(chosen) or None,
+        "formats": _several(formats) or None,
+        "layers": None if layers is None else tuple(layers),
+        "reproducers": 0 if output is None else options.get("reproducers"),
+    }  # fmt: skip
+    request = audit_request(audited.name, flags, audited.fields)
+    cluster = cluster_of(workers, scheduler)
+    measure = partial(
+        run.audit, request, command="numdev.audit", say=say, overwrite=overwrite,
+        unregistered=_by_name(chosen), workers=cluster, opened=audited.opened,
+        save_cases=Path(save_cases) if save_cases else None,
+    )  # fmt: skip
+    with sharing(cluster, request.device):
+        return _written(measure, output)
+
+
+def _set(options: Mapping[str, object]) -> Mapping[str, object]:
+    """The options as they are. Raises UsageError for an empty string."""
     for name, value in options.items():
         if value == "" or (isinstance(value, list | tuple) and "" in value):
             raise UsageError(f"{name}: expected a value, got an empty string")
-    chosen = [
+    return options
+
+
+def _chosen(
+    kernels: Named | Sequence[Named],
+) -> list[str | Mapping[str, object] | Kernel]:
+    """One kernel or several, as a list; functions as kernels."""
+    return [
         x if isinstance(x, str | Mapping | Kernel) else of_function(name_of(x), x)
         for x in _several(kernels)
     ]
-    functions = _by_name([x for x in chosen if isinstance(x, Kernel)])
-    audited = _audited(target if cases is None else cases, inputs)
-    flags = {
-        **options, "backward": backward, "rows": rows, "seed": seed,
-        "device": device or audited.device, "inputs": audited.inputs,
-        "kernels": [x.name if isinstance(x, Kernel) else x for x in chosen] or None,
-        "formats": _several(formats) or None,
-        "layers": None if layers is None else tuple(layers),
-    }  # fmt: skip
-    if output is None:
-        flags["reproducers"] = 0
-    request = audit_request(audited.name, flags, audited.fields)
-    cluster = cluster_of(workers, scheduler)
+
+
+def _names(
+    chosen: Sequence[str | Mapping[str, object] | Kernel],
+) -> list[str | Mapping[str, object]]:
+    """Kernels as a request names them."""
+    return [x.name if isinstance(x, Kernel) else x for x in chosen]
+
+
+def _written(
+    measure: Callable[[Path], AuditReport], output: str | Path | None
+) -> AuditReport:
+    """What `measure` makes of its directory: `output`, with the report in it, or a
+    temporary one. Raises MeasurementError where nothing could be measured."""
     place = temporary.folder() if output is None else nullcontext(Path(output))
-    with place as directory, sharing(cluster, request.device):
+    with place as directory:
         refuse_other_kind(directory, "audit")
-        report = run.audit(
-            request,
-            directory,
-            command="numdev.audit",
-            say=say,
-            overwrite=overwrite,
-            unregistered=functions,
-            workers=cluster,
-            save_cases=Path(save_cases) if save_cases else None,
-            opened=audited.opened,
-        )
+        report = measure(directory)
         if output is not None:
             reports.write(report, directory)
             html.write(report, directory)
@@ -153,10 +171,13 @@ class _Audited:
 
 
 def _audited(
-    subject: Target | Cases | None, inputs: Inputs | str | Path | None
+    target: Target | None, cases: Cases | None, inputs: Inputs | str | Path | None
 ) -> _Audited:
-    """A target or cases, told apart by their types. Raises UsageError for inputs that do
-    not belong to them."""
+    """A target or cases, told apart by their types. Raises UsageError for both, and for
+    inputs that do not belong to them."""
+    if target is not None and cases is not None:
+        raise UsageError("audit: expected a target or cases, got both")
+    subject = target if cases is None else cases
     if isinstance(subject, nn.Module):
         memory = InMemory(model=subject, inputs=named_inputs(subject, inputs))
         return _Audited(
@@ -188,9 +209,10 @@ def _audited(
     return _Audited(name="cases", fields={"cases": named})
 
 
-def _by_name(kernels: Sequence[Kernel]) -> dict[str, Kernel]:
+def _by_name(chosen: Sequence[object]) -> dict[str, Kernel]:
     """Functions that are measured as kernels, by name. Raises UsageError for two of one
     name."""
+    kernels = [x for x in chosen if isinstance(x, Kernel)]
     names = [kernel.name for kernel in kernels]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise UsageError(f"kernels: two functions are named {twice!r}", hint="rename one")

@@ -142,58 +142,63 @@ def check(
     or nothing was measured. Raises UsageError for wrong arguments, MeasurementError for
     rules made for another system."""
     name, kernel = _kernel_of(function, claims)
+    rules = _rules(thresholds)
+    axes = _axes_of(invariant)
+    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
+    plan = _plan(kernel, formats, System.probe(device), backward=backward is not False)
     named: Sequence[Named] | None = (
         [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
     )
-    formats = (formats,) if isinstance(formats, str) else tuple(formats)
-    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
-    rules = _rules(thresholds)
-    if not formats:
+    source = CheckSource(named, seeds, plan.system.device, gradients=plan.backward)
+    asked = {
+        "target": name, "formats": [fmt.name for fmt in plan.formats],
+        "backward": backward, "seeds": list(seeds), "rules": rules.name,
+        "claims": claims and dict(claims),
+    }  # fmt: skip
+    return _checked(name, source, plan, rules, asked, axes, reproducers)
+
+
+def _plan(
+    kernel: Kernel, formats: str | Sequence[str], system: System, *, backward: bool
+) -> Plan:
+    """A check's plan: the kernel beside the floor. Raises UsageError without a format."""
+    names = (formats,) if isinstance(formats, str) else tuple(formats)
+    if not names:
         raise UsageError("formats: expected at least one, got none")
-    axes = _axes_of(invariant)
-    system = System.probe(device)
-    source = CheckSource(named, seeds, system.device, gradients=backward is not False)
     options = recorded(kernel.with_options({}))
     planned = Planned(role="kernel", kernel=declining(kernel), options=options)
     # The floor's rows tell of the inputs, and what has to be there. How far eager
     # attention errs, the kernel's say; what rounding the inputs costs is no part of a
     # check.
     kernels = [*(p for p in plan_kernels(()) if p.role == "floor"), planned]
-    plan = Plan(
-        system=system, formats=plan_formats(formats, kernels), kernels=kernels,
-        backward=backward is not False, repeats=2,
+    return Plan(
+        system=system, formats=plan_formats(names, kernels), kernels=kernels,
+        backward=backward, repeats=2,
     )  # fmt: skip
-    asked = {
-        "target": name,
-        "formats": [fmt.name for fmt in plan.formats],
-        "backward": backward,
-        "seeds": list(seeds),
-        "rules": rules.name,
-        "claims": claims and dict(claims),
-    }
+
+
+def _checked(
+    name: str,
+    source: CheckSource,
+    plan: Plan,
+    rules: Rules,
+    asked: Mapping[str, object],
+    axes: Sequence[str],
+    reproducers: str | Path | None,
+) -> CheckResult:
+    """What the plan's kernel comes to on the cases, under the rules and along the axes.
+    `asked`: the report's request."""
+    planned = plan.kernels[-1]
     # What it declines is said, not judged
     rules = rules.model_copy(update={"skipped": "allow"})
-    check_system(system.as_dict(), rules)
+    check_system(plan.system.as_dict(), rules)
     report, judgement = measured(source, plan, rules, asked)
-    ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
-    lacking = backward is True and not any(row.tensor in GRADIENTS for row in ok)
     messages: list[str] = []
-    scripts: list[Path] = []
-    if wanted := _to_reproduce(report):
-        where = _directory(reproducers, name)
-        scripts = reproduce(
-            wanted,
-            source,
-            plan,
-            attempt,
-            where,
-            messages.append,
-            count=1,
-            seconds=SECONDS,
-        )
+    scripts = _scripts(report, source, plan, messages.append, reproducers, name)
+    lacking = asked["backward"] is True and not _has_gradients(report)
     if lacking:
         messages.append("backward=True asks for gradients, and none could be measured.")
-    left_out = tuple(_left_out(report, kernel.adapted))
+    left_out = tuple(_left_out(report, planned.kernel.adapted))
     changes, untried = _changes(planned, source, plan, axes, rules) if axes else ((), [])
     sound = judgement.outcome is Outcome.PASSED and not lacking
     words = _verdict_words(name, report, judgement, sound, changes, untried)
@@ -204,6 +209,12 @@ def check(
         skipped=left_out, notes=notes, reproducer=next(iter(scripts), None),
         words=_laid_out(words, scripts, (*notes, *left_out)),
     )  # fmt: skip
+
+
+def _has_gradients(report: AuditReport) -> bool:
+    """Whether a gradient of the kernel was measured."""
+    ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
+    return any(row.tensor in GRADIENTS for row in ok)
 
 
 def _kernel_of(
@@ -233,12 +244,23 @@ def _axes_of(invariant: str | Sequence[str]) -> tuple[str, ...]:
     return axes
 
 
-def _to_reproduce(report: AuditReport) -> list[Finding]:
-    """The gravest finding of which a script can show the error, alone; else nothing."""
+def _scripts(
+    report: AuditReport,
+    source: CheckSource,
+    plan: Plan,
+    say: Callable[[str], None],
+    reproducers: str | Path | None,
+    name: str,
+) -> list[Path]:
+    """A script that shows the gravest finding, alone, where one can; else nothing."""
     # Of a row that sees no key there is no truth that a script could show an error
     # against.
     serious = (f for f in report.findings if f.place and f.metric != "empty_nonfinite")
-    return [f for f in serious if f.severity != "note"][:1]
+    wanted = [f for f in serious if f.severity != "note"][:1]
+    if not wanted:
+        return []
+    where = _directory(reproducers, name)
+    return reproduce(wanted, source, plan, attempt, where, say, count=1, seconds=SECONDS)
 
 
 def check_attention(function: Callable[..., Any] | Kernel, **options: Any) -> CheckResult:

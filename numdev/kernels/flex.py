@@ -42,15 +42,18 @@ the same names in capitals; None leaves PyTorch's own."""
 SPARSE_BLOCK = 128  # the keys of a block mask's block
 SHORT = 128  # with fewer queries CUDA runs the kernel for decoding, which splits the keys
 DECODING_TILE = 64
-TILES: Mapping[tuple[int, bool], Mapping[int, int]] = {
-    (8, True): {64: 64, 128: 64, 192: 32, 256: 64},
-    (9, True): {64: 128, 128: 64, 256: 32},
-    (10, True): {64: 128, 128: 64, 192: 128, 256: 32},
-    (8, False): {64: 32, 128: 32, 256: 16},
-    (9, False): {64: 32, 128: 64, 192: 64, 256: 32},
-    (10, False): {64: 32, 128: 64, 192: 64, 256: 32},
+TILES_16_BIT: Mapping[int, Mapping[int, int]] = {
+    8: {64: 64, 128: 64, 192: 32, 256: 64},
+    9: {64: 128, 128: 64, 256: 32},
+    10: {64: 128, 128: 64, 192: 128, 256: 32},
 }
-"""Keys of a tile by head_dim, for (compute capability, 16-bit format); 64 for others."""
+"""Keys of a tile by head_dim, for a compute capability; 64 for others."""
+TILES_32_BIT: Mapping[int, Mapping[int, int]] = {
+    8: {64: 32, 128: 32, 256: 16},
+    9: {64: 32, 128: 64, 192: 64, 256: 32},
+    10: {64: 32, 128: 64, 192: 64, 256: 32},
+}
+"""The same of formats with more than 16 bits."""
 LEAST_HEAD_DIM = 16  # of a matrix product in Triton
 NO_LIMITS: Any = dict.fromkeys(
     ("recompile_limit", "accumulated_recompile_limit"), 1_000_000
@@ -95,7 +98,8 @@ def _claims(
         case.q.dtype != torch.float32,
         min((system.capability or (0, 0))[0], 10),
     )
-    tile = TILES.get((major, sixteen), {}).get(d, 64)
+    tiles = TILES_16_BIT if sixteen else TILES_32_BIT
+    tile = tiles.get(major, {}).get(d, 64)
     if d > 256:
         tile = 32 if sixteen else 16
     return {**claim, "block_kv": did.get("BLOCK_N", tile)}

@@ -27,7 +27,7 @@ from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tic
 from numdev.report.numbers import MOST, si, times
 from numdev.tensors import tensor_spec
 
-METRICS = {
+_ERRORS = {
     "max_abs": ("max", "max error"),
     "max_ulp": ("max", "max error in ulps"),
     "worst_row": ("max", "error of the worst row"),
@@ -38,16 +38,21 @@ METRICS = {
     "low_precision_rms": ("rms", "rms of the baseline from float32"),
     "row_rel": ("median", "relative error of a row"),
     "rel": ("median", "relative error"),
+}
+_RATIOS = {
     "floor_ratio": ("median", "rms error over the floor's"),
     "baseline_ratio": ("median", "rms error over the baseline's"),
     "expected_ratio": ("median", "error over the expected"),
-    **{
-        name: ("median", name)
-        for name in ("flash_vs_precision", "flash_vs_low_precision")
-    },
-    **{name: ("median", name) for name in ("bias", "bias_sign", "noise")},
+    "flash_vs_precision": ("median", "flash_vs_precision"),
+    "flash_vs_low_precision": ("median", "flash_vs_low_precision"),
+}
+_OTHERS = {
+    "bias": ("median", "bias"),
+    "bias_sign": ("median", "bias_sign"),
+    "noise": ("median", "noise"),
     "nonfinite": ("sum", "elements not finite"),
 }
+METRICS = {**_ERRORS, **_RATIOS, **_OTHERS}
 """What can be drawn, how it is pooled over heads (a mean and an rms over elements), in
 words."""
 IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "floor_ratio", "nonfinite")

@@ -47,12 +47,14 @@ class Site(NamedTuple):
 # What presets stand for: docs/sites.md. q_scaled, k_scaled, state and ds_scaled are used
 # only if an option asks for them: tensors like q, k and the output, and a step in
 # registers.
-_FORWARD = {
+_SCORES = {
     "q_scaled": Site("www", "scale · Q, or scale log₂e · Q, where Q has the scale"),
     "scores": Site("fww", "S = Q Kᵀ, the finished sum"),
     "scaled": Site("fww", "scale · S"),
     "softcap": Site("fww", "S / cap, its tanh, and cap times that: each of the three"),
     "bias": Site("fww", "S + additive mask", may_hide=True),
+}
+_SOFTMAX = {
     "max": Site("ffw", "row maximum of a tile, and so the running m", may_hide=True),
     "exponent": Site("ffw", "S − m, and m_old − m", may_hide=True),
     "exp": Site("fff", "exp(S − m)"),
@@ -60,6 +62,8 @@ _FORWARD = {
     "tile_sum": Site("fff", "sum of a row of P within a tile"),
     "rescale": Site("fff", "exp(m_old − m), and its product with l"),
     "row_sum": Site("ffw", "running l, after a tile is added"),
+}
+_OUTPUT = {
     "pv": Site("ffw", "P V of one tile, the finished sum"),
     "accumulator": Site("ffw", "running O, after it is rescaled and after P V is added"),
     "normalised": Site("ffw", "O / l (in `plain`, P / l)"),
@@ -68,7 +72,7 @@ _FORWARD = {
     "lse": Site("fff", "m + log l, as returned", may_hide=True),
     "out": Site("www", "O as returned"),
 }
-_BACKWARD = {
+_RECOMPUTED = {  # in backward, from what forward saved
     "k_scaled": Site("www", "scale log₂e · K, where K has the scale in backward"),
     "s": Site("fww", "S as recomputed, through the forward's own sites", may_hide=True),
     "lse_read": Site("fff", "L as backward reads it (or m and l)", may_hide=True),
@@ -77,9 +81,13 @@ _BACKWARD = {
         "S − L and its exp, P (or S − m, its exp, and P = exp / l): each",
         may_hide=True,
     ),
+}
+_DV = {
     "p_for_dv": Site("www", "P as it is multiplied with dO"),
     "dv_product": Site("ffw", "Pᵀ dO of one tile, the finished sum"),
     "dv": Site("ffw", "running dV, after a tile is added"),
+}
+_DS = {
     "dp": Site("fww", "dP = dO Vᵀ, the finished sum"),
     "delta_o": Site("www", "O as it is multiplied with dO, from before its cast"),
     "delta_product": Site("ffw", "dO ∘ O, or dP ∘ P"),
@@ -90,6 +98,8 @@ _BACKWARD = {
     "ds_softcap": Site("fwf", "cap · dS, its product with 1 − tanh², and / cap: each"),
     "ds_scaled": Site("fwf", "scale · dS, where it is scaled before the products"),
     "ds": Site("www", "dS as it is multiplied with K and Q"),
+}
+_PRODUCTS = {  # dQ, dK, and all three as they are summed and returned
     "dq_product": Site("ffw", "(scale ·) dS K of one tile, the finished sum"),
     "dq": Site("ffw", "running dQ, after a tile is added"),
     "dq_partial": Site(
@@ -107,8 +117,11 @@ _BACKWARD = {
     "dk_out": Site("www", "dK as returned"),
     "dv_out": Site("www", "dV as returned"),
 }
-FORWARD, BACKWARD = tuple(_FORWARD), tuple(_BACKWARD)
-SITES: Mapping[str, Site] = {**_FORWARD, **_BACKWARD}
+FORWARD = (*_SCORES, *_SOFTMAX, *_OUTPUT)
+BACKWARD = (*_RECOMPUTED, *_DV, *_DS, *_PRODUCTS)
+SITES: Mapping[str, Site] = {
+    **_SCORES, **_SOFTMAX, **_OUTPUT, **_RECOMPUTED, **_DV, **_DS, **_PRODUCTS,
+}  # fmt: skip
 
 
 def _fa1_tile(head_dim: int, memory: int) -> tuple[int, int]:
