@@ -43,16 +43,16 @@ from numdev.studies.audit.task import measure_one
 from numdev.system import System
 
 # Of a forward pass, by name or in order
-Inputs = Mapping[str, Any] | Tensor | Sequence[Tensor]
+Inputs = Mapping[str, object] | Tensor | Sequence[Tensor]
 Target = str | Path | nn.Module | AttentionCase | Sequence[AttentionCase]
 Cases = (
     AttentionCase
-    | Mapping[str, Any]
+    | Mapping[str, object]
     | Sequence[AttentionCase]
-    | Sequence[Mapping[str, Any]]
+    | Sequence[Mapping[str, object]]
 )
 # What names a kernel, or is one
-Named = str | Mapping[str, Any] | Callable[..., Any] | Kernel
+Named = str | Mapping[str, object] | Callable[..., object] | Kernel
 
 
 @checked
@@ -74,7 +74,7 @@ def audit(
     scheduler: str | None = None,
     save_cases: str | Path | None = None,
     say: Callable[[str], None] = lambda text: None,
-    **options: Any,
+    **options: object,
 ) -> AuditReport:
     """What `numdev audit` does: every attention call through every kernel, against fp64.
 
@@ -164,7 +164,7 @@ class _Audited:
     """What an audit is of, as a request names it, and what opens it."""
 
     name: str
-    fields: Mapping[str, Any] | None = None  # the request's; None: `name` has them
+    fields: Mapping[str, object] | None = None  # the request's; None: `name` has them
     inputs: str | None = None  # a file of what the model reads
     device: str | None = None  # where it is
     opened: Callable[[AuditRequest, System], Source] = open_source

@@ -22,8 +22,8 @@ from numdev.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NUMBERS: Mapping[Any, type] = {int: numbers.Integral, float: numbers.Real}
-WORDS: Mapping[Any, str] = {
+NUMBERS: Mapping[object, type] = {int: numbers.Integral, float: numbers.Real}
+WORDS: Mapping[object, str] = {
     str: "a string",
     int: "an integer",
     float: "a number",
@@ -31,6 +31,7 @@ WORDS: Mapping[Any, str] = {
     Path: "a path",
     type(None): "None",
     Any: "anything",
+    object: "anything",
 }
 LISTS = (collections.abc.Sequence, collections.abc.Collection, tuple, list)
 

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -48,6 +48,23 @@ class CaseRef:
     step: int | None = None  # of a diffusion pipeline: the denoising step, from 0
     # Of a diffusion pipeline: to the image itself, to the text alone, or to both as one.
     attends: Attends | None = None
+
+
+class CaseChanges(TypedDict, total=False):
+    """Fields in which one call differs from another, for `dataclasses.replace`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    mask: Tensor | None
+    is_causal: bool
+    causal_offset: int
+    window: Window | None
+    softcap: float | None
+    sinks: Tensor | None
+    grad_out: Tensor | None
+    positions: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,9 +176,16 @@ class AttentionCase:
             # a format that is stored in a wider one is another than the format's.
             hidden = self.mask == torch.finfo(self.mask.dtype).min
             mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
-        named = ((n, getattr(self, n)) for n in ("q", "k", "v", "sinks", "grad_out"))
-        rounded: dict[str, Any] = {n: cast(x) for n, x in named if x is not None}
-        return dataclasses.replace(self, **rounded, mask=mask, working=working)
+        return dataclasses.replace(
+            self,
+            q=cast(self.q),
+            k=cast(self.k),
+            v=cast(self.v),
+            mask=mask,
+            sinks=None if self.sinks is None else cast(self.sinks),
+            grad_out=None if self.grad_out is None else cast(self.grad_out),
+            working=working,
+        )
 
     def select_groups(self, kv_heads: list[int]) -> AttentionCase:
         """The same call restricted to some kv heads and all query heads that read
@@ -180,17 +204,24 @@ class AttentionCase:
         for every kv head. Its tensors are views."""
         return self._with_queries_of(slice(place, None, self.group))
 
-    def _with_queries_of(self, heads: list[int] | slice, **keys: Any) -> AttentionCase:
+    def _with_queries_of(
+        self,
+        heads: list[int] | slice,
+        *,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> AttentionCase:
         mask = self.mask
         if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
             mask = mask[..., heads, :, :]
         return dataclasses.replace(
             self,
             q=self.q[:, heads],
+            k=self.k if k is None else k,
+            v=self.v if v is None else v,
             mask=mask,
             sinks=None if self.sinks is None else self.sinks[heads],
             grad_out=None if self.grad_out is None else self.grad_out[:, heads],
-            **keys,
         )
 
     def detached(self, device: str | None = None) -> AttentionCase:

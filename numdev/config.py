@@ -54,7 +54,7 @@ class Option:
     metavar: str | None = None
 
 
-def _named(value: Any) -> Any:
+def _named(value: object) -> object:
     """`NAME`, or {name: NAME, option: value, ...}, as a Choice."""
     if isinstance(value, str):
         return {"name": value}
@@ -155,7 +155,7 @@ class Placed(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_the_default(cls, values: Any) -> Any:
+    def _null_is_the_default(cls, values: object) -> object:
         if isinstance(values, Mapping):
             return {name: value for name, value in values.items() if value is not None}
         return values
@@ -255,7 +255,7 @@ class AuditRequest(AuditConfig):
     target: str
 
 
-def _seeds(value: Any) -> Any:
+def _seeds(value: object) -> object:
     """A number of seeds as these seeds, counted from 0; a list as it is."""
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MOST_SEEDS:

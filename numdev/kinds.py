@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from numdev.gate.compare_report import Compared
-    from numdev.gate.judgement import Judgement, Test
+    from numdev.gate.compare_studies import Naming
+    from numdev.gate.judgement import Beside, Judgement, Test
     from numdev.gate.rules import Rules
     from numdev.report.document import Node, Style
     from numdev.report.records.reports import Finding, Report
@@ -51,7 +52,7 @@ class Judged(Generic[R]):
     summarised: Callable[[R], R]
     """A report that has its findings, with all else that follows from its rows: its
     summary."""
-    beside: Callable[[R, Rules], Mapping[str, Any]] = lambda report, rules: {}
+    beside: Callable[[R, Rules], Beside] = lambda report, rules: {}
     """Further fields of a Judgement: `power`, `fa_rule`."""
     passing: Callable[[R, Sequence[Test]], str | None] = lambda report, tests: None
     """What to say of a kernel that passed, in a sentence; None where a view has
@@ -66,7 +67,7 @@ class Kind(Generic[R]):
     styles: Callable[[R], Sequence[Style]] = lambda report: ()
     """The styles of the first sentences of its answer, where these are verdicts."""
     judged: Judged[R] | None = None
-    moves: Callable[[R, R], tuple[Any, Compared]] | None = None
+    moves: Callable[[R, R], tuple[Naming[Any], Compared]] | None = None
     """What moved from an older report to a newer one."""
     has_map: bool = False  # of cells, on its page, that findings link to
     limits: type[BaseModel] | None = None

@@ -35,7 +35,7 @@ from numdev.studies.audit.plan import Plan, Planned, plan_kernels
 from numdev.studies.audit.task import measure_one
 from numdev.system import System
 
-Numbers = dict[str, Any]
+Numbers = dict[str, object]
 WORST = ("floor_ratio", "expected_ratio", "baseline_ratio", "max_abs", "rms", "nonfinite")
 LOG = logging.getLogger("numdev")
 
@@ -189,8 +189,8 @@ class _Observer(TorchFunctionMode):
         self.ends.close()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
+    ) -> object:
         if func is F.multi_head_attention_forward:
             func = capturing.multi_head_with(self._observed)
         elif func is F.scaled_dot_product_attention:

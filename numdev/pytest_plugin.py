@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if CASE not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("numdev_cases")
-    cases: list[Any] = list(marker.args) if marker else []
+    cases: list[object] = list(marker.args) if marker else []
     if not cases:
         from numdev.studies.audit.check import default_cases
 
@@ -68,7 +68,7 @@ def attention_check(
     """`numdev.check_attention`, with reproducers in the test's own temporary directory,
     the gate file of --numdev-thresholds, and a report where --numdev-report says."""
 
-    def check(function: Callable[..., Any], **options: Any) -> CheckResult:
+    def check(function: Callable[..., object], **options: Any) -> CheckResult:
         __tracebackhide__ = True
         from numdev.testing import CheckFailed
         from numdev.testing import check as checked

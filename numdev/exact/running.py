@@ -83,8 +83,8 @@ def computing(
 class Evaluation(NamedTuple):
     """What a function gave: floating-point tensors as `Wide`."""
 
-    output: Any
-    arguments: tuple[Any, ...]  # after the run, as it may have written into them
+    output: object
+    arguments: tuple[object, ...]  # after the run, as it may have written into them
     gradients: Mapping[str, Tensor | None]  # fp64; None: the output does not depend on it
 
 

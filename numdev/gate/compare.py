@@ -25,7 +25,9 @@ from numdev.gate.compare_report import (
     Move,
     Past,
     Presence,
+    Which,
 )
+from numdev.gate.compare_studies import Naming, R
 from numdev.gate.findings import label, listed
 from numdev.gate.movement import (
     FAR,
@@ -346,6 +348,8 @@ def flat(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield from flat(inner, f"{key}.{name}")
 
 
+# What moved from a report to a later one of its kind
+Moves = Callable[[Any, Any], tuple[Naming[Any], Compared]]
 MISSING = object()
 EMPTY: dict[type, object] = {list: [], tuple: (), dict: {}, str: ""}
 
@@ -359,7 +363,7 @@ def _rows(report: Measured) -> list[DeviationRow]:
     return [row for row in report.rows if row.role != "control"]
 
 
-def _moves_of(kind: str) -> Callable[[Any, Any], tuple[Any, Compared]]:
+def _moves_of(kind: str) -> Moves:
     moves = kind_of(kind).moves
     assert moves is not None  # `_measured` refused it
     return moves
@@ -418,9 +422,11 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
         yield _move(pair, "suspicion", words)
     worst = max(judged, key=lambda change: change.excess, default=None)
     if worst is not None and worst.excess > 1:
-        numbers = {name: getattr(worst, name) for name in ("a", "b", "change", "excess")}
         words = f"from {three(worst.a)} to {three(worst.b)}{UNITS[worst.metric]}"
-        yield _move(pair, worst.metric, words, noise=factor(worst.noise), **numbers)
+        yield _move(
+            pair, worst.metric, words, worst.excess,
+            a=worst.a, b=worst.b, change=worst.change, noise=factor(worst.noise),
+        )  # fmt: skip
 
 
 def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
@@ -461,7 +467,15 @@ def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
 
 
 def _move(
-    pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: Any
+    pair: Pair,
+    metric: str,
+    words: str,
+    excess: float = FAR,
+    *,
+    a: float | None = None,
+    b: float | None = None,
+    change: float | None = None,
+    noise: float | None = None,
 ) -> Move:
     return Move(
         **pair.b.who,
@@ -470,7 +484,10 @@ def _move(
         metric=metric,
         excess=excess,
         words=words,
-        **numbers,
+        a=a,
+        b=b,
+        change=change,
+        noise=noise,
     )
 
 
@@ -524,11 +541,15 @@ def alike(a: DeviationRow, b: DeviationRow) -> bool:
     )
 
 
-def _presences(old: Rows, new: Rows, names: Any) -> Iterator[Presence]:
+def _presences(
+    old: Sequence[R], new: Sequence[R], names: Naming[R]
+) -> Iterator[Presence]:
     """Yields, by kernel and reason, rows and numbers that one report alone has, and calls
     that failed."""
-    lacking: list[tuple[Any, Any, str, tuple[str, ...]]] = []
-    for what, mine, others in (("gone", old, new), ("new", new, old)):
+    lacking: list[tuple[R, Which, str, tuple[str, ...]]] = []
+    sides: tuple[tuple[Which, Sequence[R], Sequence[R]], ...]
+    sides = (("gone", old, new), ("new", new, old))
+    for what, mine, others in sides:
         bare = {names.step(r): r for r in others if r.status != "ok"}
         measured = {names.row(r): r for r in others if r.status == "ok"}
         kernels = {names.kernel(r) for r in others}
@@ -550,14 +571,22 @@ def _presences(old: Rows, new: Rows, names: Any) -> Iterator[Presence]:
         for row in (row for row in rows if row.status == "failed"):
             alone = " alone" * (names.kernel(row) not in kernels)
             lacking.append((row, "failed", f"in {side}{alone}: {row.reason}", ()))
-    for (_, what, why, lost), members in grouped(
+    for (_, which, why, lost), members in grouped(
         lacking, lambda x: (names.kernel(x[0]), *x[1:])
     ).items():
-        rows = [row for row, *_ in members]
-        tensors = tuple(dict.fromkeys(names.about(row)["tensor"] for row in rows))
-        about = names.about(rows[0]) | {"place": names.place(rows[0]), "rows": len(rows)}
-        del about["tensor"]
-        yield Presence(what=what, why=why, tensors=tensors, lacks=lost, **about)
+        abouts = [names.about(row) for row, *_ in members]
+        yield Presence(
+            role=abouts[0]["role"],
+            kernel=abouts[0]["kernel"],
+            options=abouts[0]["options"],
+            format=abouts[0]["format"],
+            what=which,
+            tensors=tuple(dict.fromkeys(about["tensor"] for about in abouts)),
+            rows=len(members),
+            why=why,
+            place=names.place(members[0][0]),
+            lacks=lost,
+        )
 
 
 def answer(

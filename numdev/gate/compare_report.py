@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NotRequired, TypedDict
 
 from pydantic import Field
 
-from numdev.report import OfKernel, Place, Provenance, Record, Report
+from numdev.report import OfKernel, Place, Provenance, Record, Report, Who
 
 
 class Difference(Record):
@@ -25,6 +25,26 @@ class Difference(Record):
     def root(self) -> str:
         """The key of the request, without the path inside it."""
         return self.key.partition(".")[0]
+
+
+Which = Literal["gone", "new", "failed"]
+
+
+class About(Who):
+    """The fields of a record that name a tensor of a kernel, or what stands for one."""
+
+    tensor: str
+
+
+class Changed(TypedDict):
+    """The fields of a move that say what changed."""
+
+    metric: str
+    a: NotRequired[float | None]
+    b: NotRequired[float | None]
+    change: NotRequired[float | None]
+    excess: float
+    words: str
 
 
 class Group(OfKernel):
@@ -60,7 +80,7 @@ class Presence(OfKernel):
     """Rows, or numbers of rows, that one report has and not the other; or rows that
     failed."""
 
-    what: Literal["gone", "new", "failed"]
+    what: Which
     tensors: tuple[str, ...]
     rows: int
     why: str

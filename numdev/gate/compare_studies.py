@@ -4,12 +4,47 @@ has."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Protocol, TypeVar
 
-from numdev.gate.compare_report import Presence
-from numdev.report import Place
+from numdev.gate.compare_report import About, Presence
+from numdev.gate.rows import Key
+from numdev.report import Place, Who
 
-NOWHERE: dict[str, Any] = {**dict.fromkeys(Place.model_fields), "module": "", "call": 0}
+
+class Tried(Protocol):
+    """A row, which has numbers if its status is `ok`, and else a reason."""
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def reason(self) -> str | None: ...
+
+
+R = TypeVar("R", bound=Tried)
+Row = TypeVar("Row", contravariant=True)
+
+
+class Naming(Protocol[Row]):
+    """The names by which rows of two reports are matched."""
+
+    def kernel(self, row: Row) -> Key:
+        """What identifies the kernel and the format of a row."""
+
+    def step(self, row: Row) -> tuple[Key, Key, bool]:
+        """What identifies the run that a row is of: its kernel, its call, and whether it
+        is backward."""
+
+    def row(self, row: Row) -> Key:
+        """What identifies a row."""
+
+    def lost(self, a: Row, b: Row) -> list[str]:
+        """The numbers that a row has in A and lacks in B."""
+
+    def about(self, row: Row) -> About:
+        """The fields of a record that say which row it is about."""
+
+    def place(self, row: Row) -> Place:
+        """Where the row was measured."""
 
 
 def lost_numbers(a: object, b: object, names: Sequence[str]) -> list[str]:
@@ -22,8 +57,8 @@ def lost_numbers(a: object, b: object, names: Sequence[str]) -> list[str]:
 
 
 def measured_pairs(
-    names: Any, old: Iterable[Any], new: Iterable[Any]
-) -> list[tuple[Any, Any]]:
+    names: Naming[R], old: Iterable[R], new: Iterable[R]
+) -> list[tuple[R, R]]:
     """Returns the rows, of A and of B, that were measured in both."""
     before = {names.row(row): row for row in old if row.status == "ok"}
     after = {names.row(row): row for row in new if row.status == "ok"}
@@ -38,21 +73,28 @@ def both_numbers(
     return [(a, b) for a, b in values if a is not None and b is not None]
 
 
-def of_model(fmt: str, kernel: str = "model") -> dict[str, Any]:
+def of_model(fmt: str, kernel: str = "model") -> Who:
     """Returns the fields of a record that name the model, or a kernel in it."""
     return {"role": "kernel", "kernel": kernel, "options": {}, "format": fmt}
 
 
-def nowhere(name: str) -> Place:
-    """Returns the place of something that belongs to no call."""
-    return Place(**{**NOWHERE, "case": name})
+def nowhere(name: str, layer: int | None = None) -> Place:
+    """Returns the place of something that belongs to no call, or to all of a case."""
+    return Place(
+        case=name, module="", layer=layer, call=0, head=None, phase=None, seed=None
+    )
 
 
 def in_one_alone(
-    of: dict[str, Any], place: Place, gone: bool, tensor: str, why: str, *lacks: str
+    of: Who, place: Place, gone: bool, tensor: str, why: str, *lacks: str
 ) -> Presence:
     """Returns the record of a row or number that is gone from B, or new in it."""
-    what: Literal["gone", "new"] = "gone" if gone else "new"
-    why = why or "no number"
-    of = {**of, "tensors": (tensor,), "place": place}
-    return Presence(**of, what=what, rows=1, why=why, lacks=lacks)
+    return Presence(
+        **of,
+        tensors=(tensor,),
+        place=place,
+        what="gone" if gone else "new",
+        rows=1,
+        why=why or "no number",
+        lacks=lacks,
+    )

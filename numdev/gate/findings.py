@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, Protocol, assert_never
 
 from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgement, Test
 from numdev.gate.rows import FOUND, OVERFLOWS, Rows
@@ -185,9 +185,18 @@ def findings_in(
     return tuple(findings), tuple(tested)
 
 
-def label(of: Any) -> str:
-    """Returns a kernel with its options, as in `mine[block=64]`."""
-    return labelled(of.kernel, of.options)
+class Labelled(Protocol):
+    """A record of a kernel with its options."""
+
+    @property
+    def kernel(self) -> str | None: ...
+    @property
+    def options(self) -> Mapping[str, object]: ...
+
+
+def label(of: Labelled) -> str:
+    """Returns a kernel with its options, as in `mine[block=64]`; empty without one."""
+    return labelled(of.kernel or "", of.options)
 
 
 def listed(words: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import glob
 import math
 from collections.abc import Collection
 from decimal import ROUND_CEILING, Context
-from typing import Any
+from functools import partial
 
 import yaml
 
@@ -125,17 +125,18 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Thr
     instead = []
     for (fmt, tensor), same in grouped(limits, lambda group: group[:2]).items():
         tightest = min(limits[group] for group in same)
-        where: dict[str, Any] = {
-            "format": (glob.escape(fmt),),
-            "tensor": (tensor,),
-            "scatter": scatters[tensor],
-        }
+        at_most = partial(
+            Instead,
+            format=(glob.escape(fmt),),
+            tensor=(tensor,),
+            scatter=scatters[tensor],
+        )
         instead += [
-            Instead(**where, kernel=(glob.escape(group[2]),), at_most=limits[group])
+            at_most(kernel=(glob.escape(group[2]),), at_most=limits[group])
             for group in same
             if limits[group] > tightest
         ]
-        instead.append(Instead(**where, at_most=tightest))
+        instead.append(at_most(at_most=tightest))
     return threshold.model_copy(update={"instead": (*instead, *threshold.instead)})
 
 

@@ -7,7 +7,7 @@ list."""
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 from pydantic import Field, SkipValidation
 
@@ -52,7 +52,7 @@ class Test(Record):
     standing: Standing
     role: Role | None = None
     kernel: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     format: str | None = None
     tensor: str | None = None
     required: bool = False  # whether it may not be declined
@@ -130,6 +130,13 @@ class Power(Record):
         if self.caught_from is None:
             return f"{what} at no dose up to {max(measured):g}"
         return f"{what} from dose {self.caught_from:g} on"
+
+
+class Beside(TypedDict, total=False):
+    """Fields of a Judgement that a kind of reports has beside its tests."""
+
+    power: tuple[Power, ...]
+    fa_rule: tuple[int, int] | None
 
 
 class Judgement(Record):

@@ -14,11 +14,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
+from numdev.gate.compare_report import About
 from numdev.gate.rows import NUMBERS, Key, Rows, spelt
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import interval_of, value_of
@@ -103,16 +104,16 @@ class Names:
         """Returns the case, and which draw of it."""
         return (row.case, row.seed if self._seeds else None)
 
-    def step(self, row: DeviationRow) -> Key:
+    def step(self, row: DeviationRow) -> tuple[Key, Key, bool]:
         """Returns the forward or backward pass of a call."""
         return (self.kernel(row), self.call(row), tensor_spec(row.tensor).is_gradient)
 
     def row(self, row: DeviationRow) -> Key:
         return (self.kernel(row), self.call(row), row.tensor, row.head)
 
-    def about(self, row: DeviationRow) -> dict[str, Any]:
+    def about(self, row: DeviationRow) -> About:
         """Returns the fields of a record that name the row's kernel and tensor."""
-        return row.who | {"tensor": row.tensor}
+        return {**row.who, "tensor": row.tensor}
 
     def place(self, row: DeviationRow) -> Place:
         return Place.of(row)

@@ -260,7 +260,7 @@ class Rules(Strict):
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)] = ()
     """Where a file does not say any, those of configs/gate/default.yaml; so with each of
     the keys of `effects` and `invariance`."""
-    limits: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    limits: dict[str, dict[str, object]] = Field(default_factory=dict)
     """By kind of report, its own limits where they are not the default ones, as plain
     data; a file has them under the kind's name."""
 
@@ -298,10 +298,10 @@ def default_limits() -> Mapping[str, Mapping[str, object]]:
     return {name: raw[name] for name in REGISTERED if name in raw}
 
 
-def _limits(values: dict[str, Any]) -> dict[str, Any]:
+def _limits(values: dict[str, Any]) -> dict[str, object]:
     """Takes the limits of kinds of reports out of the values of a file, checks them, and
     returns those that are not the default ones, each whole."""
-    limits: dict[str, Any] = dict(values.pop("limits", None) or {})
+    limits: dict[str, object] = dict(values.pop("limits", None) or {})
     limits |= {name: values.pop(name) for name in REGISTERED if name in values}
     usual = default_limits()
     for name, changed in limits.items():
@@ -313,7 +313,7 @@ def _limits(values: dict[str, Any]) -> dict[str, Any]:
         name: (model, ...) for name, model in models.items() if model is not None
     }
     whole = create_model("Limits", __base__=Strict, **typed)
-    checked: dict[str, Any] = whole.model_validate(limits).model_dump(mode="json")
+    checked: dict[str, object] = whole.model_validate(limits).model_dump(mode="json")
     return checked
 
 

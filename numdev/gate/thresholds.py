@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, takewhile
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
 from numdev.gate.judgement import RUNS, Held, PlantedDose, Power, Test
 from numdev.gate.rows import (
@@ -47,6 +47,7 @@ from numdev.report import (
     Places,
     PlanRecord,
     Standing,
+    Who,
 )
 from numdev.report.numbers import three
 from numdev.tensors import TENSORS, tensor_spec
@@ -359,7 +360,7 @@ def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
 
 
 def run_test(
-    who: Mapping[str, Any],
+    who: Who,
     rules: Rules,
     tensor: str,
     count: Mapping[str, int],
@@ -374,7 +375,7 @@ def run_test(
     A call in which it failed is not measured; nor is one that it declined, where the
     rules require the kernel, or where it was asked for by name (as gradients are) and ran
     in none."""
-    kernel = str(who["kernel"])
+    kernel = who["kernel"]
     required = rules.skipped == "never" or any(
         fnmatchcase(kernel, p) for p in rules.required
     )

@@ -11,21 +11,26 @@ calibrated."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numdev.metrics.statistics import BIAS_ULP
 
-UNJUDGED = {"bias_t": None, "bias_p": None, "bias_size": None, "bias_of": None}
+UNJUDGED: Mapping[str, object] = {
+    "bias_t": None,
+    "bias_p": None,
+    "bias_size": None,
+    "bias_of": None,
+}
 """The judgement of a head of which there are fewer than two sequences."""
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, Any]]:
+def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, object]]:
     """Returns the bias of each head, arguments as in `row_sums.RowSums.signed`.
 
     A sequence without a usable element says nothing and is no observation. `bias_p` is
@@ -41,7 +46,7 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
     n = seen.sum(axis=0)
     means = np.divide(sums, sizes, out=np.zeros_like(sums), where=seen)
     mean = means.sum(axis=0) / np.maximum(n, 1)
-    judged = [UNJUDGED] * len(n)
+    judged: Sequence[Mapping[str, object]] = [UNJUDGED] * len(n)
     if n[:, 0].max(initial=0) > 1:
         judged = _judged(means, mean, sizes, seen)
     largest = 2 + np.abs(mean[:, 2:]).argmax(axis=-1)
@@ -61,7 +66,7 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
 
 def _judged(
     means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Returns the most certain bias of each head, preferring those of at least
     BIAS_ULP."""
     from scipy.special import stdtr

@@ -6,8 +6,6 @@ same but for the order of sums, and the same from run to run. Needs Triton."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -34,8 +32,10 @@ def element_sums(o: Tensor, e: Tensor | None, y: Yardstick) -> ElementSums:
         o if y.baseline is None else y.baseline,
     )
     tensors = [x.contiguous() for x in operands]
-    shape: dict[str, Any] = {"CHUNK": BLOCKS * block, "BLOCK": block, "BLOCK_D": block_d}
-    shape |= {
+    shape = {
+        "CHUNK": BLOCKS * block,
+        "BLOCK": block,
+        "BLOCK_D": block_d,
         "PREDICTED": e is not None,
         "BESIDE": y.baseline is not None,
         "num_warps": 4,

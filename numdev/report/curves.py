@@ -14,10 +14,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from numdev.config import SweepRequest
 from numdev.errors import UsageError, closest
@@ -119,7 +120,7 @@ def cells(
 
 
 def _interval(
-    how: Callable[[Sequence[float]], Mean], values: np.ndarray[Any, np.dtype[np.float64]]
+    how: Callable[[Sequence[float]], Mean], values: NDArray[np.float64]
 ) -> Mean | tuple[None, None, None]:
     """Of those that are finite; nothing of none."""
     finite = values[np.isfinite(values)].tolist()
@@ -158,13 +159,13 @@ class Grid:
     stands."""
 
     request: SweepRequest
-    kernels: Sequence[tuple[str, Mapping[str, Any]]]
+    kernels: Sequence[tuple[str, Mapping[str, object]]]
     """Every kernel as planned, with all its options."""
 
     @cached_property
     def axes(self) -> dict[str, list[str]]:
         """Every axis with more than one value, and its values in order."""
-        places: list[dict[str, Any]] = [case.axes for case in self.request.cases]
+        places: list[Mapping[str, object]] = [case.axes for case in self.request.cases]
         places += [{"case": case.entry} for case in self.request.cases]
         places += [{"format": name} for name in self.request.formats]
         places += [self._named(kernel, options) for kernel, options in self.kernels]

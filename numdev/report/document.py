@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from numdev.grouping import grouped
 from numdev.report import Axis, Curve, Figure, Point, Role
@@ -171,7 +171,10 @@ def table(
     columns: Sequence[str | Column],
     rows: Iterable[Iterable[str | Cell]],
     standard: Sequence[bool] = (),
-    **more: Any,
+    *,
+    title: str = "",
+    kind: Literal["numbers", "words", "map", "series"] = "numbers",
+    only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
     """A table of text and cells; the first of columns that are only named stands on the
     left. `standard` says of each row whether it is only there for comparison."""
@@ -180,24 +183,32 @@ def table(
         for i, c in enumerate(columns)
     )
     cells = [tuple(c if isinstance(c, Cell) else Cell(c) for c in row) for row in rows]
-    return Table(heads, tuple(map(Row, cells, standard or [False] * len(cells))), **more)
+    lines = tuple(map(Row, cells, standard or [False] * len(cells)))
+    return Table(heads, lines, title=title, kind=kind, only=only)
 
 
 def words(
-    columns: Sequence[str], rows: Iterable[Iterable[str | Cell]], **more: Any
+    columns: Sequence[str],
+    rows: Iterable[Iterable[str | Cell]],
+    *,
+    title: str = "",
+    only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
     """A table whose columns are words, and stand on the left."""
-    return table(
-        [Column(name, align="left") for name in columns], rows, kind="words", **more
-    )
+    heads = [Column(name, align="left") for name in columns]
+    return table(heads, rows, title=title, kind="words", only=only)
 
 
 def heat_map(
-    title: str, heads: Sequence[int], layers: Mapping[str, Sequence[Cell]], **more: Any
+    title: str,
+    heads: Sequence[int],
+    layers: Mapping[str, Sequence[Cell]],
+    *,
+    only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
     """One number for each layer (down) and head (across), in a few characters."""
     rows = ([Cell(name, style="soft"), *cells] for name, cells in layers.items())
-    return table(["layer", *map(str, heads)], rows, title=title, kind="map", **more)
+    return table(["layer", *map(str, heads)], rows, title=title, kind="map", only=only)
 
 
 def cell_id(kernel: str, fmt: str, tensor: str, layer: str, head: int | None) -> str:
@@ -210,8 +221,11 @@ def floors(value: float | None, title: str = "") -> Cell:
     return Cell(ratio(value), shade=shade(value), title=title)
 
 
+X = TypeVar("X", int, float, float | None)
+
+
 def curve(
-    label: str, role: Role, numbers: Mapping[Any, Sequence[float]]
+    label: str, role: Role, numbers: Mapping[tuple[X, str], Sequence[float]]
 ) -> Iterator[Curve]:
     """The medians at each place (its x, and what it is called); nothing where all of them
     are 0, which a logarithmic axis does not have."""

@@ -27,9 +27,9 @@ HEAD = 1 << 16  # bytes of a file in which it says what it is
 class _Head(BaseModel):
     """What a file says of itself; None where it does not, or what a report cannot say."""
 
-    schema_version: Any = None
+    schema_version: object = None
     kind: Any = None
-    provenance: dict[str, Any] = Field(default_factory=dict)
+    provenance: dict[str, object] = Field(default_factory=dict)
 
 
 def read(path: Path) -> Report:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from numdev.grouping import grouped
 from numdev.metrics.statistics import (
     BIAS_ALPHA,
     BIAS_FORMATS,
@@ -49,11 +50,10 @@ def summarise(
 ) -> AuditSummary:
     """The summary of an audit's rows, all of them skipped or not; planted faults are left
     out."""
-    groups: dict[Any, list[DeviationRow]] = {}
-    for row in rows:
-        if row.role != "control":
-            key = (row.role, row.kernel, str(sorted(row.options.items())), row.format)
-            groups.setdefault(key, []).append(row)
+    groups = grouped(
+        (row for row in rows if row.role != "control"),
+        lambda r: (r.role, r.kernel, str(sorted(r.options.items())), r.format),
+    )
     places = Places([row for group in groups.values() for row in group])
     formats = list(dict.fromkeys(fmt for *_, fmt in groups))
     kernels = tuple(

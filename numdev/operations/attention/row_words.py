@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from numdev.report import WorstRow
 from numdev.report.numbers import power
@@ -98,9 +97,10 @@ SIZES = {
     ),
 }
 PROPERTIES = TIES | SHARES | SIZES  # named in this order
+Rows = Sequence[Mapping[str, float | None]]  # the numbers of rows, by name
 
 
-def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
+def sentence(row: WorstRow, usual: Rows) -> str:
     """Returns a sentence on how much the row errs, and what stands out beside the usual
     rows of its head."""
     is_key = tensor_spec(row.tensor).sums_over_rows
@@ -122,7 +122,7 @@ def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
     return power(f"{name} {_error(row)}: {'; '.join(properties) or NOTHING + few}.")
 
 
-def outstanding(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def outstanding(row: WorstRow, usual: Rows) -> dict[str, float]:
     """Returns the properties of a row that stand out, with their medians over usual
     rows."""
     medians = {}

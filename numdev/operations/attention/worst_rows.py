@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ def worst_rows(
     lse: Tensor | None = None,
     rows: Tensor | None = None,
     count: int = 3,
-    identity: Mapping[str, Any] | None = None,
+    identity: Mapping[str, object] | None = None,
 ) -> list[WorstRow]:
     """Returns the `count` worst rows, the worst first, of the head where a row errs most.
 
@@ -94,7 +93,7 @@ def worst_rows(
     for row in table:
         if not spec.sums_over_rows and not row["sees"]:
             row.update(dict.fromkeys(OF_SCORES))
-    fields = {
+    fields: dict[str, object] = {
         **vars(case.ref),
         "format": y.format.name,
         "tensor": tensor,
@@ -104,7 +103,7 @@ def worst_rows(
         "predicted": predicted is not None,
         "sentence": "",
     }
-    records = [WorstRow(**fields, **row) for row in table[: len(worst)]]
+    records = [WorstRow.model_validate(fields | row) for row in table[: len(worst)]]
     usual = table[len(worst) :]
     return [w.model_copy(update={"sentence": sentence(w, usual)}) for w in records]
 
@@ -175,7 +174,7 @@ def _row_errors(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
     return RowErrors(nonfinite=nonfinite, usable=usable, size=size, ratio=ratio)
 
 
-def _by_row(columns: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def _by_row(columns: Mapping[str, Tensor]) -> list[dict[str, float | None]]:
     """Columns [n] as a dict for each row: counts as integers, None where there is no
     finite number."""
     # Of one type, or each column would be copied by itself.

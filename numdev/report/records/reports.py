@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
@@ -90,7 +91,7 @@ class Places:
 class PlannedKernel(Record):
     role: Role
     kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
 
 
 class PlanRecord(Record):
@@ -117,7 +118,7 @@ class Finding(Record):
     severity: Literal["exceeded", "unmeasured", "note"]
     sentence: str
     kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     formats: tuple[str, ...]
     tensor: str | None = None
     metric: str | None = None
@@ -161,12 +162,17 @@ class Provenance(Record):
 
     @classmethod
     def now(
-        cls, command: str, system: Mapping[str, Any], source: Mapping[str, Any]
+        cls, command: str, system: Mapping[str, object], source: Mapping[str, object]
     ) -> Provenance:
         """The provenance of a report that this version makes now."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        about: Any = {"system": dict(system), "source": dict(source)}
-        return cls(numdev=numdev.__version__, command=command, created=created, **about)
+        return cls(
+            numdev=numdev.__version__,
+            command=command,
+            created=created,
+            system=dict(system),
+            source=dict(source),
+        )
 
 
 class RequestedKernel(BaseModel):
@@ -193,7 +199,7 @@ class Report(Record):
     kind: str
     schema_version: Literal[3] = 3
     # That it is judged by, whole; None: it is not judged
-    rules: dict[str, Any] | None = None
+    rules: dict[str, object] | None = None
     outcome: Outcome | None = None  # by these rules, of all that was planned
     verdicts: tuple[KernelVerdict, ...] = ()
     provenance: Provenance
@@ -207,7 +213,7 @@ class Report(Record):
 
     @field_validator("request")
     @classmethod
-    def _has_the_shape_of_a_request(cls, request: dict[str, Any]) -> dict[str, Any]:
+    def _has_the_shape_of_a_request(cls, request: dict[str, object]) -> dict[str, object]:
         RequestShape.model_validate(request)
         return request
 
@@ -269,7 +275,7 @@ class Report(Record):
         return str(_renderer("html").frame(self))
 
 
-def _renderer(name: str) -> Any:
+def _renderer(name: str) -> ModuleType:
     """A renderer, imported when it is asked for: records know none."""
     return importlib.import_module(f"numdev.report.renderers.{name}")
 

@@ -5,7 +5,7 @@ JSON has no NaN: a number that means nothing is null, and its row's `nulls` says
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -52,7 +52,7 @@ class CallRecord(Record):
     # Finite ones too large, by format
     overflows: dict[str, int] = Field(default_factory=dict)
     # Of a grid's cell: its value on every axis
-    axes: dict[str, Any] = Field(default_factory=dict)
+    axes: dict[str, object] = Field(default_factory=dict)
 
     def extents(self) -> Mapping[str, Extent]:
         """The shape of each tensor, also of those that an implementation may leave
@@ -98,16 +98,30 @@ class CaseRecord(CallRecord):
         }
 
 
+class Who(TypedDict):
+    """The fields of a record that name a kernel in a format."""
+
+    role: Role
+    kernel: str
+    options: dict[str, object]
+    format: str
+
+
 class OfKernel(Record):
     role: Role
     kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     format: str
 
     @property
-    def who(self) -> dict[str, Any]:
+    def who(self) -> Who:
         """These fields, for another record of the same kernel."""
-        return {name: getattr(self, name) for name in OfKernel.model_fields}
+        return {
+            "role": self.role,
+            "kernel": self.kernel,
+            "options": self.options,
+            "format": self.format,
+        }
 
 
 class _OfCall(Record):

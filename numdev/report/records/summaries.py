@@ -3,7 +3,7 @@ cells, figures."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ class Explanation(Record):
     """Which roundings make one kernel's errors in one tensor: all its calls together."""
 
     kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     format: str
     tensor: Tensor
     known: bool
@@ -97,7 +97,7 @@ class CellRow(OfKernel):
     seeds with its 95 % interval from a t-distribution, null for a single seed."""
 
     case: str
-    axes: dict[str, Any] = Field(default_factory=dict)
+    axes: dict[str, object] = Field(default_factory=dict)
     metric: str
     seeds: int  # with a number
     mean: float | None

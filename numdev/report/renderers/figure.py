@@ -59,13 +59,14 @@ def draw(
     }
     kernels = table["kernel"].unique()
     size = (2 + 2.4 * len(kernels), 1.5 + 0.25 * len(layers))
-    how: Any = {
-        "sharey": True,
-        "squeeze": False,
-        "figsize": size,
-        "layout": "constrained",
-    }
-    figure, (axes,) = pyplot.subplots(1, len(kernels), **how)
+    figure, (axes,) = pyplot.subplots(
+        1,
+        len(kernels),
+        sharey=True,
+        squeeze=False,
+        figsize=size,
+        layout="constrained",
+    )
     ticks = range(0, len(heads), 1 + len(heads) // 17)
     for each, name in zip(axes, kernels, strict=True):
         cells = largest[name].unstack().reindex(index=layers, columns=heads)

@@ -8,12 +8,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from numdev.grouping import grouped
 from numdev.kinds import kind_of
 from numdev.metrics.statistics import BIAS_FORMATS
-from numdev.report import Finding, KernelSummary, KernelVerdict, Outcome, Places, Report
+from numdev.report import (
+    DeviationRow,
+    Finding,
+    KernelSummary,
+    KernelVerdict,
+    Outcome,
+    Places,
+    Report,
+)
 from numdev.report import document as doc
 from numdev.report.numbers import MOST, labelled, ratio, si, three
 from numdev.studies.audit.timing import words as seconds
@@ -63,7 +71,14 @@ def document_of(
     return doc.Document(str(title), blocks)
 
 
-def verdicts(report: Any) -> Iterator[doc.Item]:
+class Verdicts(NamedTuple):
+    """What became of each kernel, without a report."""
+
+    verdicts: Sequence[KernelVerdict]
+    findings: Sequence[Finding]
+
+
+def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
     """A line for each kernel in each format: its verdict, and the number or finding that
     matters most. A finding that leads in several formats is one line."""
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
@@ -178,8 +193,9 @@ def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
     """Findings as lines: those that no verdict shows, and those that have a script.
     Kernels are in the order of their verdicts."""
     shown = {v.finding for v in report.verdicts}
-    ordered: tuple[Any, ...] = (*sorted(report.verdicts, key=_order), *report.findings)
-    names = [labelled(x.kernel, x.options) for x in ordered]
+    ordered = sorted(report.verdicts, key=_order)
+    names = [labelled(v.kernel, v.options) for v in ordered]
+    names += [labelled(f.kernel, f.options) for f in report.findings]
     places = [names.index(labelled(f.kernel, f.options)) for f in report.findings]
     for number, finding in sorted(
         enumerate(report.findings), key=lambda pair: places[pair[0]]
@@ -193,13 +209,14 @@ def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
             )
 
 
-def _link(report: Any, finding: Finding) -> str:
+def _link(report: Report | Verdicts, finding: Finding) -> str:
     """The cell of an audit's map that a finding is about."""
     place, tensor = finding.place, finding.tensor or "out"
     mapped = isinstance(report, Report) and kind_of(report.kind).has_map
     if place is None or place.head is None or not mapped:
         return ""
-    layer = Places(report.rows).layer(place)
+    rows: Sequence[DeviationRow] = getattr(report, "rows", ())
+    layer = Places(rows).layer(place)
     kernel = labelled(finding.kernel, finding.options)
     return doc.cell_id(kernel, finding.formats[0], tensor, layer, place.head)
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from numdev.gate.findings import kernel_verdicts, label
@@ -20,7 +19,7 @@ from numdev.kinds import judged_by
 from numdev.report import Finding, Outcome, Place, Places, PlanRecord, Report, Standing
 from numdev.report import document as doc
 from numdev.report.numbers import three
-from numdev.report.views import style_of, verdicts
+from numdev.report.views import Verdicts, style_of, verdicts
 
 SHOWN = 12  # offending rows, the worst of all rules first
 SENTENCES = 50  # problems: GitHub shows no summary that is longer than 1 MiB
@@ -68,7 +67,7 @@ def document(
     called; `plants`: whether a report of this kind can have planted faults; `passing`:
     what is said of a kernel that passed."""
     leading = kernel_verdicts(judgement, findings, passing)[:SENTENCES]
-    lines = verdicts(SimpleNamespace(verdicts=leading, findings=findings))
+    lines = verdicts(Verdicts(verdicts=leading, findings=findings))
     shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
     problems = [p for p in problems_of(judgement, findings) if p.sentence not in shown]
     room = SENTENCES - len(leading)

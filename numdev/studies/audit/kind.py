@@ -3,12 +3,12 @@ shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numdev.gate.compare_report import Compared
 from numdev.gate.findings import findings_in
-from numdev.gate.judgement import Judgement, Test
+from numdev.gate.judgement import Beside, Judgement, Test
 from numdev.gate.rows import Measured, check_whole
 from numdev.gate.rules import Rules
 from numdev.gate.thresholds import power_of, tests_of
@@ -31,7 +31,7 @@ def tests(report: Measured, rules: Rules) -> Iterator[Test]:
     return tests_of(report.rows, report.plan, rules, report.cases)
 
 
-def beside(report: Measured, rules: Rules) -> Mapping[str, Any]:
+def beside(report: Measured, rules: Rules) -> Beside:
     """What planted faults show, and how many heads pass flash-attention's own rule."""
     fa_rule = [
         r.fa_rule for r in report.rows if r.role == "kernel" and r.fa_rule is not None

@@ -354,7 +354,7 @@ class Hints:
                 causes = {hint.cause for hint in self.alternatives}
                 self.alternatives += [x for x in by.alternatives if x.cause not in causes]
             else:
-                self.words |= set(by.alternatives)
+                self.words |= set(by.words)
 
     def __bool__(self) -> bool:
         return bool(self.alternatives or self.words)

@@ -13,7 +13,14 @@ from collections.abc import Iterator, Sequence
 
 from scipy.special import stdtr
 
-from numdev.gate.compare_report import Compared, Group, Move, Presence
+from numdev.gate.compare_report import (
+    About,
+    Changed,
+    Compared,
+    Group,
+    Move,
+    Presence,
+)
 from numdev.gate.compare_studies import (
     both_numbers,
     in_one_alone,
@@ -29,7 +36,7 @@ from numdev.grouping import grouped
 from numdev.metrics.statistics import holm
 from numdev.report import Place
 from numdev.report.numbers import three
-from numdev.studies.effects.report import Check, EffectsReport, Fields, OutputRow
+from numdev.studies.effects.report import Check, EffectsReport, OutputRow
 
 COSTS = (
     *("cost", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max"),
@@ -65,7 +72,7 @@ class EffectsNames:
         """What identifies the kernel and the format of a row."""
         return label(row), row.format
 
-    def step(self, row: OutputRow) -> Key:
+    def step(self, row: OutputRow) -> tuple[Key, Key, bool]:
         """What identifies a row: its kernel, its run and its sequence."""
         return self.kernel(row), (row.run, row.sequence), False
 
@@ -78,16 +85,17 @@ class EffectsNames:
             *(["growth"] if a.growth and not b.growth else []),
         ]
 
-    def about(self, row: OutputRow) -> Fields:
+    def about(self, row: OutputRow) -> About:
         """The fields of a move that say which row it is about."""
         layer = "" if row.layer is None else f"L{row.layer}"
         where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
-        about = {
+        return {
             "role": "kernel",
             "kernel": row.kernel or "model",
             "options": row.options,
+            "format": row.format,
+            "tensor": where,
         }
-        return about | {"format": row.format, "tensor": where}
 
     def place(self, row: OutputRow) -> Place:
         """The place of a row, in a report whose rows are of no call."""
@@ -121,15 +129,19 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
             mean = statistics.mean(logs) if logs else None
             text = f"{words.format(place=rows[0][1].place)} from {three(a)} to {three(b)}"
             excess = FAR if zero or mean is None else 1 + abs(mean)
-            numbers: Fields = {"a": a, "b": b, "change": factor(mean)}
-            numbers["excess"] = min(FAR, excess)
             of_run.append(
-                Move(**about, place=place, metric=metric, words=text, **numbers)
+                Move(
+                    **about,
+                    place=place,
+                    metric=metric,
+                    a=a,
+                    b=b,
+                    change=factor(mean),
+                    excess=min(FAR, excess),
+                    words=text,
+                )
             )
-        of_run += [
-            Move(**about, place=place, excess=FAR, **fact)
-            for fact in _count_changes(rows)
-        ]
+        of_run += [Move(**about, place=place, **fact) for fact in _count_changes(rows)]
         groups.append(_run_group(about, rows, ratios[run, "cost"], of_run))
         moves += of_run
     notes = [NOTE.format(tests=len(p), surely=SURELY)]
@@ -153,7 +165,7 @@ def _surely(logs: Sequence[float]) -> bool:
 
 
 def _run_group(
-    about: Fields, rows: Sequence[Pair], logs: Sequence[float],
+    about: About, rows: Sequence[Pair], logs: Sequence[float],
     moves: Sequence[Move],
 ) -> Group:  # fmt: skip
     """One run. It is judged where its costs are equal, where they moved, or where chance
@@ -175,7 +187,7 @@ def _run_group(
     )
 
 
-def _count_changes(rows: Sequence[Pair]) -> Iterator[Fields]:
+def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
     """The fields of a move for each count of a run that changed, summed over its
     sequences."""
     for metric, what in (
@@ -190,7 +202,13 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Fields]:
             "unexplained": by_chance(a, b),
         }
         if not alike[metric]:
-            yield {"metric": metric, "a": a, "b": b, "words": f"{what}: {a}, now {b}"}
+            yield {
+                "metric": metric,
+                "a": a,
+                "b": b,
+                "excess": FAR,
+                "words": f"{what}: {a}, now {b}",
+            }
 
 
 def _p(logs: Sequence[float]) -> float:

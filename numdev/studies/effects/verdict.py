@@ -13,7 +13,7 @@ from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
-from numdev.report import Finding, PlannedKernel, Standing
+from numdev.report import Finding, PlannedKernel, Standing, Who
 from numdev.report.numbers import labelled, percent, three
 from numdev.studies.effects.report import (
     Check,
@@ -87,7 +87,7 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
         reasons=tuple(lost),
     )
     for kernel, fmt in itertools.product(plan.kernels, plan.formats):
-        who: Fields = {
+        who: Who = {
             "role": "kernel",
             "kernel": kernel.kernel,
             "options": kernel.options,
@@ -139,7 +139,7 @@ def _check_tests(report: EffectsReport) -> Iterator[Test]:
         )
 
 
-def _test_of_runs(report: EffectsReport, who: Fields, rules: Rules) -> Test:
+def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
     """The test of how many sequences the model ran on with a kernel, alone and as a
     whole. A run whose output is not finite counts as one: another rule judges that."""
     rows = [
@@ -166,7 +166,7 @@ def _test_of_runs(report: EffectsReport, who: Fields, rules: Rules) -> Test:
     return run_test(who, rules, "out", count, reasons, asked=report.plan.named)
 
 
-def _same_kernel(row: OutputRow, who: Fields) -> bool:
+def _same_kernel(row: OutputRow, who: Who) -> bool:
     """Whether a row is one of the kernel, options and format of a test."""
     expected = (who["kernel"], str(who["options"]), who["format"])
     return (row.kernel, str(row.options), row.format) == expected

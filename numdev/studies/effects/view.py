@@ -114,7 +114,7 @@ def _kernels(
     wholes = [run for run in runs if run.kind == "whole" and run.cost]
     present = {alone[r.run[1:]].beside for r in wholes if r.run[1:] in alone}
     beside = [what for what in BESIDE if what in present]
-    by_kind = grouped(runs, lambda run: run.kind)
+    by_kind = grouped(runs, lambda run: str(run.kind))
     standards = [run for kind in STANDARD for run in by_kind.get(kind, ())]
     shown = [*wholes, *standards]
 

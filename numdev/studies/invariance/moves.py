@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from numdev.gate.compare_report import Compared, Group, Move, Presence
+from numdev.gate.compare_report import (
+    About,
+    Changed,
+    Compared,
+    Group,
+    Move,
+    Presence,
+)
 from numdev.gate.compare_studies import (
-    NOWHERE,
     in_one_alone,
     lost_numbers,
     measured_pairs,
@@ -24,7 +31,6 @@ from numdev.grouping import grouped
 from numdev.report import Place
 from numdev.report.numbers import labelled, three
 from numdev.studies.invariance.report import (
-    Fields,
     InvarianceReport,
     InvarianceRow,
     ModelRow,
@@ -59,7 +65,7 @@ class InvarianceNames:
         """What identifies the kernel and the format of a row."""
         return label(row), row.format
 
-    def step(self, row: InvarianceRow) -> Key:
+    def step(self, row: InvarianceRow) -> tuple[Key, Key, bool]:
         """What identifies a kernel's run on one variant of a call."""
         return self.kernel(row), (row.case, row.axis, row.variant), False
 
@@ -71,13 +77,13 @@ class InvarianceNames:
         """The numbers that a row has in A and lacks in B."""
         return lost_numbers(a, b, DIFFERENCES)
 
-    def about(self, row: InvarianceRow) -> Fields:
+    def about(self, row: InvarianceRow) -> About:
         """The fields of a move that say which row it is about."""
         return {**row.who, "tensor": f"{row.axis} {row.tensor}"}
 
     def place(self, row: InvarianceRow) -> Place:
         """The call that a row is of."""
-        return Place(**{**NOWHERE, "case": row.case, "layer": row.layer})
+        return nowhere(row.case, row.layer)
 
 
 def moves(
@@ -92,8 +98,10 @@ def moves(
     for of_axis in by_axis.values():
         axis: list[Move] = []
         for a, b in of_axis:
-            about = names.about(b) | {"place": names.place(b)}
-            axis += [Move(**about, **change) for change in _row_changes(a, b)]
+            about, place = names.about(b), names.place(b)
+            axis += [
+                Move(**about, place=place, **change) for change in _row_changes(a, b)
+            ]
         places = {move.words.partition(": ")[0] for move in axis}
         groups.append(
             Group(
@@ -125,11 +133,26 @@ def _largest_ratio(rows: Iterable[InvarianceRow]) -> float | None:
     return max((x for x in ratios if x is not None), default=None)
 
 
-def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Fields]:
+class Number(NamedTuple):
+    """A number that changed by more than TIMES, or that was 0 and no longer is."""
+
+    metric: str
+    a: float
+    b: float
+    change: float | None  # b / a
+    excess: float
+
+
+def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
     """The fields of each move in one row: other bits, causes or counts; among the numbers
     the one that changed most."""
-    numbers = {"a": a.floor_ratio, "b": b.floor_ratio}
-    fact: Fields = {"metric": "difference", "excess": FAR, **numbers}
+    fact: Changed = {
+        "metric": "difference",
+        "excess": FAR,
+        "a": a.floor_ratio,
+        "b": b.floor_ratio,
+        "words": "",
+    }
     if a.elements != b.elements:
         words = f"{b.variant}: elements: {a.elements}, now {b.elements}"
         yield {**fact, "metric": "elements", "words": words}
@@ -144,23 +167,34 @@ def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Fields]:
         return
     names = OF_ROWS if b.tensor == "lse" else {**OF_ROWS, **ERRORS}
     changes = [each for name in names if (each := _change(a, b, name))]
-    if worst := max(changes, key=lambda change: change["excess"], default=None):
-        name = worst["metric"]
-        from_to = f"from {three(worst['a'])} to {three(worst['b'])}"
+    if worst := max(changes, key=lambda change: change.excess, default=None):
+        name = worst.metric
+        from_to = f"from {three(worst.a)} to {three(worst.b)}"
         if name == "floor_ratio":
-            worst["metric"] = "difference"
+            worst = worst._replace(metric="difference")
             words = f"{_in_words(a)}, now {_in_words(b)}"
         elif name in OF_ROWS:
             words = f"{from_to}{OF_ROWS[name]}"
         else:
             words = f"{ERRORS[name]} errs {from_to}× the floor"
-        yield {**worst, "words": f"{b.variant}: {words}"}
+        yield _with_words(worst, f"{b.variant}: {words}")
     elif not _counts_alike(a.differ, b.differ):
         words = f"{b.variant}: elements that differ: {a.differ}, now {b.differ}"
         yield {**fact, "metric": "differ", "words": words}
 
 
-def _change(a: Row, b: Row, name: str) -> Fields | None:
+def _with_words(number: Number, words: str) -> Changed:
+    return {
+        "metric": number.metric,
+        "a": number.a,
+        "b": number.b,
+        "change": number.change,
+        "excess": number.excess,
+        "words": words,
+    }
+
+
+def _change(a: Row, b: Row, name: str) -> Number | None:
     """A number that changed by more than TIMES, or that was 0 and no longer is; else
     None."""
     one, two = getattr(a, name), getattr(b, name)
@@ -170,7 +204,7 @@ def _change(a: Row, b: Row, name: str) -> Fields | None:
     far = FAR if log is None else min(FAR, abs(log) / math.log(TIMES))
     if far <= 1:
         return None
-    return {"metric": name, "a": one, "b": two, "change": factor(log), "excess": far}
+    return Number(metric=name, a=one, b=two, change=factor(log), excess=far)
 
 
 def _counts_alike(a: int, b: int) -> bool:
@@ -241,7 +275,7 @@ def _numbered(rows: Iterable[ModelRow]) -> Iterator[tuple[Key, ModelRow]]:
         yield (row.axis, labelled(row.kernel, row.options), row.format), row
 
 
-def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Fields]:
+def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:
     """What moved in the model's own output along one axis."""
     if a.elements != b.elements:
         words = f"elements: {a.elements}, now {b.elements}"
@@ -260,8 +294,8 @@ def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Fields]:
         return
     for name, unit in OF_OUTPUTS.items():
         if change := _change(a, b, name):
-            words = f"from {three(change['a'])} to {three(change['b'])}{unit}"
-            yield {**change, "words": words}
+            words = f"from {three(change.a)} to {three(change.b)}{unit}"
+            yield _with_words(change, words)
             return
     if not _counts_alike(a.differ, b.differ):
         words = f"elements that differ: {a.differ}, now {b.differ}"

@@ -13,7 +13,7 @@ from numdev.gate.judgement import MODEL, Judgement, Test
 from numdev.gate.rules import AtMost, Rules, Tensors
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
-from numdev.report import Finding, PlannedKernel, Standing, Tensor
+from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who
 from numdev.report.numbers import labelled, ratio, si, three
 from numdev.studies.invariance.report import (
     Fields,
@@ -137,7 +137,7 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
     every = list(itertools.product(plan.kernels, plan.formats))
     for kernel, fmt in every:
         of_kernel = rows.get((labelled(kernel.kernel, kernel.options), fmt), [])
-        who: Fields = {
+        who: Who = {
             "role": "kernel",
             "kernel": kernel.kernel,
             "options": kernel.options,
@@ -161,7 +161,7 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
 
 def _run_tests(
     report: InvarianceReport,
-    who: Fields,
+    who: Who,
     rows: Sequence[InvarianceRow],
     rules: Rules,
 ) -> Iterator[Test]:
@@ -197,7 +197,7 @@ def _run_state(row: InvarianceRow) -> tuple[str, str]:
 
 
 def _untried_test(
-    axis: str, who: Fields, rows: Sequence[InvarianceRow], *, keeps_bits: bool,
+    axis: str, who: Who, rows: Sequence[InvarianceRow], *, keeps_bits: bool,
     asked: bool,
 ) -> Test:  # fmt: skip
     """The test of an axis along which a kernel ran in no call. It is missing where the
@@ -219,7 +219,7 @@ def _untried_test(
 
 def _axis_tests(
     axis: str,
-    who: Fields,
+    who: Who,
     rows: Sequence[InvarianceRow],
     limits: InvarianceLimits,
 ) -> Iterator[Test]:

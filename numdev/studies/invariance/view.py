@@ -140,8 +140,10 @@ COLUMNS = (
 
 
 def _table(
-    rows: Sequence[tuple[str | doc.Cell, ...]], count: int, **more: object
+    rows: Sequence[tuple[str | doc.Cell, ...]],
+    count: int,
+    only: tuple[doc.Medium, ...] = doc.MEDIA,
 ) -> doc.Table:
     """The table of differences, which says how many of them it shows."""
     part = f", the first {len(rows)} of {count}" if len(rows) < count else ""
-    return doc.words(COLUMNS, rows, title=f"What differs{part}", **more)
+    return doc.words(COLUMNS, rows, title=f"What differs{part}", only=only)

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,8 +157,9 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
     for words in ("q is", "k is", "v is", "k and v are", "q, k and v are"):
         for how, order in {"read as if": _reread, "wrongly": _relaid}.items():
             named = [n for n in "qkv" if n in words.replace(",", "").split()]
-            changed: Any = {n: order(getattr(case, n)) for n in named}
-            one = dataclasses.replace(case, **changed)
+            q, k, v = (order(getattr(case, n)) if n in named else getattr(case, n)
+                       for n in "qkv")  # fmt: skip
+            one = dataclasses.replace(case, q=q, k=k, v=v)
             cause = f"{words} {how} stored as {memory}"
             yield Alternative(cause, partial(Probe.answer, case=one))
             if cheap and len(named) == 3 and order is _reread:

@@ -11,7 +11,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from numdev.kernels.emulation.kernel import SITE_OF, recipe_of
 from numdev.kernels.emulation.recipe import BACKWARD, FORWARD, SITES, Recipe
 from numdev.report import SiteShare
 
-Claim = Mapping[str, Any]
+Claim = Mapping[str, object]
 Emulate = Callable[[Claim], Tensor]  # the tensor in question, as an emulation has it
 
 EXPLAINS = 0.5  # the largest residual of an explanation

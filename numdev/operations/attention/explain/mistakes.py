@@ -11,16 +11,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, CaseChanges, Window
 from numdev.operations.attention.explain.probe import all_scores, rescored
 
 # Causes, with the fields of the case they change
-Changes = Iterator[tuple[str, dict[str, Any]]]
+Changes = Iterator[tuple[str, CaseChanges]]
 
 MOST_SCORES = 1 << 22  # of a call of which a mistake takes a mask or a bias of all scores
 WINDOW_TILES = (16, 32, 64, 128)
@@ -154,7 +153,7 @@ def _window(case: AttentionCase) -> Changes:
             yield cause, {"window": None, **hiding(case, shown)}
 
 
-def _shifted(case: AttentionCase, step: int) -> Any:
+def _shifted(case: AttentionCase, step: int) -> Window | None:
     """The window, kept in place when the offset it is counted from moves by -step."""
     if case.window is None:
         return None
@@ -245,7 +244,9 @@ def _outputs(case: AttentionCase) -> Changes:
             continue
         seen.append(heads)
         kv = [h // case.group for h in heads]
-        changed = {"q": case.q[:, heads], "k": case.k[:, kv], "v": case.v[:, kv]}
+        changed: CaseChanges = {
+            "q": case.q[:, heads], "k": case.k[:, kv], "v": case.v[:, kv],
+        }  # fmt: skip
         if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
             changed["mask"] = mask[..., heads, :, :]
         if case.sinks is not None:
@@ -266,7 +267,7 @@ def _batches(case: AttentionCase) -> Changes:
     )
     yield (
         "every batch entry reads entry 0's q, k and v",
-        {n: getattr(case, n)[first] for n in "qkv"},
+        {"q": case.q[first], "k": case.k[first], "v": case.v[first]},
     )
 
 
@@ -287,19 +288,19 @@ def _keys(case: AttentionCase) -> Changes:
         yield padded(to), _padded(case, to - n)
 
 
-def without(case: AttentionCase, key: int) -> dict[str, Any]:
+def without(case: AttentionCase, key: int) -> CaseChanges:
     """The mask with one key hidden."""
     return hiding(case, torch.arange(case.kv_len, device=case.q.device)[None] != key)
 
 
-def hiding(case: AttentionCase, shown: Tensor) -> dict[str, Any]:
+def hiding(case: AttentionCase, shown: Tensor) -> CaseChanges:
     """The mask with all hidden that is not `shown`, [q_len or 1, kv_len]."""
     mask = True if case.mask is None else case.mask
     added = isinstance(mask, Tensor) and mask.dtype != torch.bool
     return {"mask": torch.where(shown, mask, -math.inf if added else False)}
 
 
-def _padded(case: AttentionCase, more: int) -> dict[str, Any]:
+def _padded(case: AttentionCase, more: int) -> CaseChanges:
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (case.k, case.v))
     mask = case.mask
     if mask is not None and mask.shape[-1] > 1:

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, CaseChanges
 from numdev.formats import format_of
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference, scores
@@ -171,10 +171,15 @@ def all_scores(case: AttentionCase) -> Tensor:
     return scores(case, X, slice(0, case.q_len), slice(0, case.kv_len))
 
 
-def rescored(case: AttentionCase, S: Tensor) -> dict[str, Any]:
+def rescored(case: AttentionCase, S: Tensor) -> CaseChanges:
     """What gives the call these scores, -inf where hidden; their slope is that of no
     cap."""
-    bare: Any = {"mask": None, "softcap": None, "window": None, "is_causal": False}
+    bare: CaseChanges = {
+        "mask": None,
+        "softcap": None,
+        "window": None,
+        "is_causal": False,
+    }
     return {**bare, "mask": S - all_scores(dataclasses.replace(case, **bare))}
 
 

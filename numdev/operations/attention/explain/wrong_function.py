@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import format_of
 from numdev.kernels.reference.blocked import Reference
+from numdev.metrics.deviation import Metrics
 from numdev.metrics.yardstick import finite
 from numdev.operations.attention.explain.alternatives import (
     SOMEWHERE,
@@ -55,11 +56,13 @@ class Suspicion:
     instances: tuple[tuple[str, ...], ...] = ()
     """Each alternative of the cause, and what it is an instance of in calls of other
     lengths."""
-    alternatives: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    alternatives: tuple[Alternative, ...] = field(default=(), repr=False, compare=False)
     """What was found, for other calls of the same kernel."""
+    words: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """The same of a gradient or the log-sum-exp: its causes, in words."""
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """What a row says of it."""
         return {
             "suspicion": self.cause,
@@ -70,7 +73,7 @@ class Suspicion:
         }
 
 
-def far_off(metrics: dict[str, Any]) -> bool:
+def far_off(metrics: Metrics) -> bool:
     """Whether one head's error is beyond what rounding explains, so that a search is
     worth it."""
     floors, baselines = metrics.get("floor_ratio"), metrics.get("baseline_ratio")
@@ -122,12 +125,19 @@ def suspect(
         explaining = _search(probe, hints)
         if not explaining:
             continue
-        of: Any = (case, out, first, errors, whole, heads, rows, entry)
-        return {
-            head: by
-            for head in worst
-            if (by := _of_head(head, explaining, *of)) is not None
-        }
+        of_head = partial(
+            _of_head,
+            explaining=explaining,
+            case=case,
+            out=out,
+            first=first,
+            errors=errors,
+            whole=whole,
+            heads=heads,
+            rows=rows,
+            entry=entry,
+        )
+        return {head: by for head in worst if (by := of_head(head)) is not None}
     return {}
 
 

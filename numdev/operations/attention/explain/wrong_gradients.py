@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,7 +180,7 @@ def _suspicion(
         share=share,
         cut_format=wide,
         instances=tuple(map(in_forms, causes)),
-        alternatives=tuple(y for x in causes for y in (x, *kinds.get(x, ()))),
+        words=tuple(y for x in causes for y in (x, *kinds.get(x, ()))),
     )
 
 
@@ -213,15 +212,17 @@ def _mistakes(
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Causes, with what would come out."""
     with torch.enable_grad():
-        leaves: Any = {n: getattr(case, n).double().requires_grad_() for n in "qkv"}
-        tried = [*variants(dataclasses.replace(case, **leaves))]
+        leaves = q, k, v = tuple(
+            x.double().requires_grad_() for x in (case.q, case.k, case.v)
+        )
+        tried = [*variants(dataclasses.replace(case, q=q, k=k, v=v))]
 
     def of_variant(one: AttentionCase) -> Step:
         step = _step(one.detached(), exact)
         if "lse" not in exact:  # back from the variant's q, k and v to the call's
-            ends, of = (one.q, one.k, one.v), [*leaves.values()]
+            ends, upstream = (one.q, one.k, one.v), [*step.values()]
             back = torch.autograd.grad(
-                ends, of, [*step.values()], materialize_grads=True, retain_graph=True
+                ends, leaves, upstream, materialize_grads=True, retain_graph=True
             )
             step = dict(zip(GRADIENTS, back, strict=True))
         return step
