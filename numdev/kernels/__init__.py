@@ -48,8 +48,8 @@ BUILT_IN = (
 )  # fmt: skip
 ENTRY_POINTS = "numdev.kernels"
 NOTHING = Requirement()
-Function = TypeVar("Function", bound=Callable[..., Any])
-Claim = Mapping[str, Any] | None
+Function = TypeVar("Function", bound=Callable[..., object])
+Claim = Mapping[str, object] | None
 Claims = Callable[[AttentionCase, "Output", System], Claim]
 
 
@@ -75,17 +75,18 @@ class Kernel:
     """A registered kernel."""
 
     name: str
-    function: Callable[..., Any]  # of a case and options; returns what `as_output` takes
+    # Of a case and options; returns what `as_output` takes
+    function: Callable[..., object]
     requires: Requirement = NOTHING
     # Why it cannot run a case, as a sentence; None when it can.
     supports: Callable[[AttentionCase], str | None] = lambda case: None
     summary: str = ""
     # Its options and their defaults
-    options: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[str, Collection[Any] | int] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, Collection[object] | int] = field(default_factory=dict)
     """What an option may be: one of these, or a whole number from this on; and its
     default."""
-    validate: Callable[[Mapping[str, Any]], object] | None = None
+    validate: Callable[[Mapping[str, object]], object] | None = None
     """Raises UsageError for options that make no sense together, before anything is
     run."""
     # Why its plugin could not be loaded; it then has a name and no more
@@ -97,18 +98,18 @@ class Kernel:
     claims: Claims = like_fa2
     """The options of `emulated` that predict its errors; None where nothing does."""
     made_from: str = ""  # fingerprint of its source: an edited kernel is another kernel
-    backward: Literal["autograd"] | Callable[..., Any] | None = "autograd"
+    backward: Literal["autograd"] | Callable[..., object] | None = "autograd"
     """Where gradients come from: `autograd` differentiates `function`; a function of a
     case and options returns the Output of forward and backward; None: it has no
     backward."""
     training: Callable[..., Tensor] | None = None
     """The output as one operation of autograd's graph (`numdev.kernels.training`), if not
     None."""
-    draws: Callable[[Mapping[str, Any]], bool] = lambda options: False
+    draws: Callable[[Mapping[str, object]], bool] = lambda options: False
     """Whether it draws random numbers under some options, from the `generator` of
     `training`."""
     # The plain function that `function` calls, if any
-    adapted: Callable[..., Any] | None = None
+    adapted: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         expect_fields(self)
@@ -192,7 +193,7 @@ _registry: dict[str, Kernel] = {}
 
 @checked
 def kernel(
-    name: str, *, options: Mapping[str, Any] | None = None, **fields: Any
+    name: str, *, options: Mapping[str, object] | None = None, **fields: Any
 ) -> Callable[[Function], Function]:
     """Register a function of a case as the kernel `name`: a decorator.
 
@@ -212,7 +213,7 @@ def kernel(
         raise UsageError(what, hint=closest(wrong[0], names))
 
     def register(function: Function) -> Function:
-        expect("function", function, Callable[..., Any])
+        expect("function", function, Callable[..., object])
         taken = _registry.get(name)
         if taken is not None and _identity(taken.function) != _identity(function):
             both = f"{_identity(taken.function)} and {_identity(function)}"

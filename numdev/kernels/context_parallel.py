@@ -16,11 +16,11 @@ import contextlib
 import functools
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from numdev.kernels.output import refuse, upstream, why_not
 from numdev.kernels.sdpa import FUSED, OPERATORS, REFUSALS, forced
 from numdev.kernels.sharded import claims, described
 
-VALUES: Mapping[str, Sequence[Any]] = {
+VALUES: Mapping[str, Sequence[object]] = {
     "inner": ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn"),
     "convert_to_f32": (True, False),
 }
@@ -46,6 +46,20 @@ SEQUENCE = 2  # the axis that is divided
 START_S = 180.0  # for ranks to import torch and to find each other
 # For an answer; `--isolate` has a limit of its own, of which this knows nothing
 LIMIT_S = 300.0
+
+
+class RankTask(TypedDict):
+    """One call, as every rank gets it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: NotRequired[Tensor]
+    attend: Callable[..., Sequence[Tensor]]  # as `_dispatched`
+    operator: str
+    scale: float
+    is_causal: bool
+    convert_to_f32: bool
 
 
 def _unsupported(case: AttentionCase) -> str | None:
@@ -66,16 +80,16 @@ def _unsupported(case: AttentionCase) -> str | None:
     supports=_unsupported,
     claims=claims,
     backward=lambda case, **options: _computed(
-        case, options, {"grad_out": upstream(case).to(case.q.dtype)}
+        case, options, upstream(case).to(case.q.dtype)
     ),
 )
-def context_parallel(case: AttentionCase, **options: Any) -> Output:
+def context_parallel(case: AttentionCase, **options: object) -> Output:
     """PyTorch's context parallelism: one call over several GPUs, as ring attention."""
-    return _computed(case, options, {})
+    return _computed(case, options, None)
 
 
 def _computed(
-    case: AttentionCase, options: Mapping[str, Any], upstream: Mapping[str, Tensor]
+    case: AttentionCase, options: Mapping[str, Any], grad_out: Tensor | None
 ) -> Output:
     world, inner, device = options["world"], options["inner"], case.q.device.type
     # Causal calls are balanced, and no others
@@ -87,15 +101,18 @@ def _computed(
         (inner not in OPERATORS[device], f"{inner} is not there on a CPU"),
         (odd, f"the lengths {case.q_len} and {case.kv_len} are not multiples of {parts}"),
     )
-    tensors = {"q": case.q, "k": case.k, "v": case.v, **upstream}
-    task = {
-        **{name: x.detach().cpu().contiguous() for name, x in tensors.items()},
+    task: RankTask = {
+        "q": _sent(case.q),
+        "k": _sent(case.k),
+        "v": _sent(case.v),
         "attend": _dispatched,
         "operator": OPERATORS[device][inner],
         "scale": case.scale,
         "is_causal": case.is_causal,
         "convert_to_f32": options["convert_to_f32"],
     }
+    if grad_out is not None:
+        task["grad_out"] = _sent(grad_out)
     answer = together(world, device).ask(task)
     if "refused" in answer:
         raise Refused(str(answer["refused"]))
@@ -109,7 +126,20 @@ def _computed(
     }
     ran = f"context parallelism: {described(did, task['operator'])}"
     whole = {name: x.to(case.q.device) for name, x in answer.items()}
-    return Output(**whole, ran=ran, ran_backward=ran if upstream else None, did=did)
+    return Output(
+        out=whole["out"],
+        dq=whole.get("dq"),
+        dk=whole.get("dk"),
+        dv=whole.get("dv"),
+        ran=ran,
+        ran_backward=None if grad_out is None else ran,
+        did=did,
+    )
+
+
+def _sent(x: Tensor) -> Tensor:
+    """A tensor as a pipe takes it."""
+    return x.detach().cpu().contiguous()
 
 
 # --- the ranks, from here -------------------------------------------------------------
@@ -129,7 +159,7 @@ class Ranks:
         self.ranks: Any = spawn(rank, place, nprocs=world, join=False, daemon=True)
         self.ask(None, START_S)
 
-    def ask(self, task: Mapping[str, object] | None, limit_s: float = LIMIT_S) -> Any:
+    def ask(self, task: RankTask | None, limit_s: float = LIMIT_S) -> Any:
         """What rank 0 answers, to no task that all are there. Any exception ends them;
         raises MeasurementError where one fails, dies, or it does not answer in time."""
         try:
@@ -187,7 +217,7 @@ def rank(
         world_size=world,
         timeout=timedelta(seconds=LIMIT_S),
     )
-    mesh, answer = init_device_mesh(device, (world,)), dict[str, Any]()
+    mesh, answer = init_device_mesh(device, (world,)), dict[str, object]()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             if number == 0:
@@ -195,7 +225,7 @@ def rank(
             answer = _of_rank(pickle.loads(pipes[number].recv_bytes()), mesh)
 
 
-def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, object]:
+def _of_rank(task: RankTask, mesh: DeviceMesh) -> dict[str, object]:
     """The output, and the gradients where the task has an upstream one, all of them
     whole."""
     from torch.distributed.tensor.experimental import _attention as cp
@@ -203,13 +233,14 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, object]:
     cp._cp_options.enable_load_balance = task["is_causal"]
     cp._cp_options.convert_to_f32 = task["convert_to_f32"]
     device = torch.device(mesh.device_type)  # on CUDA the current one: this rank's
-    tensors = [
-        task[name].to(device) for name in ("q", "k", "v", "grad_out") if name in task
-    ]
+    tensors = [x.to(device) for x in (task["q"], task["k"], task["v"])]
+    if "grad_out" in task:
+        tensors.append(task["grad_out"].to(device))
     axes = [SEQUENCE] * len(tensors)
-    buffers: Any = {"buffers": tensors, "no_restore_buffers": set(tensors)}
     try:
-        with cp.context_parallel(mesh, buffer_seq_dims=axes, **buffers):
+        with cp.context_parallel(
+            mesh, buffers=tensors, buffer_seq_dims=axes, no_restore_buffers=set(tensors)
+        ):
             parts = [
                 x.detach().contiguous() for x in task["attend"](task, mesh, *tensors)
             ]
@@ -222,16 +253,19 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, object]:
         return {"refused": one_line(error)}
 
 
-def _dispatched(
-    task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor
-) -> Sequence[Tensor]:
+def _dispatched(task: RankTask, mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:
     """This rank's part of an SDPA call that PyTorch turns into its ring, and of its
     gradients."""
     q, k, v = (x.detach().requires_grad_(len(tensors) > 3) for x in tensors[:3])
-    how: dict[str, Any] = {"is_causal": task["is_causal"], "scale": task["scale"]}
-    how |= {"enable_gqa": True} if q.shape[1] > k.shape[1] else {}
     with forced(FUSED[task["operator"]]):
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=task["is_causal"],
+            scale=task["scale"],
+            enable_gqa=q.shape[1] > k.shape[1],
+        )
         return [
             out,
             *(torch.autograd.grad(out, [q, k, v], tensors[3]) if tensors[3:] else ()),

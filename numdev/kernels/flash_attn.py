@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from numdev.system import System
 
 MOST_HEAD_DIM = 256
 HALVES = ("float16", "bfloat16")
-SPLITS: Mapping[str, Any] = {"num_splits": 1, "pack_gqa": None}
+SPLITS: Mapping[str, object] = {"num_splits": 1, "pack_gqa": None}
 
 
 class Version(NamedTuple):
@@ -31,7 +31,7 @@ class Version(NamedTuple):
     module: str
     capability: tuple[int, int]
     summary: str
-    options: Mapping[str, Any] = SPLITS  # beside `deterministic`, with their defaults
+    options: Mapping[str, object] = SPLITS  # beside `deterministic`, with their defaults
     multiple: int = 8  # of head dimensions, since loads are of 16 bytes; version 2 pads
     unlimited: int | None = -1  # a window's side without a limit
     with_lse: str = "return_attn_probs"

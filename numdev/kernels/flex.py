@@ -32,7 +32,7 @@ from numdev.kernels import Output, kernel, like_fa2
 from numdev.kernels.output import refuse, why_not
 from numdev.system import System
 
-VALUES: Mapping[str, tuple[Any, ...]] = {
+VALUES: Mapping[str, tuple[object, ...]] = {
     "compiled": (True, False),
     "block_n": (None, 16, 32, 64, 128),
     "prescale_qk": (None, True, False),
@@ -55,9 +55,7 @@ TILES_32_BIT: Mapping[int, Mapping[int, int]] = {
 }
 """The same of formats with more than 16 bits."""
 LEAST_HEAD_DIM = 16  # of a matrix product in Triton
-NO_LIMITS: Any = dict.fromkeys(
-    ("recompile_limit", "accumulated_recompile_limit"), 1_000_000
-)
+NO_LIMITS = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1_000_000)
 Modification = Callable[..., Tensor]
 
 
@@ -124,7 +122,7 @@ def _decodes(case: AttentionCase) -> bool:
     validate=_check,
     claims=_claims,
 )
-def flex(case: AttentionCase, *, compiled: bool, **options: Any) -> Output:
+def flex(case: AttentionCase, *, compiled: bool, **options: object) -> Output:
     """PyTorch's FlexAttention, compiled into one kernel."""
     asked = {name.upper(): x for name, x in options.items() if x is not None}
     device, on_cuda = case.q.device.type, case.q.is_cuda
@@ -175,7 +173,7 @@ def _call(
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Output, log-sum-exp, and whether this is compiled: a constant that the compiler
     sets."""
-    attend: Any = flex_attention
+    attend: Callable[..., Any] = flex_attention
     compiled = torch.compiler.is_dynamo_compiling()
     if not with_lse:
         return attend(*qkv, **arguments), None, compiled

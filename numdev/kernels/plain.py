@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -41,7 +41,7 @@ NAMES = {
     "sinks": ("sinks", "s_aux", "learnable_sink"),
     "gqa": ("enable_gqa",),
 }
-OFF: Mapping[str, Any] = dict(
+OFF: Mapping[str, object] = dict(
     mask=None, window=(-1, -1), softcap=0.0, sinks=None, gqa=False
 )
 """How to say "none" for a parameter without a default, in flash-attention's words."""
@@ -61,11 +61,11 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
         what = f"kernel {name!r}: cannot read the function's parameters"
         hint = "write a function of q, k, v and is_causal that calls it"
         raise UsageError(what, hint=hint) from error
-    same: dict[str, Any] = {
-        "name": name, "summary": summary_of(function), "made_from": fingerprint(function),
-    }  # fmt: skip
+    named_kernel = partial(
+        Kernel, name=name, summary=summary_of(function), made_from=fingerprint(function)
+    )
     if parameters and parameters[0].name == "case":
-        return Kernel(function=function, options=options_of(function), **same)
+        return named_kernel(function=function, options=options_of(function))
     named = {
         p.name: p
         for p in parameters[3:]
@@ -91,13 +91,12 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
             case.q, k, v, **_arguments(case, roles, required, by_name), **options
         )
 
-    return Kernel(
+    return named_kernel(
         function=run,
         supports=lambda case: _unsupported(roles, case),
         options={p.name: p.default for p in others},
         adapted=function,
         claims=like_fa2 if roles["gqa"] else apart_like_fa2,
-        **same,
     )
 
 

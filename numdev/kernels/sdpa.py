@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Container, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,7 +71,11 @@ class OperatorLog(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
@@ -100,20 +106,21 @@ def backend_of(kernel: str) -> SDPBackend | None:
     return None if operator is None else FUSED.get(operator, SDPBackend.MATH)
 
 
-def forced(backend: SDPBackend | None) -> Any:
+def forced(backend: SDPBackend | None) -> AbstractContextManager[None]:
     """A context in which PyTorch has this backend alone (None: its own choice)."""
     return contextlib.nullcontext() if backend is None else sdpa_kernel([backend])
 
 
 def _called(case: AttentionCase) -> Tensor:
     mask, by_flag = mask_arguments(case)
-    how: dict[str, Any] = {
-        "is_causal": by_flag,
-        "scale": case.scale,
-        "enable_gqa": case.group > 1,
-    }
     return torch.nn.functional.scaled_dot_product_attention(
-        case.q, case.k, case.v, attn_mask=mask, **how
+        case.q,
+        case.k,
+        case.v,
+        attn_mask=mask,
+        is_causal=by_flag,
+        scale=case.scale,
+        enable_gqa=case.group > 1,
     )
 
 
@@ -266,7 +273,6 @@ def _register(name: str, summary: str, requires: Requirement = NOTHING) -> None:
             return _called(case)
 
     attend.__doc__, attend.__qualname__ = summary, name
-    parts: dict[str, Any] = {"backward": gradients, "training": trained}
     kernel(
         name,
         requires=requires,
@@ -277,7 +283,8 @@ def _register(name: str, summary: str, requires: Requirement = NOTHING) -> None:
         claims=lambda case, output, system: claim_of(
             (output.did or {}).get("operator", ""), case, system
         ),
-        **parts,
+        backward=gradients,
+        training=trained,
     )(attend)
 
 

@@ -286,7 +286,7 @@ def described(did: Mapping[str, object], each: str) -> str:
     claims=claims,
     backward=lambda case, **options: _computed(case, options, with_gradients=True),
 )
-def sharded(case: AttentionCase, **options: Any) -> Output:
+def sharded(case: AttentionCase, **options: object) -> Output:
     """Attention over shards of the keys, merged as ring attention and flash-decoding
     merge."""
     return _computed(case, options, with_gradients=False)

@@ -17,9 +17,9 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.kernels import Kernel
-from numdev.kernels.output import as_output
+from numdev.kernels.output import Output, as_output
 
-Options = Mapping[str, Any]
+Options = Mapping[str, object]
 
 
 def attended(
@@ -96,15 +96,21 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, case: Any, run: Any, behind: object
-    ) -> object:
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        case: AttentionCase,
+        run: Callable[[AttentionCase], Output],
+        behind: object,
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.behind = behind
         ctx.case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
         return run(ctx.case).out
 
     @staticmethod
-    def backward(ctx: Any, *upstreams: Any) -> object:
+    def backward(ctx: Any, *upstreams: Tensor) -> object:
         with torch.autocast(upstreams[0].device.type, enabled=False):
             gradients = zip(
                 ctx.behind(ctx.case, upstreams[0]), ctx.saved_tensors, strict=True

@@ -435,8 +435,14 @@ def attended(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, case: Any, recipe: Recipe, generator: Any
-    ) -> object:
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        case: AttentionCase,
+        recipe: Recipe,
+        generator: torch.Generator | None,
+    ) -> Tensor:
         case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
         r = Rounder(recipe, case, generator)
         with plain_arithmetic(q.device):
@@ -446,7 +452,7 @@ class _Attend(torch.autograd.Function):
         return out.clone() if out is ctx.saved.O else out
 
     @staticmethod
-    def backward(ctx: Any, *upstreams: Any) -> object:
+    def backward(ctx: Any, *upstreams: Tensor) -> object:
         r, of = ctx.saved.r, (ctx.saved.r.case.q, ctx.saved.r.case.k, ctx.saved.r.case.v)
         with torch.no_grad(), plain_arithmetic(upstreams[0].device):
             done = cast(r, *backward(ctx.saved.with_upstream(upstreams[0]), at_once=True))

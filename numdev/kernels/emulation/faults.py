@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -78,12 +78,19 @@ class Control:
             find("emulated").attend if names == ("out",) else find("emulated").gradients
         )
         result = sound(planted.case, preset="fa2", **{**uncast, **planted.options})
-        cast: dict[str, Any] = {
+        cast = {
             name: round_to(x, case.format, planted.cast).to(case.q.dtype)
             for name, x in planted.spoil({n: getattr(result, n) for n in names}).items()
         }
         words = self.describe(dose) if dose else "nothing planted"
-        return dataclasses.replace(result, **cast, ran=f"{words}; else {result.ran}")
+        return dataclasses.replace(
+            result,
+            out=cast["out"],
+            dq=cast.get("dq", result.dq),
+            dk=cast.get("dk", result.dk),
+            dv=cast.get("dv", result.dv),
+            ran=f"{words}; else {result.ran}",
+        )
 
 
 def _l_rounded(case: AttentionCase, dose: float) -> Planted:

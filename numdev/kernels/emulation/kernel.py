@@ -24,7 +24,7 @@ from numdev.kernels.emulation.forward import attend
 from numdev.kernels.emulation.recipe import FIELDS, SITES, Recipe, recipe
 from numdev.kernels.emulation.rounding import Rounder
 
-OPTIONS: Mapping[str, Any] = {"preset": "fa2", **dict.fromkeys((*FIELDS, *SITES))}
+OPTIONS: Mapping[str, object] = {"preset": "fa2", **dict.fromkeys((*FIELDS, *SITES))}
 """The kernel's options: a preset, fields of `Recipe` and sites. None: as the preset
 says."""
 

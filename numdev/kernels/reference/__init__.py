@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.formats import Format, round_to
 from numdev.kernels import Output, kernel, no_claim
-from numdev.kernels.output import GRADIENTS, upstream
+from numdev.kernels.output import upstream
 from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference.blocked import Gradients, Reference
 
@@ -100,11 +100,15 @@ def floor_of(reference: Reference, fmt: Format) -> Output:
     """The reference, and its gradients, rounded once to `fmt`: no kernel that returns
     `fmt` can be better everywhere. Without the log-sum-exp, which kernels return in a
     wider format."""
-    exact = {
-        n: getattr(reference, n) for n in GRADIENTS if isinstance(reference, Gradients)
-    }
-    rounded: dict[str, Any] = {n: round_to(x, fmt) for n, x in exact.items()}
-    return Output(out=round_to(reference.out, fmt), ran=reference.by, **rounded)
+    floor = Output(out=round_to(reference.out, fmt), ran=reference.by)
+    if not isinstance(reference, Gradients):
+        return floor
+    return dataclasses.replace(
+        floor,
+        dq=round_to(reference.dq, fmt),
+        dk=round_to(reference.dk, fmt),
+        dv=round_to(reference.dv, fmt),
+    )
 
 
 def _reference_step(case: AttentionCase) -> Output:

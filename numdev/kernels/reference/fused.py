@@ -86,8 +86,7 @@ BLOCK_D = 16  # how much of S's and dP's inner axis a step of the backward kerne
 def attend(case: AttentionCase) -> Reference:
     """See `reference.attend`. Raises Refused where this path cannot take the case."""
     accept(case)
-    results: Any = _in_parts(case, lambda part, heads: _forward(part))
-    return Reference(**results, by="fused")
+    return Reference(by="fused", **_in_parts(case, lambda part, heads: _forward(part)))
 
 
 def gradients(case: AttentionCase) -> Gradients:
@@ -100,8 +99,7 @@ def gradients(case: AttentionCase) -> Gradients:
     backward = _in_parts(
         case, lambda part, heads: _backward(part, *(forward[n][:, heads] for n in names))
     )
-    results: Any = {**forward, **backward}
-    return Gradients(**results, by="fused")
+    return Gradients(by="fused", **forward, **backward)
 
 
 def _in_parts(
@@ -439,17 +437,23 @@ _NOT_BUILT: dict[Hashable, str] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: object
+    kernel: Any,
+    grid: tuple[int, ...],
+    first: Tensor,
+    /,
+    *others: object,
+    **options: object,
 ) -> None:
     """Runs a Triton kernel where its tensors are, and not on the current device. Raises
     Refused where Triton cannot build it for this one; what it could not once is not tried
     again."""
+    arguments = (first, *others)
     kinds = (str(x.dtype) if isinstance(x, Tensor) else type(x) for x in arguments)
-    built = (kernel, arguments[0].device, *kinds, repr(sorted(options.items())))
+    built = (kernel, first.device, *kinds, repr(sorted(options.items())))
     if built in _NOT_BUILT:
         raise Refused(_NOT_BUILT[built])
     try:
-        with torch.cuda.device_of(arguments[0]):
+        with torch.cuda.device_of(first):
             kernel[grid](*arguments, **options)
     except Exception as error:
         of_triton = type(error).__module__.startswith("triton") or "PassManager" in str(
@@ -459,8 +463,8 @@ def launch(
         of_compiler = "C compiler" in str(error) or isinstance(error, CalledProcessError)
         if not (of_triton or of_compiler):
             raise
-        first = (str(error).strip() or repr(error)).splitlines()[0]
-        _NOT_BUILT[built] = f"Triton cannot build it ({first})"
+        line = (str(error).strip() or repr(error)).splitlines()[0]
+        _NOT_BUILT[built] = f"Triton cannot build it ({line})"
         raise Refused(_NOT_BUILT[built]) from error
 
 

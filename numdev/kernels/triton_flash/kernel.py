@@ -28,7 +28,7 @@ from numdev.kernels.output import upstream_in, why_not
 from numdev.system import System
 
 FORMATS = ("working", "float32")
-SIZES: Mapping[str, Any] = dict.fromkeys(
+SIZES: Mapping[str, object] = dict.fromkeys(
     ("block_q", "block_kv"),
     tuple(1 << n for n in range(4, 11)),  # 16 is what Triton's matrix products need
 )
@@ -48,7 +48,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "softmax": ("plain", "stabilised", "guarded"),
 }
 """Options that are one of several words, the default first."""
-OPTIONS: Mapping[str, Any] = {
+OPTIONS: Mapping[str, object] = {
     **dict.fromkeys(SIZES),
     **{name: words[0] for name, words in CHOICES.items()},
     **dict.fromkeys(STABILISED),
@@ -218,7 +218,7 @@ class KernelCall:
     mask: Tensor | None
     """Expanded to [B, H, q_len, kv_len], without being copied; a bool mask as bytes."""
     plan: Any
-    options: Mapping[str, Any]  # in force, tiles included
+    options: Mapping[str, object]  # in force, tiles included
     launch: Launch
 
     @classmethod
@@ -390,6 +390,6 @@ class _Trained(torch.autograd.Function):
         case.q, case.k, case.v, KernelCall.of(case, options)
     ),
 )
-def triton_flash(case: AttentionCase, **options: Any) -> Output:
+def triton_flash(case: AttentionCase, **options: object) -> Output:
     """Flash attention in Triton, with its roundings and orders as options."""
     return KernelCall.of(case, options).forward()[0]
