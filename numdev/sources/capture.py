@@ -110,7 +110,7 @@ class Captured:
 
     ref: CaseRef
     load: Callable[[], AttentionCase]
-    axes: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, object] = field(default_factory=dict)
     # The linear layer of its queries, or raises
     projection: Callable[[], Any] | None = None
 
@@ -255,7 +255,9 @@ def layer_of(module: nn.Module, name: str) -> int | None:
 
 
 @contextmanager
-def followed(modules: Iterable[nn.Module], enter: Any, leave: Any) -> Iterator[None]:
+def followed(
+    modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
     """A context in which `enter` is told of each module that begins, with its arguments
     and keywords, and `leave` of each that ends, also by raising."""
     with ExitStack() as stack:
@@ -272,8 +274,8 @@ class Frame:
     """A module while it runs: what it was called with, and how many calls it has made."""
 
     module: nn.Module
-    arguments: tuple[Any, ...]
-    named: Mapping[str, Any]
+    arguments: tuple[object, ...]
+    named: Mapping[str, object]
     calls: int = 0
 
 
@@ -442,7 +444,11 @@ class _Interceptor(TorchFunctionMode):
             torch.backends.mha.set_fastpath_enabled(fast)
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if self.watch and not self.watch.running:
@@ -526,7 +532,9 @@ class _Interceptor(TorchFunctionMode):
         return (answer if self.step is None else out), weights
 
 
-def multi_head_with(sdpa: Callable[..., Tensor]) -> Callable[..., Any]:
+def multi_head_with(
+    sdpa: Callable[..., Tensor],
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`multi_head_attention_forward` with another function in SDPA's place."""
     original = cast(FunctionType, F.multi_head_attention_forward)
     namespace = {**original.__globals__, "scaled_dot_product_attention": sdpa}
@@ -690,7 +698,7 @@ def _shown_alone(mask: Tensor | None, shown: Tensor) -> Tensor:
 
 
 def in_parts(
-    model: nn.Module, inputs: Mapping[str, Any], ends: Iterable[int]
+    model: nn.Module, inputs: Mapping[str, Tensor], ends: Iterable[int]
 ) -> Iterator[object]:
     """What a model returns for its `input_ids` read in parts, up to each of `ends`, with
     a cache. An `attention_mask` is given to each part up to its end."""

@@ -25,6 +25,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from numdev.errors import MeasurementError, UsageError, one_line
@@ -177,7 +178,7 @@ class Checkpoint(StoredWeights):
             raise UsageError(
                 "--stream needs accelerate", hint="pip install 'numdev[large]'"
             )
-        empty, deferred = {}, {}
+        empty, deferred = dict[str, Tensor](), dict[str, Tensor]()
         for container in self.containers:
             for stored in container.tensors():
                 x = storage.plain(container.path, stored.name, stored.read())
@@ -404,7 +405,7 @@ class StateDict(StoredWeights):
     """Opened weights and the factory of their model."""
 
     factory: str
-    build: Callable[..., Any]
+    build: Callable[..., object]
 
     def describe(self) -> dict[str, object]:
         build = self.build
@@ -539,31 +540,37 @@ class Deferred(Tensor):
     make: Callable[[torch.device], Tensor]  # the tensor itself, on a device
     sealed: str
     _empty: Tensor
+    _is_param: bool  # whether what stands in its place is a parameter
 
     @staticmethod
     def of(
         empty: Tensor,
         make: Callable[[torch.device], Tensor],
         *,
-        device: Any = "cpu",
+        device: str | torch.device = "cpu",
         sealed: str = "",
-    ) -> Any:
+    ) -> Deferred:
         """One like `empty` (on the meta device) that says it is on `device`."""
         x: Any = Tensor._make_wrapper_subclass(
             Deferred,
             empty.shape,
             strides=empty.stride(),
             dtype=empty.dtype,
-            device=device,
+            device=torch.device(device),
         )
         x._empty, x.make, x.sealed = empty, make, sealed
-        return x
+        deferred: Deferred = x
+        return deferred
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
+        cls,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         # All of a recipe happens on one device, which is chosen when it is followed.
         kwargs = {name: x for name, x in (kwargs or {}).items() if name != "device"}
@@ -592,7 +599,7 @@ class Deferred(Tensor):
 
 # A weight's `_parameters` or `_buffers`, its name there, itself, and what stands in its
 # place.
-Slot = tuple[dict[str, Any], str, Deferred, Any]
+Slot = tuple[dict[str, object], str, Deferred, Deferred]
 
 
 class Streamed:
@@ -602,7 +609,7 @@ class Streamed:
         self.model, self.device = model, torch.empty(0, device=device).device
         names = {module: name for name, module in model.named_modules()}
         # A tied weight stays one, if only by what holds its places
-        empties: dict[int, Any] = {}
+        empties: dict[int, Deferred] = {}
         # The slots that are filled and emptied as one, by their module, in the model's
         # order.
         self.units: dict[nn.Module, list[Slot]] = {}

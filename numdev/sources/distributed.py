@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -153,7 +153,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
     a file that asks for anything but metadata (nothing is run), is damaged, or names one
     elsewhere."""
     path = directory / METADATA
-    places: dict[object, dict[str, Any]] = {}
+    places: dict[object, tuple[str, int, int]] = {}  # file, offset and length
     tensors = []
     refuse_pointer(path)
     with (
@@ -168,7 +168,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
                 raise MeasurementError(what, hint=DISTRUST)
             offset, length = _sizes((info.offset, info.length))
             key = str(index.fqn), _sizes(getattr(index, "offset", None) or ())
-            places[key] = {"file": name, "offset": offset, "length": length}
+            places[key] = (name, offset, length)
         keys = getattr(metadata, "planner_data", None) or {}
         for name, stored in metadata.state_dict_metadata.items():
             if type(stored).__name__ == "BytesStorageMetadata":
@@ -178,12 +178,21 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
             pieces = []
             for chunk in stored.chunks:
                 start, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
-                place = places.get((str(name), start)) or places[str(name), ()]
-                pieces.append(Piece(start=start, shape=shape, **place))
+                file_name, offset, length = (
+                    places.get((str(name), start)) or places[str(name), ()]
+                )
+                piece = Piece(
+                    file=file_name, offset=offset, length=length, start=start, shape=shape
+                )
+                pieces.append(piece)
             way = tuple(map(str, keys.get(name) or (name,)))
-            fields: Any = {"path": way, "dtype": dtype, "shape": _sizes(stored.size)}
             tensor = SplitTensor(
-                directory=directory, name=str(name), pieces=tuple(pieces), **fields
+                directory=directory,
+                name=str(name),
+                path=way,
+                dtype=dtype,
+                shape=_sizes(stored.size),
+                pieces=tuple(pieces),
             )
             tensors.append(tensor)
     if not tensors:
@@ -204,7 +213,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, path: Path, file: Any) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
         super().__init__(file)
         self._path, self._records = path, dict[str, type[_Record]]()
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def name_of(directory: Path) -> str:
 
 
 def read_json(
-    path: Path, made_of: Callable[[dict[str, Any]], Any] | None = None
+    path: Path, made_of: Callable[[dict[str, object]], object] | None = None
 ) -> dict[str, Any]:
     """A file that holds one JSON object; `made_of`: what stands for each object in it."""
     refuse_pointer(path)
@@ -211,7 +212,7 @@ def blaming(path: Path, what: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def quiet(*others: Any) -> Iterator[None]:
+def quiet(*others: ModuleType) -> Iterator[None]:
     """A context without log lines, warnings and progress bars of transformers and of
     `others`."""
     import transformers.utils.logging

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from numdev.errors import MeasurementError, UsageError
 
@@ -60,7 +59,7 @@ def refuse_directory(path: Path) -> None:
             )
 
 
-def refuse_config(path: Path, config: Mapping[str, Any]) -> None:
+def refuse_config(path: Path, config: Mapping[str, object]) -> None:
     """Raises MeasurementError for a config.json that is none of transformers'."""
     if config.get("model_type"):
         return

@@ -37,7 +37,7 @@ class Upstream:
     # Which loss of the model's, in words; None: gradients are drawn
     loss: str | None = None
     # The model takes to return the loss
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     why_not: str = ""  # Why the model's loss is not used, where it has one
 
     def describe(self) -> str:
@@ -49,7 +49,7 @@ class Upstream:
 def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> Upstream:
     """Where this model's upstream gradients on these inputs come from; runs it once to
     see. A loss that raises, or is not finite, is none; `why_not` says so."""
-    words, arguments = OWN, dict[str, Any]()
+    words, arguments = OWN, dict[str, object]()
     if hasattr(model, "get_output_embeddings"):  # a model of transformers
         asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
         encodes = cast(Any, model).config.is_encoder_decoder
@@ -84,7 +84,7 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
     return Upstream(seed=seed, loss=words, arguments=arguments)
 
 
-def loss_of(answer: Any) -> Tensor | None:
+def loss_of(answer: object) -> Tensor | None:
     """The loss a model returned: its `loss`, itself a number, or the one number of a
     tuple."""
     loss = answer.get("loss") if type(answer) is dict else getattr(answer, "loss", answer)
@@ -115,7 +115,7 @@ def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:
     return replace(case, grad_out=x, grad_out_from=drawn_from(seed))
 
 
-def at_home(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def at_home(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, Any]:
     """The inputs where the model is, floating-point tensors as it computes."""
     home = dict(inputs)
     if (

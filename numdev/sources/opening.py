@@ -52,7 +52,7 @@ class Located(Protocol):
     @property
     def ref(self) -> CaseRef: ...
     @property
-    def axes(self) -> dict[str, Any]: ...
+    def axes(self) -> dict[str, object]: ...
     def load(self) -> AttentionCase: ...
 
 
@@ -64,7 +64,7 @@ class Source(Protocol):
     doubts: tuple[str, ...] = ()  # what a report says of the inputs
     cases: Sequence[Located] = ()  # those that are known before a model runs
 
-    def describe(self) -> dict[str, Any]: ...
+    def describe(self) -> dict[str, object]: ...
     def count(self) -> int:
         return len(self.cases)
 
@@ -132,7 +132,7 @@ class Drawn:
         return CaseRef(case=name, source=self.source, module=name, seed=self.seed)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def axes(self) -> dict[str, object]:
         return dict(self.config.axes)
 
     def load(self) -> AttentionCase:
@@ -148,13 +148,19 @@ class Drawn:
             head_dim=config.head_dim,
             v_dim=config.v_dim or config.head_dim,
         )
-        how: dict[str, Any] = {"seed": self.seed, "label": config.entry}
         drawn = draw(
-            inputs.name, shapes, options=inputs.options, gradients=self.gradients, **how
+            inputs.name,
+            shapes,
+            options=inputs.options,
+            gradients=self.gradients,
+            seed=self.seed,
+            label=config.entry,
         )
         device, mask, sinks, grad_out = self.device, None, None, drawn.grad_out
         if config.mask is not None:
-            mask = draw_mask(config.mask, shapes, **how).to(device)
+            mask = draw_mask(config.mask, shapes, seed=self.seed, label=config.entry).to(
+                device
+            )
         if config.sinks:
             draws = Draws(self.seed, config.entry)
             sinks = draws.normal("sinks", (1, config.heads))[0].to(device)
@@ -194,18 +200,12 @@ class ConfigSource(Source):
         gradients: bool = False,
     ) -> None:
         self.target = target
-        how: dict[str, Any] = {
-            "source": target,
-            "device": system.device,
-            "gradients": gradients,
-        }
+        drawn = partial(Drawn, source=target, device=system.device, gradients=gradients)
         for config in configs:
             check(config.inputs.name, config.inputs.options)
-        self.cases = [
-            Drawn(config=config, seed=s, **how) for config in configs for s in seeds
-        ]
+        self.cases = [drawn(config=config, seed=s) for config in configs for s in seeds]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {"config": self.target, "cases": len(self.cases)}
 
 
@@ -230,7 +230,7 @@ class TensorFileSource(Source):
             self.notes = (f"Upstream gradients: {self.origin}.",)
         self.notes += layers.notes(request.target)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         captured = dict.fromkeys(case.ref.source for case in self.stored.cases)
         return {
             "tensors": self.stored.path.name,
@@ -267,7 +267,7 @@ class CallsSource(Source):
         ]
         self.notes = layers.notes(request.target)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         parts = {
             f"{case.ref.case} {field.name}": getattr(case, field.name)
             for case in self.calls
@@ -372,9 +372,9 @@ class CheckpointSource(Source):
             mode = ", in eval mode (no dropout)" if evaluates else ""
             yield f"Upstream gradients: {self.upstream.describe()}{mode}."
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """What a report says of the source."""
-        described: dict[str, Any] = {"checkpoint": self.checkpoint.name}
+        described: dict[str, object] = {"checkpoint": self.checkpoint.name}
         if self.streamed:
             described["streamed"] = "layer by layer"
         described |= {"sha256": self.identified(), **self.checkpoint.describe()}

@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -121,10 +121,10 @@ class PipelineSource:
         if request.backward:
             self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """What a report says of the source."""
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
-        described: dict[str, Any] = {
+        described: dict[str, object] = {
             "checkpoint": name_of(self.path),
             "sha256": storage.identity((self.path / INDEX, *self._files())),
             "pipeline": f"{self.kind} of diffusers {version('diffusers')}",
@@ -163,13 +163,13 @@ class PipelineSource:
     def __iter__(self) -> Iterator[capturing.Captured]:
         return capturing.handed_over(self._run)
 
-    def _part(self, name: str, dtype: torch.dtype) -> Any:
+    def _part(self, name: str, dtype: torch.dtype) -> object:
         """A part of the pipeline, loaded; a model in eval mode and cast to `dtype`."""
         directory, (library, kind) = self.path / name, self.parts[name]
         for file in sorted(directory.glob("*")):
             refuse_pointer(file)
         cls = _class(directory, library, kind, ALLOWED[library])
-        options: dict[str, Any] = {"local_files_only": True}
+        options: dict[str, object] = {"local_files_only": True}
         if library == "transformers":
             options["trust_remote_code"] = False
         if model := issubclass(cls, nn.Module):
@@ -191,7 +191,7 @@ class PipelineSource:
         storage.refuse_misfits(directory, kind, missing, unused, misshapen)
         return model.eval()
 
-    def _read(self) -> tuple[dict[str, Any], str]:
+    def _read(self) -> tuple[dict[str, list[str] | list[int]], str]:
         """What images are made of, as arguments of the pipeline's call and in words: the
         lines of text files, in turn; else drawn words of its tokenizer, or drawn
         classes."""
@@ -250,7 +250,7 @@ class PipelineSource:
         own_step = scheduler.step
         layers, seed = capturing.Layers(self.request.layers), self.request.seed
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: object, **kwargs: object) -> object:
             nonlocal now
             answer = own_step(*args, **kwargs)
             now += 1
@@ -327,18 +327,18 @@ class Painter(nn.Module):
         outs: dict[str, Tensor] = {}
 
         @functools.wraps(own_table)  # pipelines look at what it takes
-        def table(*args: Any, **kwargs: Any) -> Any:
+        def table(*args: object, **kwargs: object) -> object:
             # It makes arrays of NumPy, as it does in every run
             with _disable_current_modes():
                 return own_table(*args, **kwargs)
 
         @functools.wraps(own_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: object, **kwargs: object) -> object:
             answer = own_step(*args, **kwargs)
             outs["latents"] = answer[0]
             return answer
 
-        def decode(*args: Any, **kwargs: Any) -> Any:
+        def decode(*args: object, **kwargs: object) -> object:
             outs["image"] = own_decode(*args, **kwargs)[0]
             raise capturing.Enough
 
@@ -369,8 +369,12 @@ class _Noise(TorchFunctionMode):
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         if func is not torch.randn:
             return func(*args, **(kwargs or {}))
         asked = dict(kwargs or {})
@@ -397,7 +401,7 @@ class PictureSource:
         self.model = Painter(opened)
         self.prompt = Prompt(inputs=inputs, description=opened.prompt)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {n: x for n, x in self.opened.describe().items() if n != "not_audited"}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -411,7 +415,7 @@ class PictureSource:
         return Painter(PipelineSource(named, self.system))
 
 
-def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, Any]]:
+def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, object]]:
     """A pipeline's class; library and class of its parts that are needed; its plain
     settings."""
     if find_spec("diffusers") is None:

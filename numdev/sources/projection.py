@@ -11,10 +11,10 @@ layers make them, there is no projection."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,7 @@ class Projections:
         """A call is made while these modules run: by the innermost, for which it is the
         first."""
         new = [frame for frame in reversed(running) if not frame.calls]
-        changed = [Frame(module=f.module, **_changed(Tensor.detach, f)) for f in new]
-        self.frames[ref.case] = changed
+        self.frames[ref.case] = [_detached(frame) for frame in new]
         for frame in running:
             frame.calls += 1
 
@@ -80,9 +79,11 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
     call's queries, which must be the case's, and the linear layers that ran."""
     ran: list[Run] = []
     kind = type(frame.module).__name__
-    call = _changed(lambda x: x.double() if x.is_floating_point() else x, frame)
+    arguments, named = _changed(
+        lambda x: x.double() if x.is_floating_point() else x, frame
+    )
 
-    def cut(name: str, layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def cut(name: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """Note a linear layer's run; the module goes on with its output alone."""
         leaf = out.detach().requires_grad_()
         ran.append((name, layer, args[0].detach(), leaf))
@@ -97,7 +98,7 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
             if _is_linear(part):
                 part.register_forward_hook(partial(cut, name))
         with torch.enable_grad():
-            again = first_call(lambda: twin(*call["arguments"], **call["named"]))
+            again = first_call(lambda: twin(*arguments, **named))
     except Exception as error:  # a module's own code: whatever it raises is a reason
         raise _none(
             case, f"{kind} does not run again in fp64: {one_line(error)}"
@@ -182,15 +183,22 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _changed(change: Callable[[Tensor], Tensor], frame: Frame) -> dict[str, Any]:
+def _detached(frame: Frame) -> Frame:
+    arguments, named = _changed(Tensor.detach, frame)
+    return Frame(module=frame.module, arguments=arguments, named=named)
+
+
+def _changed(
+    change: Callable[[Tensor], Tensor], frame: Frame
+) -> tuple[tuple[object, ...], Mapping[str, object]]:
     """What the module was called with, tensors changed; caches, changed since, left
     out."""
 
-    def is_cache(x: Any) -> bool:
+    def is_cache(x: object) -> bool:
         return hasattr(x, "get_seq_length")
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: object) -> object:
         return change(x) if isinstance(x, Tensor) else None if is_cache(x) else x
 
-    call = {"arguments": frame.arguments, "named": frame.named}
-    return cast(dict[str, Any], tree_map(leaf, call, is_leaf=is_cache))
+    arguments = tree_map(leaf, frame.arguments, is_leaf=is_cache)
+    return arguments, tree_map(leaf, frame.named, is_leaf=is_cache)

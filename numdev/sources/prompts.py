@@ -242,8 +242,12 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
     words = f"{sequences} x {length} random token ids, seed {seed}"
-    asked: Any = {"sequences_asked": sequences, "tokens_asked": length}
-    return Prompt(inputs={"input_ids": ids}, description=words, **asked)
+    return Prompt(
+        inputs={"input_ids": ids},
+        description=words,
+        sequences_asked=sequences,
+        tokens_asked=length,
+    )
 
 
 def read_text(file: Path) -> str:
@@ -335,7 +339,7 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
     return Prompt(inputs={name: x}, description=words)
 
 
-def arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
+def arguments(forward: Callable[..., object]) -> tuple[list[str], bool]:
     """The names of a function's arguments, and whether it takes any other by name."""
     parameters = inspect.signature(forward).parameters.values()
     named = [

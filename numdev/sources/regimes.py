@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from numdev.errors import UsageError, closest
@@ -58,7 +58,7 @@ class Draws:
         return torch.from_numpy(self._stream(name, 0).permutation(count))
 
     def _by_head(
-        self, law: str, name: str, shape: tuple[int, ...], dtype: Any, *of: int
+        self, law: str, name: str, shape: tuple[int, ...], dtype: DTypeLike, *of: int
     ) -> Tensor:
         batch, heads, *trailing = shape
         numbers = np.empty(shape, dtype=dtype)
@@ -436,7 +436,7 @@ _ALL: tuple[Callable[..., Inputs], ...] = (
 REGIMES = {regime.__name__: regime for regime in _ALL}
 
 
-def check(name: str, options: Mapping[str, Any]) -> Callable[..., Inputs]:
+def check(name: str, options: Mapping[str, object]) -> Callable[..., Inputs]:
     """The regime `name`, when it takes these options; UsageError, naming the closest,
     when not."""
     regime = REGIMES.get(name)
@@ -457,7 +457,7 @@ def draw(
     shapes: Shapes,
     *,
     seed: int,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     label: str = "",
     gradients: bool = False,
 ) -> Inputs:

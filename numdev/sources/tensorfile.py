@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import AfterValidator, Field
@@ -56,7 +56,7 @@ DTYPES = {
 }
 
 
-def _checked(layouts: Any) -> Any:
+def _checked(layouts: str | dict[str, str]) -> str | dict[str, str]:
     for name, layout in (
         layouts.items() if isinstance(layouts, dict) else [("q", layouts)]
     ):
@@ -141,7 +141,7 @@ class StoredCase:
         return CaseRef(**fields)
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def axes(self) -> dict[str, object]:
         return dict(self.call.axes)
 
     @property
@@ -162,20 +162,22 @@ class StoredCase:
             raise self._problem(
                 f"has no tensor {', '.join(missing)}", "q, k and v are needed"
             )
-        x: dict[str, Any] = {
-            n: self._arranged(n, t.to(self.device)) for n, t in stored.items()
-        }
+        x = {n: self._arranged(n, t.to(self.device)) for n, t in stored.items()}
         call, mask = self.call, x.pop("mask", None)
         if mask is not None and mask.dtype == torch.uint8 and call.mask == "bool":
             mask = mask != 0
+        q = x["q"]
+        usual = max((1, *q.shape[-1:])) ** -0.5
         try:
             case = AttentionCase(
                 ref=self.ref,
-                **x,
+                q=q,
+                k=x["k"],
+                v=x["v"],
+                sinks=x.get("sinks"),
+                grad_out=x.get("grad_out"),
                 mask=mask,
-                scale=max((1, *x["q"].shape[-1:])) ** -0.5
-                if call.scale is None
-                else call.scale,
+                scale=usual if call.scale is None else call.scale,
                 is_causal=call.is_causal,
                 causal_offset=call.causal_offset or 0,
                 window=call.window,
@@ -289,7 +291,9 @@ def open_cases(
     return CaseFile(path=path, files=files, cases=cases, versions=opened[0][0].versions)
 
 
-def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
+def _open_file(
+    path: Path, *, device: str, upstream: int | None
+) -> tuple[Header, list[StoredCase]]:
     with storage.open_safetensors(path) as file:
         raw = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -327,7 +331,12 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
         )
         # Mapped and not read, it is built, which finds what does not fit
         loaded = case.load()
-        case = replace(case, many_heads=loaded.kv_heads > loaded.kv_len, **how)
+        case = replace(
+            case,
+            many_heads=loaded.kv_heads > loaded.kv_len,
+            device=device,
+            upstream=upstream,
+        )
         cases.append(case)
     return header, cases
 
@@ -335,7 +344,7 @@ def _open_file(path: Path, **how: Any) -> tuple[Header, list[StoredCase]]:
 def write(
     path: Path,
     cases: Sequence[AttentionCase],
-    axes: Sequence[Mapping[str, Any]] | None = None,
+    axes: Sequence[Mapping[str, object]] | None = None,
 ) -> None:
     """Write cases to one captured-tensor file, whole or not at all: unrounded, each
     tensor with its axes in the order they have in memory. `axes`: every case's place on a
@@ -387,7 +396,7 @@ def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     write(path, cases)
 
 
-Add = Callable[[AttentionCase, Mapping[str, Any]], None]
+Add = Callable[[AttentionCase, Mapping[str, object]], None]
 
 
 @contextlib.contextmanager
@@ -400,7 +409,7 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
         raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
     names = list[str]()
 
-    def add(case: AttentionCase, axes: Mapping[str, Any]) -> None:
+    def add(case: AttentionCase, axes: Mapping[str, object]) -> None:
         names.append(f"{len(names):05d}.safetensors")
         write(partial / names[-1], [case], [axes])
 
