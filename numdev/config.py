@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -459,7 +459,9 @@ def audit_request(
     )
 
 
-def _target(target: str, config: type[AuditConfig | InvarianceConfig]) -> tuple[str, Any]:
+def _target(
+    target: str, config: type[AuditConfig | InvarianceConfig]
+) -> tuple[str, dict[str, object]]:
     """What a target is called, and the fields of a request that it gives."""
     path = Path(target)
     if target == "demo":
@@ -477,7 +479,7 @@ def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
     asked = _asked(flags)
     first = asked.pop("seed", None)
     config = read_yaml(path, SweepConfig)
-    if first is not None:
+    if isinstance(first, int):
         asked["seeds"] = tuple(range(first, first + len(config.seeds)))
     return validated(
         {**_given(config), **asked, "target": path.name}, SweepRequest, str(path)
@@ -505,7 +507,7 @@ def _given(config: Strict) -> dict[str, object]:
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
-def _asked(flags: Mapping[str, object]) -> dict[str, Any]:
+def _asked(flags: Mapping[str, object]) -> dict[str, object]:
     """What was said: neither None nor an option that was given no time."""
     return {
         name: value for name, value in flags.items() if value is not None and value != ()

@@ -59,7 +59,7 @@ class System:
     # Installed distributions, name (in lower case, with hyphens) to version.
     packages: Mapping[str, str] = field(default_factory=dict)
     # Global switches of torch that change numbers (TF32, reduced precision, determinism).
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def probe(cls, device: str = "auto") -> System:
@@ -89,7 +89,7 @@ class System:
             settings=settings,
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The snapshot as a report records it: of the packages, those that matter to
         every audit."""
         recorded = {n: v for n, v in self.packages.items() if n in RECORDED_PACKAGES}
@@ -155,14 +155,17 @@ def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+Switch = tuple[Callable[[], object], Callable[[Any], object]]  # reads it, and sets it
+
+
 @functools.cache
-def switches() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+def switches() -> Mapping[str, Switch]:
     """The switches of torch that change what a kernel computes: how each is read, and
     set. (What TF32 a matrix product may use is told by the first; PyTorch sets both
     together.)"""
     import torch
 
-    def of(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    def of(owner: object, name: str) -> Switch:
         return functools.partial(getattr, owner, name), functools.partial(
             setattr, owner, name
         )

@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
     """YAML forbids a key that stands twice in a mapping; the loader would take the last
     and say nothing."""
 
-    def compose_mapping_node(self, anchor: Any) -> Any:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
 
 # For numdev's own files, which tests hold to `_Loader`: in C it takes a tenth of the
 # time.
-_Trusted: Any = getattr(yaml, "CSafeLoader", _Loader)
+_Trusted: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", _Loader)
 
 
 def parse_bundled(name: str) -> Any:
@@ -111,16 +111,21 @@ def read_yaml(path: Path, model: type[M]) -> M:
     return validated(raw, model, str(path), node)
 
 
-def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = None) -> M:
+def validated(
+    raw: Mapping[str, object], model: type[M], where: str, node: yaml.Node | None = None
+) -> M:
     """A mapping as a validated model, its grids expanded; raises UsageError that names
     `where` it stands, the key, and the line in `node`, the file's tree."""
-    origins: dict[Any, list[int]] = {}  # of each cell of a grid, the index of its entry
+    origins: dict[
+        int | str, list[int]
+    ] = {}  # of each cell of a grid, the index of its entry
     for part in ("cases", "kernels"):
-        if isinstance(raw.get(part), list):
-            lines = [f"{where}{_line(node, (part, i))}" for i in range(len(raw[part]))]
+        entries = raw.get(part)
+        if isinstance(entries, list):
+            lines = [f"{where}{_line(node, (part, i))}" for i in range(len(entries))]
             pairs = (
                 (cell, i)
-                for i, entry in enumerate(raw[part])
+                for i, entry in enumerate(entries)
                 for cell in expand(entry, part, lines[i])
             )
             cells = list(itertools.islice(pairs, MOST_CELLS + 1))
@@ -150,7 +155,7 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = No
         raise UsageError(f"{where}{_line(node, place)}: {what}") from error
 
 
-def _line(node: Any, place: Sequence[int | str]) -> str:
+def _line(node: yaml.Node | None, place: Sequence[int | str]) -> str:
     """`, line N` of a place (keys and indices) in a file's tree, or of the nearest
     above."""
     if node is None:
@@ -172,7 +177,7 @@ def _line(node: Any, place: Sequence[int | str]) -> str:
     return f", line {mark.line + 1}"
 
 
-def expand(entry: Any, part: str, where: str) -> Iterator[Any]:
+def expand(entry: object, part: str, where: str) -> Iterator[object]:
     """The cells of one grid entry of `cases` or `kernels`: every list, also inside a
     case's `inputs` or a kernel's `options`, is an axis.
 
@@ -183,7 +188,7 @@ def expand(entry: Any, part: str, where: str) -> Iterator[Any]:
         return
     nested = "inputs" if part == "cases" else "options"
     inner = entry[nested] if isinstance(entry.get(nested), dict) else {}
-    axes: dict[tuple[str, ...], list[Any]] = {}
+    axes: dict[tuple[str, ...], list[object]] = {}
     axes |= {(key,): value for key, value in entry.items() if isinstance(value, list)}
     axes |= {
         (nested, key): value for key, value in inner.items() if isinstance(value, list)

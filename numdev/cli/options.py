@@ -58,14 +58,15 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
     name = "list"
 
     def convert(
-        self, value: str, param: Any, ctx: click.Context | None
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
         chosen: list[int] = []
         for part in value.split(","):
             match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
             numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
             if not numbers:
-                raise UsageError(f"{param.opts[0]}: expected e.g. 0,3-5, got {value!r}")
+                flag = param.opts[0] if param else self.name
+                raise UsageError(f"{flag}: expected e.g. 0,3-5, got {value!r}")
             chosen += numbers
         return tuple(dict.fromkeys(chosen))
 

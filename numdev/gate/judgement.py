@@ -7,7 +7,7 @@ list."""
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, Required, TypedDict
 
 from pydantic import Field, SkipValidation
 
@@ -101,6 +101,22 @@ class Test(Record):
             return 0.0
         size = abs(self.observed)
         return size / self.bound if self.bound else math.inf if size else 0.0
+
+
+class TestFields(TypedDict, total=False):
+    """Fields of a test but those that say whose it is."""
+
+    rule: Required[str]
+    standing: Required[Standing]
+    metric: str
+    observed: float
+    interval: tuple[float, float] | None
+    bound: float
+    limit: str
+    judged: int
+    offending: int
+    reasons: tuple[str, ...]
+    beyond: tuple[object, ...]
 
 
 class PlantedDose(Record):
