@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,12 +37,12 @@ NORMS: Mapping[str, Sequence[str]] = {
 }
 
 
-def is_floating(x: object) -> bool:
+def is_floating(x: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor of real or complex floating-point numbers."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def is_floating_dtype(x: object) -> bool:
+def is_floating_dtype(x: object) -> TypeGuard[torch.dtype]:
     return isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex)
 
 

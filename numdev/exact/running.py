@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ aten = torch.ops.aten
 # Of an output that has a gradient, by its number and itself: the gradient that comes back
 # into it.
 Cotangent = Callable[[int, Tensor], Tensor]
+T = TypeVar("T")
 
 
 class Computing(TorchDispatchMode):
@@ -80,18 +81,18 @@ def computing(
         yield stack.enter_context(mode)
 
 
-class Evaluation(NamedTuple):
+class Evaluation(NamedTuple, Generic[T]):
     """What a function gave: floating-point tensors as `Wide`."""
 
-    output: object
+    output: T
     arguments: tuple[object, ...]  # after the run, as it may have written into them
     gradients: Mapping[str, Tensor | None]  # fp64; None: the output does not depend on it
 
 
 def evaluate(
-    function: Callable[..., object], *arguments: object, rounding: Rounding = UNROUNDED,
+    function: Callable[..., T], *arguments: object, rounding: Rounding = UNROUNDED,
     seed: int | None = None, cotangent: Cotangent | None = None,
-) -> Evaluation:  # fmt: skip
+) -> Evaluation[T]:  # fmt: skip
     """What a function, or a module, gives on these arguments, any tree of tensors and
     other objects, computed in fp64 and rounded as `rounding` says. Arguments and module
     are copied, not changed.

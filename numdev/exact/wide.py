@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class Wide(Tensor):
         func: OpOverload,
         types: object,
         args: tuple[object, ...] = (),
-        kwargs: Any = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Outside of a run, as when a cache is put together: nothing is rounded."""
         return compute(func, args, kwargs or {}, UNROUNDED)
@@ -139,7 +139,11 @@ class Wide(Tensor):
         raise unsupported("Tensor.data_ptr", POINTER)
 
 
-def widened(x: Any) -> Any:
+@overload
+def widened(x: Tensor) -> Tensor: ...
+@overload
+def widened(x: object) -> object: ...
+def widened(x: object) -> object:
     """A floating-point tensor's values in float64 (complex128); anything else as it
     is."""
     if isinstance(x, Wide):
@@ -147,7 +151,11 @@ def widened(x: Any) -> Any:
     return x.to(computed_in(x.dtype)) if is_floating(x) else x
 
 
-def narrowed(x: object) -> Any:
+@overload
+def narrowed(x: Tensor) -> Tensor: ...
+@overload
+def narrowed(x: object) -> object: ...
+def narrowed(x: object) -> object:
     """A `Wide` tensor as an ordinary one of the dtype that it says, rounded once to
     nearest; anything else as it is. It keeps strides, and no gradient."""
     if not isinstance(x, Wide):
@@ -229,11 +237,11 @@ class _Call:
         dtypes = result_dtypes(self.func, self.args, self.kwargs, leaves)
         outs = [self._result(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
         for i in FREE.get(self.func.overloadpacket.__name__, ()):
-            if isinstance(outs[i], Wide):
-                outs[i].refusal = unsupported(self.func, VECTORS).message
+            if isinstance(out := outs[i], Wide):
+                out.refusal = unsupported(self.func, VECTORS).message
         return tree_unflatten(outs, spec)
 
-    def _read(self, x: Any) -> object:
+    def _read(self, x: object) -> object:
         if id(x) in self.given:
             return self.given[id(x)]
         if isinstance(x, Wide):
@@ -283,7 +291,7 @@ class _Call:
         if target.shape != values.shape:  # `out=` grew
             _resize(target, values)
 
-    def _result(self, x: Any, dtype: torch.dtype) -> Any:
+    def _result(self, x: object, dtype: torch.dtype) -> object:
         if id(x) in self.stands_for:
             return self.stands_for[id(x)]
         if not is_floating(x):

@@ -6,7 +6,7 @@ and with a script."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,7 @@ class Checks:
             what = type(module).__name__
         return f"; layer {layer} is the first whose {what} differs"
 
-    def again(self, name: str, **how: Any) -> Check:
+    def again(self, name: str, **how: object) -> Check:
         """Whether the exact run agrees with one that is made another way: `how` are
         arguments of `exact`. Without any it is the same run again."""
         counts = counted(self.inputs, self.whole[0])
@@ -306,8 +306,12 @@ class Checks:
             return exact(case, fmt)
 
         by_hand = bool(self.whole and self.subject.by_hand)
-        ways: Any = {} if by_hand else {"attention": attention}
-        one, ids = self.exact(self.inputs, **ways), self.inputs[name]
+        ids = self.inputs[name]
+        one = (
+            self.exact(self.inputs)
+            if by_hand
+            else self.exact(self.inputs, attention=attention)
+        )
         causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         causal |= name.startswith("decoder") or 2 * sum(hides) > len(hides)
         if not causal:
@@ -373,7 +377,7 @@ class Checks:
         length = self.inputs["input_ids"].shape[1]
         first = max(1, length - steps)
 
-        def decoded(**wide: Any) -> Tensor:
+        def decoded(**wide: Tensor) -> Tensor:
             answers = in_parts(self.model, wide, range(first, length + 1))
             return torch.cat([output_of(answer) for answer in answers], dim=1)
 
@@ -405,17 +409,15 @@ class Checks:
             raise MeasurementError("no position of the output counts")
         if bad_positions(as_is, counts):
             raise MeasurementError("NaN or infinity in the output of the model as it is")
-        about: Any = {"name": name, "limit": COMPILED}
+        tested = partial(Check, name=name, limit=COMPILED)
         if bad := bad_positions(compiled, counts):
-            return Check(
-                **about, holds=False, reason=f"{WRONG[name]}: {_nonfinite(bad, counts)}"
-            )
+            return tested(holds=False, reason=f"{WRONG[name]}: {_nonfinite(bad, counts)}")
         errors = [float((x - exact)[counts].norm()) for x in (as_is, compiled)]
         ratio = min(errors[1] / max(errors[0], 1e-300), 1e300)
         holds = ratio <= COMPILED
         text = f"its error is {three(ratio)} times that of the model as it is"
         text = f"compiled, {text}" if holds else f"{WRONG[name]}: {text}"
-        return Check(**about, holds=holds, difference=ratio, reason=text)
+        return tested(holds=holds, difference=ratio, reason=text)
 
 
 def _nonfinite(bad: int, counts: Tensor) -> str:
@@ -430,7 +432,7 @@ def reproducers(report: EffectsReport, directory: Path, **_: object) -> list[Pat
     if not ((path / "config.json").is_file() and report.tokens):
         return []
 
-    def facts(finding: Finding) -> dict[str, Any] | None:
+    def facts(finding: Finding) -> dict[str, object] | None:
         if finding.rule not in ("eager", "sdpa", "causality", "mask", "cache"):
             return None
         model = {

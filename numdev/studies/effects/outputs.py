@@ -31,7 +31,7 @@ def output_of(answer: object) -> Tensor:
     Raises MeasurementError for anything else."""
     parts = answer if isinstance(answer, Mapping) else getattr(answer, "__dict__", {})
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
-    x: Any = next((x for x in named if isinstance(x, Tensor)), answer)
+    x: object = next((x for x in named if isinstance(x, Tensor)), answer)
     x = x[0] if isinstance(x, tuple | list) and x else x
     if not is_floating(x) or x.ndim < 2:
         raise MeasurementError(
@@ -42,14 +42,14 @@ def output_of(answer: object) -> Tensor:
     return out[:, None] if out.ndim == 2 else out.flatten(1, -2)
 
 
-def outputs_of(answer: Any) -> dict[str, Tensor]:
+def outputs_of(answer: object) -> dict[str, Tensor]:
     """The tensors by which two answers are compared, by the name of the output: the one
     `output_of` it, or both outputs of a pipeline."""
     x, image = output_of(answer), getattr(answer, "image", None)
     return {"": x} if image is None else {"latents": x, "image": output_of(image)}
 
 
-def text_of(inputs: Mapping[str, Any]) -> str | None:
+def text_of(inputs: Mapping[str, object]) -> str | None:
     """The name of the input that the model's output is about, if that is token ids."""
     tensors = ((n, x) for n, x in inputs.items() if isinstance(x, Tensor))
     tokens = [n for n, x in tensors if x.dtype == torch.int64 and x.ndim == 2]
@@ -59,7 +59,7 @@ def text_of(inputs: Mapping[str, Any]) -> str | None:
 
 
 def counted(
-    inputs: Mapping[str, Any], out: Tensor, mask: str = "attention_mask"
+    inputs: Mapping[str, object], out: Tensor, mask: str = "attention_mask"
 ) -> Tensor:
     """The positions of an output that are no padding, bool [sequences, positions]."""
     shown = inputs.get(mask)
@@ -79,7 +79,7 @@ class Scored(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, answer: object, inputs: Mapping[str, Any]) -> Scored:
         out, name = output_of(answer), text_of(inputs)
-        config: Any = getattr(model, "config", None)
+        config: object = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         tables = [
             m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)

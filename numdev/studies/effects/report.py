@@ -7,7 +7,7 @@ independent small roundings."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,7 @@ from numdev.config import EffectsRequest
 from numdev.report import PlannedKernel, Record, Report
 
 Value = float | None
-Fields = dict[str, Any]  # fields of a record, by name
+Fields = dict[str, object]  # fields of a record, by name
 Place = Literal["", "latents", "image"]
 Kind = Literal[
     "whole",  # the model in the format with a kernel: what a user runs
@@ -53,12 +53,12 @@ class PlannedRun(Record):
 
     kind: Kind
     kernel: str = ""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     site: str = ""
     layer: int | None = None
 
     @property
-    def run(self) -> tuple[Any, ...]:
+    def run(self) -> tuple[str, str, str, str, int | None]:
         """What identifies the run: `RunFields.run` without the format and the output."""
         return self.kind, self.kernel, str(self.options), self.site, self.layer
 
@@ -94,7 +94,7 @@ class RunFields(Record):
     kind: Kind
     format: str
     kernel: str = ""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     at: Place = ""  # of a pipeline: which of its two outputs
     site: str = ""
     layer: int | None = None  # with attention in the format in this layer alone
@@ -124,7 +124,7 @@ class RunFields(Record):
         return {"": "output", "latents": "denoised latents"}.get(self.at, self.at)
 
     @property
-    def run(self) -> tuple[Any, ...]:
+    def run(self) -> tuple[str, str, str, str, str, str, int | None]:
         """What identifies the run in a report."""
         which = (self.kernel, str(self.options), self.site, self.layer)
         return self.kind, self.format, self.at, *which

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from typing import Any
 
@@ -60,14 +66,16 @@ class Subject:
 
     def __init__(self, source: Source, fmt: Format, run: Runner, system: System) -> None:
         self.format, self.run, self.system, self.device = fmt, run, system, system.device
-        models: Any = [source.load(dtype_of(fmt)) for _ in range(2)]
+        models = [source.load(dtype_of(fmt)) for _ in range(2)]
         self.real, self.wide = models
-        if hasattr(self.wide, "set_experts_implementation"):
-            # Transformers' default has no fp64
-            self.wide.set_experts_implementation("eager")
+        # Transformers' default has no fp64
+        choose_experts = getattr(self.wide, "set_experts_implementation", None)
+        if choose_experts is not None:
+            choose_experts("eager")
         _widen(self.wide, source.model, self.device)
         # The context in which each model has its weights at hand
-        self.weights: dict[nn.Module, Any] = dict.fromkeys(models, nullcontext)
+        self.weights: dict[nn.Module, Callable[[], AbstractContextManager[None]]]
+        self.weights = dict.fromkeys(models, nullcontext)
         if source.streamed:
             self.weights = {m: Streamed(m, device=self.device).running for m in models}
         self.places = SiteTracker(self.wide)
@@ -80,7 +88,7 @@ class Subject:
 
     def as_used(
         self, inputs: Inputs, attention: Attention, moved: int | None = None
-    ) -> Any:
+    ) -> object:
         """What the model returns as it computes in its format. With the seed `moved` its
         embedded inputs lie one unit in the last place off, up or down."""
 
@@ -101,8 +109,8 @@ class Subject:
         *,
         sites: Collection[str] = (),
         drawn: int | None = None,
-        run: Callable[..., Any] | None = None,
-    ) -> Any:
+        run: Callable[..., object] | None = None,
+    ) -> object:
         """What the model returns, or `run` in its place, computed in fp64 but for
         roundings at `sites` (up or down at random with the seed `drawn`, where there is
         one). Its attention is answered by `attention`; None: by the model's own code,
@@ -119,8 +127,8 @@ class Subject:
 
     def _exactly(
         self, inputs: Inputs, attention: Attention | None, sites: Collection[str],
-        drawn: int | None, run: Callable[..., Any] | None,
-    ) -> Any:  # fmt: skip
+        drawn: int | None, run: Callable[..., object] | None,
+    ) -> object:  # fmt: skip
         """As `exactly`, with attention answered as `attention` says."""
         generator = (
             None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
@@ -159,7 +167,7 @@ class Subject:
         kernels: Iterable[Planned],
         site: str = "",
         drawn: int | None = None,
-    ) -> Any:
+    ) -> object:
         """What the model returns, rounded at one site, or at all, but computed in fp64.
         Attention rounds as the first of the kernels with a rounding model does, else as
         FlashAttention-2."""
@@ -233,7 +241,7 @@ class Subject:
             )
         return output
 
-    def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, Any]:
+    def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, object]:
         """The options of `emulated` that the kernel rounds like on a rounded case."""
         claim = planned.kernel.claims(case, self._run_kernel(planned, case), self.system)
         if claim is None or case.format.precision > MOST_BITS:
@@ -257,14 +265,14 @@ def first_nonfinite(
         module: name or type(module).__name__ for name, module in model.named_modules()
     }
 
-    def note(x: Any, where: Callable[[], str]) -> None:
+    def note(x: object, where: Callable[[], str]) -> None:
         for tensor in (widened(y) for y in tree_leaves(x) if is_floating(y)):
             bad = ~tensor.isfinite()
             if tensor.ndim and len(tensor) == count:
-                sequences = bad.flatten(1).any(dim=1).nonzero()[:, 0].tolist()
+                at: Iterable[int] = bad.flatten(1).any(dim=1).nonzero()[:, 0].tolist()
             else:
-                sequences = range(count) if bool(bad.any()) else ()
-            first.update({i: where() for i in sequences if i not in first})
+                at = range(count) if bool(bad.any()) else ()
+            first.update({i: where() for i in at if i not in first})
 
     def enter(module: nn.Module, args: tuple[object, ...], _named: object) -> None:
         # Others may get masks, which hold -inf
@@ -272,7 +280,7 @@ def first_nonfinite(
             with _disable_current_modes():
                 note(args[:1], lambda: f"the input of {names[module]}")
 
-    def leave(module: nn.Module, _args: object, out: Any) -> None:
+    def leave(module: nn.Module, _args: object, out: object) -> None:
         with _disable_current_modes():
             note(out, lambda: names[module] + _bad_weight(module, cast_to))
 
@@ -296,7 +304,7 @@ def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
 def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
     """Replace the model's floating-point tensors by `Wide` ones with the source's values;
     a tensor that stays on disk by one that makes it when it is read."""
-    widened_by_id: dict[int, Any] = {}  # a tied weight stays one
+    widened_by_id: dict[int, Tensor] = {}  # a tied weight stays one
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
             tensors = getattr(module, kind)
@@ -314,10 +322,16 @@ def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
                 tensors[leaf] = widened_by_id[id(x)]
 
 
-def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> Any:
+def _wide(
+    values: Tensor, dtype: torch.dtype, is_parameter: bool, device: str | torch.device
+) -> Tensor:
     """A parameter or buffer in fp64 under the dtype that the model has it in."""
     with _disable_current_modes():  # it may be read from disk while the model runs
-        values = values.make(device) if isinstance(values, Deferred) else values.detach()
+        values = (
+            values.make(torch.device(device))
+            if isinstance(values, Deferred)
+            else values.detach()
+        )
         wide = Wide.of(widened(values.to(device)), dtype, is_weight=True)
         return nn.Parameter(wide, requires_grad=False) if is_parameter else wide
 
@@ -325,13 +339,20 @@ def _wide(values: Any, dtype: torch.dtype, is_parameter: bool, device: Any) -> A
 def _unwrapped(case: AttentionCase) -> AttentionCase:
     """The call with its values in fp64. The lowest number of a mask's dtype, which hides
     a key, becomes that of fp64."""
-    values = {name: widened(x) for name, x in vars(case).items() if is_floating(x)}
-    if case.mask is not None and "mask" in values:
-        hidden = values["mask"] == torch.finfo(case.mask.dtype).min
-        values["mask"] = values["mask"].masked_fill(
-            hidden, torch.finfo(torch.float64).min
-        )
-    return dataclasses.replace(case, **values)
+    mask = case.mask
+    if mask is not None and is_floating(mask):
+        values = widened(mask)
+        hidden = values == torch.finfo(mask.dtype).min
+        mask = values.masked_fill(hidden, torch.finfo(torch.float64).min)
+    return dataclasses.replace(
+        case,
+        q=widened(case.q),
+        k=widened(case.k),
+        v=widened(case.v),
+        mask=mask,
+        sinks=None if case.sinks is None else widened(case.sinks),
+        grad_out=None if case.grad_out is None else widened(case.grad_out),
+    )
 
 
 @contextmanager

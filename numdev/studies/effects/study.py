@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,7 +172,7 @@ def _finish(
 def _report(
     study: EffectsStudy,
     journal: Journal,
-    request: dict[str, Any],
+    request: dict[str, object],
     *,
     provenance: Provenance,
     timings: dict[str, float],
@@ -285,7 +285,7 @@ class EffectsStudy:
         return sum(len(next(iter(x.values()))) for x in self.chunks)
 
     @cached_property
-    def chunks(self) -> list[dict[str, Any]]:
+    def chunks(self) -> list[dict[str, Tensor]]:
         """The inputs, as many sequences at a time as a gigabyte of logits holds; one
         image."""
         inputs, step = self.source.prompt.inputs, 1
@@ -310,7 +310,7 @@ class EffectsStudy:
         # No kernel can be put into it, and its own code is all there is
         if subject.by_hand:
             count = len(next(iter(inputs.values())))
-            fields = {"status": "skipped", "reason": subject.by_hand}
+            fields: Fields = {"status": "skipped", "reason": subject.by_hand}
             for i in todo:
                 about = self.runs[i].row(fmt)
                 yield i, _rows(about, [fields] * count, before)
@@ -368,7 +368,7 @@ class EffectsStudy:
             self._answer(subject, inputs, run)
         return first
 
-    def _answer(self, subject: Subject, inputs: Inputs, run: Run | None) -> Any:
+    def _answer(self, subject: Subject, inputs: Inputs, run: Run | None) -> object:
         """What the model returns in one run, or exactly for None. An error of the model's
         own code becomes one of one line."""
         seed = self.request.seed
@@ -393,7 +393,7 @@ class EffectsStudy:
 def _rows(about: Fields, numbers: Sequence[Fields], first: int) -> list[OutputRow]:
     """A row for each sequence, of which the first has the number `first`."""
     return [
-        OutputRow(**about, sequence=sequence, **fields)
+        OutputRow.model_validate({**about, "sequence": sequence, **fields})
         for sequence, fields in enumerate(numbers, first)
     ]
 
@@ -458,9 +458,11 @@ def measured_on(
         yield from rows
 
 
-def _on_worker(request: str, *part: Any) -> list[Measured]:
+def _on_worker(
+    request: str, fmt: Format, number: int, todo: Sequence[int]
+) -> list[Measured]:
     """As `EffectsStudy.measured`, on a worker that opens the model once."""
-    return list(_opened(request).measured(*part))
+    return list(_opened(request).measured(fmt, number, todo))
 
 
 @cache

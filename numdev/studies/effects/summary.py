@@ -95,20 +95,20 @@ class OutputRuns:
             "failed": sum(row.status == "failed" for row in rows),
             "nonfinite": sum(row.nonfinite > 0 for row in rows),
         }
-        return RunSummary(
-            **fields,
-            unmatched=len(unmatched) if beside else 0,
-            share=_geometric(_ratios(costs, self.whole)),
-            beside=beside,
-            over=_geometric(ratios),
-            over_worst=max(ratios, default=None),
-        )
+        fields |= {
+            "unmatched": len(unmatched) if beside else 0,
+            "share": _geometric(_ratios(costs, self.whole)),
+            "beside": beside,
+            "over": _geometric(ratios),
+            "over_worst": max(ratios, default=None),
+        }
+        return RunSummary.model_validate(fields)
 
     def _yardstick(self, run: OutputRow) -> tuple[Beside | None, Costs]:
         """The costs with which a run's are compared, and their name in
         `RunSummary.beside`; none for a run that is compared with no other."""
 
-        def of(**changes: Any) -> Costs:
+        def of(**changes: object) -> Costs:
             return self.costs.get(run.model_copy(update=changes).run, {})
 
         if run.kind == "whole":
@@ -229,7 +229,7 @@ def _average(values: Sequence[float]) -> float:
 
 
 # How a number of a run is made of those of its sequences
-OVER_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {
+OVER_SEQUENCES: Mapping[str, Callable[[Any], object]] = {
     **dict.fromkeys(("cost", "log_prob"), _mean),
     **dict.fromkeys(("log_perplexity", "error", "angle", "apart"), _average),
     **dict.fromkeys(("cost_p999", "cost_max", "log_prob_p999", "log_prob_max"), max),

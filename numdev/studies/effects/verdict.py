@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from numdev.gate.findings import label, listed, run_findings
-from numdev.gate.judgement import MODEL, RUNS, Judgement, Test
+from numdev.gate.judgement import MODEL, RUNS, Judgement, Test, TestFields
 from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
@@ -19,7 +19,6 @@ from numdev.studies.effects.report import (
     Check,
     EffectsPlan,
     EffectsReport,
-    Fields,
     OutputRow,
     RunSummary,
 )
@@ -177,7 +176,7 @@ def _output_tests(
     whole: RunSummary,
     runs: Sequence[RunSummary],
     limits: EffectsLimits,
-) -> Iterator[Fields]:
+) -> Iterator[TestFields]:
     """The fields of the tests of one output of the model, with one kernel in one
     format."""
     attention = alone(whole, runs)
@@ -230,7 +229,7 @@ def _emulated(plan: EffectsPlan) -> bool:
 
 def _finite_test(
     whole: RunSummary, attention: RunSummary | None, runs: Sequence[RunSummary]
-) -> Fields:
+) -> TestFields:
     """The fields of the test of a finite output. NaN and infinity are the kernel's fault
     where the model is finite with another one."""
     bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
@@ -239,17 +238,18 @@ def _finite_test(
         if run.kind == "whole" and (run.format, run.at) == (whole.format, whole.at)
         and run is not whole and run.cost is not None and not run.nonfinite
     ]  # fmt: skip
-    test: Fields = {"rule": "finite", "metric": "nonfinite", "bound": 0.0}
-    test |= {
+    test: TestFields = {
+        "rule": "finite",
+        "standing": Standing.HELD if whole.cost else Standing.NOT_APPLICABLE,
+        "metric": "nonfinite",
+        "bound": 0.0,
         "limit": "at most 0",
         "observed": float(bad),
         "judged": 1,
         "offending": int(bad > 0),
     }
     if not bad:
-        return test | {
-            "standing": Standing.HELD if whole.cost else Standing.NOT_APPLICABLE
-        }
+        return test
     worst = whole if whole.nonfinite else attention
     why = (worst.reason or "") if worst else ""
     if others:
@@ -262,7 +262,7 @@ def _finite_test(
 
 def _ratio_test(
     plan: EffectsPlan, run: RunSummary, limits: EffectsLimits, *, steady: bool
-) -> Fields:
+) -> TestFields:
     """The fields of the test of a ratio. It is exceeded where the lower end of its
     interval is beyond the limit; also where the ratio is SURELY times the limit and has
     no interval, or is so in one sequence that has many positions, in a model without a
@@ -271,8 +271,14 @@ def _ratio_test(
     by = RATIO_RULES[run.beside or "sites"]
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
-    test: Fields = {"rule": by.rule, "metric": "over", "bound": limit}
-    test |= {"limit": f"at most {three(limit)}", "judged": run.positions}
+    test: TestFields = {
+        "rule": by.rule,
+        "standing": Standing.HELD,
+        "metric": "over",
+        "bound": limit,
+        "limit": f"at most {three(limit)}",
+        "judged": run.positions,
+    }
     if run.beside == "eager" and run.kernel == plan.against:
         why = "where nothing is predicted it is what others are held against"
         return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}

@@ -145,10 +145,9 @@ def _row_contradictions(report: EffectsReport) -> Iterator[str]:
     )
     positions: dict[tuple[str, str, int], int] = {}
     for fmt, run, at, sequence in wanted:
-        kind, *which = run.run
-        where = f"{' '.join(filter(None, (kind, run.kernel, run.site)))} ({fmt})"
+        where = f"{' '.join(filter(None, (run.kind, run.kernel, run.site)))} ({fmt})"
         where += f" of sequence {sequence}"
-        matching = rows.pop(((kind, fmt, at, *which), sequence), [])
+        matching = rows.pop(((run.kind, fmt, at, *run.run[1:]), sequence), [])
         if len(matching) != 1:
             yield f"{where} has no row, or several"
         for row in matching:
