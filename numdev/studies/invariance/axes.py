@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase, explicit_mask, key_limits
+from numdev.cases import AttentionCase, CaseChanges, explicit_mask, key_limits
 from numdev.studies.audit.bench import part, settled
 from numdev.studies.audit.isolation import Within
 from numdev.studies.invariance import ways
@@ -49,6 +49,10 @@ class Part(NamedTuple):
         """These rows of `out`, `lse`, `dq`, `dk` or `dv`."""
         at = (self.kv_head, self.key) if tensor in ("dk", "dv") else (self.head, self.row)
         return None if x is None or at[1] is None else x[self.batch, *at]
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """These rows of `out`, or of what has a row for each query: never none."""
+        return x[self.batch, self.head, self.row]
 
 
 WHOLE = Part()
@@ -79,7 +83,7 @@ class Variant(NamedTuple):
     base: AttentionCase | None = None  # None: the case itself
     within: Within = PLAIN  # how the calls are laid out in memory, and run
     base_within: Within = PLAIN
-    options: Mapping[str, Any] = MappingProxyType({})  # of the kernel, beside its own
+    options: Mapping[str, object] = MappingProxyType({})  # of the kernel, beside its own
     wrap: Literal["graph", "compiled"] | None = None  # what the kernel is run as
     reason: str = ""  # why it is not tried
     part: str = ""  # what of the case it is about, where that is not all
@@ -90,6 +94,18 @@ class Variant(NamedTuple):
         return case.mask is None and any(c.mask is not None for c in called)
 
 
+class VariantFields(TypedDict, total=False):
+    """Fields of a variant but its name and its calls."""
+
+    base: AttentionCase | None
+    within: Within
+    base_within: Within
+    options: Mapping[str, object]
+    wrap: Literal["graph", "compiled"] | None
+    reason: str
+    part: str
+
+
 Variants = Iterator[Variant]
 
 
@@ -98,7 +114,7 @@ def again(
     case: AttentionCase,
     in_call: Part = WHOLE,
     in_base: Part = WHOLE,
-    **fields: Any,
+    **fields: Unpack[VariantFields],
 ) -> Variant:
     """A variant of one call; `fields` are others of the variant."""
     return Variant(name=name, calls=(VariantCall(case, in_call, in_base),), **fields)
@@ -122,13 +138,20 @@ def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
         sequence, times = x[index % count : index % count + 1], index // count
         return sequence.roll(times, dims=2) * (-1.0) ** times if times else sequence
 
-    changed: dict[str, Any] = {}
-    for name in ways.FEATURES:
-        if (x := getattr(case, name)) is not None:
-            changed[name] = alike(torch.cat([one(x, i) for i in sequences]), x)
-    if case.mask is not None and case.mask.ndim == 4 and case.mask.shape[0] > 1:
-        changed["mask"] = case.mask[[i % count for i in sequences]]
-    return dataclasses.replace(case, **changed)
+    def several(x: Tensor) -> Tensor:
+        return alike(torch.cat([one(x, i) for i in sequences]), x)
+
+    mask = case.mask
+    if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
+        mask = mask[[i % count for i in sequences]]
+    return dataclasses.replace(
+        case,
+        q=several(case.q),
+        k=several(case.k),
+        v=several(case.v),
+        grad_out=None if case.grad_out is None else several(case.grad_out),
+        mask=mask,
+    )
 
 
 def grown(
@@ -150,13 +173,6 @@ def grown(
         whole = torch.cat([tokens[:, :, :before], x, tokens[:, :, :behind]], dim=2)
         return alike(whole, x)
 
-    changed: dict[str, Any] = {
-        "q": around(case.q, *rows),
-        "k": around(case.k, *keys),
-        "v": around(case.v, *keys),
-    }
-    if case.grad_out is not None:
-        changed["grad_out"] = around(case.grad_out, *rows, zero=True)
     mask = None if case.mask is None else _widened(case.mask, rows, keys)
     if hidden:
         place = torch.arange(sum(keys) + case.kv_len, device=case.q.device) - keys[0]
@@ -166,9 +182,17 @@ def grown(
             shown = shown.repeat(1, 1, sum(rows) + case.q_len, 1)
             shown[:, :, : rows[0], 0] = True
         mask = _together(mask, shown)
-    if case.restricts_positions:
-        changed["causal_offset"] = case.causal_offset + keys[0] - rows[0]
-    return dataclasses.replace(case, mask=mask, **changed)
+    grad_out = case.grad_out
+    shift = keys[0] - rows[0] if case.restricts_positions else 0
+    return dataclasses.replace(
+        case,
+        q=around(case.q, *rows),
+        k=around(case.k, *keys),
+        v=around(case.v, *keys),
+        grad_out=None if grad_out is None else around(grad_out, *rows, zero=True),
+        mask=mask,
+        causal_offset=case.causal_offset + shift,
+    )
 
 
 def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
@@ -214,7 +238,9 @@ def _cut(
     )
 
 
-def _last_of(case: AttentionCase, name: str, rows: int, **changed: Any) -> Variant:
+def _last_of(
+    case: AttentionCase, name: str, rows: int, **changed: Unpack[CaseChanges]
+) -> Variant:
     """The case's one row as the last of several."""
     whole = dataclasses.replace(grown(case, rows=(rows - 1, 0)), **changed)
     return again(name, whole, Part(row=slice(rows - 1, rows), key=None), Part(key=None))
@@ -225,7 +251,7 @@ def _part_of_case(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
     return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
 
 
-def unchanged(case: AttentionCase, *, ways: Mapping[str, Mapping[str, Any]]) -> Variants:
+def unchanged(case: AttentionCase, *, ways: Mapping[str, VariantFields]) -> Variants:
     """The same call, laid out or run in these ways: fields of a Variant by its name."""
     for name, how in ways.items():
         yield again(name, case, **how)
@@ -405,8 +431,8 @@ def decode(case: AttentionCase) -> Variants:
             yield Variant(name=f"the last {EXTEND} by themselves", calls=(last,))
     elif n == 1 and m > 1 and not case.restricts_positions and case.mask is None:
         for rows in sorted({min(EXTEND, m), m}):
-            causal = {"is_causal": True, "causal_offset": m - rows}
-            yield _last_of(case, f"in a prefill of {rows}", rows, **causal)
+            name, offset = f"in a prefill of {rows}", m - rows
+            yield _last_of(case, name, rows, is_causal=True, causal_offset=offset)
 
 
 def mask(case: AttentionCase) -> Variants:
@@ -474,7 +500,7 @@ def _changed(
     return partial(ways.changed, by=partial(by, **arguments), of=of)
 
 
-def _against(base: Within, **ways: Within) -> dict[str, dict[str, object]]:
+def _against(base: Within, **ways: Within) -> dict[str, VariantFields]:
     """The fields of variants that differ from the base in how the call is laid out."""
     return {
         name: {"within": within, "base_within": base} for name, within in ways.items()
@@ -497,14 +523,14 @@ BEFORE = {
 
 # Options that cut the keys, or order them; the study leaves out those that a kernel has
 # not.
-TILINGS = {
+TILINGS: Mapping[str, VariantFields] = {
     f"{name}={value}": {"options": {name: value}}
     for name, values in ways.TILINGS.items()
     for value in values
 }
 
 # By axis the variants that are the same call, laid out or run another way
-SAME_CALL: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+SAME_CALL: Mapping[str, Mapping[str, VariantFields]] = {
     "repeat": {"again": {}, "a third time": {}},
     "paged": _against(PLAIN, **PAGES),
     "graph": {"CUDA graph": {"wrap": "graph"}},

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ MOST_KEYS = 1 << 13
 MOST_TILES = 64  # smaller tiles, which would be more, are not tried
 CUT = ("block_kv", "splits", "kv_order")
 Claim = Mapping[str, object]
-Cut = dict[str, Any]  # how an emulation cuts and orders the keys, by CUT
+Cut = dict[str, object]  # how an emulation cuts and orders the keys, by CUT
 Emulated = tuple[Cut, Tensor]  # and its output, fp64 [elements]
 
 
@@ -135,8 +134,7 @@ def _restricted(
     fp64 [elements]; None where no row differs. All sequences and heads stay where they
     are few, else one kv head of one sequence."""
     base, in_base, in_call = first.case, call.in_base, call.in_call
-    a: Any = in_base.of("out", first.output.out)
-    b: Any = in_call.of("out", other.output.out)
+    a, b = in_base.of_rows(first.output.out), in_call.of_rows(other.output.out)
     sequences = kv_heads = heads = slice(None)
     moved = differs(a, b)
     if not bool(moved.any()):
@@ -174,16 +172,15 @@ def _emulated(case: AttentionCase, claim: Claim, *, searched: bool) -> Iterator[
     for options in _candidates(case, claim) if searched else (claim,):
         with contextlib.suppress(NumdevError):
             recipe, out = recipe_of(options), emulation(case, options)
-            cut: Cut = {"splits": 1}
-            for name in CUT:
-                value = getattr(recipe, name)
-                if value is not None:
-                    cut[name] = value
-            if "block_kv" not in cut:  # by the rule of the preset; None: all keys at once
-                rule = TILINGS[recipe.tiling][1]
-                cut["block_kv"] = rule(case.q.shape[-1], recipe.memory)[1]
-            if (cut["block_kv"] or seen) >= seen:  # however large it is
-                cut["block_kv"] = None
+            tile = recipe.block_kv
+            if tile is None:  # by the rule of the preset; None: all keys at once
+                tile = TILINGS[recipe.tiling][1](case.q.shape[-1], recipe.memory)[1]
+            cut: Cut = {"splits": 1 if recipe.splits is None else recipe.splits}
+            if recipe.block_kv is not None:
+                cut["block_kv"] = recipe.block_kv
+            cut["kv_order"] = recipe.kv_order
+            # None as well where one tile takes all, however large it is
+            cut["block_kv"] = tile if (tile or seen) < seen else None
             yield cut, out.double().flatten()
 
 

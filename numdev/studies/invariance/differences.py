@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from numdev.studies.audit.bench import TERMS
 from numdev.studies.audit.isolation import Within
 from numdev.studies.audit.plan import Planned
 from numdev.studies.invariance.axes import Variant, VariantCall
-from numdev.studies.invariance.report import Fields
 
 TENSORS = ("out", "lse", *GRADIENTS)
 # A key of dk whose error is this many times smaller still errs like another of its head
@@ -39,8 +38,8 @@ def exact_change(call: VariantCall, base: Reference, variant: Reference) -> floa
     """The largest change of the exact answer of the call's rows against the base's, over
     the terms of its sums. Beyond EXACT it is another answer; infinite where one form
     alone sees no key."""
-    counted: Any = call.in_base.of("out", ~base.empty)
-    if not counted.equal(call.in_call.of("out", ~variant.empty)):
+    counted = call.in_base.of_rows(~base.empty)
+    if not counted.equal(call.in_call.of_rows(~variant.empty)):
         return math.inf
     worst = 0.0
     for tensor in TENSORS:
@@ -48,9 +47,11 @@ def exact_change(call: VariantCall, base: Reference, variant: Reference) -> floa
         b = call.in_call.of(tensor, getattr(variant, tensor, None))
         if a is None or b is None:
             continue
-        terms: Any = a.abs() + 1
+        terms = a.abs() + 1
         if tensor in TERMS:
-            terms = call.in_base.of(tensor, getattr(base, TERMS[tensor]))
+            of_terms = call.in_base.of(tensor, getattr(base, TERMS[tensor]))
+            assert of_terms is not None  # as `a` is
+            terms = of_terms
         change = torch.where(a == b, 0.0, (a - b).abs() / terms)  # -inf is -inf
         change = change if tensor in ("dk", "dv") else change[counted]
         if change.numel():
@@ -97,9 +98,25 @@ class Forms(NamedTuple):
     format: Format
 
 
-def compared(forms: Forms) -> Iterator[tuple[str, Fields]]:
-    """The fields of a row, for each tensor that the base has; rows that see no key are
-    left out."""
+class Numbers(TypedDict, total=False):
+    """Fields of a row that say how a tensor differs."""
+
+    elements: Required[int]
+    differ: Required[int]
+    nonfinite: Required[int]
+    difference: Required[float]
+    floor_ratio: float
+    error_base: float
+    error_variant: float
+    ulps: Required[float]
+    excess: Required[float]
+    excess_of_a_row: Required[float]
+    first: tuple[int, int, int, int] | None
+
+
+def compared(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
+    """The numbers of a row, for each tensor that the base has, or why there are none;
+    rows that see no key are left out."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
         truth = getattr(exact, tensor, None)
@@ -110,8 +127,7 @@ def compared(forms: Forms) -> Iterator[tuple[str, Fields]]:
             continue
         others = [getattr(run.output, tensor) for run in forms.others]
         if any(other is None for other in others):
-            reason = f"{tensor} is returned in one form alone"
-            yield tensor, {"status": "skipped", "reason": reason}
+            yield tensor, f"{tensor} is returned in one form alone"
             continue
         of_keys = tensor in ("dk", "dv")
         sees = (
@@ -120,15 +136,16 @@ def compared(forms: Forms) -> Iterator[tuple[str, Fields]]:
         unit = unit_of(tensor, forms.first.case, exact, forms.format)
         parts, firsts = [], []
         for call, other in zip(calls, others, strict=True):
-            counted: Any = call.in_base.of(tensor, sees)
-            in_call = call.in_call.of(tensor, other)
-            if counted is None or in_call is None:
+            counted = call.in_base.of(tensor, sees)
+            b = call.in_call.of(tensor, other)
+            a, right, size = (call.in_base.of(tensor, x) for x in (values, truth, unit))
+            if counted is None or b is None:
                 continue
-            in_base = (call.in_base.of(tensor, x) for x in (values, truth, unit))
-            tensors: list[Any] = [in_call, *in_base]
+            assert a is not None  # as `b` is not
+            assert right is not None
+            assert size is not None
             if tensor == "lse":
-                tensors = [x[..., None] for x in tensors]
-            b, a, right, size = tensors
+                b, a, right, size = (x[..., None] for x in (b, a, right, size))
             moved = differs(a, b) & counted[..., None]
             sums = _by_row(a, b, right, size, moved, counted, forms.format)
             parts.append(sums | _elsewhere(sums, tensor))
@@ -188,23 +205,29 @@ def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
     return {"elsewhere": both.expand_as(rows["difference"])}
 
 
-def _summed(rows: Mapping[str, Tensor]) -> dict[str, object]:
+def _summed(rows: Mapping[str, Tensor]) -> Numbers:
     """The fields of an `InvarianceRow`, from the sums over each of its rows."""
-    fields: dict[str, object] = {
-        n: int(rows[n].sum()) for n in ("elements", "differ", "nonfinite")
-    }
     whole = {name: x.sum()[None] for name, x in rows.items()}
     whole["elsewhere"] = torch.zeros_like(whole["unit"])  # a matter of single keys
     names = ("difference", "floor", "error_base", "error_variant")
     size = max(1, int(whole["finite"]))
-    difference, floor, *errors = (math.sqrt(float(whole[name]) / size) for name in names)
+    difference, floor, error_base, error_variant = (
+        math.sqrt(float(whole[name]) / size) for name in names
+    )
+    numbers: Numbers = {
+        "elements": int(rows["elements"].sum()),
+        "differ": int(rows["differ"].sum()),
+        "nonfinite": int(rows["nonfinite"].sum()),
+        "difference": difference,
+        "ulps": float(rows["ulps"].amax()),
+        "excess": _excess(whole),
+        "excess_of_a_row": _excess(rows),
+    }
     if floor:
-        fields["floor_ratio"] = difference / floor
-        fields["error_base"], fields["error_variant"] = (
-            error / floor for error in errors
-        )
-    fields |= {"difference": difference, "ulps": float(rows["ulps"].amax())}
-    return fields | {"excess": _excess(whole), "excess_of_a_row": _excess(rows)}
+        numbers["floor_ratio"] = difference / floor
+        numbers["error_base"] = error_base / floor
+        numbers["error_variant"] = error_variant / floor
+    return numbers
 
 
 def _excess(squares: Mapping[str, Tensor]) -> float:

@@ -25,7 +25,7 @@ from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.plan import Planned
 from numdev.studies.effects.outputs import output_of
 from numdev.studies.invariance.differences import KernelRun
-from numdev.studies.invariance.report import Fields, ModelRow
+from numdev.studies.invariance.report import ModelRow
 
 DECODED = 8  # tokens, one at a time
 Inputs = Mapping[str, Any]
@@ -55,10 +55,13 @@ def model_rows(
     home = at_home(model, inputs)
     for axis in model_axes(model, inputs, axes):
         way = _ways(model, home)[axis]
-        row: Fields = {
-            "axis": axis, "kernel": planned.kernel.name, "options": dict(planned.options),
-            "format": fmt.name,
-        }  # fmt: skip
+        row = partial(
+            ModelRow,
+            axis=axis,
+            kernel=planned.kernel.name,
+            options=dict(planned.options),
+            format=fmt.name,
+        )
         try:
             with torch.no_grad():
                 a, b = answered(model, way, kernel)
@@ -69,15 +72,14 @@ def model_rows(
         # The model's own code runs here: it may have no cache, or another one
         except Exception as error:
             reason = error.message if isinstance(error, NumdevError) else one_line(error)
-            yield ModelRow(**row, reason=reason)
+            yield row(reason=reason)
             continue
         tensors = (a, a - b, c - d, a - truth, b - truth)
         size, change, others, *errors = (float(x.square().mean()) for x in tensors)
         if not math.isfinite(size + change + others + sum(errors)) or not size:
-            yield ModelRow(**row, reason="the model's output is not finite, or all zero")
+            yield row(reason="the model's output is not finite, or all zero")
             continue
-        yield ModelRow(
-            **row,
+        yield row(
             differ=int((a != b).sum()),
             elements=a.numel(),
             difference=(change / size) ** 0.5,

@@ -4,15 +4,14 @@ kernel on a call, compared with the same rows computed another way."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from numdev.config import Axis
-from numdev.report import OfKernel, PlannedKernel, Record, Report, Status, Tensor
+from numdev.report import OfKernel, PlannedKernel, Record, Report, Status, Tensor, Who
 
 Value = float | None
-Fields = dict[str, Any]  # fields of a record, by name
 Place = tuple[int, int, int, int]
 
 
@@ -20,8 +19,8 @@ class Cause(Record):
     """How the two forms were computed differently: two ways to cut or order the keys, as
     options of `emulated` under which it makes the same difference, or two operators."""
 
-    base: dict[str, Any]
-    variant: dict[str, Any]
+    base: dict[str, object]
+    variant: dict[str, object]
     # Whether the keys of one form begin at other places than those of the other
     moved: bool = False
     residual: float | None = None
@@ -38,7 +37,7 @@ class Cause(Record):
             return f"explained by tiling: {one} against {two}"
         if self.moved:
             begins = "the tiles start at other keys"
-        elif (self.base.get("splits") or 1) > 1:
+        elif self.base.get("splits") not in (None, 1):
             begins = "the splits start at other keys"
         else:
             begins = "there are other keys around"
@@ -101,6 +100,17 @@ memory ran out; a way in which a sound kernel may not run; the kernel does not r
 itself."""
 
 
+class OfWay(Who):
+    """The fields of a row that say whose it is."""
+
+    case: str
+    layer: int | None
+    phase: str | None
+    axis: Axis
+    variant: str
+    part: str
+
+
 class InvarianceRow(OfKernel):
     """One tensor of one kernel along one axis, over all rows that were computed both
     ways."""
@@ -160,7 +170,7 @@ class ModelRow(Record):
 
     axis: Axis
     kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     format: str
     differ: int = 0
     elements: int = 0

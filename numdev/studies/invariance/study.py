@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from numdev.cases import AttentionCase
-from numdev.config import AXES, ONLY_ASKED, AuditRequest, InvarianceRequest, Reading
+from numdev.config import AXES, ONLY_ASKED, AuditRequest, Axis, InvarianceRequest, Reading
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, round_to
 from numdev.gate.findings import listed
@@ -66,6 +66,7 @@ from numdev.studies.invariance.differences import (
     EXACT,
     Forms,
     KernelRun,
+    Numbers,
     compared,
     exact_change,
     keys_seen,
@@ -73,12 +74,12 @@ from numdev.studies.invariance.differences import (
 from numdev.studies.invariance.models import model_axes, model_rows
 from numdev.studies.invariance.report import (
     Excuse,
-    Fields,
     InvariancePlan,
     InvarianceReport,
     InvarianceRow,
     InvarianceSummary,
     ModelRow,
+    OfWay,
     Way,
 )
 from numdev.studies.invariance.verdict import ALIKE
@@ -184,7 +185,7 @@ def _finish(
 
 
 def _way(
-    axis: Any,
+    axis: Axis,
     variant: Variant,
     case: AttentionCase,
     fmt: Format,
@@ -229,7 +230,7 @@ def reproducers(
     def facts(finding: Finding) -> dict[str, object] | None:
         if finding.severity != "exceeded" or finding.kernel == MODEL:
             return None
-        alone: Fields = {
+        alone: dict[str, object] = {
             "axes": (finding.rule.split()[0],),
             "formats": finding.formats,
             "logits": False,
@@ -264,6 +265,9 @@ def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
     return settled(case if backward else dataclasses.replace(case, grad_out=None))
 
 
+T = TypeVar("T")
+
+
 @dataclass
 class InvarianceStudy:
     """The kernels and axes of a request, and how kernels are run."""
@@ -278,7 +282,9 @@ class InvarianceStudy:
     """The shapes of the cases so far. Causes are searched among all tilings in the first
     case of each shape; in others they would be the same."""
     searches: bool = True
-    results: dict[Any, Any] = field(default_factory=dict)
+    results: dict[tuple[object, ...], tuple[Any, AttentionCase]] = field(
+        default_factory=dict
+    )
     """References and outputs of the present case and of an axis's bases, by the case's id
     and how it was computed."""
     model_axes: tuple[str, ...] = ()  # along which the model's own output is compared
@@ -356,7 +362,7 @@ class InvarianceStudy:
             if not change <= EXACT:
                 why = f"the exact answer changes by {change:.0e} of its terms"
         for planned in self.kernels:
-            fields: Fields = {
+            about: OfWay = {
                 "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
                 "options": recorded_options(planned),
                 "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
@@ -368,13 +374,18 @@ class InvarianceStudy:
             if not why and changed is not None:
                 forms = self._forms(planned, changed, variant, base, exact, fmt)
             if isinstance(forms, Forms):
-                yield from self._compared(fields, forms)
+                yield from self._compared(about, forms)
                 continue
             if not why and changed is not None:
                 excuse = _excuse(forms, added(axis, variant, case))
-            status = "skipped" if excuse else "failed"
-            fields |= {"tensor": "out", "tensors": (), "status": status, "excuse": excuse}
-            yield InvarianceRow(**fields, reason=forms.reason)
+            yield InvarianceRow(
+                **about,
+                tensor="out",
+                tensors=(),
+                status="skipped" if excuse else "failed",
+                excuse=excuse,
+                reason=forms.reason,
+            )
 
     def _forms(
         self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
@@ -384,7 +395,8 @@ class InvarianceStudy:
         fails on either, and where its output for the base is not finite."""
         key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
         run = partial(self.run_kernel, planned, base, variant.base_within)
-        first, others = self._cached(key, base, run), []
+        first = self._cached(key, base, run)
+        others: list[KernelRun] = []
         if isinstance(first, Failure):
             return first
         finite = round_to(exact.out, fmt).isfinite() & ~exact.empty[..., None]
@@ -401,37 +413,43 @@ class InvarianceStudy:
             others.append(other)
         return Forms(variant, first, others, exact, fmt)
 
-    def _compared(self, fields: Fields, forms: Forms) -> Iterator[InvarianceRow]:
+    def _compared(self, about: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """The rows of both forms, one for each tensor. Where they differ the kernel runs
         again: one that does not repeat itself has rows along `repeat` too."""
         with self.watch("comparing"):
             numbers = dict(compared(forms))
         repeats = None
-        tensors: Any = tuple(numbers)
-        moved = any(numbers.get(name, {}).get("differ") for name in STEADY)
-        if fields["axis"] != "repeat" and moved:
-            unsteady = list(self._unsteady(fields, forms))
+        tensors = tuple(numbers)
+        moved = any(_differs(numbers.get(name)) for name in STEADY)
+        if about["axis"] != "repeat" and moved:
+            unsteady = list(self._unsteady(about, forms))
             repeats = not unsteady
             yield from unsteady
-            excesses = [x.get("excess", 0.0) for n, x in numbers.items() if n != "lse"]
+            excesses = [
+                0.0 if isinstance(x, str) else x["excess"]
+                for n, x in numbers.items()
+                if n != "lse"
+            ]
             noise = max([1.0, *(row.excess or 0.0 for row in unsteady)])
             if unsteady and max(excesses, default=0.0) <= ALIKE * noise:
                 why = "the kernel gives another answer to the same call"
-                fields |= {
-                    "tensor": "out",
-                    "tensors": (),
-                    "status": "skipped",
-                    "excuse": "repeat",
-                }
-                yield InvarianceRow(**fields, reason=why, repeats=False)
+                yield InvarianceRow(
+                    **about,
+                    tensor="out",
+                    tensors=(),
+                    status="skipped",
+                    excuse="repeat",
+                    reason=why,
+                    repeats=False,
+                )
                 return
-        fields |= {
-            "tensors": tensors,
-            "repeats": repeats,
-            "reason": forms.first.declined or None,
-        }
-        for tensor in tensors:
-            row = InvarianceRow(**fields, tensor=tensor, **numbers[tensor])
+        with_tensor = partial(InvarianceRow, **about, tensors=tensors, repeats=repeats)
+        for tensor, of_tensor in numbers.items():
+            if isinstance(of_tensor, str):
+                yield with_tensor(tensor=tensor, status="skipped", reason=of_tensor)
+                continue
+            declined = forms.first.declined or None
+            row = with_tensor(tensor=tensor, reason=declined, **of_tensor)
             if row.first is not None and tensor not in ("dk", "dv"):
                 keys = keys_seen(forms.first.case, row.first)
                 row = row.model_copy(update={"keys": keys})
@@ -442,28 +460,32 @@ class InvarianceStudy:
                 row = row.model_copy(update=cause)
             yield row
 
-    def _unsteady(self, fields: Fields, forms: Forms) -> Iterator[InvarianceRow]:
+    def _unsteady(self, of: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """Rows along `repeat` of the first run that gives other bits, or fails, when it
         is made again; none where all runs repeat."""
-        name = f"again, {fields['axis']} {fields['variant']}"
-        about = fields | {"axis": "repeat", "variant": name}
+        name = f"again, {of['axis']} {of['variant']}"
+        about: OfWay = {**of, "axis": "repeat", "variant": name}
         # The base twice, since a kernel may alternate.
         for run in (forms.first, forms.first, *forms.others):
             more = self.run_kernel(run.planned, run.case, run.within, run.wrap)
             if isinstance(more, Failure):
-                about |= {"tensor": "out", "tensors": (), "status": "failed"}
-                yield InvarianceRow(**about, reason=more.reason)
+                yield InvarianceRow(
+                    **about, tensor="out", tensors=(), status="failed", reason=more.reason
+                )
                 return
             pairs = ((getattr(run.output, n), getattr(more.output, n)) for n in STEADY)
             if all(x is y or same(x, y) for x, y in pairs):
                 continue
             variant, exact = again(name, run.case), attend(run.case)
             repeated = Forms(variant, run, [more], exact, forms.format)
-            changes = {n: x for n, x in compared(repeated) if x.get("differ")}
-            tensors: Any = tuple(changes)
-            for tensor in tensors:
+            changes = {
+                n: x
+                for n, x in compared(repeated)
+                if not isinstance(x, str) and x["differ"]
+            }
+            for tensor, numbers in changes.items():
                 yield InvarianceRow(
-                    **about, tensors=tensors, tensor=tensor, **changes[tensor]
+                    **about, tensors=tuple(changes), tensor=tensor, **numbers
                 )
             if changes:
                 return
@@ -473,12 +495,15 @@ class InvarianceStudy:
         with self.watch("reference"):
             return gradients(case) if self.backward else attend(case)
 
-    def _cached(self, key: object, case: AttentionCase, make: Callable[[], Any]) -> Any:
+    def _cached(
+        self, key: tuple[object, ...], case: AttentionCase, make: Callable[[], T]
+    ) -> T:
         """What `make` returns, from an earlier call with this key if there was one. The
         case is stored with it, so that its id stays its own."""
         if key not in self.results:
             self.results[key] = make(), case
-        return self.results[key][0]
+        result: T = self.results[key][0]
+        return result
 
     def run_kernel(
         self, planned: Planned, case: AttentionCase, within: Within = PLAIN,
@@ -529,9 +554,14 @@ def _excuse(failure: Failure, adds: str) -> Excuse:
     return "memory" if out_of_memory(failure) else ""
 
 
-def recorded_options(planned: Planned) -> dict[str, Any]:
+def recorded_options(planned: Planned) -> dict[str, object]:
     """The options of a kernel as its rows record them; empty for one that has none."""
     return dict(planned.options) if planned.kernel.options else {}
+
+
+def _differs(numbers: Numbers | str | None) -> bool:
+    """Whether a tensor was compared, and has other bits."""
+    return isinstance(numbers, dict) and numbers["differ"] > 0
 
 
 def out_of_memory(failure: Failure) -> bool:

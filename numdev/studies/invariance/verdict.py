@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from numdev.config import AXES, Axes
@@ -16,7 +17,6 @@ from numdev.grouping import grouped
 from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who
 from numdev.report.numbers import labelled, ratio, si, three
 from numdev.studies.invariance.report import (
-    Fields,
     InvarianceReport,
     InvarianceRow,
     InvarianceSummary,
@@ -256,14 +256,11 @@ def _model_tests(
     what roundings explain, which is the error of the better of both ways."""
     for row in rows:
         name = labelled(kernel.kernel, kernel.options)
-        about: Fields = {
-            "kernel": MODEL,
-            "format": row.format,
-            "rule": f"{row.axis} with {name}",
-        }
+        test = partial(
+            Test, kernel=MODEL, format=row.format, rule=f"{row.axis} with {name}"
+        )
         if row.difference is None or row.explained is None:
-            yield Test(
-                **about,
+            yield test(
                 standing=Standing.MISSING,
                 reasons=(row.reason or "",),
                 unjudged=1,
@@ -271,8 +268,8 @@ def _model_tests(
             continue
         ratio = row.difference / max(row.explained, TINY)
         limit = limits.model_beyond_roundings
-        yield Test(
-            **about, tensor="out", metric="difference", observed=ratio, bound=limit,
+        yield test(
+            tensor="out", metric="difference", observed=ratio, bound=limit,
             standing=Standing.HELD if ratio <= limit else Standing.EXCEEDED,
             limit=f"at most {three(limit)}", judged=1, offending=int(ratio > limit),
             beyond=(row,) if ratio > limit else (),

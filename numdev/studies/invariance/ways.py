@@ -10,10 +10,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from numdev.cases import AttentionCase, laid_out, transposed
@@ -38,10 +38,14 @@ def changed(
     case: AttentionCase, *, by: Callable[[Tensor], Tensor], of: Sequence[str] = FEATURES
 ) -> Iterator[AttentionCase]:
     """The case with `by` applied to each of these tensors, which changes their layout."""
-    tensors: dict[str, Any] = {
-        name: by(x) for name in of if (x := getattr(case, name)) is not None
-    }
-    yield dataclasses.replace(case, **tensors)
+    grad_out = case.grad_out
+    yield dataclasses.replace(
+        case,
+        q=by(case.q) if "q" in of else case.q,
+        k=by(case.k) if "k" in of else case.k,
+        v=by(case.v) if "v" in of else case.v,
+        grad_out=grad_out if grad_out is None or "grad_out" not in of else by(grad_out),
+    )
 
 
 @contextlib.contextmanager
@@ -107,7 +111,11 @@ class _Filled(TorchDispatchMode):
         self.value = value
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
         if "empty" in func.overloadpacket.__name__ and result.is_floating_point():
