@@ -32,7 +32,7 @@ from numdev.sources.projection import Projection
 from numdev.studies.diagnose import passes
 from numdev.studies.diagnose import statistics as stats
 from numdev.studies.diagnose.passes import Computed, Truth
-from numdev.studies.diagnose.report import Fields, HeadRow
+from numdev.studies.diagnose.report import CallFields, HeadRow
 from numdev.studies.diagnose.statistics import Columns
 
 # How far from its row's largest score another is nearly tied, as in the paper
@@ -81,12 +81,14 @@ def diagnosed(
         }
         numbers = stats.by_head(columns)
     ref = case.ref
-    place: Fields = {
+    place: CallFields = {
         "checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
         "layer": ref.layer, "call": ref.call,
     }  # fmt: skip
     heads = tuple(
-        HeadRow(**place, head=head, **row, nulls=_null_reasons(truth, rounded, row))
+        HeadRow.model_validate(
+            {**place, "head": head, **row, "nulls": _null_reasons(truth, rounded, row)}
+        )
         for head, row in enumerate(numbers)
     )
     return Diagnosis(truth=truth, rounded=rounded, heads=heads)
@@ -220,7 +222,7 @@ def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
     }
 
 
-def _null_reasons(truth: Truth, rounded: Computed, row: Fields) -> dict[str, str]:
+def _null_reasons(truth: Truth, rounded: Computed, row: stats.Numbers) -> dict[str, str]:
     """The reason of every number of a head that is null."""
 
     def reason(name: str) -> str:

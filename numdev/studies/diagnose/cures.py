@@ -21,8 +21,8 @@ from numdev.kernels.output import upstream
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.diagnose.chain import Diagnosis
 from numdev.studies.diagnose.passes import Computed, Truth, computed
-from numdev.studies.diagnose.report import CureRow, Fields, KernelRow
-from numdev.studies.diagnose.statistics import bias, by_head, mean, norm, t_of
+from numdev.studies.diagnose.report import CureRow, KernelRow
+from numdev.studies.diagnose.statistics import Numbers, bias, by_head, mean, norm, t_of
 
 NONE = "none"
 
@@ -99,7 +99,7 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
     truth, recipe = diagnosis.truth, diagnosis.rounded.recipe
     rows = []
     for name, cure in {NONE: Cure("", {}), **cures}.items():
-        same: Fields = {"cure": name, "options": dict(cure.options)}
+        options = dict(cure.options)
         try:
             rounded = (
                 computed(truth.case, changed(recipe, **cure.options))
@@ -107,15 +107,18 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
                 else diagnosis.rounded
             )
         except NumdevError as error:
+            why = str(error)
             rows += [
-                CureRow(**h.place, **same, reason=str(error)) for h in diagnosis.heads
+                CureRow(**h.place, cure=name, options=options, reason=why)
+                for h in diagnosis.heads
             ]
             continue
         numbers = _seen_numbers(truth, rounded.out, rounded.dq, rounded.delta)
         for head, columns, count in zip(
             diagnosis.heads, numbers, _nonfinite(rounded, truth.case.heads), strict=True
         ):
-            rows.append(CureRow(**head.place, **same, **columns, nonfinite=count))
+            fields = {"cure": name, "options": options, "nonfinite": count}
+            rows.append(CureRow.model_validate({**head.place, **fields, **columns}))
     return tuple(rows)
 
 
@@ -138,21 +141,24 @@ def seen_from_outside(
     run here."""
     truth = diagnosis.truth
     output = attempt(kernel, truth.case, options, gradients=True)
-    same: Fields = {"kernel": kernel.name, "options": dict(options)}
+    chosen = dict(options)
     if isinstance(output, Failure):
-        same["reason"] = output.reason
-        return tuple(KernelRow(**head.place, **same) for head in diagnosis.heads)
+        return tuple(
+            KernelRow(**h.place, kernel=kernel.name, options=chosen, reason=output.reason)
+            for h in diagnosis.heads
+        )
     assert output.dq is not None
     out = output.out.detach().double()
     delta = (upstream(truth.case).double() * out).sum(dim=-1)
     numbers = _seen_numbers(truth, out, output.dq, delta)
+    fields = {"kernel": kernel.name, "options": chosen, "ran": output.ran}
     return tuple(
-        KernelRow(**head.place, **same, ran=output.ran, **columns)
+        KernelRow.model_validate({**head.place, **fields, **columns})
         for head, columns in zip(diagnosis.heads, numbers, strict=True)
     )
 
 
-def _seen_numbers(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[Fields]:
+def _seen_numbers(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[Numbers]:
     """The numeric fields of a `SeenRow`, for every head."""
     with torch.no_grad(), plain_arithmetic(truth.case.q.device):
         exact, rows = truth.exact, truth.rows

@@ -6,14 +6,14 @@ fp64, from the same rounded q, k, v and dO. Ulps and t are those of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Literal, Self, TypedDict
 
 from pydantic import Field, model_validator
 
 from numdev.report import Axis, Figure, Record, Report
 
 Value = float | None
-Fields = dict[str, Any]  # fields of a record, by name
+Fields = dict[str, object]  # fields of a record, by name
 
 
 class DiagnosedCheckpoint(Record):
@@ -22,6 +22,23 @@ class DiagnosedCheckpoint(Record):
     name: str
     step: int | None = None  # of training, where its name or the run it is from tells
     sha256: str | None = None
+
+
+class CallFields(TypedDict):
+    """The fields of a record that say of which call it is, for one checkpoint."""
+
+    checkpoint: str
+    step: int | None
+    case: str
+    module: str
+    layer: int | None
+    call: int
+
+
+class HeadFields(CallFields):
+    """The same, and of which head."""
+
+    head: int
 
 
 class HeadPlace(Record):
@@ -37,9 +54,17 @@ class HeadPlace(Record):
     head: int
 
     @property
-    def place(self) -> Fields:
+    def place(self) -> HeadFields:
         """The fields that say where, for another record of the same head."""
-        return {name: getattr(self, name) for name in HeadPlace.model_fields}
+        return {
+            "checkpoint": self.checkpoint,
+            "step": self.step,
+            "case": self.case,
+            "module": self.module,
+            "layer": self.layer,
+            "call": self.call,
+            "head": self.head,
+        }
 
     @property
     def brief(self) -> str:
@@ -99,7 +124,7 @@ class HeadRow(HeadPlace):
 class SeenRow(HeadPlace):
     """The numbers that any attention has on the same inputs, or why it has none."""
 
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     reason: str | None = None  # why there are no numbers
     out_bias: Value = None
     delta_mean: Value = None
@@ -149,7 +174,7 @@ class DiagnoseReport(Report):
 
     kind: Literal["diagnose"] = "diagnose"
     summary: DiagnoseSummary
-    attention: dict[str, Any]  # the options of `emulated` that were diagnosed
+    attention: dict[str, object]  # the options of `emulated` that were diagnosed
     checkpoints: tuple[DiagnosedCheckpoint, ...]
     heads: tuple[HeadRow, ...]
     cures: tuple[CureRow, ...] = ()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from numdev.formats import Format, ulp
 from numdev.sources.projection import Projection
-from numdev.studies.diagnose.report import Fields
 from numdev.studies.training.measure import spectral_norms
 
 # Blocks of rows in a sequence. With as many sequences or more, a sequence is one block
@@ -93,7 +92,10 @@ def bias(
     return mean(along, rows), t_of(along, rows, step=1.0 / error.shape[-1])
 
 
-def by_head(columns: Columns) -> list[Fields]:
+Numbers = dict[str, float | None]  # of one head, by name
+
+
+def by_head(columns: Columns) -> list[Numbers]:
     """The numbers of each head by name, None for NaN and infinity. Waits for the device,
     once."""
     rows = torch.stack([x.double() for x in columns.values()], dim=-1).tolist()

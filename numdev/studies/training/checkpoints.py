@@ -63,7 +63,7 @@ def write(
     model: ModelConfig,
     data: Tokens,
     path: Path,
-    about: Mapping[str, Any],
+    about: Mapping[str, object],
 ) -> None:
     """Write the network into the directory `path`, with its tokenizer if it has one of
     its own and how it was trained (`training.json`). Raises MeasurementError where there

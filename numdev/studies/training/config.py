@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Set
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from numdev.config import Choice, Count, Named, Positive, Seeds
 from numdev.errors import UsageError, closest
-from numdev.studies.training.report import Fields, VariantRole
+from numdev.studies.training.report import VariantRole
 from numdev.yamlfile import Strict
 
 # Of the whole network: autocast over fp32 weights, or with `pure` the weights too
@@ -241,7 +241,7 @@ class TrainRequest(_CommonKeys):
     def golden(self) -> ResolvedVariant:
         return next(v for v in self.variants if v.role == "golden")
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, object]:
         """The fields that decide the numbers, which must be the same to continue a
         run."""
         return self.model_dump(mode="json", exclude={"title", "save_every"})
@@ -287,13 +287,13 @@ def _complete(
         if changes is not None:
             update = changes.model_dump(exclude_unset=True)
             optimiser = optimiser.model_copy(update=update)
-    as_golden: Fields = {
+    as_golden: dict[str, object] = {
         "kernel": golden.kernel,
         "format": golden.format or "bfloat16",
         "attention_format": golden.attention_format,
     }
     stated = {name: value for name, value in v if value is not None}
-    return ResolvedVariant(**{**as_golden, **stated, "optimiser": optimiser})
+    return ResolvedVariant.model_validate({**as_golden, **stated, "optimiser": optimiser})
 
 
 def recorded_steps(

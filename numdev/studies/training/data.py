@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import sysconfig
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class Tokens:
     context: int
     # Of transformers, saved with a checkpoint; None for bytes
     tokenizer: Any
-    about: dict[str, Any]  # the text in words, and the hash of its ids
+    about: Mapping[str, str]  # the text in words, and the hash of its ids
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
         """`inputs` and `targets` [count, context] in int64, of windows drawn anywhere in

@@ -4,13 +4,13 @@ no place on a logarithmic axis and are left out."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean, geometric_mean
-from typing import Any
+from types import MappingProxyType
 
 from numdev.metrics.statistics import Mean
 from numdev.report import Axis, Curve, Figure, Point, Role, Tick
-from numdev.studies.training.report import DistanceRow, Fields, TrainRow, VariantRecord
+from numdev.studies.training.report import DistanceRow, TrainRow, VariantRecord
 
 Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of one seed
 
@@ -73,7 +73,9 @@ def figure(
     middle: Callable[[Sequence[float]], Mean],
     golden: str = "",
     soft: Collection[str] = (),
-    **more: Any,
+    *,
+    relative: bool = False,
+    place: Mapping[str, str] = MappingProxyType({}),
 ) -> Figure:
     """A figure with a curve for every label that has a value other than 0. `middle` gives
     the mean and the ends of the values at a step; a note says where some are None. The
@@ -104,7 +106,12 @@ def figure(
             role: Role = "floor" if label in soft else "kernel"
             role = "baseline" if label == golden else role
             curves.append(Curve(label=label, points=tuple(points), role=role))
-    fields: Fields = {"y_scale": "log", **more}
     return Figure(
-        title=title, metric=metric, y_title=y_title, curves=tuple(curves), **fields
+        title=title,
+        metric=metric,
+        relative=relative,
+        place=dict(place),
+        y_title=y_title,
+        y_scale="log",
+        curves=tuple(curves),
     )

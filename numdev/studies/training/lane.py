@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,22 @@ from numdev.kernels.training import attended, crossed
 from numdev.studies.training.config import ModelConfig, Optimiser, ResolvedVariant
 from numdev.studies.training.data import seed_of
 from numdev.studies.training.models import Batch, build
-from numdev.studies.training.optimiser import Updates
+from numdev.studies.training.optimiser import Slots, Updates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = CaseRef(case="training")
-Chosen = tuple[Kernel, Mapping[str, Any]]  # a kernel and its options
+
+
+class LaneState(TypedDict):
+    """Everything that decides the steps of a lane to come."""
+
+    network: dict[str, Tensor]
+    optimiser: list[Slots]
+    scaler: dict[str, object]
+    noise: Tensor | None
+
+
+Chosen = tuple[Kernel, Mapping[str, object]]  # a kernel and its options
 # Kernels that never wait for the device, as tests/test_training_gpu.py has seen
 RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash", "emulated"})
 # The first steps are not recorded: they make the optimiser's state, and compile kernels
@@ -248,7 +259,7 @@ class Lane:
         """The parameters by name, not copied."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> LaneState:
         """Everything that decides the steps to come, as tensors and plain data."""
         return {
             "network": self.network.state_dict(),
@@ -257,13 +268,13 @@ class Lane:
             "noise": None if self.noise is None else self.noise.get_state(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: LaneState) -> None:
         """Go on from what `state` returned; a recorded step is forgotten."""
         self.replay = self.replay and Replay(self.device, self.noise)
         self.network.load_state_dict(state["network"])
         self.optimiser.load(state["optimiser"])
         self.scaler.load_state_dict(state["scaler"])
-        if self.noise is not None:
+        if self.noise is not None and state["noise"] is not None:
             self.noise.set_state(state["noise"].cpu())
 
 
@@ -330,7 +341,7 @@ class _Moved(torch.autograd.Function):
         return move(out, steps)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0], None, None
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
@@ -63,19 +63,19 @@ class Lockstep:
             lane.step(batch, step, self.request.steps)
         self.step, self.whole = step, True
 
-    def measured(self) -> dict[str, list[Any]]:
+    def measured(self) -> dict[str, list[BaseModel]]:
         """The rows of this step by kind: of every variant, and its distances from the
         golden run's weights. At step 0 also the distance of the gradient of the first
         batch, the errors of attention's output, and what the kernel ran."""
-        tables: dict[str, list[Any]] = {
+        tables: dict[str, list[BaseModel]] = {
             "row": [],
             "distance": [],
             "variant": [],
             "output": [],
         }
-        read: dict[str, Callable[[Lane], dict[str, torch.Tensor]]] = {
-            "weights": Lane.weights
-        }
+        read: dict[
+            Literal["weights", "gradient"], Callable[[Lane], dict[str, torch.Tensor]]
+        ] = {"weights": Lane.weights}
         if self.step == 0:
             first = self.data.batch(self.seed, 1)
             read["gradient"] = lambda lane: lane.gradient(first)
@@ -136,7 +136,7 @@ def read_state(path: Path, run: str) -> dict[str, Any]:
     return state if digest == _digest(state) else {}
 
 
-def _digest(state: dict[str, Any]) -> str:
+def _digest(state: Mapping[str, object]) -> str:
     """SHA-256 over all tensors and numbers of a state, and their places in it."""
     leaves, _ = tree_flatten_with_path(state)
     return digest_of({keystr(path): leaf for path, leaf in leaves})

@@ -7,14 +7,14 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from numdev.metrics.paired import paired
 from numdev.studies.training.lane import Lane
-from numdev.studies.training.report import DistanceRow, Fields, TrainRow
+from numdev.studies.training.report import DistanceRow, TrainRow
 
 NOT_YET = "before the first update"
 NOT_FINITE = "not finite"
@@ -29,7 +29,7 @@ def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
     """The row of a lane that has just made update `step`; at step 0 none."""
     scores = lane.attention.largest
     norms = spectral_norms(list(lane.network.query_weights()))
-    values: Fields = {
+    values: dict[str, float | None] = {
         "loss": number(lane.loss),
         "grad_norm": number(lane.norm),
         "lr": lane.lr,
@@ -39,15 +39,29 @@ def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
     why = NOT_FINITE if step else NOT_YET
     nulls = {name: why for name, value in values.items() if value is None}
     return TrainRow(
-        seed=seed, variant=lane.variant.name, step=step, nulls=nulls, **values
+        seed=seed,
+        variant=lane.variant.name,
+        step=step,
+        loss=values["loss"],
+        grad_norm=values["grad_norm"],
+        lr=values["lr"],
+        max_logit=values["max_logit"],
+        spectral_norm=values["spectral_norm"],
+        nulls=nulls,
     )
 
 
 def distance(
-    ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any
+    ours: Mapping[str, Tensor],
+    golden: Mapping[str, Tensor],
+    *,
+    of: Literal["weights", "gradient"],
+    seed: int,
+    variant: str,
+    step: int,
 ) -> DistanceRow:
-    """The distance between two sets of parameters of the same names, all together, at a
-    `place` (seed, variant, step, of). Numbers are None where anything is not finite."""
+    """The distance between two sets of parameters of the same names, all together.
+    Numbers are None where anything is not finite."""
     a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
     difference = paired(a, b)
     values = {name: getattr(difference, name) for name in DISTANCES}
@@ -56,7 +70,10 @@ def distance(
     why = NOT_FINITE if difference.nonfinite else UNDEFINED
     nulls = {name: why for name, value in values.items() if value is None}
     return DistanceRow(
-        **place,
+        of=of,
+        seed=seed,
+        variant=variant,
+        step=step,
         elements=difference.elements,
         nonfinite=difference.nonfinite,
         nulls=nulls,

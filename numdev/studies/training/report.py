@@ -35,7 +35,7 @@ class VariantRecord(Record):
     name: str
     role: VariantRole
     kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     # `float32`, `bfloat16`, `float16` (autocast over fp32 weights), `pure bfloat16`
     format: str
     attention_format: str
@@ -43,7 +43,7 @@ class VariantRecord(Record):
     times: float | None = Field(None, gt=0)
     ran: str | None = None  # what the kernel said it ran
     # What else differs from the golden run: seed, optimiser, the kernel of the gradients
-    differs: dict[str, Any] = Field(default_factory=dict)
+    differs: dict[str, object] = Field(default_factory=dict)
 
 
 class TrainRow(Record):

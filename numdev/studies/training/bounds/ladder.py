@@ -16,7 +16,8 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import pandas as pd
 
@@ -217,15 +218,20 @@ def _ladders(nulls: pd.DataFrame) -> Mapping[Place, Mapping[float, float]]:
 def _dose(
     distance: Mapping[Place, float],
     ladders: Mapping[Place, Mapping[float, float]],
-    **place: Any,
+    *,
+    variant: str,
+    role: VariantRole,
+    window: Window,
+    steps: tuple[int, ...],
 ) -> DoseReading:
     """The dose of one label in one window: read in each seed at each step, then the
     geometric mean over steps, and over seeds."""
+    reading = partial(DoseReading, variant=variant, role=role, window=window, steps=steps)
     readings = {at: read(x, ladders[at]) for at, x in distance.items() if at in ladders}
     if not readings:
         missing = "no seed has a distance beside a ladder" if ladders else NO_LADDER
-        missing = missing if place["steps"] else NO_STEP
-        return DoseReading(**place, dose=None, low=None, high=None, why=missing)
+        missing = missing if steps else NO_STEP
+        return reading(dose=None, low=None, high=None, why=missing)
     seeds = grouped(readings, lambda at: at[0])
     by_seed = {
         seed: statistics.geometric_mean(readings[at][0] for at in places)
@@ -247,8 +253,7 @@ def _dose(
         why = f"{seeds_in_words}, and an interval needs {FEWEST_SEEDS}"
     elif high > WIDEST * low:
         why = IS_WIDE.format(low=low, high=high, most=WIDEST)
-    return DoseReading(
-        **place,
+    return reading(
         dose=mean,
         low=low,
         high=high,

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ BESIDE: Mapping[VariantRole, tuple[VariantRole, ...]] = {
     "null_ulp": ("low_precision",),
     "low_precision": CHANCE,
 }
-Tables = Mapping[Any, pd.DataFrame]  # by tensors and metric
+Tables = Mapping[tuple[Hashable, ...], pd.DataFrame]  # by tensors and metric
 COLUMNS = ("of", "metric", "role", "label", "times", "seed", "step", "value")
 
 

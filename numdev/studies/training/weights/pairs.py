@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ ZERO = "0 in both"
 # Sums over elements: counts, differences, squares, `w1` times elements; and `largest`, a
 # maximum. `comparable` counts the elements that show how equal two sets are: those of a
 # tensor that is 0 in both do not
-Sums = Mapping[str, Any]
+Sums = Mapping[str, float]
 
 
 def unfit(x: Tensor) -> str | None:

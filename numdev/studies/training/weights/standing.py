@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import pandas as pd
 
@@ -19,6 +19,7 @@ from numdev.report.numbers import si, times
 from numdev.sources.files import some
 from numdev.studies.training.bounds.ladder import saturation
 from numdev.studies.training.bounds.report import FEWEST_SEEDS, Saturation
+from numdev.studies.training.report import VariantRole
 from numdev.studies.training.weights.report import (
     ALL,
     ChanceComparison,
@@ -108,7 +109,12 @@ def _standing(
     nulls: Mapping[int, Sequence[WeightsCell]],
     usual: Collection[str],
     metric: Metric,
-    **place: Any,
+    *,
+    variant: str,
+    role: VariantRole,
+    step: int,
+    layer: Layer,
+    kind: str,
 ) -> ChanceComparison:
     """A run beside chance at one place, from its cells and those of the nulls, by seed.
     A ratio is over the nulls named in `usual`; a margin over the farthest of all. A
@@ -127,10 +133,16 @@ def _standing(
     margin = None
     if fewest:
         margin = min(values.get(seed, 0.0) / max(x) for seed, x in distances.items())
-    why = _not_judged(place, fewest, len(cells), moves=bool(values))
+    why = _not_judged(
+        role, fewest, len(cells), is_whole=ALL in (layer, kind), moves=bool(values)
+    )
     judged = why is None and margin is not None
     return ChanceComparison(
-        **place,
+        variant=variant,
+        role=role,
+        step=step,
+        layer=layer,
+        kind=kind,
         metric=metric,
         value=_mean(values.values()),
         null=_mean(null_means.values()),
@@ -149,13 +161,14 @@ def _mean(values: Collection[float]) -> float | None:
 
 
 def _not_judged(
-    place: Mapping[str, Any], nulls: int, seeds: int, *, moves: bool
+    role: VariantRole, nulls: int, seeds: int, *, is_whole: bool, moves: bool
 ) -> str | None:
-    """Why a place is not judged, by the fewest nulls in a seed, the number of seeds, and
-    whether the run moves it in any; None where it is."""
-    if place["role"] not in JUDGED:
+    """Why a run is not judged at a place, by the fewest nulls in a seed, the number of
+    seeds, whether the place is all layers or kinds, and whether the run moves it in any
+    seed; None where it is."""
+    if role not in JUDGED:
         return ANOTHER
-    if ALL in (place["layer"], place["kind"]):
+    if is_whole:
         return WHOLE
     if nulls < FEWEST_NULLS:
         few = {"s": "", "move": "moves"} if nulls == 1 else {"s": "s", "move": "move"}

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from numdev.errors import MeasurementError
@@ -229,7 +229,7 @@ def _quantiles(
                 )
 
 
-def _values(target: str, name: str) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+def _values(target: str, name: str) -> NDArray[np.float64] | None:
     """The finite values of a tensor, in float64; None where it cannot be read or has
     none."""
     stored = open_weights(target).find(name)
