@@ -4,7 +4,6 @@ sample are looked at beside those drawn, and what is said of a kernel that errs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from numdev.kernels import Kernel, Output
 from numdev.studies.audit.bench import Bench
@@ -25,7 +24,7 @@ class Attention:
     def explained(
         self,
         kernel: Kernel,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         runs: Runs[Bench],
         measured: Measured[Bench],
         system: System,

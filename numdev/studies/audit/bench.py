@@ -347,11 +347,11 @@ class Bench:
             if name in tensors
         }
 
-    def unpredicted(self, claim: Mapping[str, Any] | None, fmt: Format) -> str | None:
+    def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str | None:
         return unexpected(claim, self.case.format, fmt)
 
     def expected(
-        self, claim: Mapping[str, Any] | None, output: Output
+        self, claim: Mapping[str, object] | None, output: Output
     ) -> Mapping[str, Tensor]:
         return self.predicted(returning(claim, self.case, self.formats_of(output)))
 
@@ -492,7 +492,7 @@ class Bench:
         return tuple(n for n in self.yardsticks if not (sampled and n in KV_TENSORS))
 
     def predicted(
-        self, claim: Mapping[str, Any], *, forward: bool = False
+        self, claim: Mapping[str, object], *, forward: bool = False
     ) -> Mapping[str, Tensor]:
         """What the emulation with these options returns for what is measured, by tensor;
         or of the output alone. In fp32, a fraction of the reference's cost, which agrees
@@ -585,7 +585,7 @@ def returned(out: Tensor, case: AttentionCase) -> Format:
 
 def case_record(
     case: AttentionCase,
-    axes: Mapping[str, Any] | None = None,
+    axes: Mapping[str, object] | None = None,
     formats: Sequence[Format] = (),
 ) -> CaseRecord:
     """What a call was, all of its heads; `formats`: those that its inputs are rounded

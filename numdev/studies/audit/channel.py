@@ -176,7 +176,7 @@ def output_answer(output: Output) -> list[Part]:
     return [*_header({"tensors": layouts, "did": output.did, **texts}), *contents]
 
 
-def _header(content: Mapping[str, Any]) -> list[Part]:
+def _header(content: Mapping[str, object]) -> list[Part]:
     text = json.dumps(content, default=str).encode()
     if len(text) > MAX_HEADER:
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {len(text)}")

@@ -8,7 +8,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
@@ -38,11 +38,11 @@ from numdev.yamlfile import bundled, read_yaml, validated
 SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}
 FEATURES = bundled("check/features.yaml")  # one feature a case
 Backward = bool | Literal["auto"]
-Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or several
+Named = str | Path | Mapping[str, object] | AttentionCase  # what names a case, or several
 
 
 def measured(
-    source: CheckSource, plan: Plan, rules: Rules, request: Mapping[str, Any]
+    source: CheckSource, plan: Plan, rules: Rules, request: Mapping[str, object]
 ) -> tuple[AuditReport, Judgement]:
     """What a plan's kernels come to on the source's cases, held to the rules."""
     watch = Stopwatch(plan.system.device)
@@ -84,9 +84,9 @@ def declining(kernel: Kernel) -> Kernel:
     """The kernel, with a NotImplementedError taken for a refusal (in backward: there is
     none), and what PyTorch raises where the chosen SDPA operator takes no such call."""
 
-    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def refusing(function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
-        def run(case: AttentionCase, **options: Any) -> Any:
+        def run(case: AttentionCase, **options: object) -> object:
             refuse(
                 (
                     case.v.isinf().any(),
@@ -107,7 +107,7 @@ def declining(kernel: Kernel) -> Kernel:
     step = kernel.backward
     if step == "autograd":
 
-        def step(case: AttentionCase, **options: Any) -> Any:
+        def step(case: AttentionCase, **options: object) -> object:
             return differentiate(lambda c: kernel.function(c, **options), case)
 
     backward = refusing(step) if callable(step) else None
@@ -258,5 +258,5 @@ def _by_name(name: str) -> Sequence[CaseConfig]:
     return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})
 
 
-def _configured(case: Mapping[str, Any]) -> Sequence[CaseConfig]:
+def _configured(case: Mapping[str, object]) -> Sequence[CaseConfig]:
     return validated({"cases": [case]}, CheckConfig, "cases").cases

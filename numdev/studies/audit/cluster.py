@@ -118,7 +118,7 @@ def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
 def at_work(
     cluster: Cluster | None,
     plan: Plan,
-    header: Mapping[str, Any],
+    header: Mapping[str, object],
     limit_s: float,
     watch: Stopwatch,
     say: Callable[[str], None],
@@ -137,7 +137,7 @@ def at_work(
         yield team
 
 
-def shared_by(header: Mapping[str, Any]) -> str:
+def shared_by(header: Mapping[str, object]) -> str:
     """As JSON, what of a run must be the same on a worker."""
     same = {name: header[name] for name in ("environment", "kernels")}
     return json.dumps({**same, "torch": torch_settings()}, default=str)
@@ -235,7 +235,7 @@ def shared_out(
     client: Client,
     expected: str,
     function: Callable[..., T],
-    parts: Sequence[tuple[Any, ...]],
+    parts: Sequence[tuple[object, ...]],
 ) -> Iterator[T]:
     """What `function(*part)` returns on the workers for each part, as it comes. Raises
     what it raises there, MeasurementError for anything but a NumdevError."""
@@ -255,7 +255,7 @@ def shared_out(
             ) from error
 
 
-def _called(expected: str, function: Callable[..., T], part: tuple[Any, ...]) -> T:
+def _called(expected: str, function: Callable[..., T], part: tuple[object, ...]) -> T:
     with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
         check_here(json.loads(expected))
         return function(*part)

@@ -329,7 +329,7 @@ def _partly_cubic(
     weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     error = float(fits.weighed(x.double() - y.reference, weight).norm())
     for tile, order, lag in TILES_AND_ORDERS:
-        claim: dict[str, Any] = {"preset": "fa2", "block_kv": tile, "kv_order": order}
+        claim: dict[str, object] = {"preset": "fa2", "block_kv": tile, "kv_order": order}
         claim |= {} if lag is None else {"max_lag": lag}
         ways = [
             _predicted({**claim, "exponential": exp}, formats, bench, forward=True)
@@ -397,7 +397,7 @@ def _ways(
 ) -> Iterator[tuple[str, Tried]]:
     """The ways that are tried, each with its name in words, the likeliest first."""
     place = "GPU" if system.device == "cuda" else "CPU"
-    claims: dict[str, Mapping[str, Any]] = {
+    claims: dict[str, Mapping[str, object]] = {
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
         for name, operator in sdpa.OPERATORS[system.device].items()
     }
@@ -425,7 +425,7 @@ def _ways(
 
 
 class _Designs(Strict):
-    designs: tuple[dict[str, Any], ...]
+    designs: tuple[dict[str, object], ...]
 
 
 @functools.cache
@@ -435,7 +435,7 @@ def designs() -> tuple[dict[str, Any], ...]:
 
 
 def _predicted(
-    claim: Mapping[str, Any],
+    claim: Mapping[str, object],
     formats: Mapping[str, Format],
     bench: Bench,
     *,

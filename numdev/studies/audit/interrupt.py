@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
+def handling(handler: Callable[[int, Any], None]) -> Iterator[object]:
     """SIGINT by `handler`; gives the one before, and restores it. Nothing in other
     threads."""
     if threading.current_thread() is not threading.main_thread():
@@ -51,7 +51,7 @@ def deferred() -> Iterator[None]:
     not."""
     came = False
 
-    def remember(number: int, frame: Any) -> None:
+    def remember(number: int, frame: object) -> None:
         nonlocal came
         if came:
             interrupt()

@@ -68,7 +68,7 @@ Within = Callable[[AttentionCase], AbstractContextManager[AttentionCase]]
 def attempt(
     kernel: Kernel,
     case: AttentionCase,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     *,
     gradients: bool = False,
     within: Within = contextlib.nullcontext,
@@ -112,7 +112,7 @@ def copied(record: Any, device: str | torch.device | None = None) -> Any:
     return dataclasses.replace(record, **moved)
 
 
-def tensors_of(record: Any) -> dict[str, Tensor]:
+def tensors_of(record: object) -> dict[str, Tensor]:
     return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
 
 
@@ -338,7 +338,7 @@ def serve(descriptor: int) -> None:
             end.sendall(part)
 
 
-def packed(message: Any) -> bytes:
+def packed(message: object) -> bytes:
     """The message as bytes. By torch's pickling: Python's own cannot read tensors of 8
     bits."""
     buffer = io.BytesIO()
@@ -377,7 +377,7 @@ def fitting(numbers: int) -> int:
 SETTINGS = {**switches(), "threads": (torch.get_num_threads, torch.set_num_threads)}
 
 
-def torch_settings() -> dict[str, Any]:
+def torch_settings() -> dict[str, object]:
     """The present values of torch's settings that a kernel's result depends on."""
     return {name: read() for name, (read, _) in SETTINGS.items()}
 

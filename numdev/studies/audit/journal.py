@@ -44,7 +44,7 @@ class _Header(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    header: dict[str, Any]
+    header: dict[str, object]
 
 
 class _Task(BaseModel):
@@ -53,7 +53,7 @@ class _Task(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     task: str
-    rows: dict[str, list[dict[str, Any]]]
+    rows: dict[str, list[dict[str, object]]]
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
@@ -61,7 +61,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     `visit` must be called for every task of the request, finished or not; `rows` then
     gives all rows of a kind in that order, however often the run was interrupted."""
 
-    def __init__(self, directory: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, header: Mapping[str, object]) -> None:
         self.directory = directory
         self.header = json.loads(json.dumps(header, default=str))
         self._done: dict[str, dict[str, list[Row]]] = {}
@@ -71,7 +71,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @classmethod
     def open(
-        cls, directory: Path, header: Mapping[str, Any], *, overwrite: bool
+        cls, directory: Path, header: Mapping[str, object], *, overwrite: bool
     ) -> Journal:
         """Start or continue in `directory`. Raises UsageError when it cannot be written,
         holds something else, or, unless `overwrite`, a damaged journal or that of another
@@ -165,10 +165,10 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._file.truncate(good)
         self._file.seek(good)
 
-    def _read(self, lines: Iterable[bytes]) -> dict[str, Any]:
+    def _read(self, lines: Iterable[bytes]) -> dict[str, object]:
         """Take over the tasks of whole lines; the header before them. Raises UsageError
         for a line that is not as it was written, or not where."""
-        header: dict[str, Any] = {}
+        header: dict[str, object] = {}
         for number, line in enumerate(lines, 1):
             body, _, end = line.rpartition(DIGEST)
             self._digest = _chained(self._digest, body)
@@ -191,7 +191,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 )
         return header
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: Mapping[str, object]) -> None:
         assert self._file is not None
         plain: Any = lambda row: row.model_dump(mode="json")  # noqa: E731
         text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=plain)
@@ -210,7 +210,9 @@ def _chained(before: str, body: bytes) -> str:
     return hashlib.sha256(before.encode() + body).hexdigest()
 
 
-def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]:
+def first_difference(
+    old: object, new: object, path: str = ""
+) -> tuple[str, object, object]:
     """Where two unequal pieces of plain data first differ, as `key.key`, and both values
     there."""
     if isinstance(old, dict) and isinstance(new, dict):

@@ -61,7 +61,7 @@ class Failing:
     kernel: Kernel
     system: System
     run: Runner
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     runs: Runs[Bench]
     measured: Measured[Bench]
     searched: bool = False
@@ -132,7 +132,7 @@ class Failing:
         wrong = "the output" if self.wrong[:1] == ("out",) else "gradients"
         return (*features, f"{wrong} wrong")
 
-    def again(self, case: AttentionCase, **how: Any) -> Output | Failure:
+    def again(self, case: AttentionCase, **how: object) -> Output | Failure:
         return self.run(self.kernel, case, self.options, **how)
 
     @cached_property

@@ -72,7 +72,7 @@ class PreparedCall(Protocol):
         kernel returns them."""
 
     @property
-    def baseline(self) -> Any:
+    def baseline(self) -> object:
         """What plain code in the format returned, or a Failure."""
 
     @property
@@ -80,7 +80,7 @@ class PreparedCall(Protocol):
         """The tensors that the measured rows of the output give alone."""
 
     @property
-    def restricted(self) -> Any:
+    def restricted(self) -> object:
         """What a planted fault is given: the case, in what is measured of it."""
 
     @property
@@ -96,7 +96,7 @@ class PreparedCall(Protocol):
         """The reason why a sample was not screened for rows that stand out; None where it
         was."""
 
-    def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Any:
+    def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> object:
         """These tensors, as if a kernel had returned them."""
 
     def units(self, tensor: str) -> Sequence[int]:
@@ -121,12 +121,12 @@ class PreparedCall(Protocol):
     def format_of(self, x: Tensor) -> Format:
         """The format that a tensor came back in."""
 
-    def unpredicted(self, claim: Mapping[str, Any] | None, fmt: Format) -> str | None:
+    def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str | None:
         """Why no size of error is expected of a tensor that came back in a format, as a
         clause; None where one is."""
 
     def expected(
-        self, claim: Mapping[str, Any] | None, output: Any
+        self, claim: Mapping[str, object] | None, output: Any
     ) -> Mapping[str, Tensor]:
         """What a kernel with these roundings returns where it returns these formats."""
 
@@ -159,7 +159,7 @@ class Operation(Protocol[Call]):
     def explained(
         self,
         kernel: Kernel,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         runs: Any,
         measured: Any,
         system: System,

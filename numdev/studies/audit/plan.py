@@ -41,7 +41,7 @@ RECORDED = ("backward", "heads", "rows", "repeats", "named")  # of a plan, in th
 class Planned:
     role: Role
     kernel: Kernel
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Task:
     case: CaseRef
     role: Role
     kernel: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     format: str
     heads: tuple[int, ...] | None = None
     # Whether it is a training step, and dq, dk and dv are measured too
@@ -153,8 +153,8 @@ class Plan:
 
 
 def header(
-    request: Mapping[str, Any], system: System, kernels: Sequence[Planned], source: Any
-) -> dict[str, Any]:
+    request: Mapping[str, object], system: System, kernels: Sequence[Planned], source: Any
+) -> dict[str, object]:
     """What a run must have in common with the journal it continues: not how the source
     was read."""
     return {
@@ -165,7 +165,7 @@ def header(
     }
 
 
-def environment(system: System) -> dict[str, Any]:
+def environment(system: System) -> dict[str, object]:
     """All of a machine and its software that may change a number."""
     return {**system.as_dict(), "numdev": fingerprint()}
 
@@ -239,16 +239,16 @@ def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Forma
     return list(formats)
 
 
-def digest(data: Any) -> str:
+def digest(data: object) -> str:
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+def recorded(options: Mapping[str, object]) -> dict[str, object]:
     """Options as a report can hold them: what JSON has no word for (a dtype, infinity) by
     name."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float) and math.isfinite(value):

@@ -42,7 +42,7 @@ def written(
     findings: Sequence[Finding],
     directory: Path,
     template: str,
-    facts_of: Callable[[Finding], Mapping[str, Any] | None],
+    facts_of: Callable[[Finding], Mapping[str, object] | None],
 ) -> list[Path]:
     """A script for each finding for which there are facts, by a template."""
     scripts = []

@@ -62,7 +62,7 @@ class Runs(Generic[Call]):
     task: Task
     runs: Sequence[Any]
     bench: Call
-    claim: Mapping[str, Any] | None
+    claim: Mapping[str, object] | None
     likes: Mapping[str, Likeness] = field(default_factory=dict)
     repeats: dict[str, tuple[list[str], list[Noise]]] = field(
         default_factory=dict, repr=False
@@ -270,7 +270,7 @@ def identity(task: Task) -> dict[str, Any]:
     }
 
 
-def options_set(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
+def options_set(options: Mapping[str, object], kernel: Kernel) -> dict[str, object]:
     """The options to call the kernel with: those that are not its defaults."""
     defaults = recorded(kernel.options)
     return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}

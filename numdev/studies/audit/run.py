@@ -105,11 +105,11 @@ def audit(
 
 
 class Described(Protocol):
-    def describe(self) -> dict[str, Any]: ...
+    def describe(self) -> dict[str, object]: ...
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
-def describe(source: Described) -> dict[str, Any]:
+def describe(source: Described) -> dict[str, object]:
     """What is read, and which of its stored weights are not finite."""
     described = source.describe()
     if "parameters" in described:
@@ -127,7 +127,7 @@ def run_plan(
     source: Source,
     plan: Plan,
     request: AuditRequest | SweepRequest,
-    asked: Mapping[str, Any],
+    asked: Mapping[str, object],
     directory: Path,
     watch: Stopwatch,
     *,
@@ -266,7 +266,7 @@ def reproducers(
 
 
 def provenance(
-    system: System, described: Mapping[str, Any], command: str
+    system: System, described: Mapping[str, object], command: str
 ) -> records.Provenance:
     """Where the numbers of a report made now, here, come from."""
     return records.Provenance.now(command, system.as_dict(), described)

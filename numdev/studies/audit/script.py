@@ -54,7 +54,7 @@ SHOWN_BY = {
     "noise": ("noise_ratio",),
 }
 # The case as the kernel was given it; the spelling
-Call = tuple[AttentionCase, dict[str, Any]]
+Call = tuple[AttentionCase, dict[str, object]]
 
 
 def figure_for(metric: str, bias_of: str | None = None) -> str:
@@ -76,7 +76,7 @@ def write(
     directory: Path,
     case: AttentionCase,
     kernel: Kernel,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     *,
     tensor: str,
     head: int,
@@ -99,7 +99,7 @@ def write(
     case, call = _call(kernel, options, case, tensor)
     if limit is None:
         limit = 1 if metric == "nonfinite" else ENOUGH * abs(observed or 0.0)
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         **{"imports": (), "needs": "", "backend": None, "folder": None},
         **call,
         **_facts_of_inputs(case),
@@ -167,7 +167,7 @@ def _measured_on(kernel: Kernel, options: Mapping[str, object], system: System) 
     return f"{kernel.name}{with_options}, torch {torch_version}, {where}"
 
 
-def rendered(template: str, facts: Mapping[str, Any]) -> str:
+def rendered(template: str, facts: Mapping[str, object]) -> str:
     """A script made of a template in `data/reproducer`."""
     blocks: Any = {
         "trim_blocks": True,
@@ -180,7 +180,7 @@ def rendered(template: str, facts: Mapping[str, Any]) -> str:
     return templates.get_template(f"{template}.py.j2").render(facts)
 
 
-def literal(value: Any) -> str:
+def literal(value: object) -> str:
     """A value as Python source. Raises UsageError where it has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
@@ -193,7 +193,7 @@ def literal(value: Any) -> str:
 
 
 def _call(
-    kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tensor: str
+    kernel: Kernel, options: Mapping[str, object], case: AttentionCase, tensor: str
 ) -> Call:
     """How the template spells the call, and the case as it was given (its mask
     explicit)."""
@@ -229,8 +229,8 @@ def _call(
 
 def _function(
     path: str,
-    function: Callable[..., Any],
-    options: Mapping[str, Any],
+    function: Callable[..., object],
+    options: Mapping[str, object],
     case: AttentionCase,
 ) -> Call:
     """A function of q, k, v: the arguments that numdev gives it, by their names."""
@@ -240,7 +240,7 @@ def _function(
         raise UsageError(what, hint="define it with `def` at the top of a module")
     seen: dict[str, Any] = {}
 
-    def recorder(*args: Any, **named: Any) -> None:
+    def recorder(*args: object, **named: object) -> None:
         seen.update(args=args, named=named)
 
     recorder.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
@@ -288,7 +288,7 @@ def _shown(case: AttentionCase) -> str:
     return " & ".join(parts) if len(parts) > 1 else parts[0].strip("()") if parts else ""
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """`module:name` where the module has the function under that name; else its own name
     alone."""
     module = getattr(function, "__module__", None) or ""

@@ -39,7 +39,7 @@ Rows = Mapping[str, Sequence[Any]]
 Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what was done
 
 
-def as_located(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> Located:
+def as_located(case: AttentionCase, axes: Mapping[str, object] | None = None) -> Located:
     """A case in memory as a `Located`, which can be pickled."""
     return Captured(
         ref=case.ref, axes=dict(axes or {}), load=functools.partial(copy.copy, case)
@@ -116,7 +116,7 @@ def _rows(
     """What a task comes to: its rows, and what the plan wants to know beside them."""
     own_run = run if task.role == "kernel" else attempt
     measured = measure_task(task, kernel, bench, plan.system, own_run, later)
-    rows: dict[str, Sequence[Any]] = {"row": measured.rows}
+    rows: dict[str, Sequence[object]] = {"row": measured.rows}
     if plan.details:
         rows["profile"] = profile(task, measured, bench)
     if plan.details and task.role == "kernel":
@@ -188,7 +188,7 @@ def _unmeasured(task: Task, error: Exception) -> DeviationRow:
 
 def _runs(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner
-) -> list[Any] | Failure:
+) -> list[object] | Failure:
     """What the task's kernel returns, as often as asked. Floor and baseline are the
     call's; the output of `precision` only holds a place, since `rows` compares the two
     references."""
@@ -203,7 +203,7 @@ def _runs(
         return call.baseline if isinstance(call.baseline, Failure) else [call.baseline]
     options = of_rows.options_set(task.options, kernel)
     case = call.restricted if task.role == "control" else call.case
-    outputs: list[Any] = []
+    outputs: list[object] = []
     with call.watch("other" if task.role == "control" else "kernels"):
         for _ in range(task.repeats):
             output = run(kernel, case, options, gradients=task.gradients)
