@@ -42,9 +42,11 @@ class Walk:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not is_counted(frame):
             return
+        path = path_to(frame)
+        if not path:  # run by an import
+            return
         code = frame.f_code
         self.entered.add((code.co_filename, code.co_qualname))
-        path = path_to(frame)
         if len(path) > len(self.deepest):
             self.deepest = path
 
@@ -59,9 +61,10 @@ def path_to(frame: FrameType | None) -> list[str]:
     imported."""
     path: list[str] = []
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename != __file__:
-            path.clear()
-        elif is_counted(frame):
+        code = frame.f_code
+        if code.co_name == "<module>" and code.co_filename.startswith(PACKAGE):
+            return []
+        if is_counted(frame):
             path.append(
                 f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"
             )

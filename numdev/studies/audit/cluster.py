@@ -116,18 +116,14 @@ def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_work(
-    cluster: Cluster | None,
+    cluster: Cluster,
     plan: Plan,
     header: Mapping[str, object],
     limit_s: float,
     watch: Stopwatch,
     say: Callable[[str], None],
-) -> Iterator[Workers | None]:
-    """The workers of a cluster; None without one. Raises UsageError where no scheduler
-    answers."""
-    if cluster is None:
-        yield None
-        return
+) -> Iterator[Workers]:
+    """The workers of a cluster. Raises UsageError where no scheduler answers."""
     with contextlib.ExitStack() as stack:
         with watch.stopped():
             client = stack.enter_context(client_of(cluster, plan.system))

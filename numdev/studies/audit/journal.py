@@ -103,12 +103,15 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._order.setdefault(key)
         return key in self._done
 
-    def append(self, key: str, rows: Mapping[str, Iterable[Row]]) -> None:
-        """Record a finished task: its rows, by the kind of list of a report they go
-        into."""
-        self.visit(key)
+    def append(self, key: str, rows: Mapping[str, Iterable[Row]]) -> bool:
+        """Records a finished task: its rows, by the kind of list of a report they go
+        into. Returns whether it is new: of a task that is recorded already (seeds of one
+        case share a record) the first rows stay."""
+        if self.visit(key):
+            return False
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
         self._write({"task": key, "rows": self._done[key]})
+        return True
 
     def rows(self, kind: str) -> list[Any]:
         """The rows of a kind of all visited and finished tasks, in the order of first

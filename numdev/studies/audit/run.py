@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ from numdev.kernels import Kernel
 from numdev.metrics.finiteness import count_nonfinite, nonfinite_of
 from numdev.metrics.weights import weight_row
 from numdev.operations.attention.explain.words import explanations
-from numdev.sources.opening import Source, open_source
+from numdev.sources.opening import Located, Source, open_source
 from numdev.sources.tensorfile import Add, writing
 from numdev.studies.audit.bench import Selection
 from numdev.studies.audit.cluster import Cluster, Workers, at_work
@@ -34,7 +34,7 @@ from numdev.studies.audit.isolation import Isolated, Runner, attempt
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Plan, header
 from numdev.studies.audit.reproduce import FOLDER, reproduce
-from numdev.studies.audit.task import Finished, as_located, measured_here
+from numdev.studies.audit.task import as_located, measured_here
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 
@@ -153,7 +153,9 @@ def run_plan(
     with (
         Journal.open(directory, shared, overwrite=overwrite) as journal,
         Isolated(limit_s) if isolated else contextlib.nullcontext(attempt) as run,
-        at_work(workers, plan, shared, limit_s, watch, say) as team,
+        at_work(workers, plan, shared, limit_s, watch, say)
+        if workers
+        else contextlib.nullcontext() as team,
         writing(save_cases, overwrite=overwrite)
         if save_cases
         else contextlib.nullcontext() as save,
@@ -194,26 +196,12 @@ def run_source(
     calls came."""
     calls: list[CaseRef] = []
     visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
-
-    def keep(finished: Iterable[Finished]) -> None:
-        nonlocal visited
-        for key, rows, what in finished:
-            # Seeds of one case share a record: the first is kept
-            if not journal.visit(key):
-                journal.append(key, rows)
-                visited += "row" in rows
-            progress(what, visited, total)
-
     with watch("capture"):
         for located in source:
             with watch("other"):
                 calls.append(located.ref)
                 if save is not None:
-                    case = Selection.of(
-                        located.load(), plan.heads, gradients=plan.backward
-                    ).case
-                    save(case, located.axes)
-                    located = as_located(case, located.axes)
+                    located = _saved(located, plan, save)
                 recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))
                 # Noted in the journal's order, and left out where they are finished.
@@ -225,13 +213,26 @@ def run_source(
                 if recorded and not unfinished:
                     continue
                 if workers is not None:
-                    keep(workers.submit(located, unfinished))
+                    finished = workers.submit(located, unfinished)
                 else:
-                    keep(measured_here(located, unfinished, plan, run, watch))
-        with watch("other"):
-            if workers is not None:
-                keep(workers.drain())
+                    finished = measured_here(located, unfinished, plan, run, watch)
+                for key, rows, what in finished:
+                    visited += journal.append(key, rows) and "row" in rows
+                    progress(what, visited, total)
+        if workers is not None:
+            with watch("other"):
+                for key, rows, what in workers.drain():
+                    visited += journal.append(key, rows) and "row" in rows
+                    progress(what, visited, total)
     return calls
+
+
+def _saved(located: Located, plan: Plan, save: Add) -> Located:
+    """Writes a case with the plan's heads and gradients, unrounded, and returns it in
+    memory."""
+    case = Selection.of(located.load(), plan.heads, gradients=plan.backward).case
+    save(case, located.axes)
+    return as_located(case, located.axes)
 
 
 def reproducers(
