@@ -150,7 +150,11 @@ def table_of_planted(report: BoundsReport, run_of: Path) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(d.variant for d in report.doses):
-        own = {row.seed: row.apart for row in rows if row.variant == name and row.apart}
+        own = {
+            row.seed: row.from_golden
+            for row in rows
+            if row.variant == name and row.from_golden
+        }
         cause = statistics.geometric_mean(own.values()) if own else None
         cells = [name, "–" if cause is None else f"{cause:.2f}"]
         for window in ("start", "first", "early"):

@@ -568,14 +568,20 @@ def outputs(_: Data, b: Data, rng: random.Random) -> None:
         case 2:
             row.update(NO_OUTPUT)
         case 3 if row["differ"]:
-            row.update(differ=0, difference=0.0, rest=0.0, share=None)
+            row.update(differ=0, difference=0.0, other_difference=0.0, share=None)
         case 3 | 4:
             size = (row["difference"] or 1e-6) * 10 ** rng.uniform(0.5, 6)
-            row.update(differ=row["elements"], difference=size, rest=0.0, share=1.0)
+            row.update(
+                differ=row["elements"], difference=size, other_difference=0.0, share=1.0
+            )
         case _:
             row[
                 rng.choice(
-                    [n for n in ("difference", "rest", "share") if row[n] is not None]
+                    [
+                        n
+                        for n in ("difference", "other_difference", "share")
+                        if row[n] is not None
+                    ]
                 )
             ] = None
 
@@ -586,7 +592,7 @@ def output_disagrees(_: Data, b: Data, rng: random.Random) -> None:
     row.update(rng.choice((
         {"differ": row["elements"] + rng.choice((1, 10**6))},
         {"differ": 0, "difference": 0.5},
-        {"differ": row["elements"], "difference": 1.0, "rest": 0.5, "share": 0.1}
+        {"differ": row["elements"], "difference": 1.0, "other_difference": 0.5, "share": 0.1}
         if "share" in row
         else {"differ": 1, "nonfinite": 2},
     )))  # fmt: skip
@@ -620,7 +626,7 @@ TOGETHER = (  # numbers that are null together
 )  # fmt: skip
 NO_OUTPUT: Data = {
     "reason": "has no cache", "differ": 0, "elements": 0,
-    **dict.fromkeys(("difference", "explained", "rest", "share")),
+    **dict.fromkeys(("difference", "explained", "other_difference", "share")),
 }  # fmt: skip
 NUMBERS = {
     "audit": (*SIZES, "expected_ratio", "worst_row", "floor_ratio", "noise", "bits", "nonfinite",
@@ -631,7 +637,7 @@ NUMBERS = {
 }  # fmt: skip
 NUMBERS["sweep"] = tuple(name for name in NUMBERS["audit"] if name != "bias_p")
 EMPTY: dict[str, Data] = {
-    "effects": {**dict.fromkeys((*NUMBERS["effects"], "angle", "apart", "first_flip")),
+    "effects": {**dict.fromkeys((*NUMBERS["effects"], "angle", "from_against", "first_flip")),
                 "growth": [], "positions": 0},
     "invariance": {**dict.fromkeys((*NUMBERS["invariance"], "first", "keys", "cause", "closest",
                                     "tried", "repeats")), "tensors": [], "elements": 0,

@@ -368,9 +368,14 @@ def test_calls_together_are_their_majority_and_their_medians() -> None:
     unknown = {"explained_by": None, "reason": "no", "residual": 0.9}
     bare = {"explained_by": None, "reason": "no error", "residual": None, "nearest": None}
     (one,) = explanations([attributed(), attributed(**unknown), attributed(**bare)])
-    assert (one.known, one.explained, one.calls) == (True, 1, 2)
+    assert (one.is_identified, one.explained, one.calls) == (True, 1, 2)
     (one,) = explanations([attributed(), attributed(**unknown), attributed(**unknown)])
-    assert (one.known, one.explained, one.calls, one.residual) == (False, 1, 3, 0.9)
+    assert (one.is_identified, one.explained, one.calls, one.residual) == (
+        False,
+        1,
+        3,
+        0.9,
+    )
     calls = [attributed(residual=r, sites=(site("p", p), site("out", 1 - p), site("q", 0.004)))
              for r, p in ((0.1, 0.2), (0.2, 0.3), (0.4, 0.9))]  # fmt: skip
     calls += [attributed(nearest="eager", explained_by="eager", residual=0.3)]

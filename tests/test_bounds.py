@@ -409,7 +409,7 @@ def test_every_format_is_answered(bounds: Found) -> None:
 def at_output(variant: str, seed: int, **values: Any) -> AttentionOutputRow:
     fields: dict[str, Any] = {
         "floors": 1.0,
-        "apart": 1.2,
+        "from_golden": 1.2,
         "bias": 0.0,
         "slope": 0.0,
     } | values
@@ -435,7 +435,13 @@ def at_output(variant: str, seed: int, **values: Any) -> AttentionOutputRow:
             "with a wrong scale",
         ),
         (
-            {"floors": None, "apart": None, "bias": None, "slope": None, "nonfinite": 3},
+            {
+                "floors": None,
+                "from_golden": None,
+                "bias": None,
+                "slope": None,
+                "nonfinite": 3,
+            },
             "has 6 elements that are not finite",
         ),
     ],

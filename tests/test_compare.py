@@ -873,7 +873,7 @@ LOG_PROBS = dict.fromkeys(("log_prob", "log_prob_p999", "log_prob_max"))
 
 @pytest.mark.parametrize(("kind", "update", "named"), [
     ("whole", LOG_PROBS, "log_prob"), ("whole", {"log_perplexity": None}, "log_perplexity"),
-    ("whole", {"apart": None}, "apart"), ("site", {"unexplained": None}, "unexplained"),
+    ("whole", {"from_against": None}, "from_against"), ("site", {"unexplained": None}, "unexplained"),
 ])  # fmt: skip
 def test_numbers_of_effects_that_are_gone(
     kind: str, update: dict[str, Any], named: str
@@ -968,12 +968,12 @@ def test_a_kernel_that_no_longer_repeats_itself() -> None:
 
 NO_CACHE: dict[str, Any] = {
     "reason": "has no cache", "differ": 0, "elements": 0,
-    **dict.fromkeys(("difference", "explained", "rest", "share")),
+    **dict.fromkeys(("difference", "explained", "other_difference", "share")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("update", "words"), [
-    ({"difference": 0.5, "rest": 0.0, "share": 1.0}, ("CHANGED: sdpa-flash (bfloat16) moved ")),
+    ({"difference": 0.5, "other_difference": 0.0, "share": 1.0}, ("CHANGED: sdpa-flash (bfloat16) moved ")),
     ({"differ": 1}, "elements that differ: 11778, now 1"), ({"elements": 9**6}, "elements: 16384"),
     (NO_CACHE, "lacks the model's output along decode in B"),
 ])  # fmt: skip
@@ -992,7 +992,7 @@ def test_the_models_own_output(update: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("update", [
-    {"difference": None}, {"share": 0.5}, {"differ": 0}, {"elements": 0}, {"rest": -1.0},
+    {"difference": None}, {"share": 0.5}, {"differ": 0}, {"elements": 0}, {"other_difference": -1.0},
     {"reason": "has no cache"}, {"axis": "padding"}, {"kernel": "other"},
 ])  # fmt: skip
 def test_an_output_of_the_model_that_contradicts_itself(update: dict[str, Any]) -> None:

@@ -344,7 +344,7 @@ def test_the_demo(capsys: Any, tmp_path: Path) -> None:
     )
     assert alone["sdpa-flash"].share.mean < 1.2 * alone["floor"].share.mean < 0.15
     assert alone["baseline"].share.mean > 2 * alone["sdpa-flash"].share.mean
-    assert run_of(report, "repeat").apart == 0
+    assert run_of(report, "repeat").from_against == 0
     assert sum(run.layer is not None for run in report.summary.runs) == 4
     assert any(
         " of the error; with sdpa-default and with " in line
@@ -420,7 +420,7 @@ def test_a_pipeline_is_compared_at_its_latents_and_its_image(
         alone = run_of(report, "attention", format="bfloat16", **which)
         assert 0.9 < alone.over.mean < 1.1
         assert 0 < alone.share.mean < 0.1
-        assert run_of(report, "repeat", format="bfloat16", at=at).apart == 0
+        assert run_of(report, "repeat", format="bfloat16", at=at).from_against == 0
     assert {f.kernel for f in report.findings} == {off}
     assert all(
         any(at in f.sentence for f in report.findings) for at in ("latents", "image")
@@ -942,7 +942,7 @@ def test_the_numbers_of_a_sequence() -> None:
     )
     margin = np.log(P.max(-1) / P[np.arange(16), first])
     assert row["unexplained"] == (margin > 4e-3).sum() > 0
-    assert row["apart"] == row["error"] > 0
+    assert row["from_against"] == row["error"] > 0
     assert {n: shifted[n] for n in ("flips", "unexplained")} == {
         n: row[n] for n in ("flips", "unexplained")
     }
@@ -1273,11 +1273,19 @@ def test_the_answers_numbers_are_their_own() -> None:
     """Attention's share, the distance to the other kernel over the error, the flips of
     both."""
     rows = output(
-        "whole", (4e-4,) * 3, kernel="k", error=0.25, apart=0.05, flips=3, unexplained=1
+        "whole",
+        (4e-4,) * 3,
+        kernel="k",
+        error=0.25,
+        from_against=0.05,
+        flips=3,
+        unexplained=1,
     )
-    rows += output("whole", (5e-4,) * 3, kernel="baseline", error=0.5, flips=2, apart=0.0)
+    rows += output(
+        "whole", (5e-4,) * 3, kernel="baseline", error=0.5, flips=2, from_against=0.0
+    )
     rows += output("attention", (1e-4,) * 3, kernel="k")
-    rows += output("moved", (9e-4,) * 3, kernel="baseline", apart=0.1)
+    rows += output("moved", (9e-4,) * 3, kernel="baseline", from_against=0.1)
     first, _, last = summarise(rows, "baseline", logits=True).answer
     assert "makes 25 % of the error" in first
     assert (
@@ -1392,7 +1400,7 @@ def test_nan_of_attention_alone_is_the_kernels_fault() -> None:
     """Though the whole model with it is finite, since another kernel's is too."""
     bare: dict[str, Any] = dict.fromkeys(
         ("cost", "error", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max",
-         "log_perplexity", "apart", "flips", "unexplained", "first_flip")
+         "log_perplexity", "from_against", "flips", "unexplained", "first_flip")
     )  # fmt: skip
     bare |= {
         "status": "failed",
@@ -1474,7 +1482,7 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     check the difference and not the limit."""
     whole = (1e-3, 1e-3, 1e-3)
     shares = {"a": 0.1, "b": 0.5, "c": 0.4}
-    rows = output("whole", whole, kernel="k", apart=0.01)
+    rows = output("whole", whole, kernel="k", from_against=0.01)
     rows += output("attention", (2e-4,) * 3, kernel="k")
     for site, share in shares.items():
         rows += output("site", tuple(share * cost for cost in whole), site=site)

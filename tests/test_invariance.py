@@ -669,7 +669,12 @@ def test_a_models_output_on_both_sides_of_its_limit(ratio: float, standing: str)
     """Its difference over what roundings explain, and how much of its size it is."""
     report = stored()
     row = report.models[0].model_copy(
-        update={"differ": 5, "difference": 0.25 * ratio, "explained": 0.25, "rest": 0.0}
+        update={
+            "differ": 5,
+            "difference": 0.25 * ratio,
+            "explained": 0.25,
+            "other_difference": 0.0,
+        }
     )
     report = report.model_copy(update={"models": (row, *report.models[1:])})
     book = Rules.model_validate({"invariance": {"model_beyond_roundings": 4.0}})
@@ -763,7 +768,7 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
             update={
                 "differ": 131072,
                 "difference": 0.5,
-                "rest": 0.3,
+                "other_difference": 0.3,
                 "share": 0.64,
                 "explained": 0.9,
             }

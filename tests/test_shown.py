@@ -410,7 +410,7 @@ def test_what_a_sample_means_has_its_numbers() -> None:
 def test_which_roundings_make_the_errors_in_shares_and_calls() -> None:
     """Per cent of the squared error; in how many calls of all."""
     one = reports.Explanation(
-        kernel="k", options={}, format="bfloat16", tensor="dq", known=True, nearest="`fa2`",
+        kernel="k", options={}, format="bfloat16", tensor="dq", is_identified=True, nearest="`fa2`",
         residual=0.11, next_preset="eager", next_residual=0.72, explained=3, calls=4, reason=None,
         sites=tuple(reports.SiteShare(site=s, rounds="x", share=x, residual=0.5)
                     for s, x in (("p", 0.62), ("out", 0.07))),

@@ -317,7 +317,7 @@ def test_outputs_are_what_numpy_says() -> None:
     assert (row.seed, row.variant, row.calls, row.elements) == (3, "v", 2, 240)
     assert row.floors == pytest.approx(rms(o - t) / rms(f - t), rel=1e-12)
     unit = rms(np.exp2(np.floor(np.log2(np.abs(f))) - 7)) / math.sqrt(12)
-    assert row.apart == pytest.approx(rms(o - f) / unit, rel=1e-12)
+    assert row.from_golden == pytest.approx(rms(o - f) / unit, rel=1e-12)
     assert row.bias == pytest.approx(
         np.sum((o - f) * np.sign(t)) / np.sum(spacing), rel=1e-12
     )
@@ -349,11 +349,11 @@ def test_what_is_at_the_output_is_recorded(tmp_path: Path) -> None:
         "four": 4.0,
     }
     assert rows.keys() == {"golden", *others}
-    assert rows["golden"].apart == 0.0
+    assert rows["golden"].from_golden == 0.0
     assert rows["fp32 attention"].floors == pytest.approx(1.0, rel=0.01)
     for name, apart in others.items():
         if apart is not None:
-            assert rows[name].apart == pytest.approx(apart, rel=0.25), name
+            assert rows[name].from_golden == pytest.approx(apart, rel=0.25), name
     assert {v.name: v.times for v in report.variants if v.times} == {
         "noise": 1.0,
         "four": 4.0,

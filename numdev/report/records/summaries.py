@@ -25,7 +25,7 @@ class Explanation(Record):
     options: dict[str, object] = Field(default_factory=dict)
     format: str
     tensor: Tensor
-    known: bool
+    is_identified: bool  # whether the nearest emulation makes its errors
     nearest: str | None  # the emulation that makes its errors, or comes nearest, in words
     residual: float | None  # medians over its calls, here and below
     next_preset: str | None

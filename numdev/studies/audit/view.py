@@ -459,7 +459,7 @@ def _explanation(e: Explanation) -> tuple[Cell | str, ...]:
     """A line of the table: the kernel, the tensor, the emulation and its residual, the
     next best, and the shares of the sites."""
     kernel = Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong")
-    source = Cell(_source(e), style="" if e.known else "warn")
+    source = Cell(_source(e), style="" if e.is_identified else "warn")
     following = f"{e.next_preset or NONE} {ratio(e.next_residual)}"
     shares = ", ".join(f"{100 * s.share:.0f} % {s.site}" for s in e.sites)
     return kernel, e.tensor, source, ratio(e.residual), following, shares
@@ -470,7 +470,7 @@ def _source(e: Explanation) -> str:
     if e.nearest is None:
         return "not identified" if e.calls or e.reason else "no error"
     name = e.nearest.replace("`", "")
-    if not e.known:
+    if not e.is_identified:
         return f"not identified; closest: {name}"
     return name + (
         f" ({e.explained} of {e.calls} calls)" if e.explained < e.calls else ""

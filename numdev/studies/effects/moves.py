@@ -40,7 +40,7 @@ from numdev.studies.effects.report import Check, EffectsReport, OutputRow
 
 COSTS = (
     *("cost", "cost_p999", "cost_max", "log_prob", "log_prob_p999", "log_prob_max"),
-    *("log_perplexity", "error", "angle", "apart", "flips", "unexplained"),
+    *("log_perplexity", "error", "angle", "from_against", "flips", "unexplained"),
 )
 """The numbers of a run, but for `first_flip`, which is null where nothing flips."""
 ALPHA = 0.01

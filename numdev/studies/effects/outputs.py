@@ -125,9 +125,9 @@ def compared(
     first: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Fields]:
     """For each sequence, the numbers of an `OutputRow`. `by_chance`: the `largest_error`
-    that roundings make; `beside`: the output of the run to take `apart` from. A sequence
-    with NaN or infinity has a `reason` and no numbers; `first` says where it came up, by
-    sequence."""
+    that roundings make; `beside`: the output of the run to take `from_against` from. A
+    sequence with NaN or infinity has a `reason` and no numbers; `first` says where it
+    came up, by sequence."""
     rows: list[Fields] = []
     for i, counts in enumerate(how.counted):
         values, exact = x[i][counts], truth[i][counts]
@@ -160,7 +160,7 @@ def compared(
         row["growth"] = tuple(float(part.mean()) for part in parts)
         row["error"] = float(centred(values - exact).norm() / size)
         if beside is not None and bool(beside[i][counts].isfinite().all()):
-            row["apart"] = float(centred(values - beside[i][counts]).norm() / size)
+            row["from_against"] = float(centred(values - beside[i][counts]).norm() / size)
         rows.append(row)
     return rows
 

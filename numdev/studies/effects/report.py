@@ -108,7 +108,7 @@ class RunFields(Record):
     error: Value = None
     angle: Value = None  # mean angle between final states and the exact ones, degrees
     # Rms difference from the run with the kernel `against`, over the exact rms
-    apart: Value = None
+    from_against: Value = None
     positions: int = 0
     flips: int | None = None  # positions where another token, or class, is the likeliest
     unexplained: int | None = None

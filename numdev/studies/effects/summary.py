@@ -139,8 +139,8 @@ class OutputRuns:
             return
         attention = alone(main, self.runs)
         share = attention.share if attention else None
-        if main.apart is not None and main.kernel != self.against and share:
-            yield self._attention_sentence(main, main.apart, share)
+        if main.from_against is not None and main.kernel != self.against and share:
+            yield self._attention_sentence(main, main.from_against, share)
         yield self._cost_sentence(main, main.cost)
         if main.flips is not None:
             yield self._flips_sentence(main)
@@ -159,7 +159,8 @@ class OutputRuns:
     ) -> str:
         """Attention's share of the error, and the difference between two kernels."""
         size = main.error or 1.0
-        moved = next((r.apart for r in self.runs if r.kind == "moved" and r.apart), None)
+        again = (r.from_against for r in self.runs if r.kind == "moved")
+        moved = next(filter(None, again), None)
         ulp = (
             f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
         )
@@ -231,7 +232,7 @@ def _average(values: Sequence[float]) -> float:
 # How a number of a run is made of those of its sequences
 OVER_SEQUENCES: Mapping[str, Callable[[Any], object]] = {
     **dict.fromkeys(("cost", "log_prob"), _mean),
-    **dict.fromkeys(("log_perplexity", "error", "angle", "apart"), _average),
+    **dict.fromkeys(("log_perplexity", "error", "angle", "from_against"), _average),
     **dict.fromkeys(("cost_p999", "cost_max", "log_prob_p999", "log_prob_max"), max),
     **dict.fromkeys(("positions", "flips", "unexplained"), sum),
     "first_flip": min,

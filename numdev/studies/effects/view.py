@@ -129,7 +129,7 @@ def _kernels(
             yield NONE if run.angle is None else f"{si(run.angle)}°"
         yield _share(attention)
         yield from (_beside(attention, what) for what in beside)
-        yield si(run.apart)
+        yield si(run.from_against)
 
     numbers = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
     ratios = (BESIDE[what] for what in beside)

@@ -25,7 +25,7 @@ from numdev.studies.effects.report import (
 SIZES = (
     *("cost", "error", "cost_p999", "cost_max"),
     *("log_prob", "log_prob_p999", "log_prob_max"),
-    *("angle", "apart"),
+    *("angle", "from_against"),
 )
 # Parts of a sequence in `growth`, which one of less than twice as many positions lacks
 PARTS = 8

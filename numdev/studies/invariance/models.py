@@ -83,7 +83,7 @@ def model_rows(
             differ=int((a != b).sum()),
             elements=a.numel(),
             difference=(change / size) ** 0.5,
-            rest=(others / size) ** 0.5,
+            other_difference=(others / size) ** 0.5,
             explained=(min(errors) / size) ** 0.5,
             share=max(0.0, 1 - others / change) if change else None,
         )

@@ -41,7 +41,7 @@ DIFFERENCES = (
     *("difference", "floor_ratio", "error_base", "error_variant"),
     *("excess", "excess_of_a_row", "ulps"),
 )
-OF_MODELS = ("difference", "explained", "rest", "share")
+OF_MODELS = ("difference", "explained", "other_difference", "share")
 TIMES = 2.0
 Row = InvarianceRow | ModelRow
 OF_ROWS = {  # numbers of every tensor: units in a sentence
@@ -51,7 +51,7 @@ OF_ROWS = {  # numbers of every tensor: units in a sentence
 }
 OF_OUTPUTS = {
     "difference": " of the output",
-    "rest": " of the output with attention in fp64",
+    "other_difference": " of the output with attention in fp64",
 }
 # Numbers of all tensors but the log-sum-exp, whose error has no floor
 ERRORS = {"error_base": "as it is", "error_variant": "in the other form"}

@@ -177,7 +177,7 @@ class ModelRow(Record):
     difference: Value = None  # rms, over the rms of the output
     explained: Value = None  # the error of the better of both ways, over the same
     # The difference with attention in fp64, which cannot change: that of all else
-    rest: Value = None
+    other_difference: Value = None
     share: Value = None  # of the mean square of the change, what attention adds
     reason: str | None = None  # why there are no numbers
 

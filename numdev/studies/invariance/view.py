@@ -57,7 +57,7 @@ def _outputs(models: Sequence[ModelRow]) -> doc.Table:
         yield doc.Cell(row.kernel, after=row.format)
         yield _percent(row.differ / (row.elements or 1))
         yield si(row.difference)
-        yield si(row.rest)
+        yield si(row.other_difference)
         yield _percent(row.share)
 
     return doc.table(

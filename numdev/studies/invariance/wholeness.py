@@ -214,7 +214,7 @@ def _model_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 def _model_contradiction(row: ModelRow) -> str:
     """What is wrong with a row of the model's output; empty where its fields fit."""
-    sizes = (row.difference, row.explained, row.rest)
+    sizes = (row.difference, row.explained, row.other_difference)
     if row.reason is not None:
         bare = not (row.differ or row.elements) and all(x is None for x in sizes)
         return "" if bare else "has numbers though it was not measured"
@@ -224,8 +224,8 @@ def _model_contradiction(row: ModelRow) -> str:
         return "lacks a number, or has one that cannot be"
     if not row.differ and row.difference:
         return "has a difference in no element"
-    if row.difference and row.rest is not None:
-        share = max(0.0, 1 - (row.rest / row.difference) ** 2)
+    if row.difference and row.other_difference is not None:
+        share = max(0.0, 1 - (row.other_difference / row.difference) ** 2)
         if row.share is None or not math.isclose(row.share, share, abs_tol=NEARLY):
             return "has a share that its differences do not give"
     return ""

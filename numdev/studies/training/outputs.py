@@ -99,7 +99,7 @@ def row_of(
     errors, differences, floors, spacings, away, ulps, along, squares = sums.tolist()
     values: dict[str, float | None] = {
         "floors": math.sqrt(errors / floors) if floors else None,
-        "apart": math.sqrt(differences / spacings * ODDS) if spacings else None,
+        "from_golden": math.sqrt(differences / spacings * ODDS) if spacings else None,
         "bias": away / ulps if ulps else None,
         "slope": along / squares if squares else None,
     }
@@ -114,7 +114,7 @@ def row_of(
         elements=elements,
         nonfinite=nonfinite,
         floors=values["floors"],
-        apart=values["apart"],
+        from_golden=values["from_golden"],
         bias=values["bias"],
         slope=values["slope"],
         nulls=nulls,

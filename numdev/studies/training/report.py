@@ -90,7 +90,7 @@ class AttentionOutputRow(Record):
     elements: int
     nonfinite: int = 0
     floors: float | None  # rms error
-    apart: float | None
+    from_golden: float | None
     """The rms difference from what the golden run's attention returns, in what a
     re-rounding of one floor makes: ulp/√12 of each of its values. (Of values that are
     exact, such as a first row's, the floor is 0.)"""

@@ -46,7 +46,7 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
         options=first.options,
         format=first.format,
         tensor=first.tensor,
-        known=is_known,
+        is_identified=is_known,
         nearest=name,
         residual=residual if same else None,
         next_preset=same[0].next_preset if same else None,

@@ -115,7 +115,7 @@ class AtOutput(Record):
     variant: str
     role: VariantRole
     floors: float | None  # rms error over the floor's
-    apart: float | None  # rms difference from the golden run's attention, in floors
+    from_golden: float | None  # rms difference from the golden run's attention, in floors
     bias: float | None
     slope: float | None
     # Rms error over the floor's with q scaled until scores reach 8

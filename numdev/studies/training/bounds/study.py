@@ -141,7 +141,7 @@ def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
                 variant=v.name,
                 role=v.role,
                 floors=_mean(row.floors for row in rows),
-                apart=_mean(row.apart for row in rows),
+                from_golden=_mean(row.from_golden for row in rows),
                 bias=_mean(row.bias for row in rows),
                 slope=_mean(row.slope for row in rows),
                 sharp=_mean(row.sharp for row in rows),

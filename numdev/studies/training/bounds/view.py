@@ -216,7 +216,7 @@ def _at_output(output: AtOutput | None) -> tuple[str, str, str, str]:
     if output is None:
         return (NONE, NONE, NONE, NONE)
     return (
-        times(output.apart),
+        times(output.from_golden),
         times(output.floors),
         _signed(output.bias),
         percent(output.slope),

@@ -208,10 +208,10 @@ def dose_sentences(
             continue
         cause = ""
         output = by_variant.get(dose.variant)
-        if output is not None and output.apart is not None:
+        if output is not None and output.from_golden is not None:
             cause = (
-                f" At its output it lies {times(output.apart)} floors from the golden "
-                f"run's, and errs {times(output.floors)}."
+                f" At its output it lies {times(output.from_golden)} floors from the "
+                f"golden run's, and errs {times(output.floors)}."
             )
         if dose.why is not None:
             yield f"Dose undecided: of {dose.variant}, since {dose.why}.{cause}"
