@@ -158,6 +158,18 @@ def test_a_dependence_hides_no_graver_one(tmp_path):
     assert [f.rule for f in poisoned.findings] == ["repeat bitwise"]
 
 
+def test_a_tensor_in_one_form_alone_is_a_skipped_row(tmp_path):
+    """It says why; the output beside it is compared, and nothing is accused."""
+    kernel = "invariance_kernels:lse_of_several_rows"
+    report = studied(tmp_path, kernel, axes=("decode",))
+    rows = {row.tensor: row for row in report.rows if row.variant == "row 63 by itself"}
+    assert (rows["lse"].status, rows["lse"].differ) == ("skipped", 0)
+    assert rows["lse"].reason == "lse is returned in one form alone"
+    assert (rows["out"].status, rows["out"].elements) == ("ok", 2 * 2 * 32)
+    assert rows["out"].tensors == rows["lse"].tensors == ("out", "lse")
+    assert not report.findings
+
+
 def test_what_is_no_answer_is_not_judged(tmp_path):
     """NaN at every call changes along no axis, and is no pass; a dtype without arithmetic
     is one that can be compared; a call too large for a machine, and an axis that is not
