@@ -2,98 +2,55 @@
 
     OMP_NUM_THREADS=1 python benchmarks/false_alarms.py [--seeds 20] [--first 0] [--only NAME]
     OMP_NUM_THREADS=1 python benchmarks/false_alarms.py --cases configs/check/features.yaml
+    OMP_NUM_THREADS=1 python benchmarks/false_alarms.py --audit
 
 A check is a kernel in a format on a seed's inputs: all default cases of `numdev check`
 (or those of `--cases`), forward and backward, with the default rules, as the kernel's
-author would run it. Sound kernels of different designs, none of which declares how it
-rounds unless it says so:
+author would run it. The kernels are the sound ones of `planted`, of different designs, none
+of which declares how it rounds unless it says so.
 
-- the designs of public kernels, written out without numdev (`benchmarks/designs.py`);
-- eager attention as people spell it, whose gradients autograd makes through its casts
-  (`numdev.kernels.baseline.WAYS`);
-- PyTorch's operators, and the baseline;
-- emulations in tiles, orders and splits other than they claim, or undeclared.
-
-Prints each check that is accused or not judged, and a line for each kernel."""
+Prints each check that is accused or not judged, and a line for each kernel. With --audit
+all that are functions are audited on the demo checkpoint, with gradients, one audit a
+seed: a check is then a design in a format."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from designs import DESIGNS, kernel, through_casts
+from planted import Planted, of_family
 
-from numdev.kernels import Kernel, Output, find, of_function
-from numdev.kernels.baseline import WAYS
+import numdev
+from numdev.kernels import Kernel
 from numdev.report import Outcome
 from numdev.testing import check
 
 FORMATS = ("bfloat16", "float16")
-OPERATORS = ("sdpa-flash", "sdpa-math", "sdpa-default", "baseline")
-ROUNDS_SUMS = ("eager", "fa2-consistent")
-FA3: Mapping[str, Any] = {"dk_partial": "wide", "dv_partial": "wide"}
-EMULATED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    # by name, what is claimed and what is run beside it
-    "FlashAttention-2, tiles of 16": ({"preset": "fa2"}, {"block_kv": 16, "block_q": 16}),
-    "FlashAttention-2, tiles of 32": ({"preset": "fa2"}, {"block_kv": 32}),
-    "FlashAttention-2, tiles of 96, last first": (
-        {"preset": "fa2"}, {"block_kv": 96, "kv_order": "descending"},
-    ),
-    "FlashAttention-2, three splits": ({"preset": "fa2"}, {"splits": 3, "block_kv": 32}),
-    "FlashAttention-3, tiles of 48": ({"preset": "fa2", **FA3}, {"block_kv": 48}),
-    "FlashAttention-3, tiles of 176": ({"preset": "fa2", **FA3}, {"block_kv": 176}),
-    "FlashAttention-4": ({"preset": "fa4"}, {}),
-    "fa2-consistent, tiles of 32": ({"preset": "fa2-consistent"}, {"block_kv": 32}),
-    "eager": ({"preset": "eager"}, {}),
-}  # fmt: skip
 
 
-def kernels() -> Iterator[Kernel]:
-    """All of them, each under a name of its own."""
-    for name in DESIGNS:
-        yield of_function(name, kernel(name))
-    yield of_function("through casts", through_casts)
-    for words, way in WAYS.items():
-        yield Kernel(name=words, function=way)
-    for name in OPERATORS:
-        yield find(name)
-    for name, (claim, ran) in EMULATED.items():
-        yield emulating(f"{name}, declared", claim, ran, declared=True)
-        if claim["preset"] == "fa2":
-            yield emulating(f"{name}, undeclared", claim, ran, declared=False)
-
-
-def emulating(
-    name: str, claim: Mapping[str, Any], ran: Mapping[str, Any], *, declared: bool
-) -> Kernel:
-    """An emulation as a kernel, in fp32 arithmetic. One that rounds its scores or row
-    sums returns no log-sum-exp: made of them it would lack the digits that a backward
-    pass needs."""
-    emulated = find("emulated")
-    options = {**claim, **ran, "compute": "float32"}
-
-    def returned(output: Output) -> Output:
-        return replace(output, lse=None) if claim["preset"] in ROUNDS_SUMS else output
-
-    claims: dict[str, Any] = (
-        {"claims": lambda case, output, system: claim} if declared else {}
+def audited(chosen: list[Planted], seed: int) -> Counter[str]:
+    """All of them in one audit of the demo checkpoint, before the default rules."""
+    names = [
+        each.address for each in chosen if not isinstance(each.function, Kernel | str)
+    ]
+    report = numdev.audit(
+        "demo", kernels=names, backward=True, seed=seed, length=128, formats=FORMATS
     )
-    return Kernel(
-        name=name,
-        function=lambda case: returned(emulated.attend(case, **options)),
-        backward=lambda case: returned(emulated.gradients(case, **options)),
-        **claims,
-    )
+    count = Counter(checks=len(FORMATS) * len(names))
+    ran = {(r.kernel, r.format) for r in report.rows if r.tensor == "dq" and r.rms}
+    count["not judged"] = count["checks"] - sum(name in names for name, _ in ran)
+    wrong = [f for f in report.findings if f.severity == "exceeded"]
+    count["accused"] = len({(f.kernel, fmt) for f in wrong for fmt in f.formats})
+    for finding in wrong:
+        print(f"  seed {seed}: {finding.sentence}", flush=True)
+    return count
 
 
-def counted(sound: Kernel, seed: int, cases: Path | None) -> Counter[str]:
+def counted(sound: Planted, seed: int, cases: Path | None) -> Counter[str]:
     """What the checks of one kernel on one seed come to, one for each format."""
-    result = check(sound, cases=cases, formats=FORMATS, seeds=seed)
+    result = check(sound.kernel, cases=cases, formats=FORMATS, seeds=seed)
     count: Counter[str] = Counter()
     for verdict in result.report.verdicts:
         count["checks"] += 1
@@ -107,7 +64,7 @@ def counted(sound: Kernel, seed: int, cases: Path | None) -> Counter[str]:
     return count
 
 
-def told(count: Counter[str]) -> str:
+def summed(count: Counter[str]) -> str:
     return (
         f"{count['accused']} of {count['checks']} accused, {count['not judged']} "
         "not judged"
@@ -124,17 +81,21 @@ def main() -> None:
     parser.add_argument(
         "--cases", type=Path, help="a YAML file in place of the default cases"
     )
-    given = parser.parse_args()
+    parser.add_argument("--audit", action="store_true", help="on the demo checkpoint")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     every: Counter[str] = Counter()
-    chosen = [each for each in kernels() if (given.only or "") in each.name]
-    for sound in chosen:
+    seeds = range(options.first, options.first + options.seeds)
+    chosen = [each for each in of_family("sound") if (options.only or "") in each.name]
+    for sound in () if options.audit else chosen:
         count: Counter[str] = Counter()
-        for seed in range(given.first, given.first + given.seeds):
-            count += counted(sound, seed, given.cases)
+        for seed in seeds:
+            count += counted(sound, seed, options.cases)
         every += count
-        print(f"{sound.name}: {told(count)}", flush=True)
-    print(f"{len(chosen)} kernels: {told(every)}")
+        print(f"{sound.name}: {summed(count)}", flush=True)
+    for seed in seeds if options.audit else ():
+        every += audited(chosen, seed)
+    print(f"{len(chosen)} kernels: {summed(every)}")
 
 
 if __name__ == "__main__":

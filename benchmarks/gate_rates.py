@@ -10,10 +10,9 @@ so that 21 seeds meet every regime once. A report that passes (exit code 0) clea
 kernel, one that exceeds (1) accuses it, and one that could not be judged (3) does
 neither: it stops a merge too, and is counted apart.
 
-Sound kernels are those of `benchmarks/power.py`. Faults are those of
-`benchmarks/planted.py`, and `numdev.kernels.emulation.faults` in every dose. Kernels that
-go wrong as processes (`tests/support/broken_kernels.py`) have no rate: each is tried once,
-isolated, beside a sound one.
+Sound kernels are those of `benchmarks/power.py`. Faults are those of `planted.flash`, and
+`numdev.kernels.emulation.faults` in every dose. Kernels that go wrong as processes
+(`tests/support/broken_kernels.py`) have no rate: each is tried once, isolated, beside a sound one.
 
 Intervals are those of Clopper and Pearson, "The use of confidence or fiducial limits
 illustrated in the case of the binomial" (1934), at 95 %.
@@ -32,9 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-import planted
 import torch
-from power import REGIMES, sound_kernels
+from planted import CATALOGUE
+from planted.flash import FAULTS
+from power import REGIMES, SOUND
 from scipy.stats import binomtest
 
 from numdev.cases import AttentionCase, CaseRef
@@ -55,10 +55,9 @@ from numdev.system import System
 FORMAT = "bfloat16"
 SIZES = Shapes(batch=8, heads=4, kv_heads=4, q_len=130, kv_len=130, head_dim=32, v_dim=32)
 BROKEN = ("raises", "exits", "leaves", "abort", "segfault", "out_of_memory", "forks", "hangs",
-          "writes", "overlapping", "refuses")  # fmt: skip
+          "refuses")  # fmt: skip
 LIMIT_S = 5.0
 TWICE = PlanRecord(kernels=(), formats=(), calls=(), repeats=2)  # kernels run twice
-HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +97,6 @@ def benches(seed: int) -> list[Bench]:
     regime = list(REGIMES)[seed % len(REGIMES)]
     cases = drawn("normal", seed, causal=True), drawn(regime, seed, causal=False)
     return [bench_of(c, FORMAT, gradients=True) for c in cases]
-
-
-def _itself(case: AttentionCase) -> AttentionCase:
-    return case
 
 
 def rows_of(
@@ -147,11 +142,11 @@ def _no_search() -> Iterator[None]:
 def trials(seed: int, few: slice) -> Iterator[Trial]:
     """All kernels and faults, or `few` of each."""
     on = benches(seed)
-    for kernel in sound_kernels()[few]:
+    for kernel in (CATALOGUE[name].kernel for name in SOUND[few]):
         yield trial("sound", kernel.name, rows_of(kernel, on))
     with _no_search():
-        for fault in planted.PLANTED[few]:
-            yield trial("planted", fault.name, rows_of(find(f"planted:{fault.name}"), on))
+        for fault in FAULTS[few]:
+            yield trial("planted", fault.name, rows_of(fault.kernel, on))
         for control in list(CONTROLS.values())[few]:
             for dose in control.doses[few]:
                 rows = rows_of(control.kernel(), on, dose)
@@ -160,10 +155,10 @@ def trials(seed: int, few: slice) -> Iterator[Trial]:
 
 def broken(few: slice) -> Iterator[tuple[str, Trial, Trial]]:
     """Each with the default rules, and with itself as a required kernel."""
-    sys.path.append(str(HERE.parent / "tests" / "support"))
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
     on = benches(0)[1:]  # plain functions of q, k, v take no causal one
-    beside = rows_of(find("planted:sound"), on)
-    for name in list(BROKEN)[few]:
+    beside = rows_of(CATALOGUE["sound"].kernel, on)
+    for name in BROKEN[few]:
         with Isolated(LIMIT_S) as run, _no_search():
             rows = [*beside, *rows_of(find(f"broken_kernels:{name}"), on, run=run)]
         required = default_rules().model_copy(update={"required": (f"*:{name}",)})

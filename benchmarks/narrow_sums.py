@@ -4,7 +4,7 @@ in kernels that do not.
     OMP_NUM_THREADS=1 python benchmarks/narrow_sums.py [--seeds 1] [--first 0] [--only NAME]
     OMP_NUM_THREADS=1 python benchmarks/narrow_sums.py --planted
 
-Of the sound kernels of `benchmarks/false_alarms.py`, none of which the measurement
+Of the sound kernels of `planted`, none of which the measurement
 knows, every regime of inputs in 256 tokens, with and without a causal mask and grouped
 heads, and the long cases of `numdev check`, in both formats: the row's `narrow_sum`, which
 the rule of that name allows so much. Printed for each kernel: how many rows, the largest,
@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-from false_alarms import FORMATS, kernels
-from torch import Tensor
+from false_alarms import FORMATS
+from planted import of_family
+from planted.narrow import NARROW
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.gate.rules import default_rules
-from numdev.kernels import Kernel, of_function
+from numdev.kernels import Kernel
 from numdev.sources.regimes import REGIMES
 from numdev.studies.audit.check import CheckSource
 from numdev.studies.audit.plan import Task
@@ -82,7 +83,7 @@ def measured(
 
 
 def sound(first: int, seeds: int, only: str) -> None:
-    tried = [kernel for kernel in kernels() if only in kernel.name]
+    tried = [each.kernel for each in of_family("sound") if only in each.name]
     numbers: dict[str, list[tuple[float, str]]] = {kernel.name: [] for kernel in tried}
     for seed in range(first, first + seeds):
         for case in cases(seed):
@@ -107,88 +108,22 @@ def sound(first: int, seeds: int, only: str) -> None:
 # --- planted --------------------------------------------------------------------------
 
 
-class _Planted(torch.autograd.Function):
-    """Attention with one cast, of which a gradient is summed in the inputs' format."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, causal, scale, how):  # type: ignore[no-untyped-def]
-        S = scale * (q.double() @ k.double().mT)
-        if causal:
-            S = S.masked_fill(
-                ~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -torch.inf
-            )
-        out = (S.softmax(dim=-1) @ v.double()).to(q.dtype)
-        ctx.save_for_backward(q, k, v, S, out)
-        ctx.how = scale, how
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, v, S, out = ctx.saved_tensors
-        scale, (tensors, tile, is_reversed, products) = ctx.how
-
-        def r(x: Tensor) -> Tensor:
-            return x.to(q.dtype).float()
-
-        def summed(name: str, left: Tensor, right: Tensor) -> Tensor:
-            total = torch.zeros(*left.shape[:-1], right.shape[-1])
-            starts = list(range(0, left.shape[-1], tile))
-            for i in reversed(starts) if is_reversed else starts:
-                new = left[..., i : i + tile] @ right[:, :, i : i + tile]
-                if name in tensors:
-                    total = r(total + (r(new) if products else new))
-                else:
-                    total = total + new
-            return total.to(q.dtype)
-
-        dO, P = grad.float(), S.softmax(dim=-1).float()
-        dS = r(P * (dO @ v.float().mT - (dO * out.float()).sum(dim=-1, keepdim=True)))
-        dq = summed("dq", dS, scale * k.float())
-        dk = summed("dk", dS.mT, scale * q.float())
-        dv = summed("dv", r(P).mT, dO)
-        return dq, dk, dv, None, None, None
-
-
-def faulty(
-    tensors: tuple[str, ...], tile: int, is_reversed: bool, products: bool
-) -> Callable[..., Tensor]:
-    how = tensors, tile, is_reversed, products
-
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        is_causal: bool = False,
-        scale: float | None = None,
-    ) -> Tensor:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = _Planted.apply(q, k, v, is_causal, scale, how)  # type: ignore[no-untyped-call]
-        return out
-
-    return attend
-
-
 def planted(first: int, seeds: int) -> None:
-    for tensors in (("dq",), ("dk", "dv")):
-        for tile in (16, 32, 48, 64, 96, 128):
-            for is_reversed, products in ((False, False), (True, False), (False, True)):
-                attend = faulty(tensors, tile, is_reversed, products)
-                name = f"{' and '.join(tensors)}, tiles of {tile}"
-                name += ", last first" * is_reversed + ", products too" * products
-                seen = partial(_seen, of_function(name, attend), tensors)
-                numbers = [x for n in range(first, first + seeds) for x in seen(n)]
-                caught = sum(x > (LIMIT or 0.0) for x in numbers)
-                print(
-                    f"{name}: {caught} of {len(numbers)}, least {min(numbers):.2f}, "
-                    f"median {statistics.median(numbers):.2f}",
-                    flush=True,
-                )
+    for how, entry in NARROW.items():
+        seen = partial(_seen, entry.kernel, how.tensors)
+        numbers = [x for n in range(first, first + seeds) for x in seen(n)]
+        caught = sum(x > (LIMIT or 0.0) for x in numbers)
+        print(
+            f"{entry.what}: {caught} of {len(numbers)}, least {min(numbers):.2f}, "
+            f"median {statistics.median(numbers):.2f}",
+            flush=True,
+        )
 
 
 def _seen(kernel: Kernel, tensors: tuple[str, ...], seed: int) -> Iterator[float]:
     for name in ("normal", "long", "causal"):
-        given = {"name": name, "inputs": name, **SHAPES[0]} if name == "normal" else name
-        source = CheckSource([given], (seed,), "cpu", gradients=True)
+        case = {"name": name, "inputs": name, **SHAPES[0]} if name == "normal" else name
+        source = CheckSource([case], (seed,), "cpu", gradients=True)
         for located in source:
             for fmt in FORMATS:
                 for _, tensor, number in measured(located.load(), fmt, [kernel]):
@@ -204,12 +139,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", default="", help="kernels with this in their names")
     parser.add_argument("--planted", action="store_true", help="kernels that do sum so")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if given.planted:
-        planted(given.first, given.seeds)
+    if options.planted:
+        planted(options.first, options.seeds)
     else:
-        sound(given.first, given.seeds, given.only)
+        sound(options.first, options.seeds, options.only)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ all heads of out, lse, dq, dk and dv. Beside each stands flash-attention's rule 
 same unit: no error above twice plain attention's plus its floor, in the output or in a
 gradient.
 
-Sound kernels must not be accused. Kernels of `benchmarks/planted.py` must be caught,
+Sound kernels must not be accused. Kernels of `planted.flash` must be caught,
 wherever their fault can show in a case; each miss is sorted by what the fault did to the
 errors, beside the same kernel without it. Planted faults of growing dose
 (`numdev.kernels.emulation.faults`) are judged likewise.
@@ -32,15 +32,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import planted
 import torch
+from planted import CATALOGUE
+from planted.flash import FAULTS
 from power_tables import tables
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.gate.rules import default_rules
 from numdev.gate.thresholds import threshold_tests
-from numdev.kernels import Kernel, find
+from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.of_rows import value_of
 from numdev.report import DeviationRow, PlanRecord
@@ -132,30 +133,14 @@ def drawn(regime: str, shape: str, seed: int) -> AttentionCase:
     )
 
 
-def emulating(name: str, claim: Mapping[str, Any], **ran: Any) -> Kernel:
-    """An emulation as a kernel, in fp32 arithmetic: what it runs, and what it claims to
-    be."""
-    emulated = find("emulated")
-    options = {**claim, **ran, "compute": "float32"}
-    return Kernel(
-        name=name,
-        function=lambda case: emulated.attend(case, **options),
-        backward=lambda case: emulated.gradients(case, **options),
-        claims=lambda case, output, system: claim,
-    )
-
-
-def sound_kernels() -> list[Kernel]:
-    consistent = {"preset": "fa2-consistent"}
-    return [
-        find("sdpa-math"),
-        find("sdpa-flash"),
-        find("planted:sound"),
-        emulating("fa2, tiles of 16", {"preset": "fa2"}, block_kv=16, block_q=16),
-        emulating("fa2, tiles of 96, last first", {"preset": "fa2"}, block_kv=96,
-                  kv_order="descending"),
-        emulating("fa2-consistent, tiles of 32", consistent, block_kv=32),
-    ]  # fmt: skip
+SOUND = (
+    "sdpa-math",
+    "sdpa-flash",
+    "sound",
+    "flashattention-2-tiles-of-16-declared",
+    "flashattention-2-tiles-of-96-last-first-declared",
+    "fa2-consistent-tiles-of-32-declared",
+)
 
 
 # --- one unit -------------------------------------------------------------------------
@@ -302,12 +287,9 @@ def units(
                "medians": medians}  # fmt: skip
 
 
-def _itself(case: AttentionCase) -> AttentionCase:
-    return case
-
-
 def sound_units(on: Place) -> Iterator[Unit]:
-    for kernel in sound_kernels()[on.few]:
+    for name in SOUND[on.few]:
+        kernel = CATALOGUE[name].kernel
         rows = measured(kernel, on)
         on.keep("sound", kernel.name, rows)
         yield {"kernel": kernel.name, **(judged(rows) or {"not_run": rows[0].reason})}
@@ -316,11 +298,11 @@ def sound_units(on: Place) -> Iterator[Unit]:
 def faulty_units(on: Place) -> Iterator[Unit]:
     """Without the search for what is computed instead, which takes most of the time and
     could only add to what is caught."""
-    sound = measured(find("planted:sound"), on)
-    for fault in planted.PLANTED[on.few]:
+    sound = measured(CATALOGUE["sound"].kernel, on)
+    for fault in FAULTS[on.few]:
         if fault.shows(on.case):
             with patch.object(bench_module, "suspect", return_value={}):
-                rows = measured(find(f"planted:{fault.name}"), on)
+                rows = measured(fault.kernel, on)
             on.keep("faulty", fault.name, rows)
             unit = judged(rows) or {"not_run": rows[0].reason}
             grown = growth(rows, sound)

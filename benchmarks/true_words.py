@@ -2,7 +2,7 @@
 
     python benchmarks/true_words.py [--only NAME,...] [--keep DIR]
 
-Faulty kernels are checked as `numdev check` checks them. Every sentence that its user
+Faulty kernels of `planted` are checked as `numdev check` checks them. Every sentence that its user
 reads (the lines of the verdict, the findings, the notes) is taken apart, and each number
 and claim in it is computed again from the call's inputs and the kernel, by plain PyTorch
 in fp64 that shares nothing with numdev: `computed` is attention and its gradients,
@@ -33,586 +33,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planted import CATALOGUE, Planted
+from planted.function import in_bits
 from torch import Tensor
-
-# What is changed: a step of `attend` to what stands in its place
-Hooks = Mapping[str, Any]
-
 
 # --- kernels --------------------------------------------------------------------------
 
-
-def attend(q: Tensor, k: Tensor, v: Tensor, how: Hooks, asked: Mapping[str, Any]) -> Any:
-    """Attention with fp32 sums and one cast of P, as a kernel has it, and the steps of
-    `how`."""
-    dtype, n, m = q.dtype, q.shape[2], k.shape[2]
-    group = q.shape[1] // k.shape[1]
-    heads = how.get("kv_heads", lambda h, group, kv: h // group)
-    index = [heads(h, group, k.shape[1]) for h in range(q.shape[1])]
-    scale = q.shape[-1] ** -0.5 if asked["scale"] is None else asked["scale"]
-    Q, K, V = q.float(), k.float()[:, index], v.float()[:, index]
-    Q, K, V = how.get("inputs", lambda *x: x)(Q, K, V)
-    m = K.shape[2]
-    S = how.get("scores", lambda S: S)(Q @ K.mT * how.get("scale", lambda s: s)(scale))
-    if asked["softcap"]:
-        cap = how.get("cap", lambda S, c, s: c * (S / c).tanh())
-        S = cap(S, asked["softcap"], scale)
-    i, j = torch.arange(n)[:, None], torch.arange(m)[None]
-    shown = torch.ones(n, m, dtype=torch.bool)
-    if how.get("causal", lambda x: x)(asked["is_causal"]):
-        shown = shown & (j <= i + how.get("offset", 0))
-    left, right = how.get("window", lambda w: w)(asked["window_size"])
-    if left >= 0:
-        shown = shown & (j >= i - left)
-    if right >= 0:
-        shown = shown & (j <= i + right)
-    shown = shown & how.get("shown", lambda i, j, n, m: j >= 0)(i, j, n, m)
-    mask = asked["attn_mask"]
-    if mask is not None:
-        mask = how.get("mask", lambda x: x)(mask)
-        S = (
-            S.masked_fill(~mask, -math.inf)
-            if mask.dtype == torch.bool
-            else S + mask.float()
-        )
-    S = S.masked_fill(~shown, -math.inf)
-    sinks = asked["sinks"]
-    top = S.amax(-1, keepdim=True).detach()
-    if sinks is not None:
-        sinks = how.get("sinks", lambda s: s)(sinks.float()[None, :, None, None])
-        top = torch.maximum(top, sinks.detach())
-    top = top.nan_to_num(neginf=0.0)
-    P = how.get("weights", lambda P, S: P)((S - top).exp(), S)
-    total = P.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + (sinks - top).exp()
-    total = how.get("total", lambda l: l)(total)
-    total = torch.where(total == 0, 1.0, total)
-    P = how.get("p", lambda P: P.to(dtype).float())(P)
-    O = how.get("product", lambda P, V: P @ V)(P, V) / total
-    O = how.get("out", lambda O, dtype: O.to(dtype))(O, dtype)
-    return (O, how["lse"](top, total)[..., 0]) if "lse" in how else O
-
-
-class _Gradients(torch.autograd.Function):
-    """The identity, with changed gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, change: Any
-    ) -> tuple[Tensor, ...]:
-        ctx.change = change
-        return q.clone(), k.clone(), v.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (*ctx.change(*grads), None)
-
-
-class _Backward(torch.autograd.Function):
-    """One function forward, the gradients of another."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Any, backward: Any
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.other = backward
-        with torch.no_grad():
-            out: Tensor = forward(q, k, v)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            out = ctx.other(*inputs)
-        return (*torch.autograd.grad(out, inputs, grad), None, None)
-
-
-class _Flash(torch.autograd.Function):
-    """A backward pass as flash attention writes it, with steps of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, asked: Any, how: Hooks
-    ) -> Tensor:
-        out, lse = attend(q, k, v, {"lse": lambda top, l: top + l.log()}, asked)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.asked, ctx.how = asked, how
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (q, k, v, out, lse), asked, how = ctx.saved_tensors, ctx.asked, ctx.how
-        scale = q.shape[-1] ** -0.5 if asked["scale"] is None else asked["scale"]
-        group, kept = q.shape[1] // k.shape[1], {}
-
-        def keep(P: Tensor, S: Tensor) -> Tensor:
-            kept["S"] = S
-            return P
-
-        attend(q, k, v, {"weights": keep}, asked)
-        P = torch.where(kept["S"].isfinite(), (kept["S"] - lse[..., None]).exp(), 0.0)
-        K, V = (x.float().repeat_interleave(group, 1) for x in (k, v))
-        dO, dtype = grad.float(), q.dtype
-        delta = how.get("delta", lambda x: x)((dO * out.float()).sum(-1, keepdim=True))
-        dS = how.get("ds", lambda x, dtype: x.to(dtype).float())(
-            P * (dO @ V.mT - delta), dtype
-        )
-        dq = how.get("dq", lambda dS, K, s: s * (dS @ K))(dS, K, scale)
-        dk, dv = scale * (dS.mT @ q.float()), P.to(dtype).float().mT @ dO
-        dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(2) for x in (dk, dv))
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Faulty:
-    """One faulty kernel."""
-
-    name: str
-    what: str  # is wrong with it, in words
-    formats: tuple[str, ...]
-    function: Callable[..., Any]
-
-
-FAULTY: dict[str, Faulty] = {}
-BOTH = ("bfloat16", "float16")
-SHORT = {"b": ("bfloat16",), "h": ("float16",), "both": BOTH, "f": ("float32",)}
-
-
-def faulty(
-    name: str,
-    what: str,
-    formats: str,
-    how: Hooks | None = None,
-    *,
-    more: bool = False,
-    grads: Callable[..., Any] | None = None,
-    backward: Hooks | None = None,
-    flash: Hooks | None = None,
-) -> None:
-    """A fault of forward (`how`), which its gradients share; of the gradients alone
-    (`grads`), of backward (`backward`), or of one step of a backward pass as flash
-    attention has it (`flash`). `more`: it takes windows, soft caps and sinks."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> Any:
-        if flash is not None:
-            return _Flash.apply(q, k, v, asked, flash)
-        if grads is not None:
-            q, k, v = _Gradients.apply(q, k, v, lambda *x: grads(*x, q.shape[-1] ** -0.5))
-        if backward is not None:
-            ways = (
-                functools.partial(attend, how=x, asked=asked)
-                for x in (how or {}, backward)
-            )
-            return _Backward.apply(q, k, v, *ways)
-        return attend(q, k, v, how or {}, asked)
-
-    def plain(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-        scale: float | None = None, enable_gqa: bool = False,
-    ) -> Any:  # fmt: skip
-        asked = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale,
-                 "window_size": (-1, -1), "softcap": 0.0, "sinks": None}  # fmt: skip
-        return run(q, k, v, asked)
-
-    def whole(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-        scale: float | None = None, enable_gqa: bool = False,
-        window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        asked = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale,
-                 "window_size": window_size, "softcap": softcap, "sinks": sinks}  # fmt: skip
-        return run(q, k, v, asked)
-
-    function = whole if more else plain
-    function.__name__ = function.__qualname__ = name
-    FAULTY[name] = Faulty(name=name, what=what, formats=SHORT[formats], function=function)
-
-
-def at(O: Tensor, where: Any, change: Callable[[Tensor], Any]) -> Tensor:
-    O = O.clone()
-    O[where] = change(O[where])
-    return O
-
-
-def out_at(where: Any, change: Callable[[Tensor], Any], least: int = 1) -> Hooks:
-    """The output changed in some places; `where` indexes [B, H, rows, d]."""
-    return {"out": lambda O, dtype: at(O.to(dtype), where, change)}
-
-
-def in_bits(bits: int) -> Callable[[Tensor], Tensor]:
-    """Rounding to so many significant bits."""
-
-    def rounded(x: Tensor) -> Tensor:
-        mantissa, exponent = torch.frexp(x.double())
-        near = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent).to(x.dtype)
-        return x + (near - x).detach()  # exact, and autograd sees no rounding
-
-    return rounded
-
-
-def by_tiles(P: Tensor, V: Tensor, size: int = 64) -> Tensor:
-    """P V summed in bfloat16 from tile to tile."""
-    O = P.new_zeros(*P.shape[:3], V.shape[-1])
-    for weights, values in zip(P.split(size, -1), V.split(size, 2), strict=True):
-        O = (O + weights @ values).bfloat16().float()
-    return O
-
-
-def dq_by_tiles(dS: Tensor, K: Tensor, s: float) -> Tensor:
-    dq = torch.zeros(*dS.shape[:3], K.shape[-1])
-    for weights, keys in zip(dS.split(64, -1), K.split(64, 2), strict=True):
-        dq = (dq + s * (weights @ keys)).bfloat16().float()
-    return dq
-
-
-def truncated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Toward zero, in bfloat16 or float16."""
-    near = x.to(dtype)
-    beyond = near.float().abs() > x.abs()
-    step = near.view(torch.int16) - beyond.to(torch.int16)
-    return step.view(dtype).float()
-
-
-def merged_in_base_2(P: Tensor, S: Tensor) -> Tensor:
-    """Parts of 64 keys whose weights are 2 to the power of their log-sum-exp."""
-    parts = [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(64, -1)]
-    L = torch.cat(parts, -1)
-    w = torch.where(S.isfinite(), S - L + math.log(2) * L, -math.inf)
-    top = w.amax(-1, keepdim=True).detach().nan_to_num(neginf=0.0)
-    return (w - top).exp()
-
-
-def last_of_64(O: Tensor, dtype: torch.dtype) -> Tensor:
-    O = O.to(dtype).clone()
-    O[:, :, 63::64] = 0.0
-    return O
-
-
-def tail(size: int) -> Hooks:
-    return {"shown": lambda i, j, n, m: (j < m - m % size) | (m < size)}
-
-
-def q_times(factor: float, index: Any) -> Hooks:
-    def inputs(Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, ...]:
-        wide = torch.ones_like(Q)
-        wide[index] = factor
-        return Q * wide, K, V
-
-    return {"inputs": inputs}
-
-
-def zeros_counted(Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, ...]:
-    more = (0, 0, 0, -K.shape[2] % 64)
-    return Q, torch.nn.functional.pad(K, more), torch.nn.functional.pad(V, more)
-
-
-def mask_padded(mask: Tensor) -> Tensor:
-    shown = True if mask.dtype == torch.bool else 0.0
-    return torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 64), value=shown)
-
-
-def swapped_heads(O: Tensor, dtype: torch.dtype) -> Tensor:
-    heads = [min(h ^ 1, O.shape[1] - 1) for h in range(O.shape[1])]
-    return O[:, heads].to(dtype)
-
-
-def noisy(size: float, where: Any) -> Hooks:
-    """Noise that is the same in every run, relative to the output."""
-
-    def out(O: Tensor, dtype: torch.dtype) -> Tensor:
-        draw = torch.randn(O.shape, generator=torch.Generator().manual_seed(7))
-        wide = O.clone()
-        wide[where] += size * draw[where] * O[where].detach().abs().mean()
-        return wide.to(dtype)
-
-    return {"out": out}
-
-
-TURN = itertools.count()
-
-
-def uneven(O: Tensor, dtype: torch.dtype) -> Tensor:
-    """Two results, in turn."""
-    draw = torch.randn(O.shape, generator=torch.Generator().manual_seed(next(TURN) % 2))
-    return (O * (1 + 2e-4 * draw)).to(dtype)
-
-
-ROWS = (slice(None), slice(None))
-faulty(
-    "scale_1003",
-    "the scale is 1.003 times what it should be",
-    "b",
-    {"scale": lambda s: s * 1.003},
-)
-faulty(
-    "scale_105",
-    "the scale is 1.05 times what it should be",
-    "both",
-    {"scale": lambda s: s * 1.05},
-)
-faulty("scale_twice", "the scale is applied twice", "h", {"scale": lambda s: s * s})
-faulty(
-    "scale_of_head_1",
-    "head 1 has 1.04 times the scale",
-    "b",
-    q_times(1.04, (slice(None), slice(1, 2))),
-)
-faulty(
-    "scale_of_entry_1",
-    "entry 1 has 1.08 times the scale",
-    "h",
-    q_times(1.08, slice(1, 2)),
-)
-faulty("causal_plus_1", "each query sees one key too many", "b", {"offset": 1})
-faulty("causal_minus_1", "each query sees one key too few", "h", {"offset": -1})
-faulty("causal_ignored", "causality is ignored", "both", {"causal": lambda x: False})
-faulty("tail_64", "keys beyond the last full tile of 64 are dropped", "both", tail(64))
-faulty("tail_96", "keys beyond the last full tile of 96 are dropped", "b", tail(96))
-faulty(
-    "key_40",
-    "key 40 is dropped",
-    "h",
-    {"shown": lambda i, j, n, m: (j != 40) | (i == 40)},
-)
-faulty(
-    "sinks_of_next",
-    "heads get the sink of the next one",
-    "b",
-    {"sinks": lambda s: s.roll(-1, 1)},
-    more=True,
-)
-faulty("sinks_zero", "every sink is 0", "h", {"sinks": lambda s: s * 0}, more=True)
-faulty(
-    "sinks_twice",
-    "a sink counts twice",
-    "b",
-    {"sinks": lambda s: s + math.log(2)},
-    more=True,
-)
-faulty(
-    "heads_exchanged",
-    "outputs of heads 2i and 2i + 1 are exchanged",
-    "b",
-    {"out": swapped_heads},
-)
-faulty(
-    "kv_modulo",
-    "query head h reads kv head h % kv_heads",
-    "both",
-    {"kv_heads": lambda h, group, kv: h % kv},
-)
-faulty(
-    "cap_own_tanh",
-    "the soft cap is S tanh S",
-    "h",
-    {"cap": lambda S, c, s: S * S.tanh()},
-    more=True,
-)
-faulty(
-    "cap_before_scale",
-    "the soft cap comes before the scale",
-    "b",
-    {"cap": lambda S, c, s: c * s * (S / s / c).tanh()},
-    more=True,
-)
-faulty(
-    "window_plus_1",
-    "the window is one key too wide on the left",
-    "both",
-    {"window": lambda w: (w[0] + (w[0] >= 0), w[1])},
-    more=True,
-)
-faulty(
-    "mask_of_next",
-    "batch entries get the mask of the next one",
-    "b",
-    {"mask": lambda x: x.roll(-1, 0) if x.ndim == 4 else x},
-)
-faulty(
-    "mask_of_head_0",
-    "every head gets head 0's mask",
-    "h",
-    {"mask": lambda x: x[:, :1] if x.ndim == 4 else x},
-)
-faulty(
-    "output_1004",
-    "the output is 1.004 times what it should be",
-    "b",
-    {"out": lambda O, dtype: (1.004 * O).to(dtype)},
-)
-faulty(
-    "output_10000",
-    "the output is 10,000 times what it should be",
-    "b",
-    {"out": lambda O, dtype: (1e4 * O).to(dtype)},
-)
-faulty("epsilon", "0.02 is added to the row sum", "h", {"total": lambda l: l + 0.02})
-faulty(
-    "parts_base_2",
-    "parts of 64 keys are merged with powers of 2",
-    "h",
-    {"weights": merged_in_base_2},
-)
-faulty(
-    "lse_constant",
-    "0.2 is added to the log-sum-exp",
-    "b",
-    {"lse": lambda top, l: top + l.log() + 0.2},
-)
-faulty(
-    "lse_base_2",
-    "the log-sum-exp is to base 2",
-    "h",
-    {"lse": lambda top, l: (top + l.log()) / math.log(2)},
-)
-faulty(
-    "zeros_counted",
-    "padding to tiles of 64 counts as keys",
-    "b",
-    {"inputs": zeros_counted, "mask": mask_padded},
-)
-faulty("rows_64th", "every 64th row from 63 is 0", "both", {"out": last_of_64})
-faulty(
-    "nan_row_0", "row 0 is NaN", "h", out_at((*ROWS, slice(0, 1)), lambda x: x * math.nan)
-)
-faulty(
-    "rows_from_100",
-    "rows from 100 on are noisy",
-    "b",
-    noisy(0.3, (*ROWS, slice(100, None))),
-)
-faulty(
-    "head_1_noisy",
-    "head 1 errs 3 times as much",
-    "b",
-    noisy(0.008, (slice(None), slice(1, 2))),
-)
-faulty(
-    "row_5_of_entry_1",
-    "row 5 of batch entry 1 is off",
-    "h",
-    noisy(1.0, (slice(1, 2), slice(None), slice(5, 6))),
-)
-faulty(
-    "p_e4m3",
-    "P is rounded to e4m3",
-    "b",
-    {"p": lambda P: P.to(torch.float8_e4m3fn).float()},
-)
-faulty(
-    "p_e5m2",
-    "P is rounded to e5m2",
-    "h",
-    {"p": lambda P: P.to(torch.float8_e5m2).float()},
-)
-faulty("p_6_bits", "P has 6 significant bits", "b", {"p": in_bits(6)})
-faulty(
-    "sum_in_bfloat16",
-    "O is summed in bfloat16 over tiles of 64",
-    "both",
-    {"product": by_tiles},
-)
-faulty(
-    "scores_in_bfloat16",
-    "S is rounded to bfloat16",
-    "b",
-    {"scores": lambda S: S.bfloat16().float()},
-)
-faulty(
-    "truncated_out",
-    "the output is truncated",
-    "b",
-    {"out": lambda O, dtype: truncated(O, dtype).to(dtype)},
-)
-faulty(
-    "tf32",
-    "the products are in TF32",
-    "f",
-    {
-        "inputs": lambda Q, K, V: (in_bits(11)(Q), in_bits(11)(K), in_bits(11)(V)),
-        "p": in_bits(11),
-    },
-)
-faulty("not_reproducible", "the output changes from run to run", "b", {"out": uneven})
-faulty(
-    "dq_103",
-    "dq is 1.03 times what it should be",
-    "b",
-    grads=lambda dq, dk, dv, s: (dq * 1.03, dk, dv),
-)
-faulty(
-    "dk_unscaled", "dk lacks the scale", "h", grads=lambda dq, dk, dv, s: (dq, dk / s, dv)
-)
-faulty(
-    "dv_double",
-    "dv is twice what it should be",
-    "both",
-    grads=lambda dq, dk, dv, s: (dq, dk, dv * 2),
-)
-faulty("dq_zero", "dq is 0", "b", grads=lambda dq, dk, dv, s: (dq * 0, dk, dv))
-faulty(
-    "dk_from_64",
-    "dk of keys from 64 on is off by half",
-    "b",
-    grads=lambda dq, dk, dv, s: (
-        dq,
-        at(dk, (*ROWS, slice(64, None)), lambda x: x * 1.5),
-        dv,
-    ),
-)
-faulty(
-    "dv_7_bits",
-    "dv has 6 significant bits",
-    "b",
-    grads=lambda dq, dk, dv, s: (dq, dk, in_bits(6)(dv)),
-)
-faulty(
-    "dk_10000",
-    "dk is 10,000 times what it should be",
-    "b",
-    grads=lambda dq, dk, dv, s: (dq, dk * 1e4, dv),
-)
-faulty(
-    "backward_scale",
-    "backward has 1.05 times the scale",
-    "h",
-    backward={"scale": lambda s: s * 1.05},
-)
-faulty("backward_causal", "backward sees one key too many", "b", backward={"offset": 1})
-faulty("no_delta", "delta is left out", "h", flash={"delta": lambda x: x * 0})
-faulty(
-    "delta_in_bfloat16",
-    "delta is rounded to bfloat16",
-    "h",
-    flash={"delta": lambda x: x.bfloat16().float()},
-)
-faulty(
-    "ds_truncated",
-    "dS is truncated",
-    "b",
-    flash={"ds": lambda x, dtype: truncated(x, dtype)},
-)
-faulty(
-    "dq_in_bfloat16",
-    "dQ is summed in bfloat16 over tiles of 64",
-    "b",
-    flash={"dq": dq_by_tiles},
-)
-faulty(
-    "two_faults",
-    "the scale is 1.01 times what it should be, and tails of 64 are lost",
-    "b",
-    {"scale": lambda s: s * 1.01, **tail(64)},
-)
-faulty(
-    "tail_backward",
-    "backward drops the keys beyond the last full tile of 64",
-    "h",
-    backward=tail(64),
-)
+KERNELS = {  # of `planted`, by the formats in which they are checked
+    ("bfloat16",): "scale-1005 scale-of-one-head causal-plus1 tail-96 sinks-of-next-head "
+    "sinks-twice heads-exchanged cap-before-scale mask-of-next-entry output-1002 output-10000 "
+    "lse-constant padding-counts rows-from-128-off head-1-noisy p-in-e4m3 p-in-6-bits "
+    "scores-rounded out-truncated not-reproducible dv-102 dq-zero dk-from-64 dv-in-6-bits "
+    "dk-10000 backward-causal-plus1 delta-rounded ds-truncated dq-accumulator-rounded two-faults",
+    (
+        "float16",
+    ): "scale-twice entry-1-scaled causal-minus1 key-37 sinks-zero cap-own-tanh "
+    "mask-of-head-0 epsilon-1e2 parts-base-2 lse-base-2 nan-row-0 row-5-of-entry-1 p-in-e5m2 "
+    "dk-unscaled backward-scale delta-missing backward-tail",
+    (
+        "bfloat16",
+        "float16",
+    ): "scale-095 causal-ignored tail-64 kv-modulo window-plus1 rows-64th "
+    "accumulator-rounded dv-double",
+    ("float32",): "products-in-tf32",
+}
+FAULTY: dict[str, Planted] = {
+    name: replace(CATALOGUE[name], formats=formats)
+    for formats, names in KERNELS.items()
+    for name in names.split()
+}
 
 
 # --- a call, in fp64 and by itself ----------------------------------------------------
@@ -998,23 +447,24 @@ def takes(kernel: Callable[..., Any], *names: str) -> bool:
 def run(call: Call, kernel: Callable[..., Any]) -> Step:
     """The kernel's output and its gradients, both as fp64."""
     leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    asked: dict[str, Any] = {
-        "scale": call.scale,
-        "is_causal": call.causal,
-        "enable_gqa": True,
-    }
+    q, k, v = leaves
+    asked: dict[str, Any] = {"scale": call.scale, "is_causal": call.causal}
+    if takes(kernel, "enable_gqa"):
+        asked["enable_gqa"] = True
+    else:
+        k, v = (x.repeat_interleave(call.group, 1) for x in (k, v))
     if call.offset or (call.window is not None and not takes(kernel, "window_size")):
         asked["is_causal"] = False  # which cannot say it: all is in the mask
         asked["attn_mask"] = call.shown
         if call.mask is not None and call.mask.dtype != torch.bool:
             asked["attn_mask"] = call.mask.masked_fill(~call.shown, -math.inf)
     else:
-        asked["attn_mask"] = call.mask
+        asked |= {} if call.mask is None else {"attn_mask": call.mask}
         if call.window is not None:
             asked["window_size"] = tuple(-1 if x is None else x for x in call.window)
     asked |= {"softcap": call.softcap} if call.softcap else {}
     asked |= {"sinks": call.sinks} if call.sinks is not None else {}
-    out = kernel(*leaves, **asked)
+    out = kernel(q, k, v, **asked)
     out, lse = out if isinstance(out, tuple) else (out, None)
     step = {"out": out}
     if out.requires_grad:
@@ -1288,6 +738,14 @@ def rounder(fmt: str) -> Callable[[Tensor], Tensor]:
     return lambda x: x.float().to(dtype).to(x.dtype)
 
 
+def truncated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Toward zero, in bfloat16 or float16."""
+    near = x.to(dtype)
+    beyond = near.float().abs() > x.abs()
+    step = near.view(torch.int16) - beyond.to(torch.int16)
+    return step.view(dtype).float()
+
+
 def coarse(words: str, call: Call) -> Step:
     """FlashAttention-2's roundings with one step coarser, in fp32. LookupError for other
     words."""
@@ -1386,7 +844,7 @@ class Checked:
     """A kernel, all its calls, and the rows of its report, of which only which call was
     held to which way of rounding is taken."""
 
-    def __init__(self, one: Faulty, report: Mapping[str, Any]) -> None:
+    def __init__(self, one: Planted, report: Mapping[str, Any]) -> None:
         self.one, self.rows = one, report["rows"]
         self.causes = sum(f["metric"] == "suspicion" for f in report["findings"])
         self.ran: dict[tuple[str, str], Ran] = {}
@@ -1407,6 +865,9 @@ class Checked:
             return "the function takes no softcap"
         if call.sinks is not None and not takes(self.one.function, "sinks"):
             return "the function takes no sinks"
+        in_mask = call.mask is not None or bool(call.offset) or call.window is not None
+        if in_mask and not takes(self.one.function, "attn_mask"):
+            return "the function takes no mask"
         if bool(call.v.isinf().any()):
             return f"V is beyond the largest number of {call.format}"
         return None
@@ -2068,10 +1529,10 @@ class Checked:
         function = self.one.function
         if text.startswith("Not tested, since the function has no parameter for it: "):
             named = text.split(": ", 1)[1].rstrip(".").split(", ")
-            lacking = [
-                n for n in ("window_size", "softcap", "sinks") if not takes(function, n)
-            ]
-            right = set(named) == {n for n in lacking if n != "window_size"}
+            lacking = [n for n in ("softcap", "sinks") if not takes(function, n)]
+            # One that takes a mask can be told a window by it
+            lacking += [] if takes(function, "attn_mask") else ["mask", "window"]
+            right = set(named) == set(lacking)
             return [Claim("no parameter", ", ".join(named), ", ".join(lacking), right)]
         if said := re.fullmatch(r"Skipped: (\d+) of (\d+) calls \((.*)\): (.*)\.", text):
             every = [(f, c) for f in self.one.formats for c in calls(f).values()]
@@ -2152,7 +1613,7 @@ class Checked:
 # --- running --------------------------------------------------------------------------
 
 
-def said(one: Faulty) -> dict[str, Any]:
+def said(one: Planted) -> dict[str, Any]:
     """What a user of the command reads of a kernel, on the terminal and as JSON."""
     from rich.console import Console
 
@@ -2176,7 +1637,7 @@ def said(one: Faulty) -> dict[str, Any]:
     }
 
 
-def checked(one: Faulty, keep: Path | None) -> dict[str, Any]:
+def checked(one: Planted, keep: Path | None) -> dict[str, Any]:
     """What was said of a kernel, now or when it was kept."""
     path = None if keep is None else keep / f"{one.name}.json"
     if path is not None and path.exists():

@@ -4,7 +4,7 @@ not.
     python scripts/own_gate.py [DIRECTORY]
 
 Both are audited on the CPU and held to the default rules, each time anew. PyTorch's own
-kernels have to pass. Then come two kernels of `benchmarks/planted.py`, the same code with
+kernels have to pass. Then come two kernels of `benchmarks/planted`, the same code with
 and without one fault: P is truncated, not rounded, an error of 1.5 times what it should
 be, which flash-attention's usual rule lets through. The gate has to exit with 1 and name
 the faulty one, and that one alone.

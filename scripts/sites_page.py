@@ -172,7 +172,7 @@ TAIL = """\
 
 Without a claim a kernel is held to `fa2`, and where it errs beyond that to these
 (configs/designs.yaml; those marked *tried*) and to PyTorch's own operators and autograd's
-gradients. Each has a sound kernel in `benchmarks/designs.py`, written without the emulation, that
+gradients. Each has a sound kernel in `benchmarks/planted/designs.py`, written without the emulation, that
 `check_attention` passes undeclared.
 
 DESIGNS

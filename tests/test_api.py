@@ -1,14 +1,13 @@
 """The public API: what it promises of sound kernels, of faulty ones, and of what cannot
 be run.
 
-The faults are those of benchmarks/planted.py, which tests/test_power.py holds to fp64."""
+What it says of every planted fault is in tests/test_planted.py."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import doctest
-import functools
 import importlib
 import io
 import json
@@ -21,16 +20,16 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import broken_kernels
 import models
+import planted
 import pytest
 import torch
 import transformers
-from loaded import load
 from on_bench import invoked
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,14 +38,12 @@ import numdev
 from numdev import testing
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
-from numdev.studies.audit import bench, isolation, naming
+from numdev.studies.audit import isolation, naming
 from numdev.studies.audit.check import FEATURES, CheckSource, default_cases
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent
 EAGER = {"preset": "eager"}
-planted = load("benchmarks/planted.py")
-BY_NAME = {p.name: p for p in planted.PLANTED}
 
 
 def plain(
@@ -116,103 +113,6 @@ def test_a_sound_kernel_passes_the_default_cases() -> None:
         result.skipped
     )
     assert len(result.skipped) == 3  # and no grouped heads; every shape was tested
-
-
-def offering(fault: str) -> Callable[..., Tensor]:
-    """A function with a parameter for all there is but a mask, and a fault in one."""
-
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False,
-        window_size: Any = (-1, -1), softcap: float = 0.0, sinks: Any = None,
-    ) -> Tensor:  # fmt: skip
-        S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
-        if softcap and fault != "softcap":
-            S = softcap * torch.tanh(S / softcap)
-        i, j = (torch.arange(n) for n in S.shape[-2:])
-        far = (
-            (j > i[:, None]) if is_causal else torch.zeros(S.shape[-2:], dtype=torch.bool)
-        )
-        if window_size[0] >= 0 and fault != "window":
-            far = far | (j < i[:, None] - window_size[0])
-        S = S.masked_fill(far, -math.inf)
-        if fault == "maximum":
-            return ((S.exp().to(q.dtype) @ v).float() / S.exp().sum(-1, keepdim=True)).to(
-                q.dtype
-            )
-        if sinks is not None and fault != "sinks":
-            S = torch.cat(
-                [S, sinks.float()[None, :, None, None].expand(*S.shape[:3], 1)], dim=-1
-            )
-        P = S.softmax(dim=-1)[..., : k.shape[2]].to(q.dtype)
-        return P @ (v.half().to(v.dtype) if fault == "values" else v)
-
-    return kernel
-
-
-OFFERED = {"softcap": "soft-cap", "window": "window", "sinks": "sinks", "maximum": "high-scores",
-           "values": "large-values"}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", OFFERED)
-@pytest.mark.one_in(2)
-def test_what_a_function_offers_is_exercised(fault: str) -> None:
-    """Each in a case of its own, in which the sound function passes."""
-    check_attention(offering(""), cases=OFFERED[fault], formats="bfloat16")
-    failing(offering(fault), cases=OFFERED[fault], formats="bfloat16")
-
-
-QUICK = {
-    "scale_off": ("full", "out", "scale"),
-    "causal_off_by_one": ("causal", "out", "the causal mask is off by one"),
-    "last_tile_dropped": ("full", "out", "the last"),
-    "kv_heads_shifted": ("full", "out", "kv head"),
-    "zeros": ("full", "out", "zero"),
-    "p_truncated": ("full", "out", "rounding model"),
-    "row_sum_rounded": ("tied-maxima", "out", "rounding model"),
-    "accumulator_rounded": ("full", "out", "rounding model"),
-    "lse_in_base_2": ("full", "lse", "the logarithm is to base 2"),
-    "dq_without_scale": ("full", "dq", "lacks the scale"),
-    "dv_unnormalised": ("full", "dv", "dv is computed from P before its division"),
-    "delta_missing": ("full", "dq", "dO·O, is left out"),
-    "ds_truncated": ("default", "dq", "typical head"),
-    "non_deterministic": ("causal", "out", "is not reproducible"),
-}
-"""Fault, to a case that shows it, the tensor and the words that must be named."""
-
-
-@pytest.mark.parametrize("fault", QUICK)
-@pytest.mark.one_in(5)
-def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
-    """What it says names the case, the tensor, and what is wrong with it."""
-    case, tensor, words = QUICK[fault]
-    given = {"backward": tensor.startswith("d"), "formats": "bfloat16"}
-    error = failing(
-        BY_NAME[fault].function, cases=None if case == "default" else case, **given
-    )
-    message = " ".join(str(error).split())
-    # By its name alone where another test has registered the same function.
-    assert f"{fault} fails" in message
-    assert words in error.result.in_short or words in message
-    assert error.result.in_short.removeprefix("planted:").startswith(f"{fault} ")
-    findings = [f for f in error.result.report.findings if f.severity == "exceeded"]
-    assert findings[0].tensor == tensor
-    assert case == "default" or getattr(findings[0].place, "case", None) == case
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [name for name in BY_NAME if name not in QUICK])
-@pytest.mark.one_in(5)
-def test_the_default_cases_catch_every_other_planted_fault(
-    fault: str, monkeypatch: Any
-) -> None:
-    """In a tensor it shows in, in one format. (QUICK has those that one of these cases
-    shows.)"""
-    monkeypatch.setattr(bench, "suspect", lambda *given: {})
-    monkeypatch.setattr(testing, "reproduce", lambda *given, **more: [])
-    entry = BY_NAME[fault]
-    error = failing(entry.function, formats="bfloat16")
-    found = {f.tensor for f in error.result.report.findings if f.severity == "exceeded"}
-    assert found & {*entry.tensors, *(("dq", "dk") if "out" in entry.tensors else ())}
 
 
 @pytest.mark.slow
@@ -335,39 +235,6 @@ def test_an_exceptions_words_are_harmless() -> None:
         )
 
 
-WRONG: dict[str, Mapping[str, Any]] = {
-    "scale": {"scale": None},
-    "bias-by-head": {"is_causal": False},  # what is given a mask takes that for all
-    "causal-cross": {"offset": 32},  # bottom-right
-    "window-both": {"window": (16, 99)},
-}
-
-
-def told(
-    q, k, v, is_causal=False, mask=None, scale=None, window=(99, 99), offset: int = 0
-):  # type: ignore
-    """PyTorch's kernel, with all that is hidden in a mask."""
-    far = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
-    hidden = (far < -window[0]) | (far > window[1]) | (is_causal & (far > offset))
-    bias = torch.zeros(hidden.shape, dtype=q.dtype) if mask is None else mask
-    bias = bias.masked_fill(hidden, -math.inf)
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, scale=scale
-    )
-
-
-def test_default_cases_set_what_a_function_can_be_told() -> None:
-    """One that ignores its scale, causality beside a mask or a side of a window fails,
-    and so does one that aligns causality bottom-right."""
-    given: dict[str, Any] = {"formats": "bfloat16", "backward": False}
-    check_attention(told, cases=[*WRONG], **given)
-    for case, wrong in WRONG.items():
-        changed = functools.wraps(told)(
-            lambda *x, wrong=wrong, **how: told(*x, **{**how, **wrong})
-        )
-        failing(changed, cases=case, **given)
-
-
 def test_heads_that_were_repeated_were_not_tested() -> None:
     """That kv heads were repeated is said; wrong grouping is caught in a function that is
     told."""
@@ -406,59 +273,6 @@ def attending(
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
-
-
-def heads_by_the_wrong_divisor(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """Query head h reads kv head h // kv_heads, which is right where a group has as many
-    heads."""
-    shared = k.shape[1] if q.shape[1] > k.shape[1] else 1
-    heads = torch.arange(q.shape[1]) // shared % k.shape[1]
-    return attending(q, k[:, heads], v[:, heads], **{**how, "enable_gqa": False})
-
-
-def four_heads_at_once(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """A grid of four query heads: those behind are never written."""
-    out = attending(q, k, v, **how)
-    return torch.cat([out[:, :4], torch.zeros_like(out[:, 4:])], dim=1)
-
-
-def as_many_queries_as_keys(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """A grid of as many rows as there are keys."""
-    out = attending(q, k, v, **how)
-    return torch.cat(
-        [out[:, :, : k.shape[2]], torch.zeros_like(out[:, :, k.shape[2] :])], dim=2
-    )
-
-
-def transposed_where_square(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """The axes of K are told by their sizes."""
-    square = k.shape[2] == k.shape[3]
-    return attending(q, k.mT if square else k, v, **how)
-
-
-@pytest.mark.parametrize(("faulty", "where"), [
-    (heads_by_the_wrong_divisor, {"six-on-two"}), (four_heads_at_once, {"six-on-two"}),
-    (as_many_queries_as_keys, {"more-queries", "causal-more-queries"}),
-    (transposed_where_square, {"length-of-head-dim"}),
-])  # fmt: skip
-@pytest.mark.one_in(4)
-def test_the_default_cases_have_the_sizes_that_code_takes_for_one_another(
-    faulty: Callable[..., Tensor], where: set[str]
-) -> None:
-    """Wrong in these alone, and so caught by them alone."""
-
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False,
-        scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return faulty(q, k, v, attn_mask=attn_mask, **how)
-
-    report = failing(kernel, formats="bfloat16", backward=False).result.report
-    of_kernel = (r for r in report.rows if r.role == "kernel")
-    assert {
-        r.case for r in of_kernel if (r.expected_ratio or 0) > 3 or r.nonfinite
-    } == where
 
 
 def test_shapes_and_gradients_that_were_not_tested_are_named() -> None:

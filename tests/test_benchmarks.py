@@ -24,7 +24,6 @@ QUICK = {
         "--length 32 --heads 2 --head-dim 16 --layers 1 --device cpu",
         "all rows",
     ),
-    "benchmarks/designs.py": ("--seeds 0", "in all: 0 of 0"),
     "benchmarks/dose.py": (
         "planted --small --seeds 1 --steps 1 --device cpu",
         "| planted 30 |",
@@ -75,7 +74,7 @@ SLOW = {
     "benchmarks/threads.py": ("--times 1 --threads 2 --small", "|"),
 }
 THOROUGH = {  # several runs of numdev
-    "benchmarks/true_words.py": ("--only dk_unscaled", "sentences of 1 kernels: "),
+    "benchmarks/true_words.py": ("--only dk-unscaled", "sentences of 1 kernels: "),
     "benchmarks/scaling.py": (
         "--workers 2 --device cpu --length 128 --heads 2 --head-dim 16 --seeds 1",
         "The reports are the same.",
@@ -97,7 +96,6 @@ NEEDS = {
     ),
 }
 ELSEWHERE = {  # what runs it
-    "benchmarks/planted.py": "tests/test_power.py",
     "benchmarks/power_tables.py": "benchmarks/power.py",
     "benchmarks/small_functions.py": "tests/test_exact.py",
     "scripts/altered_comparisons.py": "tests/test_compare.py",

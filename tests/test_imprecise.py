@@ -6,38 +6,36 @@ from __future__ import annotations
 import pytest
 import torch
 from loaded import load
+from planted import CATALOGUE
 from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
-from numdev.kernels import Output, of_function
+from numdev.kernels import Output
 from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
 from numdev.operations.attention.explain import imprecise
 from numdev.sources.loss import with_drawn
 
 rates = load("benchmarks/suspicion_rates.py")
-planted = load("benchmarks/planted.py")
-names = load("benchmarks/names.py")
 SHAPE = rates.Shape(batch=2, heads=2, kv_heads=2, q_len=150, kv_len=150)
 BFLOAT16 = {
-    "p_in_e4m3": "P is rounded to float8_e4m3fn before P V",
-    "p_in_e5m2": "P is rounded to float8_e5m2 before P V",
-    "p_truncated": "P is truncated to bfloat16, not rounded",
-    "p_in_4_bits": "P is rounded to 4 significant bits before P V",
-    "row_sum_rounded": "the row sum is kept in bfloat16 over tiles of 64 keys",
-    "accumulator_rounded": "O is summed in bfloat16 over tiles of 64 keys",
-    "scores_rounded": "S is rounded to bfloat16",
-    "ds_truncated": "dS is truncated to bfloat16, not rounded",
-    "dq_accumulator_rounded": "dQ is summed in bfloat16 over tiles of 64 keys",
+    "p-in-e4m3": "P is rounded to float8_e4m3fn before P V",
+    "p-in-e5m2": "P is rounded to float8_e5m2 before P V",
+    "p-truncated": "P is truncated to bfloat16, not rounded",
+    "p-in-4-bits": "P is rounded to 4 significant bits before P V",
+    "row-sum-rounded": "the row sum is kept in bfloat16 over tiles of 64 keys",
+    "accumulator-rounded": "O is summed in bfloat16 over tiles of 64 keys",
+    "scores-rounded": "S is rounded to bfloat16",
+    "ds-truncated": "dS is truncated to bfloat16, not rounded",
+    "dq-accumulator-rounded": "dQ is summed in bfloat16 over tiles of 64 keys",
 }
-OF_BACKWARD = {"ds_truncated": ("dq", "dk"), "dq_accumulator_rounded": ("dq",)}
+OF_BACKWARD = {"ds-truncated": ("dq", "dk"), "dq-accumulator-rounded": ("dq",)}
 
 
 def step_of(name: str, fmt: str) -> tuple[AttentionCase, Output]:
     case = with_drawn(rates.make(SHAPE, "normal", fmt, 0), 0)
-    kernel = of_function(name, names.FAULTS[name].function)
-    return case, differentiate(lambda c: kernel.attend(c), case)
+    return case, differentiate(CATALOGUE[name].kernel.attend, case)
 
 
 def named(case: AttentionCase, step: Output, wrong: tuple[str, ...]) -> set[str]:
@@ -53,20 +51,20 @@ def named(case: AttentionCase, step: Output, wrong: tuple[str, ...]) -> set[str]
 
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_a_coarse_step_is_named(name: str) -> None:
-    """Of benchmarks/planted.py and names.py, which share no code with what is tried."""
+    """Of `planted`, which shares no code with what is tried."""
     case, step = step_of(name, "bfloat16")
     assert named(case, step, OF_BACKWARD.get(name, ("out",))) == {BFLOAT16[name]}
 
 
 def test_in_float16_bfloat16_is_coarse() -> None:
     """P that is rounded to it, whatever the tiles are."""
-    case, step = step_of("p_in_bfloat16", "float16")
+    case, step = step_of("p-in-bfloat16", "float16")
     assert named(case, step, ("out",)) == {"P is rounded to bfloat16 before P V"}
 
 
 def test_products_in_tf32() -> None:
     """Of inputs in float32."""
-    case, step = step_of("products_in_tf32", "float32")
+    case, step = step_of("products-in-tf32", "float32")
     assert named(case, step, ("out",)) == {"the products are computed in TF32"}
 
 

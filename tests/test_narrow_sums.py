@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loaded import load
+from planted import CATALOGUE
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
@@ -22,9 +23,6 @@ from numdev.sources.loss import with_drawn
 from numdev.testing import check
 
 rates = load("benchmarks/suspicion_rates.py")
-designs = load("benchmarks/designs.py")
-load("benchmarks/false_alarms.py")  # which the next one imports
-benchmark = load("benchmarks/narrow_sums.py")
 LONG = {
     "name": "long", "heads": 3, "kv_heads": 1, "seq_len": 256, "head_dim": 32,
     "causal": True,
@@ -50,22 +48,22 @@ def shares(case: AttentionCase, function: Any, tensor: str) -> list[float]:
 @pytest.mark.parametrize("tile", tiled.TILES)
 def test_a_narrow_sum_is_seen_in_its_tiles_and_order(fmt: str, tile: int) -> None:
     """Of kernels that are written without what they are measured with."""
-    for is_reversed in (False, True):
-        dq = benchmark.faulty(("dq",), tile, is_reversed, False)
+    for order in ("", "-last-first"):
+        dq = CATALOGUE[f"narrow-dq-{tile}{order}"].function
         assert min(shares(drawn(fmt), dq, "dq")) > 0.5
         assert max(shares(drawn(fmt), dq, "dk")) < 0.05
-        others = benchmark.faulty(("dk", "dv"), tile, is_reversed, False)
+        others = CATALOGUE[f"narrow-dk-dv-{tile}{order}"].function
         assert min(shares(drawn(fmt), others, "dk")) > 0.5
         assert min(shares(drawn(fmt), others, "dv")) > 0.5
         assert max(shares(drawn(fmt), others, "dq")) < 0.05
 
 
 @pytest.mark.parametrize(
-    "design", ["FlashAttention-2", "MLX", "Triton's tutorial of 2023"]
+    "design", ["flashattention-2", "mlx", "tritons-tutorial-of-2023"]
 )
 def test_sound_designs_have_none_of_it(design: str) -> None:
     for tensor in ("dq", "dk", "dv"):
-        assert max(shares(drawn(), designs.kernel(design), tensor)) < 0.05
+        assert max(shares(drawn(), CATALOGUE[design].function, tensor)) < 0.05
 
 
 def test_a_share_is_what_was_put_in_less_its_uncertainty() -> None:
@@ -95,8 +93,9 @@ def test_what_the_rounding_model_has_too_is_no_fault() -> None:
 def report() -> AuditReport:
     """Of a kernel that sums dq in bfloat16 over tiles of 128 keys: its error is hardly
     larger for it."""
-    attend = benchmark.faulty(("dq",), 128, False, False)
-    return check(attend, cases=LONG, formats="bfloat16").report
+    return check(
+        CATALOGUE["narrow-dq-128"].function, cases=LONG, formats="bfloat16"
+    ).report
 
 
 def test_the_default_rules_catch_it(report: AuditReport) -> None:

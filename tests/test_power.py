@@ -1,36 +1,27 @@
-"""The planted faults of `benchmarks/planted.py` are what their names say, and the default
+"""The planted faults of `planted.flash` are what their names say, and the default
 rules accuse no sound kernel of `benchmarks/power.py`, in regimes whose gradients once had
-them accused. That each fault is caught is in `test_api.py`."""
+them accused. That each fault is caught is in `test_planted.py`."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import power
+import power_tables
 import pytest
 import torch
 from on_bench import HERE, prepare
+from planted import CATALOGUE
+from planted.flash import FAULTS
 from recipes import autograd, drawn
 from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import format_named
 from numdev.kernels.reference import attend
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def power() -> Any:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("power")
-
 
 Results = dict[str, Tensor]
 
@@ -56,61 +47,57 @@ def errors(found: Results, truth: Results) -> dict[str, float]:
     return {n: float((x - truth[n]).pow(2).mean().sqrt()) for n, x in found.items()}
 
 
-def test_a_fault_shows_in_its_tensors_and_in_no_others(power: ModuleType) -> None:
+def test_a_fault_shows_in_its_tensors_and_in_no_others() -> None:
     """Every fault's rms error beside that of the sound kernel on the same inputs: 1.37
     times as large or more in the tensors that the study looks at, and 1.05 times or less
     in others. (Another order of tiles shows between runs alone.)"""
-    for fault in power.planted.PLANTED:
+    for fault in FAULTS:
         case = drawn(
             200,
-            is_causal=fault.name == "causal_off_by_one",
+            is_causal=fault.name == "causal-off-by-one",
             # Delta is near 0 where signs are drawn
-            one_sign=fault.name == "delta_rounded",
+            one_sign=fault.name == "delta-rounded",
         )
-        kernels = (fault.function, power.planted.sound)
+        kernels = (fault.function, CATALOGUE["sound"].function)
         wrong, sound = (errors(step(function, case), exact(case)) for function in kernels)
         worse = {tensor for tensor in wrong if wrong[tensor] > 1.2 * sound[tensor]}
-        between_runs = fault.name == "non_deterministic"
+        between_runs = fault.name == "non-deterministic"
         assert worse == (set() if between_runs else set(fault.tensors)), fault.name
 
 
 MISTAKES: dict[str, Callable[[AttentionCase], Results]] = {
-    "scale_off": lambda case: exact(case, scale=1.01 * case.scale),
-    "causal_off_by_one": lambda case: exact(case, causal_offset=1),
-    "last_tile_dropped": lambda case: {
+    "scale-off": lambda case: exact(case, scale=1.01 * case.scale),
+    "causal-off-by-one": lambda case: exact(case, causal_offset=1),
+    "last-tile-dropped": lambda case: {
         "out": exact(case, k=case.k[:, :, :192], v=case.v[:, :, :192])["out"]
     },
-    "kv_heads_shifted": lambda case: {
+    "kv-heads-shifted": lambda case: {
         "out": exact(case, k=case.k.roll(1, 1), v=case.v.roll(1, 1))["out"]
     },
-    "output_larger": lambda case: {"out": exact(case)["out"] * (1 + 1 / 256)},
-    "lse_in_base_2": lambda case: {"lse": exact(case)["lse"] / math.log(2)},
-    "dq_without_scale": lambda case: {"dq": exact(case)["dq"] / case.scale},
-    "delta_missing": lambda case: {"dk": autograd(case, delta=0.0)["dk"]},
+    "output-larger": lambda case: {"out": exact(case)["out"] * (1 + 1 / 256)},
+    "lse-in-base-2": lambda case: {"lse": exact(case)["lse"] / math.log(2)},
+    "dq-without-scale": lambda case: {"dq": exact(case)["dq"] / case.scale},
+    "delta-missing": lambda case: {"dk": autograd(case, delta=0.0)["dk"]},
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_mistake_is_the_one_it_says(power: ModuleType, name: str) -> None:
+def test_the_mistake_is_the_one_it_says(name: str) -> None:
     """In fp32 it is the exact result of that mistake, to 1e-5 of its size."""
-    case = drawn(200, dtype=torch.float32, is_causal=name == "causal_off_by_one")
-    (fault,) = (x for x in power.planted.PLANTED if x.name == name)
-    found = step(fault.function, case)
+    case = drawn(200, dtype=torch.float32, is_causal=name == "causal-off-by-one")
+    found = step(CATALOGUE[name].function, case)
     for tensor, x in MISTAKES[name](case).items():
         assert float((found[tensor] - x).norm()) <= 1e-5 * float(x.norm()), tensor
 
 
 @pytest.mark.parametrize(
-    ("name", "tensors"), [("p_truncated", ("out", "dv")), ("ds_truncated", ("dq", "dk"))]
+    ("name", "tensors"), [("p-truncated", ("out", "dv")), ("ds-truncated", ("dq", "dk"))]
 )
-def test_truncation_shrinks(
-    power: ModuleType, name: str, tensors: tuple[str, ...]
-) -> None:
+def test_truncation_shrinks(name: str, tensors: tuple[str, ...]) -> None:
     """What is cut loses half an ulp on average, which is u / s of a significand s:
     between u / 2 and u of bf16, and 0.72 u for significands spread like 1 / s."""
     case = drawn(400, heads=4)
-    (fault,) = (x for x in power.planted.PLANTED if x.name == name)
-    truth, wrong = exact(case), step(fault.function, case)
+    truth, wrong = exact(case), step(CATALOGUE[name].function, case)
     for x in tensors:
         along = float((wrong[x] * truth[x]).sum() / truth[x].square().sum())
         assert 0.5 < (1 - along) * 2**8 < 1.0, x
@@ -118,7 +105,7 @@ def test_truncation_shrinks(
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("regime", ["normal", "sink 24", "correlated", "low rank"])
-def test_sound_kernels_are_cleared(power: ModuleType, regime: str, fmt: str) -> None:
+def test_sound_kernels_are_cleared(regime: str, fmt: str) -> None:
     """Six kernels, among them PyTorch's own and emulations in other tiles than they
     claim."""
     case = power.drawn(regime, "65 causal, grouped", 0)
@@ -132,10 +119,10 @@ def test_sound_kernels_are_cleared(power: ModuleType, regime: str, fmt: str) -> 
     assert [(u["kernel"], u["why"]) for u in units if u["why"]] == []
 
 
-def test_the_bound_on_a_rate(power: ModuleType) -> None:
+def test_the_bound_on_a_rate() -> None:
     """Clopper and Pearson's, where it is known: no alarm in n bounds the rate at 1 -
     0.05^(1/n); 20 units at 14 %, as the science says."""
-    bound = importlib.import_module("power_tables").bound
+    bound = power_tables.bound
     assert bound(0, 20) == pytest.approx(1 - 0.05 ** (1 / 20), rel=1e-9)
     assert bound(0, 20) == pytest.approx(0.139, abs=1e-3)
     assert bound(3, 100) == pytest.approx(0.0757, abs=5e-4)  # P(X <= 3) is 0.05 there

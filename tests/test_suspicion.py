@@ -11,15 +11,17 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import planted
 import pytest
 import torch
 from loaded import load
 from on_bench import HERE, prepare, task_of
+from planted import CATALOGUE
+from planted.function import calls_of
 from torch import Tensor
 
 import numdev
 from numdev.cases import AttentionCase, CaseRef, visible
-from numdev.formats import round_to
 from numdev.kernels import find, of_function
 from numdev.kernels.reference import attend
 from numdev.operations.attention.explain import wrong_function
@@ -30,23 +32,22 @@ from numdev.sources.loss import with_drawn
 from numdev.studies.audit.task import measure_task
 
 rates = load("benchmarks/suspicion_rates.py")
-planted_kernels = load("benchmarks/planted.py")
-functions = load("benchmarks/names.py")
 CAUSAL = (("is_causal", True),)
-LOST_IN_ROUNDING = {("scale x 1.01", "bfloat16")}
+LOST_IN_ROUNDING = {("scale-101", "bfloat16")}
 """One bfloat16 rounding of the output is more than a tenth of what this mistake does."""
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float32"])
-@pytest.mark.parametrize("planted", rates.PLANTED, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    ("entry", "shape"), rates.PLANTED, ids=lambda x: getattr(x, "name", "")
+)
 @pytest.mark.one_in(5)
-def test_a_planted_mistake_is_named(planted, fmt: str) -> None:
+def test_a_planted_mistake_is_named(entry, shape, fmt: str) -> None:
     """Every planted wrong function is named by its own cause, and by no other."""
-    case = rates.make(planted.shape, "normal", fmt, 0)
-    out = round_to(planted.wrong(case).double(), case.format).to(case.q.dtype)
-    said = rates.judge(case, out, attend(case), always=False)
-    hidden = (planted.name, fmt) in LOST_IN_ROUNDING
-    assert rates.verdict(planted, said) == ("none" if hidden else "right"), said
+    case = rates.make(shape, "normal", fmt, 0)
+    words = rates.judge(case, rates.wrong(entry, case), attend(case), always=False)
+    hidden = (entry.name, fmt) in LOST_IN_ROUNDING
+    assert rates.verdict(entry, words) == ("none" if hidden else "right"), words
 
 
 @pytest.mark.parametrize("regime", rates.REGIMES)
@@ -76,19 +77,19 @@ def test_causes_that_coincide_are_all_named() -> None:
 def test_one_wrong_head_is_the_only_one_accused() -> None:
     """A mistake in one head is found in that head, and the others are cleared."""
     case = rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0)
-    out = rates.one_head(case).to(case.q.dtype)
+    out = rates.wrong(CATALOGUE["scale-of-one-head"], case)
     every = list(range(case.heads))
     found = suspect(case, out, attend(case), every, every)
-    assert list(found) == [2]
-    assert found[2].cause == "the scale is 2.000 times the requested one"
-    assert found[2].cut >= CUT
+    assert list(found) == [1]
+    assert found[1].cause == "the scale is 1.031 times the requested one"
+    assert found[1].cut >= CUT
 
 
 def test_outputs_that_are_not_finite() -> None:
     """NaN in some rows does not hide the cause; NaN everywhere names none."""
     case = rates.make(rates.SHAPES["causal"], "normal", "float32", 0)
-    out = rates.off_by_one(case, -1)  # row 0 sees nothing and is NaN
-    assert out.isnan().any()
+    out = rates.wrong(CATALOGUE["causal-minus1"], case)
+    out[:, :, 0] = math.nan  # which sees nothing
     assert "too few" in rates.judge(case, out, attend(case), always=False)[0]
     nothing = torch.full_like(out, math.nan)
     assert suspect(case, nothing, attend(case), [0, 1, 2, 3], [0]) == {}
@@ -133,10 +134,10 @@ def _scaled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 
 @pytest.mark.parametrize(("function", "tensor", "cause"), [
     (_scaled, "out", "the scale is 1.0010 times the requested one"),
-    (planted_kernels.dq_without_scale, "dq", "dq lacks the scale"),
-    (planted_kernels.delta_missing, "dk",
+    (planted.dq_without_scale, "dq", "dq lacks the scale"),
+    (planted.delta_missing, "dk",
      "in the backward pass, delta, the row sum of dO·O, is left out"),
-    (planted_kernels.sound, "out", None),
+    (planted.sound, "out", None),
 ])  # fmt: skip
 def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) -> None:
     """From the same call in float32; gradients by their own mistake; a sound kernel by
@@ -151,25 +152,24 @@ def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    *("window_tiles", "sinks_of_head_0", "sinks_zero", "epsilon_1e1", "stale_sum"),
-    *("lse_without_sinks", "lse_without_maximum", "backward_without_slope", "backward_kv_modulo"),
+    *("window-tiles", "sinks-of-head-0", "sinks-zero", "epsilon-1e1", "stale-sum"),
+    *("lse-without-sinks", "lse-without-maximum", "backward-without-slope", "backward-kv-modulo"),
 ])  # fmt: skip
 @pytest.mark.one_in(9)
 def test_a_fault_is_named_by_its_class(name: str) -> None:
-    """Of benchmarks/names.py, one of a class that is no case, or of another tensor."""
-    fault = functions.FAULTS[name]
-    result = numdev.check(fault.function, cases=functions.cases_of(fault.cases)[-1:])
+    """One of a class that is no case, or of another tensor, in a call of an audit."""
+    entry = CATALOGUE[name]
+    result = numdev.check(entry.function, cases=calls_of(entry)[-1:])
     causes = {row.suspicion for row in result.report.rows if row.suspicion}
     assert causes
-    assert all(re.search(str(fault.says), cause) for cause in causes), causes
+    assert all(re.search(str(entry.says), cause) for cause in causes), causes
 
 
 @pytest.mark.slow
 def test_a_wrong_output_is_searched_though_gradients_err_more_elsewhere() -> None:
     """Of 577 keys the last one is missed in a gradient alone, where it errs 89 times as
     much as it should; of 193 in the output, by which it is named."""
-    fault = functions.FAULTS["tail_192"].function
-    result = numdev.check(fault, cases=["long", "causal"], formats="bfloat16")
+    result = numdev.check(planted.tail_192, cases=["long", "causal"], formats="bfloat16")
     assert {f.cause for f in result.report.findings} == {"the last key is dropped"}
 
 
@@ -179,9 +179,7 @@ def test_an_error_without_a_name_is_said_to_have_none() -> None:
     bench = prepare(
         rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0), "bfloat16"
     )
-    kernel = of_function(
-        "mine", lambda q, k, v: planted_kernels.sound(q, k, v)[0] + q.cos()
-    )
+    kernel = of_function("mine", lambda q, k, v: planted.sound(q, k, v)[0] + q.cos())
     for _ in range(2):
         row = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows[0]
         assert row.nulls["suspicion"].startswith("none of the mistakes")

@@ -1,7 +1,7 @@
 """Kernels that declare no claim: sound ones that round in another known way than `fa2`
 pass, and say which way; faulty ones fail as they did, though other ways are tried.
 
-That every planted fault is caught by the default cases is in test_api.py; here are
+That every planted fault is caught by the default cases is in test_planted.py; here are
 rounding's."""
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import planted
 import pytest
 import torch
-from loaded import load
 from on_bench import HERE, prepare, task_of
+from planted import CATALOGUE, designs, flash
 from torch import Tensor
 
 from numdev import testing
@@ -32,15 +33,18 @@ from numdev.testing import CheckFailed, check_attention
 
 BF16 = "bfloat16"
 FEW = ("causal", "grouped", "large-logits", "tied-maxima")
-planted, designs = load("benchmarks/planted.py"), load("benchmarks/designs.py")
 LONG = {
     "name": "long",
     "heads": 2,
     "seq_len": 385,
     "inputs": {"name": "normal", "logits": 16.0},
 }
-FA4 = "FlashAttention-4"
-LAGGING = (FA4, "a lagging maximum alone", "a lagging maximum and a polynomial")
+FA4 = planted.flashattention_4
+LAGGING = (
+    "flashattention-4",
+    "a-lagging-maximum-alone",
+    "a-lagging-maximum-and-a-polynomial",
+)
 
 
 def wrapper(
@@ -82,7 +86,7 @@ def claims(rows: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(("function", "way"), [
-    (designs.through_casts, "as autograd rounds exp(S - m), cast before P V"),
+    (planted.through_casts, "as autograd rounds exp(S - m), cast before P V"),
     (wrapper, "as sdpa-flash rounds on this CPU"), (eager, "as eager rounds"),
 ])  # fmt: skip
 @pytest.mark.one_in(3)
@@ -104,12 +108,12 @@ def test_each_design_has_a_kernel_and_options() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", designs.DESIGNS)
+@pytest.mark.parametrize("name", designs.NAMES)
 @pytest.mark.one_in(8)
 def test_a_sound_design_is_not_accused(name: str) -> None:
     """In both formats and passes, in grouped heads too; a maximum that lags is told by
     that."""
-    result = check_attention(designs.kernel(name), cases=("grouped", LONG), seeds=0)
+    result = check_attention(CATALOGUE[name].function, cases=("grouped", LONG), seeds=0)
     said = {r.claim for r in result.report.rows if r.role == "kernel" and r.claim}
     assert (name in LAGGING) == any("FlashAttention-4" in claim for claim in said)
 
@@ -121,10 +125,10 @@ def test_a_lagging_maximum_is_beyond_fa2_in_the_output_alone() -> None:
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         v.register_hook(lambda grad: grad * 1.02) if v.requires_grad else None
-        out: Tensor = designs.kernel(FA4)(q, k, v, is_causal=is_causal)
+        out: Tensor = FA4(q, k, v, is_causal=is_causal)
         return out
 
-    for kernel, claims, tensor in ((designs.kernel(FA4), {}, "out"), (wrong, None, "dv")):
+    for kernel, claims, tensor in ((FA4, {}, "out"), (wrong, None, "dv")):
         with pytest.raises(CheckFailed) as caught:
             check_attention(kernel, cases=LONG, claims=claims, formats=BF16)
         findings = caught.value.result.report.findings
@@ -132,11 +136,11 @@ def test_a_lagging_maximum_is_beyond_fa2_in_the_output_alone() -> None:
 
 
 FAULTS = (
-    "row_sum_rounded",
-    "p_truncated",
-    "scores_rounded",
-    "ds_truncated",
-    "delta_missing",
+    "row-sum-rounded",
+    "p-truncated",
+    "scores-rounded",
+    "ds-truncated",
+    "delta-missing",
 )
 
 
@@ -162,7 +166,7 @@ class Within(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, fault: str
     ) -> Tensor:
         low, scale = [x.to(q.dtype) for x in (q, k, v)], q.shape[-1] ** -0.5
-        planted._Flash.forward(ctx, *low, causal, scale, "")
+        flash._Flash.forward(ctx, *low, causal, scale, "")
         out, lse, m = ctx.to_save[3:]
         lse = lse.half().float() if fault == "log-sum-exp in fp16" else lse
         ctx.save_for_backward(*(x.to(k.dtype) for x in low), out, lse, m)
@@ -177,12 +181,10 @@ class Within(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(
-                planted, "_rounded", lambda x, dtype: x.to(ctx.low).to(x.dtype)
-            )
+            patched.setattr(flash, "_rounded", lambda x, dtype: x.to(ctx.low).to(x.dtype))
             if ctx.how[2]:
-                patched.setattr(planted, "TILE", 32)
-            dq, dk, dv, *_ = planted._Flash.backward(ctx, grad, None)
+                patched.setattr(flash, "TILE", 32)
+            dq, dk, dv, *_ = flash._Flash.backward(ctx, grad, None)
         return dq.to(ctx.low), dk, dv, None, None
 
 
@@ -223,7 +225,7 @@ def test_no_way_to_sum_a_group_excuses_a_fault(
 @pytest.mark.one_in(4)
 def test_a_fault_is_explained_by_no_way(name: str) -> None:
     """Forward and backward, and forward alone where it shows there."""
-    fault = next(p for p in planted.PLANTED if p.name == name)
+    fault = CATALOGUE[name]
     for backward in (True, False) if "out" in fault.tensors else (True,):
         with pytest.raises(CheckFailed) as caught:
             check_attention(
@@ -304,7 +306,7 @@ def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
 
 def test_a_number_in_rows_without_keys_passes() -> None:
     """0 there; and what takes no mask is not asked."""
-    for function in (designs.through_casts, wrapper):
+    for function in (planted.through_casts, wrapper):
         check_attention(function, cases="empty-rows")
     result = check_attention(planted.sound, cases=["empty-rows", "full"])
     assert (

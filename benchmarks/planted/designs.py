@@ -1,16 +1,12 @@
-"""Sound kernels of every rounding design in docs/sites.md, written out in PyTorch without
-numdev.
+"""Sound kernels: those of every rounding design in docs/sites.md, written out in PyTorch
+without numdev; eager attention as people spell it; PyTorch's; and emulations in other
+tiles, orders and splits than they claim.
 
-    OMP_NUM_THREADS=1 python benchmarks/designs.py [--seeds 20] [--only NAME] [--audit]
-
-Each is a function of q, k and v with forward and backward passes of its own, in tiles of
-keys, as the public kernel that it is named after computes: where it takes its maximum,
+A design is a function of q, k and v with forward and backward passes of its own, in tiles
+of keys, as the public kernel that it is named after computes: where it takes its maximum,
 which exponential it has, what it rounds to the working format before a product, and in
-what gradients are added up. None declares how it rounds. As a script every design is
-checked as its author would, on every default case of `numdev.check_attention`, in
-bfloat16 and float16 and for every seed; printed is how many of these checks accuse it.
-With --audit all are audited on the demo checkpoint, with gradients, one audit a seed: a
-check is then a design in a format.
+what gradients are added up. None declares how it rounds. Its line in `DESIGNS` is all
+that there is to add.
 
 Legend: S scores, P probabilities, m running maximum, l running sum, O output, L
 log-sum-exp; d of any of them the gradient with respect to it, delta = rowsum(dO o O).
@@ -20,21 +16,18 @@ Everything is in fp32 but what `_Tiled.r` rounds."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from numdev.kernels import Kernel, Output, find
+from numdev.kernels.baseline import WAYS
+from planted.record import plant, planted
 
 LOG2_E = math.log2(math.e)
 # Minimax for 2^x on [0, 1): flash_attn/cute/utils.py, POLY_EX2[3].
@@ -98,10 +91,10 @@ def kernel(name: str) -> Callable[..., Tensor]:
         out: Tensor = _Tiled.apply(q, k, v, attn_mask, is_causal, how, DESIGNS[name])  # type: ignore[no-untyped-call]
         return out
 
-    attend.__name__ = attend.__qualname__ = name
     return attend
 
 
+@planted("sound", "The softmax by hand, a row without keys among them, through autograd.")
 def through_casts(
     q: Tensor,
     k: Tensor,
@@ -109,7 +102,6 @@ def through_casts(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """The softmax by hand, P cast for its product, and gradients by autograd."""
     S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
     if is_causal:
         S = S.masked_fill(~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -math.inf)
@@ -252,95 +244,69 @@ def _exp2(x: Tensor, made: Design) -> Tensor:
     return torch.where((i // 32 % 4 % 3 > 0) & (i % 16 >= 12), power, x.exp2())
 
 
-NAMED = {re.sub(r"\W+", "_", name): kernel(name) for name in DESIGNS}
-globals().update(NAMED)  # for `--kernel designs:MLX`
+def _slug(words: str) -> str:
+    """In kebab-case."""
+    return re.sub(r"[^a-z0-9]+", "-", words.lower().replace("'", "")).strip("-")
 
 
-def audited(seed: int) -> Counter[str]:
-    """All designs in one audit of the demo checkpoint, before the default rules."""
-    names = [f"designs:{name}" for name in NAMED]
-    command = [
-        "audit",
-        "demo",
-        "--backward",
-        "--seed",
-        str(seed),
-        "--length",
-        "128",
-        "--json",
-    ]
-    for name, values in (("--kernel", names), ("--format", ("bfloat16", "float16"))):
-        command += [word for value in values for word in (name, value)]
-    path = {
-        "PYTHONPATH": os.pathsep.join([*sys.path[:1], os.environ.get("PYTHONPATH", "")])
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "numdev", *command, "-o", folder],
-            check=True, capture_output=True, env={**os.environ, **path},
-        )  # fmt: skip
-    report = json.loads(done.stdout)
-    count = Counter(checks=2 * len(DESIGNS))
-    ran = {
-        (r["kernel"], r["format"])
-        for r in report["rows"]
-        if r["tensor"] == "dq" and r["rms"]
-    }
-    count["not measured"] = count["checks"] - sum(name in names for name, _ in ran)
-    wrong = [f for f in report["findings"] if f["severity"] == "exceeded"]
-    count["accused"] = len({(f["kernel"], fmt) for f in wrong for fmt in f["formats"]})
-    for finding in wrong:
-        print(f"  seed {seed}: {finding['sentence']}", flush=True)
-    return count
+NAMES = [plant(_slug(name), "sound", name, kernel(name)).name for name in DESIGNS]
+
+# --- eager attention, PyTorch's operators, and emulations ------------------------------
+
+OPERATORS = ("sdpa-flash", "sdpa-math", "sdpa-default", "baseline")
+ROUNDS_SUMS = ("eager", "fa2-consistent")
+FA3: Mapping[str, Any] = {"dk_partial": "wide", "dv_partial": "wide"}
+EMULATED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    # by name, what is claimed and what is run beside it
+    "FlashAttention-2, tiles of 16": ({"preset": "fa2"}, {"block_kv": 16, "block_q": 16}),
+    "FlashAttention-2, tiles of 32": ({"preset": "fa2"}, {"block_kv": 32}),
+    "FlashAttention-2, tiles of 96, last first": (
+        {"preset": "fa2"}, {"block_kv": 96, "kv_order": "descending"},
+    ),
+    "FlashAttention-2, three splits": ({"preset": "fa2"}, {"splits": 3, "block_kv": 32}),
+    "FlashAttention-3, tiles of 48": ({"preset": "fa2", **FA3}, {"block_kv": 48}),
+    "FlashAttention-3, tiles of 176": ({"preset": "fa2", **FA3}, {"block_kv": 176}),
+    "FlashAttention-4, emulated": ({"preset": "fa4"}, {}),
+    "fa2-consistent, tiles of 32": ({"preset": "fa2-consistent"}, {"block_kv": 32}),
+    "eager": ({"preset": "eager"}, {}),
+}  # fmt: skip
 
 
-def main() -> None:
-    from numdev.studies.audit.check import default_cases
-    from numdev.testing import CheckFailed, check_attention
+def emulating(
+    name: str, claim: Mapping[str, Any], ran: Mapping[str, Any], *, declared: bool = True
+) -> Kernel:
+    """An emulation as a kernel, in fp32 arithmetic. One that rounds its scores or row
+    sums returns no log-sum-exp: made of them it would lack the digits that a backward
+    pass needs."""
+    options = {**claim, **ran, "compute": "float32"}
 
-    parser = argparse.ArgumentParser(description="Which sound designs are accused?")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--only", help="one design")
-    parser.add_argument("--audit", action="store_true", help="on the demo checkpoint")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    every: Counter[str] = Counter()
-    if given.audit:
-        for seed in range(given.first, given.first + given.seeds):
-            every += audited(seed)
-        print(f"in all: {told(every)}")
-        return
-    for name in [given.only] if given.only else DESIGNS:
-        count: Counter[str] = Counter()
-        for seed in range(given.first, given.first + given.seeds):
-            for case in default_cases():
-                for fmt in ("bfloat16", "float16"):
-                    count["checks"] += 1
-                    try:
-                        check_attention(
-                            kernel(name), cases=case.name, formats=fmt, seeds=seed
-                        )
-                    except CheckFailed as failed:
-                        accused = failed.result.judgement.outcome == "exceeded"
-                        count["accused" if accused else "not measured"] += 1
-                        if accused:
-                            print(
-                                f"  {case.name} {fmt} seed {seed}: "
-                                f"{failed.result.in_short}"
-                            )
-        every += count
-        print(f"{name}: {told(count)}", flush=True)
-    print(f"in all: {told(every)}")
+    def returned(output: Output) -> Output:
+        return replace(output, lse=None) if claim["preset"] in ROUNDS_SUMS else output
 
-
-def told(count: Counter[str]) -> str:
-    judged = count["checks"] - count["not measured"]
-    return (
-        f"{count['accused']} of {judged} checks accuse it, "
-        f"{count['not measured']} not measured"
+    claims: dict[str, Any] = (
+        {"claims": lambda case, output, system: claim} if declared else {}
+    )
+    return Kernel(
+        name=name,
+        function=lambda case: returned(find("emulated").attend(case, **options)),
+        backward=lambda case: returned(find("emulated").gradients(case, **options)),
+        **claims,
     )
 
 
-if __name__ == "__main__":
-    main()
+for _name, _way in WAYS.items():
+    _short = _slug(_name.removeprefix("as autograd rounds "))
+    plant(f"eager-{_short}", "sound", _name, Kernel(name=_name, function=_way))
+for _name in OPERATORS:
+    # On a CPU its fast exp leans in float16, where maxima tie: exp(0) is 1 - 5.3e-5 (K37)
+    _leans = {"formats": ("bfloat16",)} if _name in ("sdpa-flash", "sdpa-default") else {}
+    plant(_name, "sound", f"numdev's {_name}.", _name, **_leans)
+for _name, (_claim, _ran) in EMULATED.items():
+    for _declared in (True, False) if _claim["preset"] == "fa2" else (True,):
+        _full = f"{_name}, {'declared' if _declared else 'undeclared'}"
+        plant(
+            _slug(_full),
+            "sound",
+            _full,
+            emulating(_full, _claim, _ran, declared=_declared),
+        )

@@ -1,15 +1,10 @@
-"""Kernels that are wrong on purpose: what numdev's rules must catch.
+"""Flash attention with forward and backward passes of its own, sound but for one fault.
 
-    PYTHONPATH=benchmarks numdev audit demo --kernel planted:row_sum_rounded
-
-Each is a plain function of q, k and v, as a kernel's author would hand it over, with a
-backward pass of its own. All are the same flash attention (FlashAttention-2, Algorithms 1
-and 2, in tiles of 64 keys: sums in fp32, P and dS rounded to the working format, one cast
-at the end), sound but for one fault. `sound` has none. `PLANTED` lists the faulty ones,
-with what is wrong, the tensors it shows in, and the cases in which it shows at all: a
-causal mask cannot be off where there is none.
-
-Written for faults, not for speed: whole rows of queries at once.
+Each is a plain function of q, k and v, as a kernel's author would hand it over: the same
+FlashAttention-2 (Algorithms 1 and 2, in tiles of 64 keys: sums in fp32, P and dS rounded to
+the working format, one cast at the end). `sound` has no fault. Written for faults, not for
+speed: whole rows of queries at once. A fault is a step of `_Flash`, by its name, and its
+line in the table below.
 
 Legend: S scores, P probabilities, m running maximum, l running sum, O output, L
 log-sum-exp, a = exp(m_old - m); d of any of them the gradient with respect to it, delta =
@@ -23,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,38 +25,13 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format, format_of, round_to
+from planted.record import TENSORS, Planted, plant
 
 TILE = 64
-ALL = ("out", "lse", "dq", "dk", "dv")
-GRADIENTS = ("dq", "dk", "dv")
+FAULTS: list[Planted] = []
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planted:
-    """One faulty kernel."""
-
-    name: str
-    fault: str
-    """What is wrong, as a sentence."""
-    tensors: tuple[str, ...]
-    """Where the fault shows. (With a wrong O dq and dk may move too: delta is made of
-    it.)"""
-    shows: Callable[[AttentionCase], bool]
-    """Whether this case can show it."""
-    function: Callable[..., tuple[Tensor, Tensor]]
-
-
-PLANTED: list[Planted] = []
-
-
-def planted(
-    name: str,
-    fault: str,
-    *tensors: str,
-    shows: Callable[[AttentionCase], bool] = lambda case: True,
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A kernel with the fault that `_flash` knows as `name`, put into the list."""
-
+def _kernel(fault: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def kernel(
         q: Tensor,
         k: Tensor,
@@ -70,23 +39,17 @@ def planted(
         is_causal: bool = False,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return _flash(q, k, v, is_causal, scale, name)
+        return _flash(q, k, v, is_causal, scale, fault)
 
-    kernel.__name__ = kernel.__qualname__ = name
-    kernel.__doc__ = fault
-    PLANTED.append(
-        Planted(name=name, fault=fault, tensors=tensors, shows=shows, function=kernel)
-    )
     return kernel
 
 
-def _narrow(case: AttentionCase) -> bool:
-    """The format is narrower than that of the sums."""
-    return case.format.precision < FORMATS["float32"].precision
-
-
-def _tiled(case: AttentionCase) -> bool:
-    return case.kv_len > TILE
+def _fault(family: str, name: str, what: str, tensors: str, check: str = "", says: str | None = None,
+           **fields: Any) -> None:  # fmt: skip
+    """A kernel with the fault that `_flash` knows by this name, with underscores."""
+    fields |= {"tensors": tuple(tensors.split()), "check": tuple(check.split())}
+    kernel = _kernel(name.replace("-", "_"))
+    FAULTS.append(plant(name, family, what, kernel, says=says, calls=PLAIN, **fields))
 
 
 # --- sound attention, and where its faults are planted --------------------------------
@@ -225,105 +188,68 @@ def _finite(m: Tensor) -> Tensor:
 # --- the kernels ----------------------------------------------------------------------
 
 
-def sound(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """No fault."""
-    return _flash(q, k, v, is_causal, scale)
+def _narrow(case: AttentionCase) -> bool:
+    """The format is narrower than that of the sums."""
+    return case.format.precision < FORMATS["float32"].precision
 
 
-scale_off = planted("scale_off", "The scale is 1 % too large.", *ALL)
-causal_off_by_one = planted(
-    "causal_off_by_one",
-    "Under a causal mask every row sees one key too many.",
-    *ALL,
-    shows=lambda case: case.is_causal and case.kv_len > 1,
-)
-last_tile_dropped = planted(
-    "last_tile_dropped",
-    "The keys after the last multiple of 64 are dropped.",
-    *ALL,
-    shows=lambda case: _tiled(case) and case.kv_len % TILE > 0,
-)
-last_keys_dropped = planted(
-    "last_keys_dropped",
-    "The last 8 keys are dropped.",
-    *ALL,
-    shows=lambda case: case.kv_len > 8,
-)
-kv_heads_shifted = planted(
-    "kv_heads_shifted",
-    "Every query head reads the keys and values of the head before.",
-    *ALL,
-    shows=lambda case: case.kv_heads > 1,
-)
-p_truncated = planted(
-    "p_truncated",
-    "P is truncated to the working format, not rounded.",
-    "out",
-    "dv",
-    shows=_narrow,
-)
-p_in_4_bits = planted(
-    "p_in_4_bits", "P is rounded to 4 significant bits.", "out", "dq", "dk"
-)
-row_sum_rounded = planted(
-    "row_sum_rounded", "The row sum is kept in the working format.", *ALL, shows=_narrow
-)
-accumulator_rounded = planted(
-    "accumulator_rounded",
-    "The running output is kept in the working format.",
-    "out",
-    shows=_narrow,
-)
-scores_rounded = planted("scores_rounded", "The scores are rounded to bf16.", *ALL)
-stale_maximum = planted(
-    "stale_maximum",
-    "What was summed under an old maximum is not rescaled to the new one.",
-    *ALL,
-    shows=_tiled,
-)
-zeros = planted("zeros", "The output is 0.", "out", "dq", "dk")
-output_larger = planted("output_larger", "The output is 1/256 too large.", "out")
-one_head_wrong = planted(
-    "one_head_wrong", "The scores of the last head are 3 % too large.", *ALL
-)
-lse_in_base_2 = planted("lse_in_base_2", "The log-sum-exp is returned in base 2.", "lse")
-non_deterministic = planted(
-    "non_deterministic",
-    "Tiles come in an order that is drawn anew in every run: it shows between runs only.",
-    "out",
-    *GRADIENTS,
-    shows=_tiled,
-)
-dq_without_scale = planted("dq_without_scale", "dQ lacks the scale.", "dq")
-delta_missing = planted("delta_missing", "dS is P o dP, without delta.", "dq", "dk")
-delta_of_the_next_row = planted(
-    "delta_of_the_next_row",
-    "Every row takes the delta of the next.",
-    "dq",
-    "dk",
-    shows=lambda case: case.q_len > 1,
-)
-dv_unnormalised = planted(
-    "dv_unnormalised",
-    "dV is of P before it is divided by the row sum.",
-    "dv",
-    shows=lambda case: case.kv_len > 1,
-)
-ds_truncated = planted(
-    "ds_truncated",
-    "dS is truncated to the working format, not rounded.",
-    "dq",
-    "dk",
-    shows=_narrow,
-)
-dq_accumulator_rounded = planted(
-    "dq_accumulator_rounded",
-    "The running dQ is kept in the working format.",
-    "dq",
-    shows=lambda case: _narrow(case) and _tiled(case),
-)
-delta_rounded = planted(
-    "delta_rounded", "delta is kept in the working format.", "dq", "dk", shows=_narrow
-)
+def _tiled(case: AttentionCase) -> bool:
+    return case.kv_len > TILE
+
+
+def _uneven(case: AttentionCase) -> bool:
+    return _tiled(case) and case.kv_len % TILE > 0
+
+
+def _narrow_tiles(case: AttentionCase) -> bool:
+    return _narrow(case) and _tiled(case)
+
+
+PLAIN = ("full", "causal", "grouped")
+ALL = " ".join(TENSORS)
+plant("sound", "sound", "FlashAttention-2 in tiles of 64 keys.", _kernel(""), calls=PLAIN)
+# fmt: off
+_fault("function", "scale-off", "The scale is 1 % too large.", ALL, "full", r"scale is 1\.0(10|09)")
+_fault("mask", "causal-off-by-one", "Under a causal mask every row sees one key too many.", ALL,
+       "causal", "causal mask is off by one", shows=lambda case: case.is_causal and case.kv_len > 1)
+_fault("function", "last-tile-dropped", "The keys after the last multiple of 64 are dropped.", ALL,
+       "full", "the last", shows=_uneven)
+_fault("function", "last-keys-dropped", "The last 8 keys are dropped.", ALL, "full", "the last 8 keys",
+       shows=lambda case: case.kv_len > 8)
+_fault("grouping", "kv-heads-shifted", "Every query head reads the keys and values of the head before.",
+       ALL, "full", "kv head", shows=lambda case: case.kv_heads > 1)
+_fault("rounding", "p-truncated", "P is truncated to the working format, not rounded.", "out dv",
+       "full", "P is truncated", shows=_narrow)
+_fault("rounding", "p-in-4-bits", "P is rounded to 4 significant bits.", "out dq dk", "full",
+       "4 significant bits")
+_fault("rounding", "row-sum-rounded", "The row sum is kept in the working format.", ALL, "tied-maxima",
+       "row sum is kept in bfloat16 over tiles of 64", shows=_narrow)
+_fault("rounding", "accumulator-rounded", "The running output is kept in the working format.", "out",
+       "full", "O is summed in bfloat16 over tiles of 64", shows=_narrow)
+_fault("rounding", "scores-rounded", "The scores are rounded to bf16.", ALL, "full",
+       "S is rounded to bfloat16")
+_fault("function", "stale-maximum",
+       "What was summed under an old maximum is not rescaled to the new one.", ALL, "full", "maximum",
+       shows=_tiled)
+_fault("function", "zeros", "The output is 0.", "out dq dk", "full", "0 everywhere")
+_fault("function", "output-larger", "The output is 1/256 too large.", "out", "full", r"output is 1\.00[34]")
+_fault("place", "one-head-wrong", "The scores of the last head are 3 % too large.", ALL, "full",
+       r"scale is 1\.0[23]")
+_fault("lse", "lse-in-base-2", "The log-sum-exp is returned in base 2.", "lse", "full",
+       "the logarithm is to base 2")
+_fault("rounding", "non-deterministic",
+       "Tiles come in an order that is drawn anew in every run: it shows between runs only.",
+       "out dq dk dv", "causal", rule="reproducibility", shows=_tiled)
+_fault("gradient", "dq-without-scale", "dQ lacks the scale.", "dq", "full", "dq lacks the scale")
+_fault("gradient", "delta-missing", "dS is P o dP, without delta.", "dq dk", "full", "dO·O, is left out")
+_fault("gradient", "delta-of-the-next-row", "Every row takes the delta of the next.", "dq dk", "full",
+       "is the next row's", shows=lambda case: case.q_len > 1)
+_fault("gradient", "dv-unnormalised", "dV is of P before it is divided by the row sum.", "dv", "full",
+       "dv is computed from P before its division", shows=lambda case: case.kv_len > 1)
+_fault("rounding", "ds-truncated", "dS is truncated to the working format, not rounded.", "dq dk",
+       "full", "dS is truncated", shows=_narrow)
+_fault("rounding", "dq-accumulator-rounded", "The running dQ is kept in the working format.", "dq",
+       "default", "dQ is summed in bfloat16 over tiles of 64", shows=_narrow_tiles)
+_fault("rounding", "delta-rounded", "delta is kept in the working format.", "dq dk", "default",
+       "delta, the row sum of dO·O, is rounded to bfloat16", shows=_narrow)
+# fmt: on
