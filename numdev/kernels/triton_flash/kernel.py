@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,32 +77,40 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "guarded": ("softmax", "guarded"),
     "stabilised": ("softmax", "stabilised"),
 }
-# wide, v_wide: powers of two of at least 16, as matrix products must have them. left,
-# right: whether a row's position hides keys that come before, or after, others. mask:
-# none, bool or additive; hidden: what an additive one holds where a key is hidden.
-# folded: scores are in units of ln 2, log2 e being part of their scale; so are
-# tie_tolerance, and largest_shift: how far below 0 a row's largest S - m may be.
-Plan = cast(Any, namedtuple)(
-    "Plan",
-    (
-        *(
-            "head_dim",
-            "v_dim",
-            "wide",
-            "v_wide",
-            "left",
-            "right",
-            "mask",
-            "hidden",
-            "sinks",
-        ),
-        *("folded", "beta", "tie_tolerance", "largest_shift"),
-        *FLAGS,
-    ),
-)
 
 
-def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> object:
+class KernelPlan(NamedTuple):
+    """What a kernel is compiled for: constants to it."""
+
+    head_dim: int
+    v_dim: int
+    wide: int  # a power of two of at least 16, as matrix products must have it
+    v_wide: int
+    left: bool  # whether a row's position hides keys that come before others
+    right: bool  # the same of keys that come after others
+    mask: str  # none, bool or additive
+    hidden: float  # what an additive mask holds where a key is hidden
+    sinks: bool
+    folded: bool  # scores are in units of ln 2, log2 e being part of their scale
+    beta: float
+    tie_tolerance: float  # in the units of scores, as the next
+    largest_shift: float  # how far below 0 a row's largest S - m may be
+    # As FLAGS says
+    binary: bool
+    round_scores: bool
+    round_p: bool
+    round_accumulator: bool
+    round_row_sum: bool
+    round_state: bool
+    sum_rounded_p: bool
+    descending: bool
+    delta_of_p: bool
+    round_dp: bool
+    guarded: bool
+    stabilised: bool
+
+
+def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> KernelPlan:
     """What a kernel is compiled for, by a case and all its options in force: constants to
     it."""
     first, last = key_limits(case)
@@ -117,7 +124,7 @@ def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> object:
     kind = "none" if mask is None else "additive" if additive else "bool"
     head_dim, v_dim = case.q.shape[-1], case.v.shape[-1]
     flags = {flag: options[name] == word for flag, (name, word) in FLAGS.items()}
-    return Plan(
+    return KernelPlan(
         head_dim=head_dim,
         v_dim=v_dim,
         wide=_wide(head_dim),
@@ -200,7 +207,7 @@ TILES: Mapping[str, Mapping[int, Launch]] = {
 FP32 = {128: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)}
 
 
-def tiles(kernel: str, plan: Any, dtype: torch.dtype) -> Launch:
+def tiles(kernel: str, plan: KernelPlan, dtype: torch.dtype) -> Launch:
     """Those that suit a kernel's products."""
     narrow = dtype == torch.float32 or (kernel == "forward" and not plan.round_p)
     table = FP32 if narrow else TILES[kernel]
@@ -217,7 +224,7 @@ class KernelCall:
     case: AttentionCase
     mask: Tensor | None
     """Expanded to [B, H, q_len, kv_len], without being copied; a bool mask as bytes."""
-    plan: Any
+    plan: KernelPlan
     options: Mapping[str, object]  # in force, tiles included
     launch: Launch
 
