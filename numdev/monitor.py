@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +35,29 @@ from numdev.studies.audit.plan import Plan, Planned, plan_kernels
 from numdev.studies.audit.task import measure_one
 from numdev.system import System
 
-Numbers = dict[str, object]
 WORST = ("floor_ratio", "expected_ratio", "baseline_ratio", "max_abs", "rms", "nonfinite")
 LOG = logging.getLogger("numdev")
 
 
-def show(numbers: Numbers) -> None:
+class CallNumbers(TypedDict):
+    """What `watch` tells of one measured call; None where a number means nothing."""
+
+    step: int
+    module: str
+    layer: int | None
+    kernel: str
+    format: str
+    heads: list[int]
+    floor_ratio: float | None
+    expected_ratio: float | None
+    baseline_ratio: float | None
+    max_abs: float | None
+    rms: float | None
+    nonfinite: int | None
+    finding: str | None
+
+
+def show(numbers: CallNumbers) -> None:
     if numbers["finding"]:
         print(f"numdev.watch, step {numbers['step']}: {numbers['finding']}", flush=True)
 
@@ -66,7 +83,7 @@ class watch:
     model: nn.Module
     every: int = 500
     _: KW_ONLY
-    tell: Callable[[Numbers], object] = show
+    tell: Callable[[CallNumbers], object] = show
     heads: int = 2
     rows: int = 16
     calls: int = 8
@@ -171,7 +188,7 @@ class _Observer(TorchFunctionMode):
 
     def __init__(self, owner: watch) -> None:
         super().__init__()
-        self.owner, self.numbers, self.met = owner, list[Numbers](), 0
+        self.owner, self.numbers, self.met = owner, list[CallNumbers](), 0
         self.step, self.thread = owner.step, threading.current_thread()
         self.names = capturing.Watch(owner.model, source=type(owner.model).__name__)
         self.ends = ExitStack()
@@ -189,7 +206,11 @@ class _Observer(TorchFunctionMode):
         self.ends.close()
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if func is F.multi_head_attention_forward:
             func = capturing.multi_head_with(self._observed)
@@ -219,11 +240,10 @@ class _Observer(TorchFunctionMode):
         # As autocast does
         q, k, v = (x.detach().to(out.dtype) for x in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        how: Any = {"scale": scale, "mask": attn_mask, "is_causal": is_causal}
-        case, system = (
-            AttentionCase(ref=ref, q=q, k=k, v=v, **how),
-            System.probe(q.device.type),
+        case = AttentionCase(
+            ref=ref, q=q, k=k, v=v, scale=scale, mask=attn_mask, is_causal=is_causal
         )
+        system = System.probe(q.device.type)
         turn, count = self.step // owner.every, owner.heads
         heads, at = (
             sorted({(turn * count + i) % case.heads for i in range(count)}),
@@ -235,15 +255,20 @@ class _Observer(TorchFunctionMode):
         kernel = find("sdpa-default")
         if not dropout_p:
             name = next(n for n, op in OPERATORS[system.device].items() if op == operator)
-            how = {"claims": lambda case, output, system: claim, "backward": None}
-            kernel = Kernel(name=name, function=lambda case: Output(out=few_out), **how)
+            kernel = Kernel(
+                name=name,
+                function=lambda case: Output(out=few_out),
+                claims=lambda case, output, system: claim,
+                backward=None,
+            )
         planned = Planned(role="kernel", kernel=kernel, options={})
-        how = {
-            "kernels": [*plan_kernels(()), planned],
-            "seed": self.step,
-            "rows": owner.rows,
-        }
-        plan = Plan(system=system, formats=[case.format], **how)
+        plan = Plan(
+            system=system,
+            formats=[case.format],
+            kernels=[*plan_kernels(()), planned],
+            seed=self.step,
+            rows=owner.rows,
+        )
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
         judgement = judge(
@@ -251,10 +276,15 @@ class _Observer(TorchFunctionMode):
         )
         findings, _ = findings_in(judgement, rows)
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
+        worst = {name: max(x, default=None) for name, x in values.items()}
         self.numbers.append({
             "step": self.step, "module": ref.module, "layer": ref.layer,
             "kernel": kernel.name, "format": case.format.name, "heads": heads,
-            **{name: max(x, default=None) for name, x in values.items()},
+            "floor_ratio": worst["floor_ratio"],
+            "expected_ratio": worst["expected_ratio"],
+            "baseline_ratio": worst["baseline_ratio"],
+            "max_abs": worst["max_abs"], "rms": worst["rms"],
+            "nonfinite": worst["nonfinite"],
             "finding": next((f.sentence for f in findings), None),
         })  # fmt: skip
 

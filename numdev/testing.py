@@ -42,7 +42,7 @@ from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 from numdev.yamlfile import validated
 
-Thresholds = str | Path | Mapping[str, Any] | None
+Thresholds = str | Path | Mapping[str, object] | None
 Cases = Named | Sequence[Named] | None
 SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
 
@@ -106,7 +106,7 @@ class CheckFailed(AssertionError):
 
 @checked
 def check(
-    function: Callable[..., Any] | Kernel,
+    function: Callable[..., object] | Kernel,
     *,
     cases: Cases = None,
     formats: str | Sequence[str] = ("bfloat16", "float16"),
@@ -114,7 +114,7 @@ def check(
     device: str = "auto",
     seeds: int | Sequence[int] = 0,
     thresholds: Thresholds = None,
-    claims: Mapping[str, Any] | None = None,
+    claims: Mapping[str, object] | None = None,
     reproducers: str | Path | None = None,
     invariant: str | Sequence[str] = (),
 ) -> CheckResult:
@@ -263,7 +263,9 @@ def _scripts(
     return reproduce(wanted, source, plan, attempt, where, say, count=1, seconds=SECONDS)
 
 
-def check_attention(function: Callable[..., Any] | Kernel, **options: Any) -> CheckResult:
+def check_attention(
+    function: Callable[..., object] | Kernel, **options: Any
+) -> CheckResult:
     """What `check` returns of a function that passed. Raises CheckFailed, an
     AssertionError, for any other. `options`: those of `check`."""
     __tracebackhide__ = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +103,11 @@ class AtSites:
         return rounded_number(value, fmt) if is_rounded else value
 
     def result(
-        self, func: OpOverload, args: tuple[Any, ...], values: Tensor, dtype: torch.dtype
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        values: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         """The values that an operation returns, rounded at its site."""
         if moves(func) and not brings_other_numbers(func, args, dtype):
@@ -130,8 +133,12 @@ class Running(Computing):
         self.routes = False
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         self.routes |= func.overloadpacket.__name__ in CHOOSES and isinstance(
             args[0], Wide
         )
@@ -144,7 +151,7 @@ def moves(func: OpOverload) -> bool:
 
 
 def brings_other_numbers(
-    func: OpOverload, args: tuple[Any, ...], dtype: torch.dtype
+    func: OpOverload, args: tuple[object, ...], dtype: torch.dtype
 ) -> bool:
     """Whether an operator that moves values adds some up, casts those of a wider tensor
     down to `dtype`, or puts integers among them."""
@@ -182,7 +189,7 @@ class SiteTracker:
         self.running, self.attended, self.begun = [], set(), False
 
         def enter(
-            module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]
+            module: nn.Module, args: tuple[object, ...], named: Mapping[str, object]
         ) -> None:
             self.running.append(module)
             self.attended.discard(module)
@@ -202,7 +209,7 @@ class SiteTracker:
         """Note that the running module's attention was called."""
         self.attended.update(m for m in self.running if m in self.owners)
 
-    def site_of(self, func: OpOverload, args: tuple[Any, ...]) -> str:
+    def site_of(self, func: OpOverload, args: tuple[object, ...]) -> str:
         """The site of an operation of the module that runs."""
         module = self.running[-1] if self.running else None
         kind = self.kinds[module] if module is not None else "outside"
