@@ -257,15 +257,15 @@ def _dispatched(task: RankTask, mesh: DeviceMesh, *tensors: Tensor) -> Sequence[
     """This rank's part of an SDPA call that PyTorch turns into its ring, and of its
     gradients."""
     q, k, v = (x.detach().requires_grad_(len(tensors) > 3) for x in tensors[:3])
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        is_causal=task["is_causal"],
+        scale=task["scale"],
+    )
+    if q.shape[1] > k.shape[1]:
+        attend = functools.partial(attend, enable_gqa=True)
     with forced(FUSED[task["operator"]]):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=task["is_causal"],
-            scale=task["scale"],
-            enable_gqa=q.shape[1] > k.shape[1],
-        )
+        out = attend(q, k, v)
         return [
             out,
             *(torch.autograd.grad(out, [q, k, v], tensors[3]) if tensors[3:] else ()),
