@@ -31,18 +31,16 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from planted import CATALOGUE
 
-from numdev.cases import AttentionCase, explicit_mask
 from numdev.config import CaseConfig, Choice
-from numdev.formats import format_named, round_to, ulp
-from numdev.kernels import Kernel, Output, find
-from numdev.kernels.reference import attend
+from numdev.formats import format_named
+from numdev.kernels import Kernel
 from numdev.metrics.bias import bias
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_ULP, holm
 from numdev.report import DeviationRow
@@ -63,72 +61,14 @@ REGIMES: Mapping[str, Choice] = {
 }
 
 
-# --- kernels --------------------------------------------------------------------------
-
-
-def fp32(case: AttentionCase) -> Output:
-    """Attention in fp32, rounded once and correctly."""
-    q, k, v = (x.float() for x in (case.q, case.k, case.v))
-    mask = explicit_mask(case)
-    S = q @ k.mT * case.scale
-    S = S if mask is None else S.masked_fill(~mask, -torch.inf)
-    return _in_format(torch.softmax(S, dim=-1) @ v, case)
-
-
-def unnormalised(case: AttentionCase) -> Output:
-    """P and the un-normalised PV in the working format, everything else exact."""
-    q, k, v = (x.double() for x in (case.q, case.k, case.v))
-    mask = explicit_mask(case)
-    S = q @ k.mT * case.scale
-    S = S if mask is None else S.masked_fill(~mask, -torch.inf)
-    P = torch.exp(S - S.amax(dim=-1, keepdim=True))
-    PV = round_to(round_to(P, case.format) @ v, case.format)
-    return _in_format(PV / P.sum(dim=-1, keepdim=True), case)
-
-
-def truncated(case: AttentionCase) -> Output:
-    """The exact result, cut to the format instead of rounded."""
-    return Output(
-        out=round_to(attend(case).out, case.format, "toward_zero").to(case.q.dtype)
+SOUND, GUILTY, JUDGED = (
+    [CATALOGUE[name].kernel for name in names]
+    for names in (
+        ("sdpa-math", "fp32"),
+        ("unnormalised", "truncated", "drift"),
+        ("sdpa-flash", "baseline", "stochastic"),
     )
-
-
-def drift(case: AttentionCase) -> Output:
-    """The exact result rounded, and one element in ten an ulp (at the term scale) too
-    high."""
-    exact = attend(case)
-    generator = _generator(case)
-    chosen = (
-        torch.rand(exact.out.shape, generator=generator, device=generator.device) < 0.1
-    )
-    off = chosen * ulp(exact.term_scale, case.format)
-    return _in_format(round_to(exact.out, case.format) + off, case)
-
-
-def stochastic(case: AttentionCase) -> Output:
-    """The exact result, rounded stochastically."""
-    out = round_to(
-        attend(case).out, case.format, "stochastic", generator=_generator(case)
-    )
-    return Output(out=out.to(case.q.dtype))
-
-
-def _in_format(out: Tensor, case: AttentionCase) -> Output:
-    return Output(out=round_to(out, case.format).to(case.q.dtype))
-
-
-def _generator(case: AttentionCase) -> torch.Generator:
-    """Other numbers for other inputs."""
-    return torch.Generator(case.q.device).manual_seed(int(case.q.float().abs().sum()))
-
-
-def _own(function: Callable[[AttentionCase], Output]) -> Kernel:
-    return Kernel(name=function.__name__, function=function)
-
-
-SOUND = (find("sdpa-math"), _own(fp32))
-GUILTY = (_own(unnormalised), _own(truncated), _own(drift))
-JUDGED = (find("sdpa-flash"), find("baseline"), _own(stochastic))
+)
 
 
 # --- counting -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ neither: it stops a merge too, and is counted apart.
 
 Sound kernels are those of `benchmarks/power.py`. Faults are those of `planted.flash`, and
 `numdev.kernels.emulation.faults` in every dose. Kernels that go wrong as processes
-(`tests/support/broken_kernels.py`) have no rate: each is tried once, isolated, beside a sound one.
+(`planted.processes`) have no rate: each is tried once, isolated, beside a sound one.
 
 Intervals are those of Clopper and Pearson, "The use of confidence or fiducial limits
 illustrated in the case of the binomial" (1934), at 95 %.
@@ -32,7 +32,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from planted import CATALOGUE
+from planted import CATALOGUE, of_family
 from planted.flash import FAULTS
 from power import REGIMES, SOUND
 from scipy.stats import binomtest
@@ -41,7 +41,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
 from numdev.gate.thresholds import tests_of
-from numdev.kernels import Kernel, find
+from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow, PlanRecord
 from numdev.sources.regimes import Shapes, draw
@@ -54,8 +54,6 @@ from numdev.system import System
 
 FORMAT = "bfloat16"
 SIZES = Shapes(batch=8, heads=4, kv_heads=4, q_len=130, kv_len=130, head_dim=32, v_dim=32)
-BROKEN = ("raises", "exits", "leaves", "abort", "segfault", "out_of_memory", "forks", "hangs",
-          "refuses")  # fmt: skip
 LIMIT_S = 5.0
 TWICE = PlanRecord(kernels=(), formats=(), calls=(), repeats=2)  # kernels run twice
 
@@ -155,13 +153,13 @@ def trials(seed: int, few: slice) -> Iterator[Trial]:
 
 def broken(few: slice) -> Iterator[tuple[str, Trial, Trial]]:
     """Each with the default rules, and with itself as a required kernel."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
     on = benches(0)[1:]  # plain functions of q, k, v take no causal one
     beside = rows_of(CATALOGUE["sound"].kernel, on)
-    for name in BROKEN[few]:
+    for entry in of_family("process")[few]:
         with Isolated(LIMIT_S) as run, _no_search():
-            rows = [*beside, *rows_of(find(f"broken_kernels:{name}"), on, run=run)]
-        required = default_rules().model_copy(update={"required": (f"*:{name}",)})
+            rows = [*beside, *rows_of(entry.kernel, on, run=run)]
+        required = default_rules().model_copy(update={"required": (entry.address,)})
+        name = entry.name
         yield name, trial("broken", name, rows), trial("broken", name, rows, required)
 
 

@@ -861,13 +861,15 @@ class Checked:
 
     def lacking(self, call: Call) -> str | None:
         """Why the kernel is not given the call."""
+        by_mask = not takes(self.one.function, "attn_mask")
+        if by_mask and call.window is not None:
+            return "the function takes no window"
+        if by_mask and (call.mask is not None or call.offset):
+            return "the function takes no mask"
         if call.softcap and not takes(self.one.function, "softcap"):
             return "the function takes no softcap"
         if call.sinks is not None and not takes(self.one.function, "sinks"):
             return "the function takes no sinks"
-        in_mask = call.mask is not None or bool(call.offset) or call.window is not None
-        if in_mask and not takes(self.one.function, "attn_mask"):
-            return "the function takes no mask"
         if bool(call.v.isinf().any()):
             return f"V is beyond the largest number of {call.format}"
         return None
@@ -999,9 +1001,9 @@ class Checked:
                 [int(said[1]), int(said[2])] == [len(reasons), len(every)],
             )
             told = {part.split(":")[0] for part in said[3].split("; ")}
-            yield Claim(
-                "reason", said[3], f"{sorted(set(reasons))}", told == set(reasons)
-            )
+            # The first three of them
+            right = told <= set(reasons) and len(told) == min(3, len(set(reasons)))
+            yield Claim("reason", said[3], f"{sorted(set(reasons))}", right)
             return
         place = re.search(r"worst at (\S+) head (\d+)\)", text)
         count = re.search(
@@ -1550,6 +1552,16 @@ class Checked:
                     right,
                 )
             ]
+        if said := re.fullmatch(
+            r"Not tested: fewer kv heads than query heads \((.*)\)\. k and v were "
+            r"repeated, since no parameter is named enable_gqa\.",
+            text,
+        ):
+            shared = {c.call.name for c in self.ran.values() if c.call.group > 1}
+            right = set(said[1].split(", ")) == shared and not takes(
+                function, "enable_gqa"
+            )
+            return [Claim("heads repeated", said[1], f"{sorted(shared)}", right)]
         if said := re.fullmatch(r"Not tested: the gradients of (.*) \((.*)\)\.", text):
             some = {
                 c.call.name

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import broken_kernels
 import models
 import planted
 import pytest
@@ -317,7 +316,7 @@ def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
 
 @pytest.mark.parametrize(("function", "given", "words"), [
     (not_implemented, {}, "only 128 features"),
-    (broken_kernels.refuses, {}, "head_dim 4 is too small"),
+    (planted.refuses, {}, "head_dim 4 is too small"),
     (plain, {"cases": "padding"}, "no parameter for it: mask"),
     (without_backward, {"backward": True, "claims": EAGER}, "none could be measured"),
 ])  # fmt: skip

@@ -134,7 +134,7 @@ class Live(list[Captured]):
 @pytest.mark.thorough
 def test_a_worker_reports_what_one_process_does(tmp_path: Path) -> None:
     """The same rows in the same order, each once; one that raises costs its own."""
-    plan = plan_of("sdpa-math", "broken_kernels:raises", formats=("bfloat16",))
+    plan = plan_of("sdpa-math", "planted:raises", formats=("bfloat16",))
     team = rows_of(tmp_path / "team", source_of((0,)), plan, Cluster(workers=1))
     assert team == rows_of(tmp_path / "alone", source_of((0,)), plan)
 
@@ -143,7 +143,7 @@ def test_a_worker_reports_what_one_process_does(tmp_path: Path) -> None:
 def test_workers_report_what_one_process_does(tmp_path: Path) -> None:
     """The same rows in the same order, each once; one that raises or dies costs its
     own."""
-    bad = ("broken_kernels:raises", "broken_kernels:segfault")
+    bad = ("planted:raises", "planted:segfault")
     plan = plan_of("sdpa-math", *bad, formats=("bfloat16",), details=True)
     drawn = rows_of(tmp_path / "drawn", source_of((0,)), plan, Cluster(workers=2), 10.0)
     less = plan_of("sdpa-math", bad[0], formats=("bfloat16",), details=True)

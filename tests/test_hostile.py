@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hostile_kernels
 import pytest
 import torch
 from oracles import make_case
+from planted.hostile import OwnBase
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
@@ -55,7 +55,7 @@ def test_foreign_code_of_a_model_that_ends_the_program_is_one_line() -> None:
     generator."""
     for error in (
         SystemExit(0),
-        hostile_kernels.OwnBase("of its own"),
+        OwnBase("of its own"),
         asyncio.CancelledError(),
     ):
         with (
@@ -91,5 +91,5 @@ def test_any_exception_is_a_failed_row_in_process_too(
     case: AttentionCase, name: str
 ) -> None:
     """One line names it, whatever its own words do."""
-    failure = attempt(find(f"hostile_kernels:{name}"), case, {})
+    failure = attempt(find(f"planted:{name}"), case, {})
     assert failure == Failure("failed", NAMED[name])

@@ -15,12 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import invariance_kernels
 import models
+import planted
 import pytest
 import torch
 import yaml
 from commands import ran
+from planted import CATALOGUE, of_family
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AXES, InvarianceRequest
@@ -79,7 +80,7 @@ def moved(rows: Any) -> set[tuple[str, str]]:
 def sound(tmp_path_factory: Any) -> set[tuple[str, str]]:
     """Where tiles that begin at other keys change a kernel that otherwise changes
     nothing."""
-    return moved(studied(tmp_path_factory.mktemp("s"), "invariance_kernels:sound").rows)
+    return moved(studied(tmp_path_factory.mktemp("s"), "planted:in_tiles_of_16").rows)
 
 
 @cache
@@ -88,17 +89,7 @@ def tokens(text: str) -> str:
             "order": "the last first,", "whole": "keys a tile in one split"}[text]  # fmt: skip
 
 
-SWITCHES = [
-    f"{axis}_{cut}"
-    for axis, cuts in {
-        "batch": "split tile order both whole", "heads": "split tile order",
-        "rows": "split tile order both", "longer": "tile order whole",
-        "chunks": "tile order both whole", "decode": "split tile order both whole",
-        "mask": "split tile order", "strides": "split order both", "paged": "split order tile",
-        "threads": "split tile order",
-    }.items()
-    for cut in cuts.split()
-]  # fmt: skip
+SWITCHES = [f"{axis}-{cut}" for axis, cuts in planted.invariance.SWITCHES.items() for cut in cuts.split()]  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", SWITCHES)
@@ -106,8 +97,8 @@ SWITCHES = [
 def test_a_tiling_that_depends_on_one_axis_is_named(tmp_path, sound, kernel):
     """The axis, and no other; the two ways to cut the keys; no finding, since both are
     sound."""
-    report = studied(tmp_path, f"invariance_kernels:{kernel}")
-    axis, _, cut = kernel.partition("_")
+    report = studied(tmp_path, CATALOGUE[kernel].address)
+    axis, _, cut = kernel.partition("-")
     rows = [r for r in report.rows if (r.axis, r.variant) not in sound]
     assert {r.axis for r in rows if r.differ} == {axis}
     words = [str(r.cause) for r in rows if r.cause is not None]
@@ -116,51 +107,40 @@ def test_a_tiling_that_depends_on_one_axis_is_named(tmp_path, sound, kernel):
     assert not report.findings
 
 
-BROKEN = {
-    "noisy": "repeat", "shared_maximum": "neighbours", "reads_beyond": "beyond",
-    "reads_before": "beyond", "reads_hidden": "hidden", "last_row_unwritten": "unwritten",
-    "last_head_unwritten": "unwritten", "first_sequence_unwritten": "unwritten",
-    "cast_in_decode": "decode", "cast_in_chunks": "chunks", "lacks_a_key_in_decode": "decode",
-    "other_mask": "mask", "same_memory": "mask", "leak": "neighbours", "one_row": "batch",
-    "wrong_lse": "batch", "rarely": "repeat", "maximum_of_all": "neighbours",
-}  # fmt: skip
+BROKEN = [entry for entry in of_family("invariance") if entry.rule]
 
 
-@pytest.mark.parametrize("kernel", BROKEN)
+@pytest.mark.parametrize("entry", BROKEN, ids=lambda entry: entry.name)
 @pytest.mark.one_in(4)
-def test_a_kernel_that_is_wrong_along_one_axis_is_found(tmp_path, kernel):
+def test_a_kernel_that_is_wrong_along_one_axis_is_found(tmp_path, entry):
     """One finding, of the axis from which all others follow, and a verdict."""
-    report = studied(tmp_path, f"invariance_kernels:{kernel}")
-    assert [f.rule.split()[0] for f in report.findings] == [BROKEN[kernel]]
+    report = studied(tmp_path, entry.address)
+    assert [f.rule.split()[0] for f in report.findings] == [entry.rule]
     assert report.outcome == "exceeded"
     assert report.verdicts[0].finding == 0
-    if BROKEN[kernel] in ("beyond", "unwritten"):  # it is NaN that comes out
-        assert report.findings[0].rule == f"{BROKEN[kernel]} finite"
+    if entry.rule in ("beyond", "unwritten"):  # it is NaN that comes out
+        assert report.findings[0].rule == f"{entry.rule} finite"
     # No tiling makes such a difference
-    if BROKEN[kernel] in ("decode", "chunks", "mask"):
+    if entry.rule in ("decode", "chunks", "mask"):
         assert not [
-            r for r in report.rows if r.axis == BROKEN[kernel] and r.cause is not None
+            r for r in report.rows if r.axis == entry.rule and r.cause is not None
         ]
 
 
 def test_a_dependence_hides_no_graver_one(tmp_path):
     """An ulp from call to call explains an ulp along other axes, not another answer."""
-    report = studied(
-        tmp_path, "invariance_kernels:noise_and_batch", axes=["repeat", "batch"]
-    )
+    report = studied(tmp_path, "planted:noise_and_batch", axes=["repeat", "batch"])
     assert [f.rule for f in report.findings] == ["repeat bitwise", "batch rounding"]
     # No tiling repeats itself so
     assert not [r for r in report.rows if r.cause is not None]
-    invariance_kernels.counted[:] = [1]
-    poisoned = studied(
-        tmp_path / "p", "invariance_kernels:noise_beside_nan", axes=["hidden-nan"]
-    )
+    planted.invariance.counted[:] = [1]
+    poisoned = studied(tmp_path / "p", "planted:noise_beside_nan", axes=["hidden-nan"])
     assert [f.rule for f in poisoned.findings] == ["repeat bitwise"]
 
 
 def test_a_tensor_in_one_form_alone_is_a_skipped_row(tmp_path):
     """It says why; the output beside it is compared, and nothing is accused."""
-    kernel = "invariance_kernels:lse_of_several_rows"
+    kernel = "planted:lse_of_several_rows"
     report = studied(tmp_path, kernel, axes=("decode",))
     rows = {row.tensor: row for row in report.rows if row.variant == "row 63 by itself"}
     assert (rows["lse"].status, rows["lse"].differ) == ("skipped", 0)
@@ -175,12 +155,10 @@ def test_what_is_no_answer_is_not_judged(tmp_path):
     is one that can be compared; a call too large for a machine, and an axis that is not
     for it, say so."""
     large = {**CASE, "heads": 64, "kv_heads": 64, "seq_len": 600}
-    nan = studied(tmp_path / "n", "invariance_kernels:always_nan", axes=["batch"])
+    nan = studied(tmp_path / "n", "planted:always_nan", axes=["batch"])
     assert (nan.outcome, nan.measured) == ("unmeasured", False)
     assert "NaN or infinite where the exact result is not" in nan.findings[0].sentence
-    bits = studied(
-        tmp_path / "b", "invariance_kernels:eight_bits", axes=["batch", "padding"]
-    )
+    bits = studied(tmp_path / "b", "planted:eight_bits", axes=["batch", "padding"])
     assert bits.outcome == "passed"
     assert not any(r.differ for r in bits.rows if r.axis == "batch")
     few = studied(tmp_path / "l", "sdpa-math", axes=["batch", "graph"], cases=[large])
@@ -318,7 +296,7 @@ def test_a_maximum_in_autograds_graph_is_no_fault(tmp_path: Path) -> None:
     where the tiles begin elsewhere. A key of dk that is lost is a fault all the same."""
     case = {**CASE, "name": "u", "seq_len": 256, "inputs": {"name": "uniform"}}
     case |= {"batch": 1, "heads": 1, "kv_heads": 1}
-    kernel = "invariance_kernels:attached_maximum"
+    kernel = "planted:attached_maximum"
     report = studied(tmp_path, kernel, cases=[case], axes=["padding"], backward=True)
     keys = [
         r.excess_of_a_row or 0
@@ -445,7 +423,7 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     """The default passes what a stricter file refuses; exit codes, JUnit and JSON say so,
     and a finished run is not measured again."""
     monkeypatch.chdir(tmp_path)
-    request = {"cases": [CASE], "kernels": ["invariance_kernels:decode_split"],
+    request = {"cases": [CASE], "kernels": ["planted:decode_split"],
                "axes": ["repeat", "decode"]}  # fmt: skip
     Path("cases.yaml").write_text(yaml.safe_dump(request))
     Path("rules.yaml").write_text(yaml.safe_dump(RULES))
@@ -485,10 +463,8 @@ def test_two_reports_are_compared(tmp_path, capsys, monkeypatch):
     """Bits that were the same and are no longer are named, with the cause; the same say
     so."""
     monkeypatch.chdir(tmp_path)
-    for name, kernel in (("a", "sound"), ("b", "batch_split")):
-        code = (
-            f"import invariance_kernels as k\ndef mine(case): return k.{kernel}(case)\n"
-        )
+    for name, kernel in (("a", "in_tiles_of_16"), ("b", "batch_split")):
+        code = f"import planted as k\ndef mine(case): return k.{kernel}(case)\n"
         Path("changing.py").write_text(code)
         sys.modules.pop("changing", None)
         report = studied(
@@ -506,7 +482,7 @@ def test_two_reports_are_compared(tmp_path, capsys, monkeypatch):
 def test_a_finding_has_a_script(tmp_path, capsys, monkeypatch):
     """It shows the finding by itself, along its axis alone, and ends with 1."""
     monkeypatch.chdir(tmp_path)
-    request = {"cases": [CASE], "kernels": ["invariance_kernels:cast_in_decode"],
+    request = {"cases": [CASE], "kernels": ["planted:cast_in_decode"],
                "axes": ["repeat", "decode"]}  # fmt: skip
     Path("cases.yaml").write_text(yaml.safe_dump(request))
     assert ran(capsys, "invariance", "cases.yaml", "-o", "r")[0] == 0
@@ -525,16 +501,16 @@ def test_a_check_holds_a_function_to_axes(tmp_path):
     how = {"cases": {**CASE, "name": "mine"}, "formats": "bfloat16", "backward": False,
            "claims": {"block_kv": 16}, "reproducers": tmp_path}  # fmt: skip
     assert check_attention(
-        invariance_kernels.sound, invariant=["batch", "decode"], **how
+        planted.in_tiles_of_16, invariant=["batch", "decode"], **how
     ).passed
     with pytest.raises(
         CheckFailed, match=r"depends on whether a row is\s+decoded"
     ) as failed:
-        check_attention(invariance_kernels.cast_in_decode, invariant="decode", **how)
+        check_attention(planted.cast_in_decode, invariant="decode", **how)
     assert failed.value.result.verdict == "FAIL"
     with pytest.raises(CheckFailed, match=r"the function takes no\s+mask") as failed:
         check_attention(
-            invariance_kernels.no_mask, invariant=["mask"], **how | {"claims": None}
+            planted.takes_no_mask, invariant=["mask"], **how | {"claims": None}
         )
     assert failed.value.result.verdict == "NOT JUDGED"
 
@@ -544,7 +520,7 @@ def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):
     decode step that walks 16 keys a tile from the last one parts from a prefill of 32
     keys a tile at 17 keys, the first length of which one form makes two tiles. The cause
     says the tiles and the order."""
-    report = studied(tmp_path, "invariance_kernels:fp8_cache", axes=["decode"])
+    report = studied(tmp_path, "planted:fp8_cache", axes=["decode"])
     words = {str(r.cause) for r in report.rows if r.cause is not None and r.keys > 33}
     assert words == {
         "explained by tiling: 32 keys a tile in one split against 16 keys a tile, "
@@ -554,11 +530,11 @@ def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):
     q, k, v = draw("normal", SHAPES, seed=0, label="", options={})
     case = AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=0.3, is_causal=True)
     case = case.rounded_to(format_named("bfloat16"))
-    whole = invariance_kernels.fp8_cache(case)
+    whole = planted.fp8_cache(case)
     parted = []
     for length in range(1, 25):
         one = part(case, row=range(length - 1, length), key=range(length))
-        step = invariance_kernels.fp8_cache(axes.without_positions(one))
+        step = planted.fp8_cache(axes.without_positions(one))
         parted.append(bool(differs(whole[:, :, length - 1 : length], step).any()))
     assert parted.index(True) == 16
 
@@ -851,7 +827,7 @@ def test_the_first_row_that_differs_is_told_where_it_stands_in_the_call(
 ) -> None:
     """Of several parts the first row of all, and its head and sequence in the whole; a
     causal row sees itself and those before."""
-    report = studied(tmp_path, "invariance_kernels:cast_in_decode", axes=["decode"])
+    report = studied(tmp_path, "planted:cast_in_decode", axes=["decode"])
     rows = [r for r in report.rows if r.tensor == "out" and r.first is not None]
     assert rows
     assert all(r.keys == r.first[2] + 1 for r in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,15 +18,14 @@ from typing import Any
 import pytest
 import torch
 from oracles import FEATURES, make_case
+from planted import Planted, of_family
+from planted.processes import CUDA_ERROR
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import Output, find
 from numdev.studies.audit import isolation
 from numdev.studies.audit.isolation import Failure, Isolated, attempt
-
-TESTS = Path(__file__).parent
-SUPPORT = TESTS / "support"
 
 
 @pytest.fixture(scope="module")
@@ -84,30 +84,20 @@ def same(a: Any, b: Any) -> bool:
     }
 
 
-KILLED, ENDED = "its process was killed by SIG", "its process ended with exit code "
-CUDA_ERROR = "RuntimeError: CUDA error: an illegal memory access was encountered"
-BROKEN = {
-    "segfault": KILLED + "SEGV",
-    "abort": KILLED + "ABRT (free(): invalid pointer)",
-    "out_of_memory": KILLED + "KILL, perhaps out of memory",
-    "leaves": ENDED + "3",
-    "interrupts": "KeyboardInterrupt: from within",
-    "raises": CUDA_ERROR,
-    "forks": ENDED + "5",
-}
+BROKEN = [entry for entry in of_family("process") if entry.says]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("entry", BROKEN, ids=lambda entry: entry.name)
 @pytest.mark.one_in(4)
 def test_a_broken_kernel_costs_its_own_row(
-    shared: Isolated, case: Any, name: str
+    shared: Isolated, case: Any, entry: Planted
 ) -> None:
     """The reason says what became of it, and the next kernel runs as if nothing had
     been."""
-    failure = ran(shared, f"broken_kernels:{name}", case, {})
+    failure = ran(shared, entry.address, case, {})
     assert failure.status == "failed"
-    assert failure.reason.startswith(BROKEN[name])
+    assert re.match(str(entry.says), failure.reason), failure.reason
     after = ran(shared, "baseline", case, {})
     assert isinstance(after, Output), after
     assert same(find("baseline").attend(case), after)
@@ -122,7 +112,7 @@ def test_a_hang_ends_at_its_limit(
     # So that a worker is there, and the clock is the kernel's
     ran(shared, "baseline", case, {})
     note = tmp_path / "note"
-    failure = ran(shared, "broken_kernels:hangs", case, {"note": str(note)}, limit_s=1.0)
+    failure = ran(shared, "planted:hangs", case, {"note": str(note)}, limit_s=1.0)
     assert failure == Failure("failed", "no answer within 1 s")
     wait_for_the_end(note)
 
@@ -141,7 +131,7 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
         with Isolated() as isolated:
             threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
-                ran(isolated, "broken_kernels:hangs", case, {"note": str(note)})
+                ran(isolated, "planted:hangs", case, {"note": str(note)})
             assert isolated.worker is None
     finally:
         signal.signal(signal.SIGINT, before)
@@ -149,7 +139,7 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
 
 
 def hang_in_isolation(note: str) -> None:
-    Isolated()(find("broken_kernels:hangs"), make_case(), {"note": note})
+    Isolated()(find("planted:hangs"), make_case(), {"note": note})
 
 
 @pytest.mark.slow
@@ -160,7 +150,7 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
     source = f"import test_isolation as t; t.hang_in_isolation({str(note)!r})"
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS, SUPPORT))),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     parent = subprocess.Popen([sys.executable, "-c", source], env=env)
     wait_for(note.exists)
@@ -200,7 +190,7 @@ def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
     try:
         for deterministic in (True, False):
             torch.use_deterministic_algorithms(deterministic)
-            there = ran(shared, "broken_kernels:sees", case, {})
+            there = ran(shared, "planted:sees", case, {})
             assert there.ran == repr((torch.get_num_threads(), deterministic))
     finally:
         torch.use_deterministic_algorithms(before)
@@ -219,8 +209,8 @@ def test_every_case_crosses_unchanged(shared: Isolated, feature: str) -> None:
 def test_an_output_of_eight_bits_comes_back(
     shared: Isolated, case: AttentionCase
 ) -> None:
-    here = attempt(find("broken_kernels:eight_bits"), case, {})
-    there = ran(shared, "broken_kernels:eight_bits", case, {})
+    here = attempt(find("planted:eight_bits"), case, {})
+    there = ran(shared, "planted:eight_bits", case, {})
     assert isinstance(there, Output), there
     assert there.out.dtype == torch.float8_e4m3fn
     assert same(here, there)
@@ -234,9 +224,7 @@ def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
         ("refuses", "skipped", "head_dim 4 is too small"),
         ("interrupts", "failed", "KeyboardInterrupt: from within"),
     ):
-        assert attempt(find(f"broken_kernels:{name}"), case, {}) == Failure(
-            status, reason
-        )
+        assert attempt(find(f"planted:{name}"), case, {}) == Failure(status, reason)
 
 
 def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
@@ -246,7 +234,7 @@ def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
     try:
         for name in ("is_interrupted", "turns_interrupts"):
             with pytest.raises(KeyboardInterrupt):
-                attempt(find(f"broken_kernels:{name}"), case, {})
+                attempt(find(f"planted:{name}"), case, {})
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -260,7 +248,7 @@ def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     case = dataclasses.replace(
         case, **{n: getattr(case, n).cuda() for n in ("q", "k", "v")}
     )
-    failure = ran(shared, "broken_kernels:poisons_cuda", case, {}, limit_s=120)
+    failure = ran(shared, "planted:poisons_cuda", case, {}, limit_s=120)
     assert "CUDA error" in failure.reason
     after = ran(shared, "sdpa-flash", case, {}, limit_s=120)
     assert isinstance(after, Output), after

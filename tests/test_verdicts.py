@@ -15,9 +15,9 @@ import models
 import pytest
 import torch
 import transformers
-import verdict_kernels
 import yaml
 from loaded import ROOT, load
+from planted import CATALOGUE, verdicts
 from safetensors.torch import load_file, save_file
 from test_effects import plant_eager_scale
 from transformers.models.llama import modeling_llama as llama
@@ -40,13 +40,8 @@ KINDS = ("audit", "effects", "invariance")
 
 
 def kernels(*names: str) -> list[str]:
-    """`--kernel` for each; those without a backend of that name are of
-    verdict_kernels."""
-    own = (n if hasattr(verdict_kernels, n) else "" for n in names)
-    full = (
-        f"verdict_kernels:{n}" if n else name for n, name in zip(own, names, strict=True)
-    )
-    return [word for name in full for word in ("--kernel", name)]
+    """`--kernel` for each of these of the catalogue."""
+    return [word for name in names for word in ("--kernel", CATALOGUE[name].kernel.name)]
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +90,9 @@ def test_few_sampled_rows_decide_nothing(rows: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "flags", "code"),
-    [("twice", (), 1), ("in_float32", (), 0),
+    [("twice", (), 1), ("in-float32", (), 0),
      ("twice", ("--rows", "32", "--length", "64"), 1),
-     ("in_float32", ("--rows", "32", "--length", "64"), 0)],
+     ("in-float32", ("--rows", "32", "--length", "64"), 0)],
 )  # fmt: skip
 @pytest.mark.one_in(2)
 def test_all_rows_or_enough_of_them_decide(
@@ -119,20 +114,20 @@ def test_few_sequences_decide_nothing(
     """Of one and two sequences a cost of 8 times the predicted one (limit 1.5) is NOT
     JUDGED, and shown as it is: the geometric mean of the rows' ratios. Of three it
     fails."""
-    own = kernels("six_times", "sdpa-math")
+    own = kernels("six-times", "sdpa-math")
     ran = effects(target, tmp_path, *own, sequences=sequences)
     costs = {
         kind: [
             row.cost
             for row in ran.report.rows
-            if (row.kind, row.kernel) == (kind, "verdict_kernels:six_times")
+            if (row.kind, row.kernel) == (kind, "planted:six_times")
         ]
         for kind in ("attention", "predicted")
     }
     assert len(costs["predicted"]) == sequences
     ratios = [a / b for a, b in zip(*costs.values(), strict=True)]
     _, verdict = gated(tmp_path)
-    name = {"rule": "own share", "kernel": "verdict_kernels:six_times"}
+    name = {"rule": "own share", "kernel": "planted:six_times"}
     [share] = having(verdict, **name)
     assert share["observed"] == pytest.approx(statistics.geometric_mean(ratios))
     assert 1.5 < share["observed"] < 15
@@ -148,7 +143,7 @@ def test_few_sequences_decide_nothing(
 
 def test_a_single_sequence_decides_what_is_certain(target: Path, tmp_path: Path) -> None:
     """A cost of 1,000 times the predicted one, without an interval."""
-    ran = effects(target, tmp_path, *kernels("a_hundred_times"), sequences=1)
+    ran = effects(target, tmp_path, *kernels("a-hundred-times"), sequences=1)
     assert ran.code == gated(tmp_path)[0] == 1
 
 
@@ -266,13 +261,13 @@ SENTENCES = {
 
 
 def stored(name: str, folder: Path) -> tuple[Any, ...]:
-    """A model as a target, of tests/models.py or of verdict_kernels, and the options it
+    """A model as a target, of tests/models.py or a module of it, and the options it
     needs."""
     if name in models.MODELS:
         return (models.saved(name, folder),)
     file = folder / f"{name}.safetensors"
-    save_file(getattr(verdict_kernels, name)().state_dict(), file)
-    return file, "--model", f"verdict_kernels:{name}"
+    save_file(getattr(models, name)().state_dict(), file)
+    return file, "--model", f"models:{name}"
 
 
 @pytest.mark.slow
@@ -301,7 +296,7 @@ def test_of_a_model_that_does_not_repeat_itself_nothing_else_is_said(
     monkeypatch.setattr(
         llama.LlamaMLP, "forward", lambda m, x: torch.dropout(original(m, x), 0.1, True)
     )
-    ran = effects(target, tmp_path, *kernels("a_hundred_times", "sdpa-math"))
+    ran = effects(target, tmp_path, *kernels("a-hundred-times", "sdpa-math"))
     assert ran.code == 1
     assert [f.rule for f in ran.report.findings] == ["repeat"]
     _, verdict = gated(tmp_path)
@@ -327,7 +322,7 @@ def declined(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-OTHER = "verdict_kernels:declines"
+OTHER = "planted:declines"
 RULE_FILES = [
     ({"skipped": "allow"}, 0),
     ({"skipped": "refused-only"}, 3),  # it was asked for by name
@@ -419,8 +414,8 @@ def test_a_fault_that_was_planted_and_is_caught_passes(tmp_path: Path) -> None:
 def test_memory_that_runs_out_for_all_but_one_shape_is_no_excuse(tmp_path: Path) -> None:
     """An axis along which a kernel ran in no call is NOT JUDGED, those that must keep
     bits among them."""
-    verdict_kernels.FIRST.clear()
-    ran = measured(tmp_path, *INVARIANCE, *kernels("raises_elsewhere"), "--gate")
+    verdicts.FIRST.clear()
+    ran = measured(tmp_path, *INVARIANCE, *kernels("raises-elsewhere"), "--gate")
     assert ran.code == 3
     code, verdict = gated(tmp_path)
     assert code == 3
@@ -432,7 +427,7 @@ def test_memory_that_runs_out_for_all_but_one_shape_is_no_excuse(tmp_path: Path)
 def test_an_error_that_speaks_of_memory_is_a_failure(tmp_path: Path) -> None:
     """An excuse is no substring of a message."""
     axes = ("--axis", "repeat", "--axis", "batch")
-    ran = measured(tmp_path, *INVARIANCE, *axes, *kernels("speaks_of_memory"), "--gate")
+    ran = measured(tmp_path, *INVARIANCE, *axes, *kernels("speaks-of-memory"), "--gate")
     assert ran.code == gated(tmp_path)[0] == 3
     assert {row.excuse for row in ran.report.rows if row.status == "failed"} == {""}
 
@@ -536,7 +531,7 @@ def test_where_every_run_overflows_run_and_gate_agree(
 @pytest.mark.parametrize("kind", ["audit", "effects"])
 def test_a_kernel_that_gives_nan_fails(kind: str, target: Path, tmp_path: Path) -> None:
     """Where the exact result, or the model with another kernel, is finite."""
-    ran = measured(tmp_path, *command(kind, target), *kernels("always_nan"), "--gate")
+    ran = measured(tmp_path, *command(kind, target), *kernels("always-nan"), "--gate")
     assert ran.code == gated(tmp_path)[0] == 1
 
 
@@ -579,7 +574,7 @@ def test_an_empty_target_is_not_the_demo(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "code"), [("short_lse", 3), ("whole_lse", 0)])
+@pytest.mark.parametrize(("kernel", "code"), [("short-lse", 3), ("whole-lse", 0)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.one_in(2)
 def test_a_log_sum_exp_of_a_wrong_shape_is_not_dropped(
@@ -638,9 +633,9 @@ def test_eager_attention_is_not_judged_against_itself(
     target: Path, tmp_path: Path
 ) -> None:
     """A kernel that is far worse than it fails in float32, where it is the yardstick."""
-    own = kernels("a_hundred_times")
+    own = kernels("a-hundred-times")
     ran = effects(target, tmp_path, *own, "--format", "float32")
     [test] = having(
-        gated(tmp_path)[1], rule="own share", kernel="verdict_kernels:a_hundred_times"
+        gated(tmp_path)[1], rule="own share", kernel="planted:a_hundred_times"
     )
     assert (ran.code, test["standing"]) == (1, "exceeded")

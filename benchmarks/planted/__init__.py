@@ -11,7 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from planted import designs, flash, function, narrow  # noqa: F401
+from planted import (  # noqa: F401
+    designs,
+    flash,
+    function,
+    hostile,
+    invariance,
+    leaning,
+    narrow,
+    processes,
+    verdicts,
+)
 from planted.record import CATALOGUE, FAMILIES, Planted, of_family
 
 __all__ = ["CATALOGUE", "FAMILIES", "Planted", "of_family"]

@@ -18,6 +18,10 @@ FAMILIES = {
     "lse": "Another log-sum-exp beside a right output.",
     "gradient": "Another backward pass beside a right output.",
     "rounding": "Right, but for a step that loses digits.",
+    "invariance": "Right or wrong by what else is in the call.",
+    "verdict": "What a verdict must not mistake for a pass.",
+    "process": "Ends, hangs or leaves its process, or raises.",
+    "hostile": "Turns on the process that runs it.",
 }
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hostile_kernels
 import pytest
 import torch
 from oracles import make_case
+from planted import Planted, of_family
 from test_isolation import gone, ran, same, wait_for
 
 from numdev.cases import AttentionCase
@@ -32,11 +32,11 @@ from numdev.studies.audit.isolation import Failure, Isolated
 
 LIMIT_S = 1.5
 QUICK = (
-    "writes_old_length", "writes_token_alone", "writes_torch_pickle", "drips_garbage",
-    "floods_stderr_for_ever", "kills_parents_group", "kills_stops_parent", "forks_session",
-    "raises_unspeakable", "returns_circular",
+    "writes-old-length", "writes-token-alone", "writes-torch-pickle", "drips-garbage",
+    "floods-stderr-for-ever", "kills-parents-group", "kills-stops-parent", "forks-session",
+    "raises-unspeakable", "returns-circular",
 )  # fmt: skip
-SKIPPED = {"raises_odd_refusal"}
+SKIPPED = {"raises-odd-refusal"}
 
 
 @pytest.fixture(scope="module")
@@ -109,25 +109,25 @@ def case() -> AttentionCase:
 def table() -> list[object]:
     slow = pytest.mark.slow
     return [
-        pytest.param(name, marks=() if name in QUICK else slow)
-        for name in hostile_kernels.NAMES
+        pytest.param(entry, marks=() if entry.name in QUICK else slow, id=entry.name)
+        for entry in of_family("hostile")
     ]
 
 
-@pytest.mark.parametrize("name", table())
+@pytest.mark.parametrize("entry", table())
 @pytest.mark.one_in(8)
 def test_a_hostile_kernel_costs_its_own_row(
-    shared: Isolated, note: Path, case: AttentionCase, name: str
+    shared: Isolated, note: Path, case: AttentionCase, entry: Planted
 ) -> None:
     """It ends in a failed row, by its limit at the latest; what it started is gone,
     nothing it sent was unpickled, and the next kernel gives what it gives here."""
     note.unlink(missing_ok=True)
-    result = ran(shared, f"hostile_kernels:{name}", case, {}, limit_s=LIMIT_S)
+    result = ran(shared, entry.address, case, {}, limit_s=LIMIT_S)
     assert isinstance(result, Failure), result
-    assert result.status == ("skipped" if name in SKIPPED else "failed"), result
+    assert result.status == ("skipped" if entry.name in SKIPPED else "failed"), result
     result.reason.encode()
     assert len(result.reason.splitlines()) == 1, result
-    if name.startswith(("forks", "daemonises")):
+    if entry.name.startswith(("forks", "daemonises")):
         for pid in note.read_text().split():
             wait_for(lambda pid=pid: gone(int(pid)), seconds=60)
     else:
@@ -142,7 +142,7 @@ def test_what_a_kernel_leaves_behind_costs_no_other_its_row(
 ) -> None:
     """A kernel that answers and spoils its process: the next one is asked again in a
     fresh one."""
-    for name in ("hostile_kernels:poisons", "hostile_kernels:babbles"):
+    for name in ("planted:poisons", "planted:babbles"):
         assert isinstance(ran(shared, name, case, {}), Output)
         after = ran(shared, "baseline", case, {})
         assert isinstance(after, Output), after

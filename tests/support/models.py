@@ -258,3 +258,38 @@ class Attending(nn.Module):
                     q, k, v, None, dropout, is_causal=True
                 )
             return out.transpose(1, 2).flatten(2)
+
+
+def moving() -> nn.Module:
+    """A model whose output moves with its neighbours in the batch: its encoder takes the
+    first dimension for the tokens, and is fed [batch, length]."""
+    return Encoder(batch_first=False)
+
+
+def still() -> nn.Module:
+    """The same, told which dimension is which."""
+    return Encoder(batch_first=True)
+
+
+def backwards() -> nn.Module:
+    """A decoder whose tokens see only themselves and later ones."""
+    return Encoder(batch_first=True, ahead=True)
+
+
+class Encoder(nn.Module):
+    def __init__(self, *, batch_first: bool, ahead: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ahead = ahead
+        self.embed = nn.Embedding(96, 16)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, dropout=0.0, batch_first=batch_first
+        )
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, mask = self.embed(input_ids), None
+        if self.ahead:
+            hidden = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype)
+            mask = hidden.tril(-1)
+        return self.encoder(x, mask=mask)

@@ -1,9 +1,7 @@
-"""Kernels that turn on the process they run in, named `hostile_kernels:NAME` by the
-tests.
+"""Kernels that turn on the process they run in.
 
-`FAMILIES` is the table: a family's function, and the arguments by which its members
-differ. Each member is a kernel of this module, NAME `family-member` with an underscore
-for every hyphen."""
+`ATTACKS` is the table: a function, and the arguments by which its kernels differ. A
+kernel's name is `function-arguments`."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import socket
@@ -22,8 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.kernels import Output, Refused
 from numdev.kernels.baseline import baseline
+from planted.record import plant, planted
 
 LONG = 1000.0  # seconds, which no test waits for
 
@@ -505,139 +504,67 @@ def corrupts(case: AttentionCase, what: str) -> Output:
     return sound(case)
 
 
-Family = tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]
-FAMILIES: dict[str, Family] = {
-    "writes": (writes, {name: (name,) for name in MESSAGES}),
+def each(*names: str) -> dict[str, tuple[Any, ...]]:
+    return {name: (name,) for name in names}
+
+
+def signals(names: str) -> dict[str, tuple[Any, ...]]:
+    return {name: (getattr(signal, f"SIG{name}"),) for name in names.split()}
+
+
+Attack = tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]
+ATTACKS: dict[str, Attack] = {
+    "writes": (writes, each(*MESSAGES)),
     "drips": (drips, {"an-answer": (True,), "garbage": (False,)}),
-    "floods": (
-        floods,
-        {"stdout": (1, 500), "stderr": (2, 500), "stderr-for-ever": (2, 10**9)},
-    ),
-    "closes": (
-        closes,
-        {
-            x.replace(" ", "-"): (x,)
-            for x in ("all", "sockets", "all and waits", "shut down")
-        },
-    ),
-    "replaces": (replaces, {x: (x,) for x in ("null", "pair", "reads")}),
+    "floods": (floods, {"stdout": (1, 500), "stderr": (2, 500), "stderr-for-ever": (2, 10**9)}),
+    "closes": (closes, each("all", "sockets", "all and waits", "shut down")),
+    "replaces": (replaces, each("null", "pair", "reads")),
     "sends": (sends_descriptors, {"descriptors": ()}),
-    "dies": (
-        dies,
-        {
-            x: (getattr(signal, f"SIG{x}"),)
-            for x in (
-                "KILL",
-                "SEGV",
-                "ABRT",
-                "PIPE",
-                "BUS",
-                "FPE",
-                "ILL",
-                "TERM",
-                "HUP",
-                "ALRM",
-            )
-        },
-    ),
-    "exits": (
-        exits,
-        {
-            x.replace(" ", "-"): (x,)
-            for x in ("at once", "in half an answer", "in a thread", "at the end")
-        },
-    ),
-    "kills": (
-        kills,
-        {
-            "own-group": ("own group",),
-            "parent": ("parent",),
-            "parents-group": ("parent's group",),
-            "parents-session": ("parent's session",),
-            "stops-parent": ("stop parent",),
-            "interrupts-parent": ("int",),
-        },
-    ),
-    "interrupts": (
-        interrupts,
-        {
-            x: (getattr(signal, f"SIG{x}"),)
-            for x in ("INT", "TERM", "HUP", "QUIT", "PIPE")
-        },
-    ),
-    "forks": (
-        forks,
-        {x: (x,) for x in ("once", "double", "session", "ignores", "hangs")},
-    ),
+    "dies": (dies, signals("KILL SEGV ABRT PIPE BUS FPE ILL TERM HUP ALRM")),
+    "exits": (exits, each("at once", "in half an answer", "in a thread", "at the end")),
+    "kills": (kills, {
+        "own-group": ("own group",), "parent": ("parent",), "parents-group": ("parent's group",),
+        "parents-session": ("parent's session",), "stops-parent": ("stop parent",),
+        "interrupts-parent": ("int",),
+    }),
+    "interrupts": (interrupts, signals("INT TERM HUP QUIT PIPE")),
+    "forks": (forks, each("once", "double", "session", "ignores", "hangs")),
     "answers": (answers_twice, {"twice": ()}),
     "daemonises": (daemonises, {"itself": ()}),
-    "hangs": (
-        hangs,
-        {
-            x: (x,)
-            for x in (
-                "sleeps",
-                "stopped",
-                "locked",
-                "blocked",
-                "joins",
-                "reads",
-                "finally",
-            )
-        },
-    ),
-    "limits": (
-        limits,
-        {x: (x,) for x in ("CPU", "NOFILE", "AS", "FSIZE", "STACK", "NPROC")},
-    ),
-    "raises": (raises, {name: (name,) for name in ERRORS}),
-    "returns": (returns, {name: (name,) for name in RESULTS}),
-    "corrupts": (
-        corrupts,
-        {
-            x: (x,)
-            for x in ("torch.save", "pickle", "json", "socket", "struct", "attempt")
-        },
-    ),
-}
+    "hangs": (hangs, each("sleeps", "stopped", "locked", "blocked", "joins", "reads", "finally")),
+    "limits": (limits, each("CPU", "NOFILE", "AS", "FSIZE", "STACK", "NPROC")),
+    "raises": (raises, each(*ERRORS)),
+    "returns": (returns, each(*RESULTS)),
+    "corrupts": (corrupts, each("torch.save", "pickle", "json", "socket", "struct", "attempt")),
+}  # fmt: skip
 
 
-def members() -> Iterator[tuple[str, Callable[..., Any]]]:
-    for family, (function, variants) in FAMILIES.items():
-        for variant, arguments in variants.items():
-            name = f"{family}_{variant}".replace("-", "_").replace(".", "_")
-            yield (
-                name,
-                partial(
-                    function, **dict(zip(parameters(function), arguments, strict=True))
-                ),
-            )
-
-
-def parameters(function: Callable[..., Any]) -> list[str]:
-    return list(function.__code__.co_varnames[1 : function.__code__.co_argcount])
-
-
-def kernel_of(bound: Callable[..., Any]) -> Callable[[AttentionCase], Any]:
+def _kernel(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Callable[..., Any]:
     def run(case: AttentionCase) -> Any:
-        return bound(case)
+        return function(case, *arguments)
 
     return run
 
 
-NAMES = [name for name, _ in members()]
-for _name, _bound in members():
-    globals()[_name] = kernel_of(_bound)
+for _attack, (_function, _variants) in ATTACKS.items():
+    for _variant, _arguments in _variants.items():
+        _name = re.sub(r"[^a-z0-9]+", "-", f"{_attack}-{_variant}".lower())
+        _what = f"{_function.__doc__ or _attack.capitalize() + '.'} ({_variant})"
+        plant(_name, "hostile", _what, _kernel(_function, _arguments))
 
 
+@planted(
+    "process", "Sound, and leaves behind what fails whatever runs next in its process."
+)
 def poisons(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sound, and leaves behind what fails whatever runs next in its process."""
     resource.setrlimit(resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+@planted("process", "Sound, and writes into the answer's socket later on.")
 def babbles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sound, and writes into the answer's socket later on."""
 
     def write() -> None:
         while True:
