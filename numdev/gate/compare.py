@@ -120,13 +120,15 @@ def compare(
     by_date: bool = False,
     command: str = "",
 ) -> CompareReport:
-    """Compares report B with report A of the same command; each is given as the report,
-    its file or its directory. Of three or more, the last is compared with the one before,
-    and all are in the history; `by_date` sorts them by when they were created.
+    """Returns the comparison of report B with the earlier report A of the same request.
+    `reports`: two or more, each a report, its file or its directory; the last is compared
+    with the one before, and of three or more all are in the history. `allow`: keys out of
+    `MUST` in which the requests may differ. `by_date` sorts the reports by when they were
+    created.
 
-    Raises UsageError where either is something else, or they differ in a key of `MUST`
-    that is not in `allow`; MeasurementError for a report that cannot be understood, is
-    not whole or contradicts itself."""
+    Raises UsageError for reports that cannot be compared or were asked for different
+    things, and for an unknown key in `allow`; MeasurementError for a report that cannot
+    be understood, is not whole or contradicts itself."""
     named = _to_compare(reports, allow, by_date)
     several = len(named) > 2
     (old, first), (new, last) = named[-2:]
@@ -162,8 +164,9 @@ def compare(
 def _to_compare(
     reports: Sequence[Path | Report], allow: Collection[str], by_date: bool
 ) -> list[tuple[Any, str]]:
-    """The reports in the order compared, each with what to call it. Raises UsageError for
-    arguments that cannot be compared."""
+    """Returns the reports in the order in which they are compared, each with what errors
+    call it. Raises UsageError for fewer than two, for more than two that are no audit or
+    sweep, for a kind that cannot be compared, and for an unknown key in `allow`."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
@@ -186,8 +189,9 @@ def _to_compare(
 
 
 def _summary(compared: Compared, roles: Collection[str]) -> CompareSummary:
-    """How many pairs were judged: of kernels under audit; where the rows have no such
-    role, of the baseline in their place."""
+    """Returns how many pairs were judged, and how many differ and could not be; the
+    answer is left empty. Counts kernels under audit, or all groups where `roles` (those
+    of the rows) has no `kernel`."""
     audited = [g for g in compared.groups if g.role == "kernel" or "kernel" not in roles]
     unjudged = sum(group.unjudged for group in audited)
     return CompareSummary(
@@ -209,7 +213,9 @@ def wholeness(report: Report, name: str) -> None:
 
 
 def _past(report: Measured) -> Past:
-    """Returns one line of the history of several reports."""
+    """Returns a report's line in the history: when and on what it was made, its outcome,
+    and by kernel and format the median of its outputs' errors over the floor. What it
+    does not record is `unknown`."""
     system, kernels = (
         report.provenance.system,
         (r for r in report.rows if r.role == "kernel"),
@@ -234,6 +240,9 @@ def _past(report: Measured) -> Past:
 
 
 def _measured(source: Path | Report) -> Any:
+    """Returns a report, read from its file or directory where a path is passed. Raises
+    UsageError for a kind that cannot be compared, and for a sweep without rows per head;
+    and what `report.read` raises."""
     report, name = (
         (source, "report") if isinstance(source, Report) else (read(source), source)
     )
@@ -251,9 +260,10 @@ def _measured(source: Path | Report) -> Any:
 
 
 def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
-    """Returns what differs beside the request: versions, machine, settings, options of
-    kernels with one set, and the first difference of the rules that each was judged by,
-    on which no number depends."""
+    """Returns the differences of two reports that are not in their requests: versions,
+    machine, settings, `repeats`, `isolate`, the options of kernels that ran with one set
+    of options, and the first difference of their rules. Empty where all of these
+    agree."""
     sides: list[dict[str, object]] = []
     for report in (a, b):
         facts: dict[str, object] = dict(report.provenance.system)
@@ -271,8 +281,9 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
 
 
 def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Difference]:
-    """Returns the differences of two requests that `allow` lets pass. Raises UsageError
-    for any other, and for an audit beside a sweep."""
+    """Returns the differences of two requests that `allow` lets pass. Where the requests
+    agree, the calls of both are compared instead. Raises UsageError for any other
+    difference, and for reports of two kinds."""
     differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
     sources = [report.provenance.source for report in (a, b)]
     same_prompt = all(source.get(HASHES["text"]) for source in sources)
@@ -298,8 +309,9 @@ def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Di
 
 
 def _asked(key: str, *reports: Report) -> Iterator[list[object]]:
-    """Yields pairs of what the two reports were asked for under a key: in the request, in
-    the plan, and as the output looked at."""
+    """Yields pairs [value of A, value of B] of what was asked for under a key: in the
+    requests, then in the plans if these have the key, then as the reports' field
+    `output`. None stands for a report without the key."""
     yield [report.request.get(key) for report in reports]
     if key in PLANNED:
         plans = [getattr(report, "plan", None) for report in reports]
@@ -310,7 +322,7 @@ def _asked(key: str, *reports: Report) -> Iterator[list[object]]:
 
 def _calls(a: Report, b: Report) -> Iterator[Difference]:
     """Yields the first difference in shape or options of each call that both reports
-    have."""
+    have, by its name; nothing where a report is no audit or sweep."""
     if not isinstance(a, Measured) or not isinstance(b, Measured):
         return
     before = {case.case: case for case in a.cases}
@@ -321,8 +333,9 @@ def _calls(a: Report, b: Report) -> Iterator[Difference]:
 
 
 def unequal(key: str, a: object, b: object) -> list[Difference]:
-    """Returns the first place at which two values differ, or an empty list. An empty list
-    and a null are no difference, a 0 and a null are one."""
+    """Returns a list with the first place at which two values differ, its path beginning
+    with `key`; an empty list where they are equal. An empty list, mapping or string
+    equals None; 0 does not."""
     if a == b or all(x is None or (x == EMPTY.get(type(x))) for x in (a, b)):
         return []
     sides = [dict(flat(x, key)) for x in (a, b)]
@@ -332,7 +345,9 @@ def unequal(key: str, a: object, b: object) -> list[Difference]:
 
 
 def flat(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Yields the leaves of mappings and of lists of mappings, each with its path."""
+    """Yields (path, leaf) for each leaf of nested mappings and lists of mappings; paths
+    begin with `key`, as in `cases.0.seq_len`. Any other value is a leaf, as are empty
+    mappings."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -355,31 +370,37 @@ EMPTY: dict[type, object] = {list: [], tuple: (), dict: {}, str: ""}
 
 
 def _shown(value: object) -> str:
+    """Returns a value as text of at most 60 characters, cut off with `...`; what is no
+    string is written as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _rows(report: Measured) -> list[DeviationRow]:
+    """Returns the rows of a report without those of planted faults (`role: control`)."""
     return [row for row in report.rows if row.role != "control"]
 
 
 def _moves_of(kind: str) -> Moves:
+    """Returns the function that compares two reports of a kind; the kind must be one that
+    can be compared."""
     moves = kind_of(kind).moves
     assert moves is not None  # `_measured` refused it
     return moves
 
 
 def moves_of_rows(a: Measured, b: Measured) -> tuple[Names, Compared]:
-    """Compares the rows of an audit or a sweep B with those of A, without planted
-    faults."""
+    """Compares the rows of an audit or a sweep B with those of A, without planted faults.
+    Returns the keys by which rows are paired, and what moved."""
     return _compared(_rows(a), _rows(b), b.cases)
 
 
 def _compared(
     old: Rows, new: Rows, cases: Sequence[CallRecord]
 ) -> tuple[Names, Compared]:
-    """Compares the rows of B with those of A. A row that is in a report twice counts
-    once."""
+    """Compares the rows of B with those of A. Returns the keys by which rows are paired,
+    and the groups, moves and notes. A row that is in a report twice counts once. `cases`:
+    the calls of B."""
     names, pairs = Names(old, new), pairs_of(old, new, cases)
     noise = NoiseModel(pairs)
     groups: list[Group] = []
@@ -407,8 +428,9 @@ def _compared(
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
-    """Yields what moved in one head: facts first, then of its numbers the one farthest
-    beyond noise."""
+    """Yields what moved in one head: a number of elements that are not finite, a mistake
+    that one report alone names, and of the numbers in `judged` the one farthest beyond
+    noise, if any is."""
     a, b = pair.a, pair.b
     before, now = a.nonfinite, b.nonfinite
     if before is not None and now is not None and not by_chance(before, now):
@@ -430,8 +452,9 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
 
 
 def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
-    """Yields a move where a kernel returned the same bits in all heads and no longer does
-    in most, or the reverse. In a few heads runs may agree, or not, by luck."""
+    """Yields at most one move: where a kernel returned the same bits in all heads and no
+    longer does in more than half, or the reverse. In fewer heads runs may agree, or not,
+    by luck. Heads that ran once in either report do not count."""
     noises = [(p.a.noise, p.b.noise, p) for p in members]
     repeated = [(a, b, p) for a, b, p in noises if a is not None and b is not None]
     noisy = [
@@ -450,8 +473,9 @@ def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
 
 
 def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
-    """Yields a move for each kernel and pass in which another operator ran than before.
-    All tensors of a pass carry this evidence; it is reported once."""
+    """Yields a move for each kernel and pass (forward or backward) in which another
+    operator ran than before, with in how many of its calls. All tensors of a pass carry
+    this evidence; it is reported once."""
     kernels = (p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran)
     by_pass = grouped(
         kernels, lambda p: (names.kernel(p.b), tensor_spec(p.b.tensor).is_gradient)
@@ -477,6 +501,9 @@ def _move(
     change: float | None = None,
     noise: float | None = None,
 ) -> Move:
+    """Returns the record of what moved in a pair: `words` is part of a sentence, `a` and
+    `b` are the numbers, `change` is B / A, `noise` the factor that noise explains, and
+    `excess` how far beyond noise it is (FAR where there is no ratio)."""
     return Move(
         **pair.b.who,
         tensor=pair.b.tensor,
@@ -494,8 +521,9 @@ def _move(
 def _group(
     pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: list[Move]
 ) -> Group:
-    """Summarises one tensor of one kernel by the floor ratio, or by the metric that most
-    of its heads have."""
+    """Returns the summary of one tensor of one kernel, of at least one pair. Its medians
+    and its farthest ratio are of the metric that most heads were judged by, the floor
+    ratio first; None where no head has a number. `judged`: the changes of each pair."""
     named = [change.metric for changes in judged for change in changes]
     metric = (
         max(("floor_ratio", *dict.fromkeys(named)), key=named.count) if named else None
@@ -529,13 +557,15 @@ def _group(
 
 
 def _is_unjudged(pair: Pair, changes: Sequence[Change]) -> bool:
-    """Whether a pair differs, and has no number that could be judged."""
+    """Whether a pair differs, and has no number that could be judged: none at all, or
+    noise could explain any change of those it has."""
     judged = any(math.isfinite(change.noise) for change in changes)
     return not judged and not alike(pair.a, pair.b)
 
 
 def alike(a: DeviationRow, b: DeviationRow) -> bool:
-    """Whether all numbers are the same, so that there is nothing to judge."""
+    """Whether two rows have the same bits and the same numbers, so that there is nothing
+    to judge."""
     return a.bits == b.bits and all(
         getattr(a, name) == getattr(b, name) for name in NUMBERS
     )
@@ -544,8 +574,8 @@ def alike(a: DeviationRow, b: DeviationRow) -> bool:
 def _presences(
     old: Sequence[R], new: Sequence[R], names: Naming[R]
 ) -> Iterator[Presence]:
-    """Yields, by kernel and reason, rows and numbers that one report alone has, and calls
-    that failed."""
+    """Yields, by kernel and reason, a record of rows and numbers that only A has (`gone`)
+    or only B (`new`), then of rows that failed in either."""
     lacking: list[tuple[R, Which, str, tuple[str, ...]]] = []
     sides: tuple[tuple[Which, Sequence[R], Sequence[R]], ...]
     sides = (("gone", old, new), ("new", new, old))
@@ -598,8 +628,9 @@ def answer(
     sides: str,
     summary: CompareSummary,
 ) -> Iterator[str]:
-    """Yields the verdict on the two `sides` with the largest moves, then a sentence for
-    each kernel."""
+    """Yields the verdict on the two `sides` with the largest moves, then which
+    differences were allowed, which other operators ran, and a sentence for each kernel.
+    `moves`: the farthest beyond noise first; `place` puts a place in words."""
     by_kernel = grouped(groups, _name)
     numbers = [move for move in moves if move.metric != "ran"]
     moved = [name for name, of_kernel in by_kernel.items() if _has_moved(of_kernel)]
@@ -623,14 +654,15 @@ def answer(
 
 
 def _has_moved(groups: Sequence[Group]) -> bool:
+    """Whether anything moved beyond noise in one of these groups."""
     return any(group.moved for group in groups)
 
 
 def _verdict(
     moves: Sequence[Move], presences: Sequence[Presence], summary: CompareSummary
 ) -> str:
-    """The first words of the answer. What crashed or was not compared is in them where no
-    number moved."""
+    """Returns the first words of the answer: CHANGED, NO CHANGE or NOT JUDGED; where no
+    number moved, they say whether a kernel crashed or not all was compared."""
     if moves:
         return "CHANGED"
     gone = any(p.what != "new" for p in presences)
@@ -642,8 +674,8 @@ def _verdict(
 
 
 def _uncompared(presences: Sequence[Presence], unjudged: int) -> str:
-    """A clause on what one report alone has, what failed, and what could not be judged;
-    empty where there is nothing of these."""
+    """Returns a clause on what one report alone has, what failed, and what could not be
+    judged; empty where there is none of these."""
     counts: Counter[str] = Counter()
     for p in sorted(presences, key=lambda p: p.what != "failed"):
         counts[_presence(p)] += p.rows
@@ -657,8 +689,9 @@ def _uncompared(presences: Sequence[Presence], unjudged: int) -> str:
 def _what_moved(
     moves: Sequence[Move], numbers: Sequence[Move], moved: Sequence[str], place: Places
 ) -> str:
-    """A clause on the kernels that moved, the move farthest beyond noise, and the one of
-    the largest factor, where that is another."""
+    """Returns a clause on the kernels that moved, the move farthest beyond noise, and the
+    one of the largest factor, where that is another. `numbers`: the moves but those of
+    operators, the farthest first; `moved`: the kernels that moved."""
     what = f"{listed(moved) or 'nothing'} moved beyond noise"
     farthest = next(iter(numbers), None)
     if farthest is not None:
@@ -674,13 +707,13 @@ def _what_moved(
 
 
 def _size_of_factor(move: Move) -> float:
-    """The size of the logarithm of a move's factor; 0 where it has none."""
+    """Returns |ln(B / A)| of a move; 0 where it has no ratio."""
     return abs(math.log(move.change)) if move.change else 0.0
 
 
 def _of_kernel(kernel: str, groups: Sequence[Group], numbers: Sequence[Move]) -> str:
-    """A sentence on what moved of one kernel, and how many of its rows have the same
-    bits."""
+    """Returns a sentence on what moved of one kernel, and how many of its rows have the
+    same bits. `groups`: its groups, at least one; `numbers`: the moves of all kernels."""
     each = EACH.get(groups[0].metric or "", "heads")
     tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in groups if g.moved]
     in_groups = {group.tensor for group in groups}
@@ -711,10 +744,13 @@ def _presence(of: Presence) -> str:
 
 
 def _where(move: Move, moved: Sequence[str], place: Places) -> str:
-    """Returns the place of a move in words, with its kernel where several moved."""
+    """Returns the place of a move in words, with its kernel where several moved
+    (`moved`)."""
     of = f" of {label(move)}" if len(moved) > 1 else ""
     return f"in {move.tensor}{of}, {place(move.place)}"
 
 
 def _name(of: Group | Move) -> str:
+    """Returns the kernel with its options and format, as in `mine[block=64]
+    (bfloat16)`."""
     return f"{label(of)} ({of.format})"

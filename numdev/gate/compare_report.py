@@ -23,7 +23,8 @@ class Difference(Record):
 
     @property
     def root(self) -> str:
-        """The key of the request, without the path inside it."""
+        """Returns the key of the request, without the path inside it: `cases` of
+        `cases.0.seq_len`."""
         return self.key.partition(".")[0]
 
 
@@ -146,26 +147,32 @@ class CompareReport(Report):
 
     @property
     def failed(self) -> tuple[Presence, ...]:
+        """Returns the records of rows that failed, in A or in B."""
         return tuple(p for p in self.presences if p.what == "failed")
 
     @property
     def exit_code(self) -> int:
-        """1: something moved, which is certain whatever else failed; 3: a call failed, or
-        something was not compared; else 0."""
+        """Returns 1 where something moved, which is certain whatever else failed; 3 where
+        a call failed, nothing was judged, or a pair that differs could not be; else 0."""
         whole = self.measured and not self.summary.unjudged
         return 1 if self.moved else 3 if self.failed or not whole else 0
 
     @property
     def passed(self) -> bool:
+        """Whether the exit code is 0: nothing moved beyond noise in either direction,
+        nothing is gone or failed, at least one pair was judged, and every pair that
+        differs was."""
         return self.exit_code == 0
 
     @property
     def measured(self) -> bool:
-        """Whether a kernel under audit was compared, or is gone."""
+        """Whether a pair of a kernel under audit was judged, or something moved or is
+        gone."""
         return self.moved or self.summary.judged > 0
 
     @property
     def unmeasured(self) -> str:
+        """Returns why a report that is not `measured` has nothing judged, as a clause."""
         if unjudged := self.summary.unjudged:
             return (
                 f"none of {unjudged} rows that differ has a number that could be judged"
@@ -173,4 +180,5 @@ class CompareReport(Report):
         return "no kernel under audit was measured in both reports"
 
     def tables(self) -> dict[str, Sequence[Record]]:
+        """Returns the tables that are written as CSV: `groups` and `moves`."""
         return {"groups": self.groups, "moves": self.moves}

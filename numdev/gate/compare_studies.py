@@ -28,27 +28,29 @@ class Naming(Protocol[Row]):
     """The names by which rows of two reports are matched."""
 
     def kernel(self, row: Row) -> Key:
-        """What identifies the kernel and the format of a row."""
+        """Returns the key of the row's kernel and format."""
 
     def step(self, row: Row) -> tuple[Key, Key, bool]:
-        """What identifies the run that a row is of: its kernel, its call, and whether it
-        is backward."""
+        """Returns the key of the run that a row is of: its kernel, its call, and whether
+        it is backward."""
 
     def row(self, row: Row) -> Key:
-        """What identifies a row."""
+        """Returns the key of the row: rows of A and B with equal keys are a pair."""
 
     def lost(self, a: Row, b: Row) -> list[str]:
-        """The numbers that a row has in A and lacks in B."""
+        """Returns the names of numbers that row A has and row B lacks."""
 
     def about(self, row: Row) -> About:
-        """The fields of a record that say which row it is about."""
+        """Returns the fields of a record that say which kernel and tensor the row is
+        of."""
 
     def place(self, row: Row) -> Place:
-        """Where the row was measured."""
+        """Returns where the row was measured."""
 
 
 def lost_numbers(a: object, b: object, names: Sequence[str]) -> list[str]:
-    """Returns the names of numbers that row A has and row B lacks."""
+    """Returns those of `names` (attributes of both) that are not None in A and None in
+    B."""
     return [
         name
         for name in names
@@ -59,7 +61,8 @@ def lost_numbers(a: object, b: object, names: Sequence[str]) -> list[str]:
 def measured_pairs(
     names: Naming[R], old: Iterable[R], new: Iterable[R]
 ) -> list[tuple[R, R]]:
-    """Returns the rows, of A and of B, that were measured in both."""
+    """Returns (row of A, row of B) for rows of equal keys (`names.row`) that are both of
+    status ok, in B's order. Of several rows with one key in a report the last counts."""
     before = {names.row(row): row for row in old if row.status == "ok"}
     after = {names.row(row): row for row in new if row.status == "ok"}
     return [(before[key], row) for key, row in after.items() if key in before]
@@ -68,18 +71,21 @@ def measured_pairs(
 def both_numbers(
     rows: Iterable[tuple[object, object]], metric: str
 ) -> list[tuple[float, float]]:
-    """Returns a metric of A and of B for each pair of rows in which both have it."""
+    """Returns (value of A, value of B) of a metric for each pair of rows in which neither
+    is None."""
     values = ((getattr(a, metric), getattr(b, metric)) for a, b in rows)
     return [(a, b) for a, b in values if a is not None and b is not None]
 
 
 def of_model(fmt: str, kernel: str = "model") -> Who:
-    """Returns the fields of a record that name the model, or a kernel in it."""
+    """Returns the fields role (`kernel`), kernel, options (none) and format of a record
+    on the model's output, or on a kernel in the model."""
     return {"role": "kernel", "kernel": kernel, "options": {}, "format": fmt}
 
 
 def nowhere(name: str, layer: int | None = None) -> Place:
-    """Returns the place of something that belongs to no call, or to all of a case."""
+    """Returns a place that has `name` for its case and no module, head, phase or seed: of
+    something that belongs to no call, or to all calls of a case."""
     return Place(
         case=name, module="", layer=layer, call=0, head=None, phase=None, seed=None
     )
@@ -88,7 +94,9 @@ def nowhere(name: str, layer: int | None = None) -> Place:
 def in_one_alone(
     of: Who, place: Place, gone: bool, tensor: str, why: str, *lacks: str
 ) -> Presence:
-    """Returns the record of a row or number that is gone from B, or new in it."""
+    """Returns the record of one row or number that is gone from B (`gone`), or new in it.
+    `of`: its kernel; `why`: the reason, `no number` if empty; `lacks`: names of the
+    numbers, none where the row itself is gone."""
     return Presence(
         **of,
         tensors=(tensor,),

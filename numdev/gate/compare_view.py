@@ -37,12 +37,16 @@ GROUP_COLUMNS = (
 
 
 def styles(report: CompareReport) -> tuple[doc.Style]:
-    """The style of the verdict, which is the first sentence."""
+    """Returns the style of the verdict, which is the first sentence: `bad` where
+    something moved, is gone or failed, `warn` where something could not be judged, else
+    `good`."""
     bad = report.moved or report.failed
     return ("bad" if bad else "warn" if report.exit_code else "good",)
 
 
 def blocks(report: CompareReport) -> Iterator[doc.Node]:
+    """Yields what is shown below the verdict: the history, what moved, every tensor, what
+    is gone, new or failed, notes, and what differs between the two reports."""
     where = [m.place for m in report.moves] + [p.place for p in report.presences]
     place = Places([*(g.where for g in report.groups if g.where), *where])
     yield from _history(report.history)
@@ -67,7 +71,8 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
 
 
 def _presence(presence: Presence, place: Places) -> tuple[str | Cell, ...]:
-    """A row of the table of what one report alone has, and of what failed."""
+    """Returns a table's row on what one report alone has, or what failed: gone, new or
+    failed, kernel, tensors with format, number of rows, first place, reason."""
     why = presence.why
     if presence.lacks:
         why = f"{why}: {', '.join(presence.lacks)}"
@@ -82,7 +87,8 @@ def _presence(presence: Presence, place: Places) -> tuple[str | Cell, ...]:
 
 
 def _sides(report: CompareReport) -> Iterator[tuple[str | Cell, ...]]:
-    """Rows of what differs between the two reports beside their numbers."""
+    """Yields a table's rows (key, value of A, value of B) on what the two reports are and
+    in which keys they differ, the allowed differences first."""
     yield ("report", *(str(report.request.get(side)) for side in "ab"))
     yield "made", report.a.created, report.b.created
     yield "command", report.a.command, report.b.command
@@ -93,8 +99,8 @@ def _sides(report: CompareReport) -> Iterator[tuple[str | Cell, ...]]:
 
 
 def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
-    """Yields a table of who created each report and when, and a figure of every kernel's
-    error along them."""
+    """Yields a table of when and on what each report was made, and a figure of every
+    kernel's error along them; nothing without a history."""
     if not past:
         return
     rows = ((p.created, p.numdev, p.torch, p.on, p.outcome) for p in past)
@@ -120,6 +126,8 @@ def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
 def _moves(
     report: CompareReport, place: Places, limit: int, only: tuple[doc.Medium, ...]
 ) -> doc.Table:
+    """Returns the table of the first `limit` moves for the media `only`; where there are
+    more, its title says how many."""
     count = len(report.moves)
     limited = f" ({limit} of {count}, all in moves.csv)" if count > limit else ""
     return doc.words(
@@ -131,7 +139,9 @@ def _moves(
 
 
 def _move(m: Move, place: Places) -> tuple[str | Cell, ...]:
-    """A row of the table of moves."""
+    """Returns a table's row on a move: kernel, tensor and format, place, before and after
+    in words, factor, and the factor that noise explains, each a dash where there is
+    none."""
     return (
         Cell(labelled(m.kernel, m.options), style="strong"),
         f"{m.tensor} {m.format}",
@@ -143,8 +153,8 @@ def _move(m: Move, place: Places) -> tuple[str | Cell, ...]:
 
 
 def _group(g: Group) -> tuple[str | Cell, ...]:
-    """A row of the table of tensors, but for its last cell; the number of what moved
-    stands out."""
+    """Returns a table's row on one tensor of a kernel, but for its last cell (which
+    head); the count of what moved is coloured where it is not 0."""
     write = si if g.metric in ("rms", "cost") else ratio
     unit = UNITS.get(g.metric or "", g.metric or NONE)
     kernel = Cell(labelled(g.kernel, g.options), style="strong" if g.moved else "")

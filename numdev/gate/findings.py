@@ -74,8 +74,10 @@ def kernel_verdicts(
     findings: Sequence[Finding],
     passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
 ) -> list[KernelVerdict]:
-    """Returns a verdict for each kernel in each format, the worst first. `findings` are
-    those of the judgement; `passing` says in words what a kernel passed."""
+    """Returns a verdict for each kernel in each format, the worst first; one on the
+    report itself where something failed that no kernel's verdict shows. `findings`: those
+    of the judgement; `passing` returns in words what a kernel passed by its tests, or
+    None."""
     by_kernel = grouped(
         (
             t
@@ -98,14 +100,15 @@ def kernel_verdicts(
 
 
 def _counts(test: Test) -> bool:
-    """Whether a verdict is due on the subject of a test: a kernel under audit, or the
-    whole model."""
+    """Whether a test shows that a verdict is due on its kernel: it counts the calls of a
+    kernel under audit, or is of the whole model."""
     return test.runs or test.kernel == MODEL
 
 
 def _of_report(others: Sequence[Test]) -> KernelVerdict:
-    """The verdict on what did not pass and is of no kernel under audit: too short a text,
-    a required kernel that is absent, a rule without a row."""
+    """Returns the verdict on what did not pass and is of no kernel under audit: too short
+    a text, a required kernel that is absent, a rule without a row. `others`: these tests,
+    at least one."""
     outcome = worst(test.outcome for test in others if test.outcome is not None)
     gravest = [test for test in others if test.outcome is outcome]
     reasons = dict.fromkeys(why for test in gravest for why in test.reasons)
@@ -120,6 +123,10 @@ def _of_kernel(
     findings: Sequence[Finding],
     passing: Callable[[Sequence[Test]], str | None],
 ) -> KernelVerdict:
+    """Returns the verdict on one kernel in one format by its tests, at least one. It
+    shows the finding on the kernel, else the test farthest beyond its limit, what could
+    not be judged, or for a pass the test nearest to its limit. A kernel to which no rule
+    could be applied is NOT_JUDGED."""
     of, names = tests[0], ("rule", "tensor", "metric", "observed")
     outcomes = [test.outcome for test in tests if test.outcome is not None]
     applied = [
@@ -195,19 +202,21 @@ class Labelled(Protocol):
 
 
 def label(of: Labelled) -> str:
-    """Returns a kernel with its options, as in `mine[block=64]`; empty without one."""
+    """Returns a kernel with its options, as in `mine[block=64]`; empty where there is
+    neither."""
     return labelled(of.kernel or "", of.options)
 
 
 def listed(words: Iterable[str]) -> str:
-    """Returns words joined as in `a, b and c`."""
+    """Returns words joined as in `a, b and c`; empty where there are none."""
     *most, last = list(words) or [""]
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     """Yields a finding for each fault, in the order of the rules: but a mistake that does
-    not explain the head that errs most comes after the finding on that head."""
+    not explain the head that errs most comes after the finding on that head. Gradients
+    that are wrong because the output is have no finding: the output's says so."""
     faults = _ordered(_faults(tests))
     owner = _owners(faults)
     findings: list[Finding] = []
@@ -243,8 +252,8 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
 
 
 def _owners(faults: Sequence[Fault]) -> dict[int, int]:
-    """By the id of a row, which of the faults names it: one with a cause goes before the
-    others, then the first in order."""
+    """Returns, by the id of a row, the index of the fault that names it: a fault with a
+    cause goes before the others, then the first in order."""
     owner: dict[int, int] = {}
     for with_cause in (True, False):
         for number, fault in enumerate(faults):
@@ -257,7 +266,9 @@ def _owners(faults: Sequence[Fault]) -> dict[int, int]:
 def _also_failed(
     faults: Sequence[Fault], owner: dict[int, int], at_of: dict[int, int]
 ) -> dict[int, dict[str, None]]:
-    """By finding, the rules of other faults that its rows fail too, each once."""
+    """Returns, by index of a finding, the rules of other faults that its rows fail too,
+    each once. `owner`: the fault that names a row, by the row's id; `at_of`: a fault's
+    finding."""
     also: dict[int, dict[str, None]] = {}
     for number, fault in enumerate(faults):
         for test, judged_row in fault.rows:
@@ -268,8 +279,9 @@ def _also_failed(
 
 
 def _inherits(findings: Sequence[Finding]) -> list[bool]:
-    """For each finding, whether it is of a gradient whose output is of another function
-    in the same formats, so that the gradient is wrong for that reason."""
+    """Returns for each finding whether it is of a gradient whose output is that of
+    another function in the same formats, so that the gradient is wrong for that
+    reason."""
     wrong = set()
     for finding in findings:
         if _is_function(finding):
@@ -282,8 +294,8 @@ def _inherits(findings: Sequence[Finding]) -> list[bool]:
 
 
 def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int | None:
-    """Returns the index of the finding of the same kernel and tensor whose imprecise step
-    explains these rows too; None without one."""
+    """Returns the index of the finding of the same kernel, tensor and format whose
+    imprecise step explains these rows of the fault too; None without one."""
     causes = {row.imprecision for row in rows}
     if fault.cause is not None or len(causes) != 1 or causes == {None}:
         return None
@@ -299,7 +311,8 @@ def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int 
 
 
 def _is_function(finding: Finding) -> bool:
-    """Whether the finding says that the output is that of another function."""
+    """Whether a finding says that the output is that of another function than was
+    requested."""
     of_output = finding.tensor is not None and tensor_spec(finding.tensor).is_output
     return finding.metric == "suspicion" and of_output
 
@@ -312,6 +325,8 @@ class Fault(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str | None]:
+        """Returns the kernel with its options, and the format, of the fault's first
+        row."""
         return label(self.rows[0][0]), self.rows[0][0].format
 
 
@@ -345,9 +360,9 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
 
 
 def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
-    """Splits the rows of a kernel that have a mistake by the statement they have in
-    common. Where several statements explain a head, the one counts that explains the most
-    heads."""
+    """Yields a fault for each mistake, with the rows that it explains. Where several
+    mistakes explain a head, it goes to the one that explains most heads. `rows`: those of
+    a kernel that have a mistake."""
     unexplained = list(rows)
     while unexplained:
         votes: dict[str, list[int]] = {}
@@ -367,13 +382,14 @@ def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
 
 
 def _side(test: Test) -> str:
-    """Returns a prefix that keeps mistakes in the output and in gradients apart: they are
-    different faults."""
+    """Returns a prefix that keeps a mistake in the output from being counted with the
+    same one in gradients: they are different faults."""
     return "output " if test.is_of_output else "other "
 
 
 def _statements(row: DeviationRow) -> Iterator[str]:
-    """Yields every statement that describes a row's mistake."""
+    """Yields every statement that describes a row's mistake: of each alternative the one
+    on this call, then what it is an instance of."""
     if not row.suspicion_of:
         yield row.suspicion or ""
     for alternative in row.suspicion_of:
@@ -381,8 +397,8 @@ def _statements(row: DeviationRow) -> Iterator[str]:
 
 
 def _distinct(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
-    """Returns the statements that explain the same heads, one for each alternative: what
-    a call itself shows goes before what it is an instance of."""
+    """Returns the statements that explain the same heads, one for each alternative and at
+    most ALIKE: what a call itself shows goes before what it is an instance of."""
     if not row.suspicion_of:
         return words
     firsts = (
@@ -396,8 +412,8 @@ ALIKE = 3  # statements that explain the same heads
 
 
 def _ordered(faults: Sequence[Fault]) -> list[Fault]:
-    """Returns faults in the order of the rules, but a mistake that leaves the worst head
-    of its kernel unexplained after the first fault of that head."""
+    """Returns the faults in the order of the rules, but a mistake that leaves the worst
+    head of its kernel unexplained after the first fault of that head."""
     ordered = list(faults)
     for fault in [f for f in faults if f.cause is not None]:
         rows = {id(judged_row.row) for _, judged_row in fault.rows}
@@ -418,7 +434,8 @@ def _ordered(faults: Sequence[Fault]) -> list[Fault]:
 def _worst_of_tensor(
     faults: Sequence[Fault], tensor: str
 ) -> tuple[Fault, DeviationRow] | None:
-    """The row of a tensor that errs most, with the fault it is of; None without rows."""
+    """Returns the row of a tensor that errs most, with its fault; None where no fault has
+    a row of it."""
     candidates: list[tuple[Fault, DeviationRow]] = []
     for fault in faults:
         rows = (judged_row.row for _, judged_row in fault.rows)
@@ -427,13 +444,14 @@ def _worst_of_tensor(
 
 
 def _largest_error(fault: Fault) -> float:
-    """Returns the error, as of `_error`, of the head of a fault that errs most."""
+    """Returns the error of the head of a fault that errs most, as a multiple of what is
+    expected; 0 without rows."""
     return max((_error(judged_row.row) for _, judged_row in fault.rows), default=0.0)
 
 
 def _error(row: DeviationRow) -> float:
-    """Returns the error of a head over what is expected of it; of a log-sum-exp, over its
-    size."""
+    """Returns the error of a head over what is expected of it, else over eager
+    attention's; of a log-sum-exp over its size. 0 where no such number is in the row."""
     if not tensor_spec(row.tensor).has_floor:
         return lse_error(row) or 0.0
     ratio = row.expected_ratio if row.expected_ratio is not None else row.baseline_ratio
@@ -441,8 +459,8 @@ def _error(row: DeviationRow) -> float:
 
 
 def _finding(fault: Fault, named: Places, before: int) -> Finding:
-    """Makes a finding of a fault. `before`: how many of its rows earlier findings
-    name."""
+    """Returns the finding on a fault, with its sentence, place and cause. `named` puts
+    places in words; `before`: how many of its rows earlier findings name."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
     verdict, rows = tests[0], [judged_row.row for _, judged_row in fault.rows]
     formats = tuple(dict.fromkeys(test.format or "" for test in tests))
@@ -510,7 +528,7 @@ def _observed(verdict: Test, rows: Rows) -> Value:
 
 def removed(share: float) -> str:
     """Returns a share of an error as a percentage, with as many digits as tell it from
-    all of it: 14 %, 99.98 %."""
+    all of it: `14 %`, `99.98 %`, and `all` where less than 1e-8 is left."""
     percent_left = 100 * (1 - share)
     if percent_left < 1e-6:
         return "all"
@@ -524,7 +542,7 @@ def removed(share: float) -> str:
 def _removed(rows: Rows) -> str:
     """Returns a clause on the share of the error that correcting a mistake removes, in
     each format that was judged, and in the finer format in which the mistake was
-    identified, if another."""
+    identified, if another. `rows`: at least one."""
     by_format = grouped(
         (r for r in rows if r.suspicion_share is not None), lambda r: r.format
     )
@@ -548,7 +566,8 @@ def _removed(rows: Rows) -> str:
 
 
 def _median_share(rows: Rows) -> float:
-    """The share of the error that goes, of the median row."""
+    """Returns the share of the error that correcting the mistake removes, of the median
+    row; rows without a share count as 0."""
     return statistics.median(row.suspicion_share or 0.0 for row in rows)
 
 
@@ -557,16 +576,17 @@ CLEAR = 0.9
 
 
 def _nines(cut: float) -> float:
-    """The share that goes at least in all rows of a head, where what is left is `cut`
-    times smaller in those that were searched: they may leave twice as much. Nines (0.999)
-    from 0.9 on."""
+    """Returns the least share of a head's error that goes in all its rows, where in those
+    that were searched what is left is `cut` times smaller: the others may leave twice as
+    much. Rounded to nines (0.99, 0.999) from 0.9 on; 0 where `cut` is 2 or less."""
     left = 2 / max(cut, 2.0)
     return 1 - (left if left > 0.1 else 10.0 ** math.ceil(math.log10(left) - 1e-9))
 
 
 def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
     """Returns the part of a sentence after the kernel: what is wrong in `rows`, the worst
-    first, and `where`."""
+    first, and `where`, in parentheses. `cause`: the mistake, where the rule is on
+    mistakes."""
     template = WRONG.get(verdict.metric or "", WRONG[""])
     fields = _fields_of_test(verdict, _observed(verdict, rows)) | _fields_of_rows(rows)
     sentence = template.format(**fields, suspicion=cause)
@@ -576,7 +596,8 @@ def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
 
 
 def _fields_of_test(verdict: Test, observed: float | str | None) -> dict[str, object]:
-    """What the templates of `WRONG` take from a test, and the number it is shown with."""
+    """Returns the fields of the templates of `WRONG` that a test fills, by name.
+    `observed`: the number that the finding shows."""
     spec = tensor_spec(verdict.tensor or "")
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
     shown = f"{observed}"
@@ -598,7 +619,9 @@ def _fields_of_test(verdict: Test, observed: float | str | None) -> dict[str, ob
 
 
 def _fields_of_rows(rows: Rows) -> dict[str, object]:
-    """What the templates of `WRONG` take from rows, the worst first."""
+    """Returns the fields of the templates of `WRONG` that rows fill, by name: counts are
+    sums over rows, all else is the worst row's or in words. `rows`: the worst first, at
+    least one."""
     worst = rows[0]
     fields: dict[str, object] = {
         name: sum(getattr(row, name) or 0 for row in rows)
@@ -618,8 +641,8 @@ def _fields_of_rows(rows: Rows) -> dict[str, object]:
 
 
 def _place(rows: Rows) -> str:
-    """Returns where in their heads most of these rows err, in words that hold in all of
-    them; else where the worst does. Empty where they err all over."""
+    """Returns where in their heads most of these rows err, as ` in WHERE`, in words that
+    hold in all of them; else where the worst does. Empty where they err all over."""
     places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
     words, count = places.most_common(1)[0] if places else ("", 0)
     unit = tensor_spec(rows[0].tensor).of.unit
@@ -633,7 +656,8 @@ def _place(rows: Rows) -> str:
 
 
 def _direction(row: DeviationRow) -> str:
-    """Returns the direction of a bias in words."""
+    """Returns the direction of a row's bias: `away from zero` or `toward zero` where it
+    is along the sign, else `upward` or `downward`."""
     up = (row.bias_size or 0.0) > 0
     if row.bias_of == "sign":
         return "away from zero" if up else "toward zero"
@@ -641,8 +665,9 @@ def _direction(row: DeviationRow) -> str:
 
 
 def _whose(rows: Rows) -> str:
-    """Returns the rounding model that predicted the error: the emulation that the kernel
-    claims or is taken to be, or the one inferred for a kernel without a claim."""
+    """Returns in words the rounding model that predicted the error: the emulation that
+    the kernel claims or is taken to be, or the one inferred for a kernel without a
+    claim."""
     claim = next((row.claim for row in rows if row.claim), None)
     if claim and claim.startswith(FOUND):
         return f"its inferred rounding model ({claim})"
@@ -650,8 +675,8 @@ def _whose(rows: Rows) -> str:
 
 
 def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
-    """Yields findings on calls in which a kernel failed or did not run although it had
-    to; then on those that it declined while it ran others."""
+    """Yields findings on calls in which a kernel failed, or did not run although it had
+    to; then notes on calls that it declined while it ran others."""
     runs = [test for test in tests if test.runs]
     for test in runs:
         if test.outcome is Outcome.NOT_JUDGED:
@@ -664,6 +689,8 @@ def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
 
 
 def _of_runs(test: Test, rule: str, words: str) -> Finding:
+    """Returns the finding on a kernel's calls. `rule`: `runs`, or `refuses` for a note;
+    `words`: what the kernel did, before the count of calls, as in `failed in`."""
     every = test.judged + test.unjudged + test.offending
     count = test.offending or test.unjudged or test.judged
     what = "backward passes" if test.is_backward else "calls"
@@ -684,8 +711,8 @@ def _of_runs(test: Test, rule: str, words: str) -> Finding:
 
 
 def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]:
-    """Yields a sentence on what the rules were applied to, and on rules that were not
-    applied."""
+    """Yields one sentence on what the rules were applied to, and on rules that were not
+    applied; nothing where none was."""
     of_rows = [
         test for test in tests if test.metric not in (None, "calls") or not test.kernel
     ]
@@ -719,9 +746,9 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
 
 
 def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields, for each kernel without a declared rounding model that was judged by
-    another than `fa2` somewhere, which models judged which of its tensors in how many
-    calls."""
+    """Yields a sentence for each kernel without a declared rounding model that was judged
+    by an inferred one: which models judged which of its tensors in how many calls.
+    `kernels`: rows of kernels."""
     for kernel, rows in grouped(kernels, attrgetter("kernel")).items():
         judged = [row for row in rows if row.claim]
         ways = grouped(
@@ -744,6 +771,7 @@ def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
 
 
 def _call(row: DeviationRow) -> tuple[object, ...]:
+    """Returns the key of the row's call in its format: case, call, seed, format."""
     return row.case, row.call, row.seed, row.format
 
 

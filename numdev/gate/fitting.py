@@ -44,11 +44,11 @@ HEADER = """\
 
 
 def fitted(report: Report, name: str) -> str:
-    """Returns the YAML file of thresholds fitted to a report; `name` is what the file
-    calls the report.
+    """Returns the YAML text of thresholds fitted to a report. `name`: what errors call
+    the report.
 
-    Raises UsageError for a report without rows of deviation, MeasurementError where
-    nothing was measured, or a kernel is wrong outright."""
+    Raises UsageError for a report that is no audit or sweep, MeasurementError where no
+    kernel was measured, or the report does not pass the fitted thresholds."""
     if not isinstance(report, Measured):
         what = (
             f"{name}: expected the report of an audit or a sweep, got one of "
@@ -86,8 +86,9 @@ def fitted(report: Report, name: str) -> str:
 
 
 def _scope(report: Measured) -> dict[str, object]:
-    """Returns the keys `holds_for` and `required` of the file: the system, and the
-    kernels that ran in every call."""
+    """Returns the keys `holds_for` and `required` of the file: the GPU, else the CPU's
+    instruction set; and the kernels that ran in every call. A key without a value is left
+    out."""
     system = report.provenance.system
     key = next(
         (k for k in ("gpu", "cpu_capability") if isinstance(system.get(k), str)), None
@@ -106,7 +107,8 @@ def _scope(report: Measured) -> dict[str, object]:
 def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Threshold:
     """Returns the rule with a limit for each format and tensor: the tightest of its
     kernels' (other kernels may come, or be planted), and a limit of its own for each
-    kernel that needs a `wider` one (rule, format, tensor, kernel)."""
+    kernel whose limit is larger. `wider`: what breaks the default rule (rule, format,
+    tensor, kernel), and may have a looser limit."""
     margin, least = MARGINS[threshold.metric, threshold.heads is not None]
     limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
     # By tensor, where it is another than the rule's
@@ -141,9 +143,9 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Thr
 
 
 def _worst(rows: Rows, threshold: Threshold) -> float | None:
-    """Returns the number that the rule judges of the rows that have it; of sampled rows
-    the upper end of the interval. None where no row has one, as none has a maximum over
-    sampled rows."""
+    """Returns the size of the number that the rule judges: the largest of the rows, or
+    their median where the rule is on a median. Of sampled rows it is the upper end of the
+    interval; their maxima do not count. None where no row, or too few, have a number."""
     metric, sizes = threshold.metric, []
     for row in rows:
         value = value_of(row, metric)[0]
@@ -163,5 +165,6 @@ def rounded_up(x: float) -> float:
 
 
 def _dumped(data: object) -> str:
+    """Returns plain data as YAML on long lines; empty for empty data."""
     text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=math.inf)
     return str(text) if data else ""

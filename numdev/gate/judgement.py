@@ -36,8 +36,9 @@ class Held(NamedTuple):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The least and the most that the excess may be. An interval that does not
-        contain its own estimate, or has its ends the wrong way round, excuses nothing."""
+        """Returns the least and the most that the excess may be. An interval that does
+        not contain its own estimate, or has its ends the wrong way round, excuses
+        nothing."""
         both = (self.excess, *map(self.limit.excess, self.interval or ()))
         return min(both), max(both)
 
@@ -75,8 +76,8 @@ class Test(Record):
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome that the test's standing has for the whole; None where it has
-        none."""
+        """Returns the outcome that the test's standing has for the whole; None where it
+        has none."""
         return self.standing.outcome
 
     @property
@@ -96,7 +97,8 @@ class Test(Record):
 
     @property
     def nearness(self) -> float:
-        """The number over its limit; 0 where there is no number."""
+        """Returns the size of the number over its limit, infinite where the limit is 0
+        and the number is not; 0 where there is no number."""
         if not isinstance(self.observed, float | int):
             return 0.0
         size = abs(self.observed)
@@ -167,4 +169,5 @@ class Judgement(Record):
 
     @property
     def exit_code(self) -> int:
+        """Returns the exit code of the outcome: 0 passed, 1 exceeded, 3 not judged."""
         return self.outcome.exit_code

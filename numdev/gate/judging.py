@@ -29,10 +29,11 @@ NOT_PLANTED = "no such planted fault in this report: audit with --control"
 
 
 def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
-    """Judges a finished report by the rules (the default ones), from its plan and rows.
-    Raises MeasurementError for a report from a system that the rules do not hold for, and
-    for one that contradicts its plan or itself: where its conclusions do not follow from
-    its rows."""
+    """Returns the judgement of a finished report by the rules (the default ones if None),
+    from its plan and rows. Raises MeasurementError for a report from a system that the
+    rules do not hold for, for one that was not judged when it was made, and for one that
+    contradicts its plan or itself: where its conclusions do not follow from its rows.
+    Raises UsageError for a kind of report that is not judged."""
     rules = rules or default_rules()
     check_system(report.provenance.system, rules)
     _check_request(report)
@@ -87,15 +88,17 @@ def _check_request(report: Report) -> None:
 
 
 def judged(report: R, rules: Rules | None = None) -> R:
-    """Returns a new report with all that follows from its plan and rows by the rules (the
-    default ones)."""
+    """Returns a new report with the outcome, verdicts, findings and summary that follow
+    from its plan and rows by the rules (the default ones if None), and with the rules
+    themselves. The plan and rows are not checked."""
     rules = rules or default_rules()
     report = report.model_copy(update={"rules": as_data(rules)})
     return concluded(report, judgement_of(report, rules))
 
 
 def judgement_of(report: Report, rules: Rules) -> Judgement:
-    """Judges the report's plan and rows, which are not checked, by the rules."""
+    """Returns the judgement of the report's plan and rows by the rules. The plan and rows
+    are not checked."""
     study = judged_by(report.kind)
     beside = study.beside(report, rules)
     return judge(
@@ -105,7 +108,8 @@ def judgement_of(report: Report, rules: Rules) -> Judgement:
 
 def reading_tests(report: Report) -> Iterator[Test]:
     """Yields a test of whether as much of a text was read as was asked for, and one of
-    whether stored weights are finite."""
+    whether stored weights are finite; each only where the report's source has the
+    numbers."""
     source = report.provenance.source
     counts = [
         [source.get(f"{name}_{state}") for name in ("sequences", "tokens")]
@@ -137,7 +141,7 @@ def reading_tests(report: Report) -> Iterator[Test]:
 
 
 def concluded(report: R, judgement: Judgement) -> R:
-    """Returns the report with the outcome, verdicts, findings and summary that follow
+    """Returns a new report with the outcome, verdicts, findings and summary that follow
     from its judgement."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
@@ -163,7 +167,8 @@ def _left_out(report: Report) -> Iterator[str]:
 
 
 def check_system(system: dict[str, object], rules: Rules) -> None:
-    """Raises MeasurementError for a system that the rules do not hold for."""
+    """Raises MeasurementError for a system that the rules do not hold for: one that lacks
+    a key of `holds_for`, or whose value its pattern does not match."""
     for key, pattern in rules.holds_for.items():
         value = system.get(key)
         if value is None or not fnmatchcase(str(value), pattern):
@@ -184,9 +189,11 @@ def judge(
     power: Sequence[Power] = (),
     fa_rule: tuple[int, int] | None = None,
 ) -> Judgement:
-    """Makes a judgement of tests: exceeded where any is, since that is certain; passed
-    only where some rule was applied, nothing that was planned or required is missing, and
-    nothing is undecided."""
+    """Returns the judgement of tests: exceeded where any is, since that is certain;
+    passed only where some rule was applied, nothing that was planned or required is
+    missing, and nothing is undecided. Adds tests of required kernels and of faults that
+    must be caught. `reading`: tests of what was read; `fa_rule`: heads that pass
+    flash-attention's own rule, of all."""
     every = [*tests, *reading]
     ran = [test for test in every if test.runs]
     every += catching_tests(
@@ -225,7 +232,8 @@ def catching_tests(
 
 
 def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
-    """Yields a test for each kernel that the rules require: whether the report has it."""
+    """Yields a test for each kernel that the rules require: whether the report has it.
+    `ran`: the tests that count calls."""
     kernels = {test.kernel or "" for test in ran}
     for pattern in rules.required:
         present = any(fnmatchcase(kernel, pattern) for kernel in kernels)
@@ -237,8 +245,8 @@ def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
 
 
 def _something_judged(tests: Sequence[Test]) -> Test:
-    """Returns the test that some kernel ran and some rule was applied: without it a
-    report of nothing would pass."""
+    """Returns the test that some kernel ran and some rule was applied to a number:
+    without it a report of nothing would pass."""
     applied = (Standing.HELD, Standing.EXCEEDED)
     why = ""
     if not any(test.runs and test.judged for test in tests):

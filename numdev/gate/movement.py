@@ -75,13 +75,13 @@ class Pair:
 
     @property
     def tensor(self) -> Key:
-        """The tensor, with its kernel and format."""
+        """Returns the key of the tensor, with its kernel and format."""
         row = self.b
         return (row.role, row.kernel, spelt(row.options), row.format, row.tensor)
 
     @property
     def call(self) -> Key:
-        """The tensor, with its kernel, format and call."""
+        """Returns the key of the tensor, with its kernel, format, case and seed."""
         return (*self.tensor, self.b.case, self.b.seed)
 
 
@@ -97,18 +97,24 @@ class Names:
         self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
 
     def kernel(self, row: DeviationRow) -> Key:
+        """Returns the key of the row's kernel and format, with the options where it ran
+        with several sets of them."""
         several = (row.role, row.kernel) in self._several
         return (row.role, row.kernel, spelt(row.options) if several else "", row.format)
 
     def call(self, row: DeviationRow) -> Key:
-        """Returns the case, and which draw of it."""
+        """Returns the key of the row's call: its case, and which draw of it (None where
+        all rows have one seed)."""
         return (row.case, row.seed if self._seeds else None)
 
     def step(self, row: DeviationRow) -> tuple[Key, Key, bool]:
-        """Returns the forward or backward pass of a call."""
+        """Returns the key of the forward or backward pass of a call: kernel, call,
+        whether backward."""
         return (self.kernel(row), self.call(row), tensor_spec(row.tensor).is_gradient)
 
     def row(self, row: DeviationRow) -> Key:
+        """Returns the key by which rows of both reports are paired: kernel, call, tensor
+        and head."""
         return (self.kernel(row), self.call(row), row.tensor, row.head)
 
     def about(self, row: DeviationRow) -> About:
@@ -116,11 +122,12 @@ class Names:
         return {**row.who, "tensor": row.tensor}
 
     def place(self, row: DeviationRow) -> Place:
+        """Returns where the row was measured."""
         return Place.of(row)
 
     def lost(self, a: DeviationRow, b: DeviationRow) -> list[str]:
-        """Returns the names of numbers, and of evidence, that A has and B lacks; the bias
-        of an exact output does not count."""
+        """Returns the names of numbers, and of evidence (bits, operator, intervals), that
+        A has and B lacks. The bias of an exact output does not count."""
         lost = [name for name in NUMBERS if name not in OF_DATA and _lacks(name, a, b)]
         lost += [name for name in EVIDENCE if getattr(a, name) and not getattr(b, name)]
         return lost + [
@@ -135,18 +142,21 @@ class Names:
 
 
 def _lacks(name: str, a: DeviationRow, b: DeviationRow) -> bool:
+    """Whether A has the number and B does not; False for a bias of an exact output, which
+    is 0 / 0."""
     if value_of(a, name)[0] is None or value_of(b, name)[0] is not None:
         return False
     return not (b.rms == 0 and name.startswith("bias"))  # 0 / 0
 
 
 def _with_several(options: Mapping[Kernel, Mapping[str, object]]) -> set[Kernel]:
-    """Kernels that ran with several sets of options."""
+    """Returns the kernels that ran with several sets of options."""
     return {kernel for kernel, sets in options.items() if len(sets) > 1}
 
 
 def options_of(rows: Rows) -> dict[Kernel, dict[str, Mapping[str, object]]]:
-    """Returns, by role and kernel, the sets of options it ran with, by their text."""
+    """Returns, by role and kernel, the sets of options that it ran with, each by its
+    text."""
     sets: dict[Kernel, dict[str, Mapping[str, object]]] = {}
     for row in rows:
         sets.setdefault((row.role, row.kernel), {}).setdefault(
@@ -156,8 +166,9 @@ def options_of(rows: Rows) -> dict[Kernel, dict[str, Mapping[str, object]]]:
 
 
 def pairs_of(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
-    """Rows of kernels and baselines that were measured in both reports. A row that is
-    there twice counts once; `cases` tell how wide the tensors are."""
+    """Returns the pairs of rows of kernels and baselines that were measured in both
+    reports, in B's order. A row that is in a report twice counts once; `cases`: the calls
+    of B, which tell how wide the tensors are (1 for an unknown one)."""
     names = Names(a, b)
     sides = [{names.row(r): r for r in rows if r.status == "ok"} for rows in (a, b)]
     floors = [
@@ -177,6 +188,8 @@ def pairs_of(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
 
 
 def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
+    """Returns whether two rows were measured on the same inputs, by the floor's row of
+    each; `same` where a floor is missing."""
     if a is None or b is None or same_bits(a, b):
         return "same"
     numbers = [(getattr(a, name), getattr(b, name)) for name in FLOOR]
@@ -188,6 +201,7 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
 
 
 def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
+    """Whether both outputs have a checksum, and the same one."""
     return a.bits is not None and a.bits == b.bits
 
 
@@ -204,7 +218,8 @@ def metrics_of(pair: Pair) -> tuple[str, ...]:
 
 
 def numbers(pair: Pair, metric: str) -> tuple[float | None, float | None]:
-    """Returns a metric of A and of B; 0 where there is no error to take a multiple of."""
+    """Returns a metric of A and of B: None where a row has no number, 0 where there is no
+    error to take a multiple of."""
     values = (value_of(row, metric)[0] for row in (pair.a, pair.b))
     a, b = (value if isinstance(value, float) else None for value in values)
     return a, b
@@ -218,20 +233,20 @@ def _least_factor(tensor: str, metric: str) -> float:
 
 
 def by_chance(a: int, b: int) -> bool:
-    """Whether two counts may differ by chance: by 4 standard deviations. 0 and more never
-    do."""
+    """Whether two counts may differ by chance: by at most 4 standard deviations. 0 and
+    more never do."""
     return a == b or (min(a, b) > 0 and abs(a - b) <= 4 * math.sqrt(a + b))
 
 
 def log_ratio(a: float | None, b: float | None) -> float | None:
     """Returns ln(B / A), also where the ratio overflows; None where either is 0 or
-    null."""
+    None."""
     return math.log(b) - math.log(a) if a and b else None
 
 
 def factor(log: float | None) -> float | None:
-    """Returns the ratio of which this is the logarithm; None where it overflows, or is
-    0."""
+    """Returns e to the power of `log`: the ratio of which it is the logarithm. None where
+    `log` is None or the ratio over- or underflows."""
     if log is None or abs(log) > OVERFLOW:
         return None
     return math.exp(log)
@@ -247,13 +262,14 @@ class Change(NamedTuple):
 
     @property
     def change(self) -> float | None:
-        """B / A; None where either is 0, or the ratio is no number."""
+        """Returns B / A; None where either is 0, or the ratio is no number."""
         return factor(log_ratio(self.a, self.b))
 
     @property
     def excess(self) -> float:
-        """How far the change is beyond noise: above 1 it moved. An error where there was
-        none, or the reverse, moved if noise explains no doubling of it."""
+        """Returns how far the change is beyond noise: above 1 it moved, at most FAR. An
+        error where there was none, or the reverse, moved if noise explains no doubling of
+        it."""
         if self.a == self.b:
             return 0.0
         a, b = max(self.a, self.least), max(self.b, self.least)
@@ -286,7 +302,7 @@ class NoiseModel:
 
     def explained(self, pair: Pair, metric: str) -> float:
         """Returns ln of the factor, either way, that repeats, the elements' scatter and
-        other inputs explain; not finite where they explain anything."""
+        other inputs explain; infinite where they explain anything."""
         rows = zip((pair.a, pair.b), numbers(pair, metric), strict=True)
         error = math.hypot(
             *(standard_error(row, metric, x, pair.width) for row, x in rows)
@@ -295,6 +311,9 @@ class NoiseModel:
         return repeats(pair) + max(self.z * error, luck)
 
     def _luck(self, pair: Pair, metric: str) -> float:
+        """Returns ln of the factor that other inputs explain, by how far other heads of
+        the call scatter, or of the tensor where the call has few; infinite where fewer
+        than two degrees of freedom tell."""
         variance, freedom = 0.0, 0
         for whole, pairs in self._together.items():
             if freedom < HEADS:
@@ -308,9 +327,9 @@ class NoiseModel:
 
 
 def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
-    """The variance of logarithms about the mean of their call, in one report at a time,
-    and its degrees of freedom: few if few calls have nearly all the scatter
-    (Satterthwaite)."""
+    """Returns the variance of a metric's logarithms about the mean of their call, in one
+    report at a time, and its degrees of freedom: few if few calls have nearly all the
+    scatter (Satterthwaite). (0, 0) where no call has two numbers."""
     calls: dict[Key, list[float]] = {}
     for pair in pairs:
         if metric not in MULTIPLES or metric in metrics_of(pair):
@@ -328,7 +347,8 @@ def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
 
 
 def least(pair: Pair, metric: str) -> float:
-    """Returns the value up to which a metric counts as equal."""
+    """Returns the value up to which a metric of the pair counts as equal to it: LUCKY for
+    `expected_ratio` of other inputs in a format whose errors are predicted, else 0."""
     lucky = (
         metric == "expected_ratio"
         and pair.inputs == "other"
@@ -338,9 +358,9 @@ def least(pair: Pair, metric: str) -> float:
 
 
 def repeats(pair: Pair) -> float:
-    """Returns ln of the factor that runs on the same inputs may differ by; not finite
-    where one has no error to compare. A kernel that ran once in both has nothing that
-    could excuse it."""
+    """Returns ln of the factor that runs on the same inputs may differ by; infinite where
+    one has no error to compare. 0 for a kernel that ran once in both: nothing could
+    excuse it."""
     noise = max(
         (row.noise for row in (pair.a, pair.b) if row.noise is not None), default=0.0
     )
@@ -353,8 +373,10 @@ def repeats(pair: Pair) -> float:
 def standard_error(
     row: DeviationRow, metric: str, value: float | None, width: int
 ) -> float:
-    """Returns the standard error of the logarithm of a metric's value; not finite where
-    it is unknown."""
+    """Returns the standard error of ln(value): 0 for None, 0 and a worst row without an
+    interval; infinite where it cannot be estimated. From the interval of sampled rows if
+    there is one, else from how far the largest error exceeds the rms. `width`: elements
+    in a row of the tensor."""
     if not value:
         return 0.0
     ends = interval_of(row, metric)

@@ -51,13 +51,14 @@ Groups = dict[Key, list[DeviationRow]]
 
 
 def spelt(options: Mapping[str, object]) -> str:
-    """Returns options as text: the same for the same ones in another order."""
+    """Returns options as text: the same for the same ones in another order; empty without
+    options."""
     return json.dumps(options, sort_keys=True, default=str) if options else ""
 
 
 def measured(rows: Iterable[DeviationRow]) -> Groups:
     """Returns the rows in which there is something to judge, by role, kernel, options,
-    format and tensor."""
+    format and tensor. A group without such a row is left out."""
     every = grouped(
         rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor)
     )
@@ -77,8 +78,10 @@ def something(row: DeviationRow) -> bool:
 
 def check_whole(report: Measured) -> None:
     """Raises MeasurementError unless each planned task has its rows: one for every head
-    of every tensor, or one that says why there is none. A missing head would exceed no
-    limit, and a row that is repeated ten times would be most of a median."""
+    of every tensor, or one that says why there is none; and where a row contradicts
+    itself, the plan or the request. A missing head would exceed no limit, and a row that
+    is repeated ten times would be most of a median. A report without any row passes:
+    nothing of it can be judged."""
     plan, cases = report.plan, {case.case: case for case in report.cases}
     for difference in _of_request(report.request, plan):
         raise MeasurementError(f"inconsistent report: {difference}", hint=CUT)
@@ -122,8 +125,8 @@ def check_whole(report: Measured) -> None:
 
 
 def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
-    """Yields what the request, as far as there is one, asked for otherwise than was
-    planned."""
+    """Yields a clause for each thing that was planned otherwise than the request asked
+    for. Keys that the request does not have are not compared."""
     # A check's may be "auto"
     if bool(request.get("backward", plan.backward)) != plan.backward:
         yield "the plan and the request differ in `backward`"
@@ -168,8 +171,8 @@ def unplanned_kernels(
 
 
 def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
-    """Returns what contradicts itself among the rows of one call of one kernel; None
-    where nothing does."""
+    """Returns what contradicts itself among the rows of one call of one kernel in one
+    format, as a clause; None where nothing does."""
     ok = [row for row in rows if row.status == "ok"]
     if lacking := _lacks_narrow_sum(ok, plan, case):
         return f"lacks the narrow_sum of {lacking.tensor} head {lacking.head}"
@@ -196,8 +199,8 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
 def _lacks_narrow_sum(
     rows: Rows, plan: PlanRecord, call: CallRecord
 ) -> DeviationRow | None:
-    """A gradient of one call of attention in which a sum in 16 bits was to be looked for,
-    and was not."""
+    """Returns a gradient's row of an attention call in which a sum in 16 bits had to be
+    looked for and was not; None where there is none."""
     if not isinstance(call, CaseRecord):
         return None
     planned = _planned_units(plan, call)
@@ -220,8 +223,8 @@ def _lacks_narrow_sum(
 
 
 def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
-    """Returns what contradicts itself in a row, or contradicts the floor's row; None
-    where nothing does."""
+    """Returns what contradicts itself in a row, or contradicts the floor's row of the
+    same head, as a clause; None where nothing does."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if row.status != "ok":
         return _bare(row)
@@ -267,8 +270,8 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
 
 
 def _bare(row: DeviationRow) -> str | None:
-    """Returns what is wrong with a row that was not measured: it must have a reason, and
-    no numbers."""
+    """Returns what is wrong with a row that was not measured, as a clause: it must have a
+    reason, and no numbers. None where nothing is."""
     if not row.reason:
         return f"was {row.status}, and says no why,"
     present = (name for name in sorted(NUMBERS) if getattr(row, name) is not None)
@@ -280,7 +283,8 @@ def _bare(row: DeviationRow) -> str | None:
 def _planned_units(plan: PlanRecord, call: CallRecord) -> dict[str, Sequence[int]]:
     """Returns, by tensor of a call, the units that were to be measured, also of optional
     tensors. `plan.heads` are units of the output, of which a coarser tensor has one for a
-    whole group; with gradients whole groups are measured."""
+    whole group; with gradients whole groups are measured. Empty where the call has none
+    of these units."""
     extents = {
         tensor: extent
         for tensor, extent in call.extents().items()
@@ -303,7 +307,8 @@ def _planned_units(plan: PlanRecord, call: CallRecord) -> dict[str, Sequence[int
 def _lacking(
     rows: Rows, units: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
 ) -> str | None:
-    """Returns what one task lacks, or should not have; None where it is whole."""
+    """Returns which row one task lacks, or has and should not, as a clause; None where it
+    is whole. `units`: those planned, by tensor; `role`: of the task's kernel."""
     cells: Counter[tuple[str, int | None]] = Counter(
         (r.tensor, r.head) for r in rows if r.status == "ok"
     )
@@ -325,9 +330,9 @@ def _lacking(
 
 
 def _is_wanted(spec: TensorSpec, bare: Iterable[str]) -> bool:
-    """Whether a task must have rows of a tensor, where one row says why it has none of
-    others: none are wanted without an output, and no gradient is where another one is
-    missing."""
+    """Whether a task must have rows of a tensor, where `bare` are tensors of which one
+    row says why there is none: none are wanted without an output, and no gradient is
+    where another one is missing."""
     specs = [tensor_spec(tensor) for tensor in bare]
     if any(not other.is_gradient for other in specs):
         return False

@@ -39,10 +39,13 @@ Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(as_list)]
 
 
 def _among(names: tuple[str, ...]) -> AfterValidator:
-    """A validator of patterns, each of which must fit one of these names: a misspelt one
-    would leave a rule without a row."""
+    """Returns a validator of patterns that raises ValueError for one that fits none of
+    these names: a misspelt one would leave a rule without a row. A leading ! does not
+    count."""
 
     def check(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the patterns as they are; raises ValueError for one that fits no
+        name."""
         for pattern in patterns:
             bare = pattern.removeprefix("!")
             if not any(fnmatchcase(name, bare) for name in names):
@@ -58,8 +61,8 @@ Phases = Annotated[Names, _among(get_args(Phase))]
 
 @lru_cache(maxsize=1 << 16)
 def matches(patterns: tuple[str, ...], text: str | None) -> bool:
-    """Whether none of the patterns excludes a text, and one of the others, if there are
-    any, fits it."""
+    """Whether none of the patterns that begin with ! excludes a text, and one of the
+    others, if there are any, fits it. None counts as an empty text."""
     if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
         return False
     wanted = [p for p in patterns if not p.startswith("!")]
@@ -75,6 +78,7 @@ class Patterns(Strict):
     tensor: Tensors = ()
 
     def fit(self, row: DeviationRow) -> bool:
+        """Whether the row's kernel, format and tensor each fit their patterns."""
         names = ("kernel", "format", "tensor")
         return all(matches(getattr(self, name), getattr(row, name)) for name in names)
 
@@ -92,10 +96,12 @@ class Selector(Patterns):
         self, groups: Mapping[K, list[DeviationRow]]
     ) -> dict[K, list[DeviationRow]]:
         """Returns of each group of rows that share role, kernel, format and tensor the
-        rows that are selected; no group without one."""
+        rows that are selected; no group without one. Each group has at least one row."""
         return {key: rows for key, group in groups.items() if (rows := self._of(group))}
 
     def _of(self, rows: list[DeviationRow]) -> list[DeviationRow]:
+        """Returns the rows that fit every pattern; empty where none does. `rows`: at
+        least one, all of one role, kernel, format and tensor."""
         if rows[0].role not in self.role or not self.fit(rows[0]):
             return []
         for name in ("out_format", "case", "module", "phase"):
@@ -109,6 +115,7 @@ class Selector(Patterns):
 
 
 def _checked_metric(metric: str) -> str:
+    """Returns the name of a metric as it is; raises ValueError for an unknown one."""
     if metric not in METRICS:
         raise ValueError(f"no metric {metric!r}; {closest(metric, METRICS)}")
     return metric
@@ -127,6 +134,8 @@ class Limit(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> Limit:
+        """Returns the limit; raises ValueError unless it has exactly one of `at_most` and
+        `absent`, and `absent` for `suspicion` alone."""
         if (self.at_most is None) == (self.absent is None):
             raise ValueError("give one of at_most and absent")
         if (self.absent is not None) != (self.metric == "suspicion"):
@@ -135,8 +144,8 @@ class Limit(Strict):
 
     def excess(self, value: Value) -> float:
         """Returns the size of a number as a multiple of its limit: above 1 the limit is
-        exceeded. Infinite for NaN, for any number but 0 where the limit is 0, and for a
-        statement where there may be none."""
+        exceeded. None counts as 0. Infinite for NaN, for any number but 0 where the limit
+        is 0, and for a statement where there may be none."""
         if self.absent:
             return 0.0 if value is None else math.inf
         size = abs(float(value or 0.0))
@@ -192,6 +201,9 @@ class Threshold(Limit):
 
     @model_validator(mode="after")
     def _consistent(self) -> Threshold:
+        """Returns the threshold; raises ValueError for fields that do not go together:
+        `instead`, `sampled` and `scatter` need `at_most`, `heads` excludes `certain` and
+        `absent`, and `certain` is for metrics of bias."""
         if (
             self.instead or self.scatter or self.sampled is not None
         ) and self.at_most is None:
@@ -214,8 +226,8 @@ class Threshold(Limit):
         return self.model_copy(update={"at_most": other.at_most, "scatter": scatter})
 
     def for_head_count(self, heads: int) -> Threshold:
-        """Returns the threshold for a number of heads: `few` where there are fewer than
-        `heads`."""
+        """Returns the threshold for a number of heads: with the limit of `few` where
+        there are fewer than `heads`."""
         if self.few is None or heads >= (self.heads or 0):
             return self
         least, most = self.few
@@ -224,11 +236,12 @@ class Threshold(Limit):
         )
 
     def widened_for_sample_size(self, row: DeviationRow, heads: int = 1) -> Threshold:
-        """Returns the threshold for a row: higher where it has few numbers. A ratio of
-        root mean squares of n of them has a standard deviation of 1/√n or less; a median
-        of N, 1.25/√N of that; an interval has luck. A row whose elements share an error
-        (`rows_share_error`) counts as 8 numbers. Where rows count by their size
-        (`rms_ratio`), a few may be all there is."""
+        """Returns the threshold for a row, or for the median over `heads` of them: higher
+        where it has few numbers, the same where the rule has no `scatter` and for sampled
+        rows. A ratio of root mean squares of n numbers has a standard deviation of 1/√n
+        or less; a median of N, 1.25/√N of that; an interval has luck. A row whose
+        elements share an error (`rows_share_error`) counts as 8 numbers. Where rows count
+        by their size (`rms_ratio`), a few may be all there is."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
         n, rows = float(row.elements), float(row.rows_measured or 0)
@@ -267,6 +280,8 @@ class Rules(Strict):
     @model_validator(mode="before")
     @classmethod
     def _default(cls, values: object) -> object:
+        """Returns the values of a file with the default thresholds where it has none, and
+        the limits of kinds of reports gathered under `limits`."""
         if not isinstance(values, Mapping):
             return values
         whole = dict(values)
@@ -277,13 +292,15 @@ class Rules(Strict):
 
     def limits_of(self, kind: str) -> Any:
         """Returns the limits of a kind of report beside the thresholds, as that kind's
-        model."""
+        model: its class is `Kind.limits`. The default ones where the rules have no
+        others."""
         model: Any = kind_of(kind).limits
         return model.model_validate(self.limits.get(kind) or default_limits()[kind])
 
     @field_validator("thresholds")
     @classmethod
     def _distinct(cls, thresholds: tuple[Threshold, ...]) -> tuple[Threshold, ...]:
+        """Returns the thresholds; raises ValueError for two of one name."""
         names = [t.name for t in thresholds]
         twice = next((n for n in names if names.count(n) > 1), None)
         if twice is not None:
@@ -293,14 +310,16 @@ class Rules(Strict):
 
 @lru_cache(maxsize=1)
 def default_limits() -> Mapping[str, Mapping[str, object]]:
-    """Returns the limits of configs/gate/default.yaml by kind of report."""
+    """Returns the limits of configs/gate/default.yaml by kind of report, as plain
+    data."""
     raw = parse_bundled("gate/default.yaml")
     return {name: raw[name] for name in REGISTERED if name in raw}
 
 
 def _limits(values: dict[str, Any]) -> dict[str, object]:
-    """Takes the limits of kinds of reports out of the values of a file, checks them, and
-    returns those that are not the default ones, each whole."""
+    """Takes the limits of kinds of reports out of the values of a file (in place), checks
+    them, and returns those that are not the default ones, each whole. Raises pydantic's
+    ValidationError for an unknown key or value."""
     limits: dict[str, object] = dict(values.pop("limits", None) or {})
     limits |= {name: values.pop(name) for name in REGISTERED if name in values}
     usual = default_limits()
@@ -323,7 +342,8 @@ def as_data(rules: Rules) -> dict[str, object]:
 
 
 def read_rules(path: Path) -> Rules:
-    """Reads a gate file; raises UsageError that names the file and the key."""
+    """Returns the rules in a YAML gate file; their name is the file's unless it has one.
+    Raises UsageError that names the file, the line and the key."""
     rules = read_yaml(path, Rules)
     if "name" in rules.model_fields_set:
         return rules
@@ -332,7 +352,7 @@ def read_rules(path: Path) -> Rules:
 
 @lru_cache(maxsize=1)
 def default_rules() -> Rules:
-    """Reads configs/gate/default.yaml."""
+    """Returns the rules of configs/gate/default.yaml."""
     return read_yaml(bundled("gate/default.yaml"), Rules)
 
 

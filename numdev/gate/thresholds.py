@@ -63,7 +63,7 @@ def tests_of(
     rows: Rows, plan: PlanRecord, rules: Rules, cases: Sequence[CallRecord]
 ) -> Iterator[Test]:
     """Yields a test for every rule on everything it selects, in the rules' order; for
-    which calls ran; and for whether their inputs are finite."""
+    which calls ran; and for whether their inputs are finite, if there are `cases`."""
     yield from threshold_tests(rows, plan, rules)
     yield from run_tests(rows, plan, rules)
     if cases:
@@ -71,9 +71,9 @@ def tests_of(
 
 
 def _inputs_finite(rows: Rows, cases: Sequence[CallRecord]) -> Test:
-    """Tests whether inputs are finite, also once rounded to the format. Elements that
-    depend on one that is not are left out of every rule: what is left out is not
-    judged."""
+    """Returns the test of whether inputs are finite, also once rounded to the format.
+    Elements that depend on one that is not are left out of every rule: what is left out
+    is not judged."""
     affected = {case.case: case for case in cases if case.nonfinite or case.overflows}
     reasons: dict[str, None] = {}
     named = Places(rows) if affected else None
@@ -96,7 +96,9 @@ def _inputs_finite(rows: Rows, cases: Sequence[CallRecord]) -> Test:
 
 
 def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
-    """Yields a test for every rule on everything it selects, in the rules' order."""
+    """Yields a test for every rule on everything it selects, in the rules' order. A rule
+    that selects no row has a test too, which is missing unless the rule may lack rows;
+    but a rule on gradients alone has none where none were planned."""
     groups = measured(rows)
     for threshold in rules.thresholds:
         chosen = threshold.where.choose(groups)
@@ -117,14 +119,14 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
 
 
 def _is_of_gradients(where: Selector) -> bool:
-    """Returns whether a selector fits gradients alone."""
+    """Whether a selector fits gradients alone."""
     specs = [spec for spec in TENSORS.values() if matches(where.tensor, spec.name)]
     return bool(specs) and all(spec.is_gradient for spec in specs)
 
 
 def _unmatched(where: Selector, groups: Groups) -> str:
-    """Returns which of a selector's patterns fit no row at all, with the names that rows
-    have."""
+    """Returns a clause on the first of a selector's patterns that fit no row at all, with
+    the names that rows have; empty where each fits some row."""
     for name in ("kernel", "format", "tensor"):
         present = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
@@ -135,7 +137,8 @@ def _unmatched(where: Selector, groups: Groups) -> str:
 
 
 def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
-    """Applies one rule to the heads of one tensor of one kernel in one format."""
+    """Returns the test of one rule on the heads of one tensor of one kernel in one
+    format. `rows`: at least one."""
     first = rows[0]
     threshold = threshold.for_row(first).for_head_count(len(rows))
     judged, unsure, lacking = _beside_limits(threshold, rows)
@@ -186,8 +189,8 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
 def _beside_limits(
     threshold: Threshold, rows: Rows
 ) -> tuple[list[Held], list[Held], list[Lacking]]:
-    """Returns rows beside their limit, the worst first; estimates that decide nothing;
-    and rows without the number."""
+    """Returns rows with their limit, the worst first; estimates that decide nothing; and
+    rows without the number, each with the reason."""
     judged: list[Held] = []
     lacking: list[Lacking] = []
     heads = 1 if threshold.heads is None else len(rows)
@@ -211,10 +214,11 @@ def _beside_limits(
 
 
 def _beside_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
-    """Returns a row beside the first limit whose number it has; else why it has none.
+    """Returns a row with the first limit whose number it has; else the reason why it has
+    none.
 
-    The next limit is for a number that means nothing, and says why, not for one not
-    measured."""
+    The next limit (`otherwise`) is for a number that means nothing, and says why, not for
+    one not measured."""
     test = threshold.certain
     if test is not None:
         if (row.sequences or 0) < test.sequences:
@@ -236,8 +240,9 @@ def _beside_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
 
 
 def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord) -> bool:
-    """Whether a row itself shows why it lacks what a rule needs. That its elements and
-    sequences are all there are is checked beside the floor (`check_whole`)."""
+    """Whether a row itself shows why it lacks what a rule needs; `why`: the reason it
+    has. That its elements and sequences are all there are is checked against the floor
+    (`check_whole`)."""
     metric = threshold.metric
     if row.elements == 0:
         return not row.sampled  # others of its rows may see a key
@@ -261,8 +266,9 @@ def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
 
 
 def _of_sample(estimate: Held) -> Held | str:
-    """Returns the number of sampled rows with its interval; or why it says nothing of all
-    rows."""
+    """Returns the number of sampled rows with its interval; one without an interval says
+    in `unsure` that it decides nothing. For a maximum that is not exceeded, returns the
+    reason why it says nothing of all rows."""
     metric = estimate.limit.metric
     if metric in WHOLE | TESTED:
         return estimate
@@ -284,9 +290,9 @@ def _of_sample(estimate: Held) -> Held | str:
 
 
 def _decided(threshold: Threshold, judged: list[Held]) -> tuple[list[Held], list[Held]]:
-    """Splits estimates into those that decide and those whose interval contains the
-    limit. For a median none decides, if the median of the lower ends is within and that
-    of the upper ends beyond."""
+    """Returns estimates that decide, and those whose interval contains the limit, with
+    the reason in `unsure`. For a median none decides, if the median of the lower ends is
+    within and that of the upper ends beyond."""
     if not any(h.interval for h in judged):
         return judged, []
     if threshold.heads is None:
@@ -300,6 +306,8 @@ def _decided(threshold: Threshold, judged: list[Held]) -> tuple[list[Held], list
 
 
 def _contains(lower: Held, upper: Held, whose: str = "") -> str:
+    """Returns why an estimate decides nothing: the interval from `lower`'s low end to
+    `upper`'s high end contains the limit. `whose` precedes the metric."""
     low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
     what = (
         f"the interval of {whose}{lower.limit.metric}, {three(low[0])} to "
@@ -323,8 +331,8 @@ def _offending(threshold: Threshold, judged: Sequence[Held]) -> list[Held]:
 
 
 def _median(judged: Sequence[Held]) -> Held:
-    """Returns the median of rows that are ordered from the worst; of two in the middle
-    the one that is less bad."""
+    """Returns the median of rows that are ordered from the worst, at least one; of two in
+    the middle the one that is less bad."""
     return judged[len(judged) // 2]
 
 
@@ -370,11 +378,14 @@ def run_test(
     empty: bool = False,
     place: Place | None = None,
 ) -> Test:
-    """Tests whether a kernel ran: in `count` calls it was `ok`, `skipped` or `failed`.
+    """Returns the test of whether a kernel ran: `count` has its calls by status (`ok`,
+    `skipped`, `failed`). `reasons`: why it failed or declined; `asked`: whether it was
+    asked for by name; `empty`: whether no element that it returned could be judged;
+    `place`: of the first failure.
 
-    A call in which it failed is not measured; nor is one that it declined, where the
-    rules require the kernel, or where it was asked for by name (as gradients are) and ran
-    in none."""
+    A call in which it failed is missing; so is one that it declined, where the rules
+    require the kernel, or where it was asked for by name (as gradients are) and ran in
+    none."""
     kernel = who["kernel"]
     required = rules.skipped == "never" or any(
         fnmatchcase(kernel, p) for p in rules.required
@@ -420,15 +431,15 @@ def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
 
 
 def _size(rows: Rows) -> float:
-    """Returns the dose; 0 for one beyond 1e300, since JSON has integers that no float can
-    hold."""
+    """Returns the dose of a planted fault; 0 for one that is no number, or beyond 1e300,
+    since JSON has integers that no float can hold. `rows`: at least one."""
     dose = rows[0].options.get("dose")
     return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
 def _dose(rows: Rows, plan: PlanRecord, rules: Rules) -> PlantedDose:
-    """Judges one dose of a fault. One that raises, or that no rule could judge, is not
-    caught by that."""
+    """Returns whether the rules catch one dose of a fault, and which. One that raises, or
+    that no rule could judge, is not caught by that: it is `unmeasured`."""
     # A planted fault is put through the rules as if it were a kernel.
     planted = [row.model_copy(update={"role": "kernel"}) for row in rows]
     tests = list(threshold_tests(planted, plan, rules))
