@@ -73,8 +73,11 @@ def cells(
     baseline: tuple[str, Mapping[str, object]],
     axes: Mapping[str, Mapping[str, object]],
 ) -> tuple[CellRow, ...]:
-    """Metrics of kernels by cell and format, in the rows' order. `axes`: places of
-    cases."""
+    """Returns one row for each metric of each kernel in each cell and format, in the
+    rows' order: heads pooled within a seed, then the mean over seeds, its 95 % interval
+    and the ratio to the baseline. Gradients, and rows that are not ok, are left out.
+    `baseline`: the kernel and all its options; `axes`: by case, its value on every
+    axis."""
     pooled = _pooled(
         [r for r in rows if r.status == "ok" and tensor_spec(r.tensor).is_output], metrics
     )
@@ -122,13 +125,16 @@ def cells(
 def _interval(
     how: Callable[[Sequence[float]], Mean], values: NDArray[np.float64]
 ) -> Mean | tuple[None, None, None]:
-    """Of those that are finite; nothing of none."""
+    """Returns the mean of the finite values and its 95 % interval (low, high), as
+    computed by `how`; three None where no value is finite."""
     finite = values[np.isfinite(values)].tolist()
     return how(finite) if finite else (None, None, None)
 
 
 def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame:
-    """One line for each cell, seed, kernel and format: the metrics pooled over heads."""
+    """Returns a table with one line for each cell, seed, kernel and format: the metrics
+    pooled over heads, whether the reference limits any of them, and the kernel's
+    options."""
     table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
     table["chosen"] = table["options"].map(_chosen)
     table["limited"] = table["reason"] == "reference-limited"
@@ -150,6 +156,7 @@ def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFram
 
 
 def _chosen(options: Mapping[str, object]) -> str:
+    """Returns options as text, the same for the same ones in another order."""
     return repr(sorted(options.items()))
 
 
@@ -164,7 +171,8 @@ class Grid:
 
     @cached_property
     def axes(self) -> dict[str, list[str]]:
-        """Every axis with more than one value, and its values in order."""
+        """Returns every axis with more than one value, and its values as text, in
+        order."""
         places: list[Mapping[str, object]] = [case.axes for case in self.request.cases]
         places += [{"case": case.entry} for case in self.request.cases]
         places += [{"format": name} for name in self.request.formats]
@@ -176,8 +184,8 @@ class Grid:
         return {name: list(distinct) for name, distinct in several.items()}
 
     def _named(self, kernel: str, options: Mapping[str, object]) -> dict[str, object]:
-        """The options that somebody gave this kernel a value for: what its label must
-        say."""
+        """Returns those of `options` that the request names for this kernel, in any of
+        its entries, and that are not None."""
         choices = (*self.request.kernels, self.request.baseline)
         of_kernel = (choice.options for choice in choices if choice.name == kernel)
         named = itertools.chain.from_iterable(of_kernel)
@@ -185,10 +193,11 @@ class Grid:
 
     @cached_property
     def x(self) -> str:
-        """The axis of the curves: as asked, else the one with most values.
+        """Returns the axis of the curves: the one that the request names, else the one
+        with most values, numbers first.
 
-        Raises UsageError for a grid without such an axis, and for a metric that cannot be
-        drawn."""
+        Raises UsageError for a grid of a single cell, for an `x` that is no axis, and for
+        a metric that cannot be drawn."""
         asked, target = self.request.x, self.request.target
         for name in self.request.y:
             if name not in METRICS:
@@ -210,8 +219,9 @@ class Grid:
 
     @cached_property
     def axis(self) -> Axis:
-        """Ticks ascend: formats by significant bits, equally apart. No numbers as
-        given."""
+        """Returns the axis of the curves with its ticks in ascending order. Formats stand
+        by significant bits at equal distances; other values that are not numbers stand in
+        the order of the file."""
         values, numbers = self.axes[self.x], _numbers(self.axes[self.x])
         scale: Literal["linear", "log", "category"] = "linear" if numbers else "category"
         if self.x == "format":
@@ -228,13 +238,16 @@ class Grid:
         return Axis(name=self.x, title=self.x, scale=scale, ticks=ticks)
 
     def label(self, kernel: str, options: Mapping[str, object]) -> str:
-        """A kernel with the options that tell it from others, but for the axis."""
+        """Returns a kernel with the options that the request names for it, without the
+        axis of the curves."""
         named = {n: v for n, v in self._named(kernel, options).items() if n != self.x}
         parts = (str(v) if n == "preset" else f"{n}={v}" for n, v in named.items())
         return " ".join([kernel, *parts])
 
     def lines(self, cells: Iterable[CellRow]) -> Lines:
-        """The cells as curves along the axis, in the order they came."""
+        """Returns the cells as curves along the axis, in the order they came: by (metric,
+        place on the other axes, label) the cells by their value on the axis, None for a
+        cell that the axis does not move."""
         values = [None, *(tick.label for tick in self.axis.ticks)]
         cases = {case.name: case for case in self.request.cases}
         lines: Lines = {}
@@ -259,7 +272,7 @@ class Grid:
 
 
 def _numbers(values: Iterable[str]) -> list[float] | None:
-    """Values as numbers; None where one is none, or not finite."""
+    """Returns values as numbers; None where one is none, or not finite."""
     try:
         numbers = [float(value) for value in values]
     except ValueError:
@@ -271,7 +284,8 @@ def _numbers(values: Iterable[str]) -> list[float] | None:
 
 
 def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
-    """For every metric and place the curves, where any has a number."""
+    """Yields a figure for every metric that is drawn and every place on the other axes,
+    where a curve has a number. `baseline`: the label of its curve."""
     places: dict[str | None, float] = {tick.label: tick.x for tick in grid.axis.ticks}
     drawn: dict[tuple[str, Place], list[Curve]] = {}
     for (metric, place, label), cells in lines.items():
@@ -301,6 +315,8 @@ def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
 
 
 def _words_of(place: Place) -> str:
+    """Returns a place in parentheses, as in ` (bfloat16, window 64)`; empty where no
+    other axis has several values."""
     plain = ("format", "inputs", "case")
     parts = ", ".join(
         value if name in plain else f"{name} {value}" for name, value in place
@@ -309,10 +325,11 @@ def _words_of(place: Place) -> str:
 
 
 def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
-    """`LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31× [0.30 to
-    0.32]` for each curve of the first metric, the baseline last. The ratio is of the last
-    point; where the axis has no order, the ends are the least and the largest mean. A
-    peak twice as high as both ends stands between them."""
+    """Returns `LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31×
+    [0.30 to 0.32]` for each curve of the first metric, the baseline last, at most
+    SENTENCES and how many more. The ratio is of the last point; where the axis has no
+    order, the ends are the least and the largest mean. A peak twice as high as both ends
+    stands between them."""
     text = []
     for (metric, place, label), cells in sorted(
         lines.items(), key=lambda x: x[0][2] == baseline
@@ -339,8 +356,9 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
 def _ends(
     cells: Mapping[str | None, CellRow], *, by_size: bool
 ) -> list[tuple[float, str | None, CellRow]]:
-    """Mean, value on the axis and cell of a curve's first and last point, or of its least
-    and largest; between them a peak twice as high as both."""
+    """Returns mean, value on the axis and cell of a curve's first and last point, or of
+    its least and largest (`by_size`); between them a peak twice as high as both. Empty
+    where no cell has a mean."""
     ends = [
         (cell.mean, value, cell) for value, cell in cells.items() if cell.mean is not None
     ]
@@ -354,7 +372,8 @@ def _ends(
 
 
 def _over_baseline(cell: CellRow, baseline: str) -> str:
-    """`; over BASELINE 0.31× [0.30 to 0.32]`; nothing where the ratio says nothing."""
+    """Returns `; over BASELINE 0.31× [0.30 to 0.32]`; empty where there is no ratio, or
+    it is too large or small to mean anything."""
     if cell.ratio is None or not 1 / MOST < cell.ratio < MOST:
         return ""
     words = f"; over {baseline} {times(cell.ratio)}×"
@@ -364,8 +383,8 @@ def _over_baseline(cell: CellRow, baseline: str) -> str:
 
 
 def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """What a sample of rows means for the numbers; which kernels could not be measured,
-    in which formats and why, each reason once."""
+    """Yields sentences on what a sample of rows means for the numbers, and on which
+    kernels could not be measured, in which formats and why, each reason once."""
     if sampled := max((row.rows_measured or 0 for row in rows if row.sampled), default=0):
         yield (
             f"At most {sampled} random query rows of each head for each seed, and a "

@@ -136,8 +136,9 @@ class Document(_Titled):
     blocks: tuple[Node, ...] = ()
 
     def shown_in(self, medium: Medium) -> Iterator[Node]:
-        """The nodes of a medium, on a page alone with figures and a choice; tables
-        without a row and lists without an item are none."""
+        """Yields the nodes that a medium shows. Figures and a choice of tables are nodes
+        of a page alone: elsewhere they become tables, and the first table. Tables without
+        a row and lists without an item are left out."""
         parts = {
             Table: "rows",
             Bullets: "items",
@@ -155,8 +156,8 @@ class Document(_Titled):
 
 
 def headed(sentence: str) -> Item:
-    """A sentence whose lead is what stands before the first `: `; all of it where there
-    is none."""
+    """Returns a sentence as an item whose lead is all up to the first `: `; the whole
+    sentence where there is none."""
     lead, colon, text = sentence.partition(": ")
     return Item(text, lead=lead + colon.strip())
 
@@ -164,6 +165,7 @@ def headed(sentence: str) -> Item:
 def notes(
     sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA
 ) -> tuple[Paragraph, ...]:
+    """Returns a soft paragraph for each sentence that is not empty."""
     return tuple(Paragraph(sentence, "soft", only) for sentence in sentences if sentence)
 
 
@@ -176,8 +178,9 @@ def table(
     kind: Literal["numbers", "words", "map", "series"] = "numbers",
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
-    """A table of text and cells; the first of columns that are only named stands on the
-    left. `standard` says of each row whether it is only there for comparison."""
+    """Returns a table of text and cells; the first of columns that are only named is
+    aligned left, the others right. `standard`: of each row, whether it is only there for
+    comparison; empty: none is."""
     heads = tuple(
         Column(c, align="right" if i else "left") if isinstance(c, str) else c
         for i, c in enumerate(columns)
@@ -194,7 +197,7 @@ def words(
     title: str = "",
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
-    """A table whose columns are words, and stand on the left."""
+    """Returns a table whose columns are text, aligned left."""
     heads = [Column(name, align="left") for name in columns]
     return table(heads, rows, title=title, kind="words", only=only)
 
@@ -206,18 +209,21 @@ def heat_map(
     *,
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
-    """One number for each layer (down) and head (across), in a few characters."""
+    """Returns a table of one number for each layer (down) and head (across), in a few
+    characters. `layers`: by a layer's name its cells, one for each of `heads`."""
     rows = ([Cell(name, style="soft"), *cells] for name, cells in layers.items())
     return table(["layer", *map(str, heads)], rows, title=title, kind="map", only=only)
 
 
 def cell_id(kernel: str, fmt: str, tensor: str, layer: str, head: int | None) -> str:
-    """What a head's cell on a map is called in a page."""
+    """Returns the id of a head's cell on a map of a page, in letters, digits and
+    `_.-`."""
     return re.sub(r"[^\w.-]+", "-", f"{kernel}-{fmt}-{tensor}-{layer}-{head}")
 
 
 def floors(value: float | None, title: str = "") -> Cell:
-    """A multiple of the floor, shaded by its size."""
+    """Returns a cell with a multiple of the floor, shaded by its size; a dash for
+    None."""
     return Cell(ratio(value), shade=shade(value), title=title)
 
 
@@ -227,8 +233,9 @@ X = TypeVar("X", int, float, float | None)
 def curve(
     label: str, role: Role, numbers: Mapping[tuple[X, str], Sequence[float]]
 ) -> Iterator[Curve]:
-    """The medians at each place (its x, and what it is called); nothing where all of them
-    are 0, which a logarithmic axis does not have."""
+    """Yields one curve of the medians at each place, or nothing where all of them are 0,
+    which a logarithmic axis does not have. `numbers`: by (x, name of the place) the
+    values there; a place without one, or of median 0, has no point."""
     points = tuple(
         Point(x=x, label=name, mean=median(values), low=None, high=None)
         for (x, name), values in numbers.items()
@@ -239,10 +246,12 @@ def curve(
 
 
 def tables_of(of: Figures) -> Iterator[Table]:
-    """Figures as numbers, those of one metric in one table: a row for each curve, a
-    column for each tick of the axis."""
+    """Yields figures as numbers, those of one metric in one table: a row for each curve,
+    a column for each tick of the axis."""
 
     def cell(figure: Figure, curve: Curve, x: float) -> str:
+        """Returns a curve's number at x with its note; a dash where it has no point
+        there."""
         point = next((p for p in curve.points if p.x in (None, x)), None)
         value = None if point is None else point.mean
         note = f" ({point.note})" if point is not None and point.note else ""

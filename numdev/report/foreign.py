@@ -14,8 +14,8 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def plain(text: str, keep: str = "") -> str:
-    """Text with its control characters (ANSI escapes, marks of direction) spelled out,
-    but for `keep`."""
+    """Returns text with its control characters (ANSI escapes, marks of direction) spelled
+    out, but for those in `keep`."""
     if text.isprintable():
         return text
     return "".join(
@@ -25,9 +25,9 @@ def plain(text: str, keep: str = "") -> str:
 
 
 def cell(value: object) -> object:
-    """A value as a cell of a CSV file: mappings as JSON, and text that a spreadsheet
-    would compute with an apostrophe before it; control characters but tabs and line ends
-    spelled out. Numbers stay."""
+    """Returns a value as a cell of a CSV file: mappings as JSON, and text that a
+    spreadsheet would compute with an apostrophe before it; control characters but tabs
+    and line ends spelled out. Numbers stay."""
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, str):
@@ -37,8 +37,8 @@ def cell(value: object) -> object:
 
 
 def json_text(text: str) -> str:
-    """JSON for a terminal: what is not printable as JSON's escapes for it. The same
-    data."""
+    """Returns JSON text with each character that is not printable as JSON's escape for
+    it: safe in a terminal, and the same data."""
     if text.isprintable():
         return text
     return "".join(

@@ -33,10 +33,10 @@ class _Head(BaseModel):
 
 
 def read(path: Path) -> Report:
-    """Read `report.json`, or a directory that holds one. Raises UsageError where there is
-    none, and MeasurementError for one that is not understood (another schema version), or
-    was cut off, edited or merged by hand, as its digest tells: a report is read right, or
-    not at all."""
+    """Returns the report in a `report.json`, or in a directory that holds one. Raises
+    UsageError where there is none, and MeasurementError for one that is not understood
+    (another schema version), or was cut off, edited or merged by hand, as its digest
+    tells: a report is read right, or not at all."""
     try:
         path = path / "report.json" if path.is_dir() else path
         text = bytearray(path.read_bytes())
@@ -79,19 +79,21 @@ def read(path: Path) -> Report:
 
 
 def text_of(report: Report) -> str:
-    """A report as JSON, for a file as for a terminal; its last key is the SHA-256 of all
-    before."""
+    """Returns a report as JSON, for a file as for a terminal; its last key is the SHA-256
+    of all before."""
     return sealed(json_text(report.model_dump_json()).encode()).decode()
 
 
 def sealed(text: bytes) -> bytes:
-    """The JSON of a report with its digest."""
+    """Returns the JSON of a report with its last key, `digest`: the SHA-256 of all
+    before. `text`: one JSON object without it."""
     body = text.removesuffix(b"}")
     return body + f',"digest":"{hashlib.sha256(body).hexdigest()}"}}'.encode()
 
 
 def write(report: Report, directory: Path) -> None:
-    """Write report.json and its tables as CSV; each atomically."""
+    """Writes report.json and its tables as CSV into a directory that exists; each
+    atomically."""
     for name, lines in report.tables().items():
         with replacing(directory / f"{name}.csv") as file:
             write_csv(file, lines)
@@ -101,8 +103,9 @@ def write(report: Report, directory: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
-    """A text file that takes its name only when it is complete. A device, a pipe, or the
-    system's name for an open file (`/dev/stdout`) is written to, and stays what it is."""
+    """Yields a text file that takes the name `path` only when it is complete; after an
+    exception the old file stays. A device, a pipe, or the system's name for an open file
+    (`/dev/stdout`) is written to, and stays what it is."""
     if path.parts[:2] in (("/", "dev"), ("/", "proc")) or (
         path.exists() and not path.is_file()
     ):
@@ -117,7 +120,8 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 
 def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
-    """One line a row, one column a field; nothing where there is no row."""
+    """Writes one line for each record under a line of the names of the fields; nothing
+    where there is no record."""
     writer = csv.writer(file)
     for i, line in enumerate(lines):
         values = line.model_dump()
@@ -128,7 +132,8 @@ def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
 
 def refuse_other_kind(directory: Path, kind: str) -> None:
     """Raises UsageError where a directory holds the report of another command, which no
-    option replaces. One that does not say what it is, is no report."""
+    option replaces. A file that does not say what it is, or cannot be read, is no report.
+    `kind`: the command's name."""
     try:
         with (directory / "report.json").open("rb") as file:
             text = file.read(HEAD)
@@ -143,8 +148,10 @@ def refuse_other_kind(directory: Path, kind: str) -> None:
 def claim(
     directory: Path, kind: str, request: Mapping[str, object], *, overwrite: bool
 ) -> None:
-    """Make the directory of the results. Raises UsageError where it holds another report:
-    one of another command always, of another request unless `overwrite`."""
+    """Makes the directory of the results, and removes unfinished files in it. Raises
+    UsageError where it holds another report: one of another command always, of another
+    request unless `overwrite`; and MeasurementError for an older report that cannot be
+    read, unless `overwrite`."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_stale(directory)
     refuse_other_kind(directory, kind)

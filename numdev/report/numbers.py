@@ -12,7 +12,7 @@ SHADES = (1.25, 2.0, 4.0, 16.0)
 
 
 def si(value: float | None) -> str:
-    """An error in two digits: 0.012, 3.4, 1.2e-5."""
+    """Returns an error in two digits: 0.012, 3.4, 1.2e-5; a dash for None."""
     if value is None:
         return NONE
     return (
@@ -23,7 +23,8 @@ def si(value: float | None) -> str:
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
-    """`3.1 %`, `-42 %`, `2e-5 %`; with `sign` also `+3.1 %`."""
+    """Returns a share as a percentage: `3.1 %`, `-42 %`, `2e-5 %`; with `sign` also `+3.1
+    %`. A dash for None."""
     if share is None:
         return NONE
     number = f"{100 * share:.0f}" if 0.995 <= abs(share) < 10 else si(100 * share)
@@ -31,13 +32,15 @@ def percent(share: float | None, *, sign: bool = False) -> str:
 
 
 def power(number: str) -> str:
-    """Numbers as Python writes them, without zeros in the exponent: 1.2e-3, 1.2e3."""
+    """Returns a number's text, as Python writes it, without zeros or a plus in the
+    exponent: 1.2e-3, 1.2e3."""
     return re.sub(r"(?<=\d)e(?:\+|(-))0*(?=\d)", r"e\1", number)
 
 
 def three(value: float | None, beside: float | None = None) -> str:
-    """Three digits, or more where they would be those of a limit `beside`; 9570 and not
-    9.57e3. What was rounded shows its zeros: 1.00, where 1 is exactly 1."""
+    """Returns a number in three digits, or in more where it would read as the limit
+    `beside` that it is not equal to; 9570 and not 9.57e3. What was rounded shows its
+    zeros: 1.00, where 1 is exactly 1. A dash for None."""
     if value is None:
         return NONE
     digits = 3
@@ -50,14 +53,16 @@ def three(value: float | None, beside: float | None = None) -> str:
 
 
 def labelled(kernel: str, options: Mapping[str, object]) -> str:
-    """A kernel with the options that were chosen: `emulated[preset=fa2,block_kv=64]`."""
+    """Returns a kernel with the options that are not None:
+    `emulated[preset=fa2,block_kv=64]`."""
     chosen = ((n, f"{x:g}" if isinstance(x, float) else x) for n, x in options.items())
     text = ",".join(f"{name}={value}" for name, value in chosen if value is not None)
     return kernel + (f"[{text}]" if text else "")
 
 
 def ratio(value: float | None) -> str:
-    """A multiple with two decimals, or three digits from 100 on."""
+    """Returns a multiple with two decimals, or in three digits from 100 on; a dash for
+    None."""
     if value is None:
         return NONE
     if value < 100:
@@ -66,12 +71,13 @@ def ratio(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A multiple that may be far below 1, where it keeps two digits."""
+    """Returns a multiple that may be far below 1: in two digits below 0.01, else as
+    `ratio` writes it (two decimals, or three digits from 100 on). A dash for None."""
     return si(value) if value is not None and 0 < value < 0.01 else ratio(value)
 
 
 def short(value: float | None) -> str:
-    """A multiple in four characters: 1.25, 12.5, 125, 1e4."""
+    """Returns a multiple in four characters: 1.25, 12.5, 125, 1e4; a dash for None."""
     if value is None:
         return NONE
     digits = 2 - (value >= 9.995) - (value >= 99.95)
@@ -79,6 +85,6 @@ def short(value: float | None) -> str:
 
 
 def shade(value: float | None, limits: Sequence[float] = SHADES) -> int | None:
-    """How dark a number is shown, 0 to 4: a multiple of the floor, where no limits are
-    given."""
+    """Returns how dark a number is shown: how many of the ascending `limits` it reaches,
+    0 to 4 with those for a multiple of the floor. None for None."""
     return None if value is None else sum(value >= limit for limit in limits)

@@ -48,8 +48,8 @@ def summarise(
     explanations: Sequence[Explanation] = (),
     worst: Sequence[WorstRow] = (),
 ) -> AuditSummary:
-    """The summary of an audit's rows, all of them skipped or not; planted faults are left
-    out."""
+    """Returns the summary of an audit's rows, whether ok, skipped or failed; planted
+    faults are left out. A kernel that a finding is on is not spoken of in its answer."""
     groups = grouped(
         (row for row in rows if row.role != "control"),
         lambda r: (r.role, r.kernel, str(sorted(r.options.items())), r.format),
@@ -75,9 +75,10 @@ def summarise(
 
 
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
-    """The floor first, then by distance from the truth over the baseline's (which is the
-    same for kernels that return another format than the others); what is not finite
-    last."""
+    """Returns the order of a kernel in its format: the floor first, then by distance from
+    the truth over the baseline's (which is the same for kernels that return another
+    format than the others), else over the floor; what is not finite last, then the cost
+    of the format."""
     order = 0 if kernel.role == "floor" else 2 if kernel.role == "precision" else 1
     ratios = (kernel.baseline_ratio, kernel.floor_ratio)
     return (
@@ -88,6 +89,8 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
 
 
 def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
+    """Returns the summary of one kernel in one format, by all its rows, at least one: of
+    its output over all heads, of each gradient, and of each phase of a generation."""
     ok = [row for row in rows if row.status == "ok" and tensor_spec(row.tensor).is_output]
     worst = max(ok, key=lambda row: row.expected_ratio or 0.0, default=rows[0])
     ran = _distinct(row.ran for row in rows)
@@ -118,6 +121,7 @@ def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
 
 
 def _of_gradients(rows: Sequence[DeviationRow], places: Places) -> Iterator[PartSummary]:
+    """Yields the summary of each gradient that was measured in some head."""
     gradients = (row.tensor for row in rows if tensor_spec(row.tensor).is_gradient)
     for tensor in dict.fromkeys(gradients):
         if measured := _measured(rows, tensor):
@@ -125,14 +129,16 @@ def _of_gradients(rows: Sequence[DeviationRow], places: Places) -> Iterator[Part
 
 
 def _of_phases(ok: Sequence[DeviationRow], places: Places) -> Iterator[PartSummary]:
+    """Yields the summary of the output in each phase of a generation; nothing where there
+    is none. `ok`: measured rows of the output."""
     for phase in dict.fromkeys(row.phase for row in ok if row.phase is not None):
         of_phase = [row for row in ok if row.phase == phase]
         yield PartSummary(phase=phase, **_over_heads(of_phase, PartSummary, places))
 
 
 def _noise(rows: Sequence[DeviationRow]) -> float | None:
-    """The largest noise of a head; 0 where all runs gave the same bits, None where
-    nothing was repeated."""
+    """Returns the largest noise of a head, over the floor's error; 0 where all runs gave
+    the same bits, None where nothing was repeated."""
     noise = [noise_ratio(row) for row in rows if row.noise is not None]
     if not noise:
         return None
@@ -140,15 +146,18 @@ def _noise(rows: Sequence[DeviationRow]) -> float | None:
 
 
 def _distinct(values: Iterable[str | None]) -> tuple[str, ...]:
+    """Returns the values that are not None, each once, in order."""
     return tuple(dict.fromkeys(value for value in values if value is not None))
 
 
 def _measured(rows: Sequence[DeviationRow], tensor: str) -> list[DeviationRow]:
+    """Returns the rows of a tensor that are ok."""
     return [row for row in rows if row.tensor == tensor and row.status == "ok"]
 
 
 def _mean(ok: Sequence[DeviationRow]) -> float | None:
-    """The mean error of all elements; None where no head has a number."""
+    """Returns the mean |error| of all elements; None where no head has a number, or the
+    mean overflows."""
     measured = (row for row in ok if row.mean_abs is not None)
     weighted = [(row.mean_abs, row.elements or 0) for row in measured]
     values, weight = np.array(weighted, dtype=float).reshape(-1, 2).T
@@ -159,8 +168,9 @@ def _mean(ok: Sequence[DeviationRow]) -> float | None:
 def _over_heads(
     ok: Sequence[DeviationRow], record: type[Record], places: Places
 ) -> dict[str, Any]:
-    """The fields that a record has of each metric over heads: the median, the largest,
-    and where that is; none where no head has a number."""
+    """Returns those fields of `record` that are of a metric over heads: the median, the
+    largest (`_worst`), and the layer and head that have it (`_where`); counts, but none
+    of these, where no head has a number. `ok`: measured rows."""
     fields: dict[str, object] = {
         "ok": len(ok),
         "nonfinite": sum(row.nonfinite or 0 for row in ok),
@@ -178,8 +188,8 @@ def _over_heads(
 
 
 def _biased(ok: Sequence[DeviationRow]) -> int | None:
-    """How many heads of a kernel in a format are biased, Holm-corrected; None if none is
-    judged."""
+    """Returns how many heads of a kernel in a format are biased, Holm-corrected; None if
+    none can be judged."""
     tested = [
         (row.bias_p, abs(row.bias_size or 0.0))
         for row in ok
@@ -196,15 +206,16 @@ def _biased(ok: Sequence[DeviationRow]) -> int | None:
 
 
 def _or_none(value: float) -> float | None:
-    """A float for JSON, None for NaN and infinity."""
+    """Returns a float for JSON: None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None
 
 
 def _answer(
     kernels: Sequence[KernelSummary], findings: Sequence[Finding]
 ) -> Iterator[str]:
-    """One format in sentences: what overflows, and flash deviation beside what the format
-    costs. Of a kernel with a finding nothing is said: its verdict says it."""
+    """Yields sentences on one format: what overflows, and how far a flash kernel is from
+    eager attention beside what the format costs. A kernel with a finding is not spoken
+    of: its verdict says it."""
     standard = {k.role: k for k in kernels}
     precision, plain = standard.get("precision"), standard.get("baseline")
     usual = {name: place for place, name in enumerate(HEADLINE)}

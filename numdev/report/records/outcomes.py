@@ -22,6 +22,7 @@ class Outcome(StrEnum):
 
     @property
     def exit_code(self) -> int:
+        """Returns the exit code of a command: 0 passed, 1 exceeded, 3 not judged."""
         match self:
             case Outcome.EXCEEDED:
                 return 1
@@ -34,7 +35,7 @@ class Outcome(StrEnum):
 
     @property
     def word(self) -> str:
-        """`FAIL`, `NOT JUDGED` or `PASS`."""
+        """Returns `FAIL`, `NOT JUDGED` or `PASS`."""
         match self:
             case Outcome.EXCEEDED:
                 return "FAIL"
@@ -47,7 +48,8 @@ class Outcome(StrEnum):
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """The gravest of them; NOT_JUDGED where there is none, since silence is no pass."""
+    """Returns the gravest of the outcomes; NOT_JUDGED where there is none, since silence
+    is no pass."""
     return min(outcomes, key=list(Outcome).index, default=Outcome.NOT_JUDGED)
 
 
@@ -64,7 +66,8 @@ class Standing(StrEnum):
 
     @property
     def outcome(self) -> Outcome | None:
-        """What the whole comes to by it at best; None where nothing follows from it."""
+        """Returns the best outcome that a report with such a test can have; None where
+        nothing follows from the test."""
         match self:
             case Standing.EXCEEDED:
                 return Outcome.EXCEEDED
@@ -79,5 +82,5 @@ class Standing(StrEnum):
 
     @property
     def word(self) -> str:
-        """The word of tables: the outcome's, or `not applied`."""
+        """Returns the word of tables: the outcome's, or `not applied`."""
         return "not applied" if self.outcome is None else self.outcome.word

@@ -52,6 +52,7 @@ class Place(Record):
 
     @classmethod
     def of(cls, row: DeviationRow) -> Place:
+        """Returns the place of a row."""
         return cls(**{name: getattr(row, name) for name in cls.model_fields})
 
 
@@ -75,7 +76,8 @@ class Places:
         self._unit = tensor_spec(next(filter(None, tensors), FIRST_OUTPUT)).of.unit
 
     def layer(self, place: Place | DeviationRow | WorstRow) -> str:
-        """Which layer's calls these are, of which phase."""
+        """Returns a place's layer in words, with its phase: `layer 3 decode`. The module
+        where several have that number, the case where the place has no layer."""
         name = self._names.get((place.layer, place.module), place.module)
         name = place.case if place.layer is None else name
         return f"{name} {place.phase}" if place.phase else name
@@ -131,7 +133,8 @@ class Finding(Record):
 
     @property
     def folder(self) -> str:
-        """What its reproducer's folder is called: kernel, tensor, rule and format."""
+        """Returns the name of the folder of its reproducer: kernel, tensor, rule and
+        first format, in letters, digits and `_.-`."""
         parts = (self.kernel, self.tensor or "", self.rule, *self.formats[:1])
         return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
 
@@ -164,7 +167,8 @@ class Provenance(Record):
     def now(
         cls, command: str, system: Mapping[str, object], source: Mapping[str, object]
     ) -> Provenance:
-        """The provenance of a report that this version makes now."""
+        """Returns the provenance of a report that this version makes now. `command`: the
+        command line; `source`: what the numbers were measured on."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(
             numdev=numdev.__version__,
@@ -214,32 +218,37 @@ class Report(Record):
     @field_validator("request")
     @classmethod
     def _has_the_shape_of_a_request(cls, request: dict[str, object]) -> dict[str, object]:
+        """Returns the request; raises pydantic's ValidationError where a field that
+        judging reads is of another type."""
         RequestShape.model_validate(request)
         return request
 
     @property
     def passed(self) -> bool:
-        """Whether all that was planned was judged, and nothing exceeds a limit."""
+        """Whether all that was planned was judged, and nothing exceeds a limit; False
+        where nothing was judged."""
         return self.outcome is Outcome.PASSED
 
     @property
     def measured(self) -> bool:
-        """Whether there is anything in it."""
+        """Whether anything was measured; True for a kind of report that does not override
+        it."""
         return True
 
     @property
     def unmeasured(self) -> str:
-        """What to say of one that is not `measured`."""
+        """Returns what to say of a report that is not `measured`, as a clause."""
         return "no kernel under audit could be measured"
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
-        """What is written as CSV beside it, by the name of the file."""
+        """Returns what is written as CSV beside the report: records by the name of the
+        file."""
         return {}
 
     def to_pandas(self, table: str = "") -> pandas.DataFrame:
-        """One of its tables, by default the first (`rows` of an audit), as a DataFrame: a
-        field a column, None as NaN among numbers. Raises UsageError for a table that it
-        does not have."""
+        """Returns one of its tables, by default the first (`rows` of an audit), as a
+        DataFrame: a field a column, None as NaN among numbers. Raises UsageError for a
+        table that it does not have."""
         import pandas
 
         tables = self.tables()
@@ -251,8 +260,9 @@ class Report(Record):
         return pandas.DataFrame([record.model_dump() for record in tables[name]])
 
     def plot(self, metric: str = "floor_ratio", **which: Any) -> Any:
-        """Draw `metric` by layer and head with matplotlib, kernels side by side
-        (`numdev.report.renderers.figure`); returns the axes."""
+        """Draws `metric` by layer and head with matplotlib, kernels side by side, and
+        returns the axes. `which`: `tensor` and `format`. Raises UsageError without
+        matplotlib, and where no row has the number."""
         return _renderer("figure").draw(self, metric, **which)
 
     def __repr__(self) -> str:
@@ -271,12 +281,13 @@ class Report(Record):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """For notebooks: its page, in a frame of its own."""
+        """Returns its page for a notebook, in a frame of its own."""
         return str(_renderer("html").frame(self))
 
 
 def _renderer(name: str) -> ModuleType:
-    """A renderer, imported when it is asked for: records know none."""
+    """Returns the module of a renderer, imported when it is asked for: records know
+    none."""
     return importlib.import_module(f"numdev.report.renderers.{name}")
 
 
@@ -294,16 +305,17 @@ class AuditReport(Report):
 
     @property
     def attention_calls(self) -> list[CaseRecord]:
-        """The calls of this report that are calls of attention."""
+        """Returns the calls of this report that are calls of attention."""
         return [case for case in self.cases if isinstance(case, CaseRecord)]
 
     @property
     def measured(self) -> bool:
-        """Whether any kernel under audit ran, or none was asked for."""
+        """Whether any kernel under audit ran, or no row is of one."""
         status = {row.status for row in self.rows if row.role == "kernel"}
         return "ok" in status or not status
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
+        """Returns `rows`, and `weights` where stored weights were cast."""
         return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
 
 
@@ -320,8 +332,10 @@ class SweepReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether a kernel has a number, or nobody lacks one, as in an audit."""
+        """Whether a cell has a number of a kernel, or no note says why one lacks it."""
         return any(cell.role == "kernel" for cell in self.cells) or not self.summary.notes
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
+        """Returns `rows` (empty where only cells were asked for), and `cells` if there
+        are any."""
         return {"rows": self.rows, **({"cells": self.cells} if self.cells else {})}

@@ -55,8 +55,8 @@ class CallRecord(Record):
     axes: dict[str, object] = Field(default_factory=dict)
 
     def extents(self) -> Mapping[str, Extent]:
-        """The shape of each tensor, also of those that an implementation may leave
-        out."""
+        """Returns the shape of each tensor by name, also of those that an implementation
+        may leave out. Each kind of call has its own."""
         raise NotImplementedError
 
 
@@ -66,6 +66,7 @@ class FunctionCallRecord(CallRecord):
     tensors: dict[str, Extent]
 
     def extents(self) -> Mapping[str, Extent]:
+        """Returns the shape of each tensor by name."""
         return self.tensors
 
 
@@ -87,6 +88,8 @@ class CaseRecord(CallRecord):
     scale: float
 
     def extents(self) -> Mapping[str, Extent]:
+        """Returns the shapes of out, lse, dq, dk and dv: a unit is a query head, or for
+        dk and dv a key head."""
         query = Extent(units=self.heads, rows=self.q_len, width=self.head_dim)
         key = Extent(units=self.kv_heads, rows=self.kv_len, width=self.head_dim)
         return {
@@ -115,7 +118,7 @@ class OfKernel(Record):
 
     @property
     def who(self) -> Who:
-        """These fields, for another record of the same kernel."""
+        """Returns these fields by name, for another record of the same kernel."""
         return {
             "role": self.role,
             "kernel": self.kernel,

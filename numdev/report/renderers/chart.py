@@ -52,9 +52,9 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """Powers of ten, with 2 and 5 between where they are few; on a linear axis, and
-        where a logarithmic one holds fewer than three of these, round numbers in equal
-        steps."""
+        """Returns where ticks stand, as values: powers of ten, with 2 and 5 between where
+        they are few; on a linear axis, and where a logarithmic one holds fewer than three
+        of these, round numbers in equal steps."""
         low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
         if self.log:
             decades = range(math.floor(self.low), math.ceil(self.high) + 1)
@@ -72,8 +72,9 @@ class Scale:
 
 
 def _scale(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Scale:
-    """A scale from the least value to the largest, with a share of the range as air at
-    both ends."""
+    """Returns a scale from the least value to the largest, at least one, with `share` of
+    the range as air at both ends. `pixels`: where it starts and ends; `log`: values are
+    positive, and their logarithms are drawn."""
     places = [math.log10(v) if log else v for v in values]
     low, high = min(places), max(places)
     air = max(share * (high - low), 0.02 * log) or 0.5
@@ -81,7 +82,8 @@ def _scale(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Sc
 
 
 def _y_scale(figures: Sequence[Figure]) -> Scale:
-    """The range of all that is drawn; with zero in it where the scale is linear."""
+    """Returns the vertical scale of all that is drawn in these figures; with zero in it
+    where the scale is linear."""
     points = [p for f in figures for c in f.curves for p in c.points]
     numbers = itertools.chain.from_iterable((p.mean, p.low, p.high) for p in points)
     ends = [number for number in numbers if number is not None]
@@ -98,7 +100,7 @@ def _y_scale(figures: Sequence[Figure]) -> Scale:
 
 
 def svg(figure: Figure, of: Figures) -> Markup:
-    """One of these figures."""
+    """Returns one of these figures as an SVG element."""
     axis, categories = of.axis, of.axis.scale == "category"
     kind = (figure.metric, figure.relative)
     y = _y_scale([f for f in of.figures if (f.metric, f.relative) == kind])
@@ -132,8 +134,8 @@ def svg(figure: Figure, of: Figures) -> Markup:
 
 
 def _styles(of: Figures) -> dict[str, tuple[str, int]]:
-    """Label to its class and marker: the standard roles their own, kernels a colour
-    each."""
+    """Returns by label a curve's CSS class and the index of its marker: the standard
+    roles have their own, kernels a colour each."""
     styles: dict[str, tuple[str, int]] = {}
     colours = itertools.count()
     for label, role in {c.label: c.role for f in of.figures for c in f.curves}.items():
@@ -146,8 +148,8 @@ def _styles(of: Figures) -> dict[str, tuple[str, int]]:
 
 
 def _axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> float:
-    """The frame, its ticks and titles, without overlaps; returns where the drawing ends
-    below."""
+    """Draws the frame, its ticks and titles, without overlaps; returns where the drawing
+    ends below, in pixels."""
     for v in y.ticks():
         _path(root, "grid", [(LEFT, y(v)), (RIGHT, y(v))])
         _text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")
@@ -172,14 +174,16 @@ def _axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> flo
 
 
 def _wrapped(label: str, width: int) -> list[str]:
+    """Returns a label in lines of at most `width` characters, at most four."""
     return textwrap.wrap(
         label, width, max_lines=4, placeholder="…", break_on_hyphens=False
     )
 
 
 def _labels(ends: Sequence[tuple[ET.Element, Pair, list[str]]]) -> float:
-    """Each curve's name beside its end, moved until none covers another: down from the
-    top, then up from the bottom. Returns where the lowest ends."""
+    """Draws each curve's name beside its end, moved until none covers another: down from
+    the top, then up from the bottom. Returns where the lowest ends, in pixels; 0 without
+    curves. `ends`: each curve's group, end point and label in lines."""
     heights = [LINE * len(label) + 3 for _, _, label in ends]
     order = sorted(range(len(ends)), key=lambda i: ends[i][1][1])
     tops, free, bottom = [0.0] * len(ends), 0.0, max(BOTTOM + 82.0, sum(heights))
@@ -204,8 +208,9 @@ def _points(
     marker: str,
     categories: bool,
 ) -> None:
-    """A curve's points, each telling its number, and their intervals: bars where points
-    have no order, else a band, if all have one."""
+    """Draws a curve's points, each with its number as a tooltip, and their intervals:
+    bars where points have no order (`categories`), else a band, if all have one.
+    `places`: pixels of each point; `y` scales the intervals."""
     intervals = [
         (x, y(point.low), y(point.high))
         for point, (x, _) in zip(points, places, strict=True)
@@ -232,6 +237,8 @@ def _points(
 
 
 def _path(parent: ET.Element, kind: str, places: Sequence[Pair]) -> None:
+    """Draws a line through the places, of the CSS class `kind`; nothing without
+    places."""
     if places:
         d = "M" + "L".join(f"{x:g} {y:g}" for x, y in places)
         ET.SubElement(parent, "path", {"class": kind, "d": d})
@@ -240,6 +247,8 @@ def _path(parent: ET.Element, kind: str, places: Sequence[Pair]) -> None:
 def _text(
     parent: ET.Element, words: str, x: float, y: float, kind: str, anchor: str = "middle"
 ) -> ET.Element:
+    """Draws text at a place in pixels and returns its element. `kind`: its CSS class;
+    `anchor`: which end of the text stands there."""
     at = {"class": kind, "x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
     element = ET.SubElement(parent, "text", at)
     element.text = plain(words)

@@ -30,7 +30,7 @@ ERRORS = 10  # error annotations of a step that GitHub shows; of warnings as man
 
 
 def tag_of(outcome: Outcome | None) -> str:
-    """The element that JUnit has for what is no pass; empty for a pass."""
+    """Returns the element that JUnit has for what is no pass; empty for a pass."""
     match outcome:
         case Outcome.EXCEEDED:
             return "failure"
@@ -45,8 +45,8 @@ def tag_of(outcome: Outcome | None) -> str:
 
 
 def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
-    """The whole file; `findings` are the judgement's. What XML 1.0 cannot hold is spelled
-    out."""
+    """Returns the whole JUnit file; `findings` are the judgement's. What XML 1.0 cannot
+    hold is spelled out."""
     # A finished report is judged in no time worth telling, and readers want the
     # attribute.
     root = ElementTree.Element("testsuites", name=GATE, time="0")
@@ -72,13 +72,16 @@ def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
 
 
 def _suite(test: Test) -> str:
+    """Returns the name of a test's suite: the kernel with its options, or GATE without a
+    kernel."""
     if test.kernel is None:
         return GATE
     return label(test) + (" (baseline)" if test.role == "baseline" else "")
 
 
 def _name(test: Test) -> str:
-    """The rule, and of what; names hold no numbers."""
+    """Returns the name of a test's case: the rule, and of what. It holds no number of the
+    test."""
     if test.runs:
         return f"{test.rule} ({'backward, ' if test.is_backward else ''}{test.format})"
     of = ", ".join(filter(None, (test.tensor, test.format)))
@@ -86,7 +89,7 @@ def _name(test: Test) -> str:
 
 
 def _why(test: Test, findings: Sequence[Finding]) -> list[str]:
-    """Lines that say why a test is no pass, the shortest first."""
+    """Returns lines that say why a test is no pass, the shortest first; at least one."""
     if test.runs:
         word, count = "failed", test.offending
         if not count:
@@ -113,13 +116,14 @@ def _why(test: Test, findings: Sequence[Finding]) -> list[str]:
 
 
 def _place(place: Place) -> str:
+    """Returns a place as `at case X, head 3`: every field that it has."""
     fields = place.model_dump(exclude_none=True)
     return "at " + ", ".join(f"{key} {value}" for key, value in fields.items())
 
 
 def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]:
-    """A workflow command for each problem, at most ten; then a warning that says how many
-    more there are, since of errors GitHub would not show it."""
+    """Yields a GitHub workflow command for each problem, at most ten; then a warning that
+    says how many more there are, since of errors GitHub would not show it."""
     problems = [("error", p.title, p.sentence) for p in problems_of(judgement, findings)]
     more = len(problems) - ERRORS
     if more > 0:
@@ -134,4 +138,5 @@ def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]
 
 
 def _data(text: str) -> str:
+    """Returns text as a workflow command can hold it: no line break, and % as %25."""
     return plain(text).replace("%", "%25")

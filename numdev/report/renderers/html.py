@@ -26,13 +26,13 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 def write(report: Report, directory: Path) -> None:
-    """Write report.html beside report.json and the reproducers, atomically."""
+    """Writes report.html beside report.json and the reproducers, atomically."""
     with replacing(directory / "report.html") as file:
         file.write(page(report, directory))
 
 
 def frame(report: Report) -> Markup:
-    """The first line of a document, and its page in a frame, whose styles reach nothing
+    """Returns the report in one line, and its page in a frame, whose styles reach nothing
     around it."""
     style = "width: 100%; height: 40em; border: 1px solid #8888"
     title = Markup("<p>{}</p>").format(_visible(repr(report)))
@@ -42,7 +42,8 @@ def frame(report: Report) -> Markup:
 
 
 def page(report: Report | doc.Document, directory: Path | None = None) -> str:
-    """A report, whose reproducers are looked for under `directory`, or a document."""
+    """Returns the HTML page of a report or of a document. A report's reproducers are
+    looked for under `directory`; None: nowhere."""
     environment = Environment(
         loader=PackageLoader("numdev.report.renderers"),
         autoescape=True,
@@ -65,13 +66,14 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
 
 
 def _visible(value: object) -> object:
-    """Foreign text without marks that would turn the direction of what stands around
-    it."""
+    """Returns a value as the template shows it: text with control characters, such as
+    those that would turn the direction of what stands around it, spelled out; markup and
+    all else as it is."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return plain(value, keep="\n\t")
     return value
 
 
 def _prose(text: str) -> Markup:
-    """A sentence, what stands in backticks set as code."""
+    """Returns a sentence as HTML, what stands in backticks set as code."""
     return Markup(_CODE.sub(r"<code>\1</code>", str(escape(_visible(text)))))

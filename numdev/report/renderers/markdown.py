@@ -22,7 +22,8 @@ backslashes are gone, but not across the place of a comment."""
 
 
 def page(report: Report | doc.Document, level: int = 1) -> str:
-    """A report or a document, its title a heading of this level; ends with a newline."""
+    """Returns a report or a document as Markdown, its title a heading of this level; ends
+    with a newline."""
     document = document_of(report)
     lines = [f"{'#' * level} {escaped(document.title)}"]
     for node in document.shown_in("markdown"):
@@ -31,8 +32,8 @@ def page(report: Report | doc.Document, level: int = 1) -> str:
 
 
 def escaped(text: str) -> str:
-    """Foreign text as itself within a line of Markdown, GitHub's own: no block, emphasis,
-    code, link, HTML, formula, emoji or cell border begins in it, and nobody is
+    """Returns foreign text as itself within a line of Markdown, GitHub's own: no block,
+    emphasis, code, link, HTML, formula, emoji or cell border begins in it, and nobody is
     mentioned."""
     safe = _MARKUP.sub(r"\\\g<0>", plain(text))
     first = _FIRST.sub(r"\1\\", safe).strip(" ")
@@ -40,6 +41,8 @@ def escaped(text: str) -> str:
 
 
 def _lines(node: doc.Node, heading: str) -> Iterator[str]:
+    """Yields the lines of a node; nothing for a node that Markdown does not have.
+    `heading`: the marks before a heading."""
     match node:
         case doc.Heading():
             yield heading + escaped(node.text)
@@ -54,6 +57,8 @@ def _lines(node: doc.Node, heading: str) -> Iterator[str]:
 
 
 def _table(node: doc.Table, heading: str) -> Iterator[str]:
+    """Yields the lines of a table under its title: at most LONGEST rows, and how many
+    more there are."""
     shown = list(range(len(node.columns)))
     if node.kind == "series":
         shown = [0, *some(shown[1:], PLACES - 1)]
@@ -71,4 +76,5 @@ def _table(node: doc.Table, heading: str) -> Iterator[str]:
 
 
 def _row(cells: Iterable[str]) -> str:
+    """Returns a table's row in Markdown."""
     return "| " + " | ".join(escaped(cell) if cell else " " for cell in cells) + " |"

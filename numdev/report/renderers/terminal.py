@@ -40,7 +40,8 @@ QUIET = 20.0  # seconds between two lines of progress
 
 
 def show(report: Report | doc.Document, console: Console | None = None) -> None:
-    """Print what a report or a document has for the terminal."""
+    """Prints what a report or a document has for the terminal, to `console` or else to
+    stdout."""
     out = console or Console()
     if not console and not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = UNBROKEN
@@ -70,8 +71,8 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
 
 
 def _table(node: doc.Table, out: Console) -> None:
-    """A table under its title; of a map as many blocks of columns as the width asks
-    for."""
+    """Prints a table under its title; of a map as many blocks of columns as the width
+    asks for."""
     out.print()
     if node.title:
         out.print(_text(node.title, "bold"))
@@ -89,8 +90,8 @@ def _table(node: doc.Table, out: Console) -> None:
 
 
 def some(places: Sequence[int], fitting: int) -> list[int]:
-    """At most `fitting` of the places, evenly spread, the first and the last among
-    them."""
+    """Returns at most `fitting` (2 or more) of the places, evenly spread, the first and
+    the last among them."""
     if len(places) <= fitting:
         return list(places)
     chosen = {round(i * (len(places) - 1) / (fitting - 1)) for i in range(fitting)}
@@ -98,6 +99,8 @@ def some(places: Sequence[int], fitting: int) -> list[int]:
 
 
 def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Table:
+    """Returns the columns `chosen` (indices) of a table, laid out by rich. `total`:
+    characters of a line."""
     mapped, titles = node.kind == "map", [column.title for column in node.columns]
     if node.kind == "numbers":  # a title of several words has two lines
         titles = ["\n".join(title.rsplit(" ", 1)) for title in titles]
@@ -141,16 +144,19 @@ def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Tabl
 
 
 def _text(content: str, style: str = "") -> Text:
-    """Foreign text as it is: no markup, no control characters, cut nowhere."""
+    """Returns foreign text as it is: no markup, no control characters, cut nowhere."""
     return Text(plain(content), style, overflow="fold")
 
 
 @contextmanager
 def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr, as the callback the studies take."""
+    """Yields the callback (what, done, total) that studies take: it moves a progress bar
+    on stderr, or outside a terminal prints a line every QUIET seconds. With `show` False
+    it prints nothing."""
     console, shown_at = Console(stderr=True), time.monotonic()
 
     def line(what: str, done: int, total: int) -> None:
+        """Prints a line, unless the last one was less than QUIET seconds ago."""
         nonlocal shown_at
         if show and time.monotonic() >= shown_at + QUIET:
             console.print(_text(f"{done} of {total}: {what}"))

@@ -32,7 +32,7 @@ LONGEST = 32_000
 
 
 def style_of(outcome: Outcome | None) -> doc.Style:
-    """The colour of an outcome; soft where nothing follows."""
+    """Returns the style (colour) of an outcome; soft for None, where nothing follows."""
     match outcome:
         case Outcome.EXCEEDED:
             return "bad"
@@ -49,7 +49,9 @@ def style_of(outcome: Outcome | None) -> doc.Style:
 def document_of(
     report: Report | doc.Document, directory: Path | None = None
 ) -> doc.Document:
-    """The report as a document; reproducers are looked for under `directory`."""
+    """Returns the report as a document: verdicts, answer, findings, what its kind shows,
+    and where the numbers come from. A document stays as it is. Reproducers are looked for
+    under `directory`; None: nowhere."""
     if isinstance(report, doc.Document):
         return report
     kind = kind_of(report.kind)
@@ -79,8 +81,8 @@ class Verdicts(NamedTuple):
 
 
 def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
-    """A line for each kernel in each format: its verdict, and the number or finding that
-    matters most. A finding that leads in several formats is one line."""
+    """Yields a line for each kernel in each format: its verdict, and the number or
+    finding that matters most. A finding that leads in several formats is one line."""
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
     sizes = {
         (k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"
@@ -115,7 +117,8 @@ def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
 
 
 def _line(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
-    """What verdicts on one line have in common."""
+    """Returns the key by which verdicts share a line: kernel, word and finding. A verdict
+    without a finding has a line of its own, so that the key is its index in `every`."""
     if v.finding is None:
         return next(at for at, each in enumerate(every) if each is v)
     return labelled(v.kernel, v.options), _word(v), f"finding {v.finding}"
@@ -127,8 +130,9 @@ def _led(
     finding: Finding,
     summaries: Sequence[KernelSummary | None],
 ) -> str:
-    """What a finding says of a kernel, and how far off its output is in each of these
-    formats."""
+    """Returns what a finding says of a kernel, without the kernel, and how far off its
+    output is in each of these formats where a limit is exceeded. `name`: the kernel with
+    its options; `summaries`: of the kernel in each format, None where there is none."""
     text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
     far = [
         k
@@ -145,14 +149,14 @@ def _led(
 
 
 def _order(verdict: KernelVerdict) -> int:
-    """What is wrong first, then not judged, then passed; last what this machine cannot
-    run."""
+    """Returns the order of a verdict: what is wrong first, then not judged, then passed;
+    last what this machine cannot run."""
     return ("bad", "warn", "good", "soft").index(_word(verdict)[1])
 
 
 def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
-    """An outcome's word and colour: a crash is a problem; what this machine lacks is
-    none."""
+    """Returns an outcome's word and style: a crash is a problem; what this machine lacks
+    is none. A note has no word."""
     if isinstance(of, Finding) and of.severity == "note":
         return "", "soft"
     outcome = Outcome(of.severity) if isinstance(of, Finding) else of.outcome
@@ -164,7 +168,7 @@ def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
 
 
 def _size(k: KernelSummary) -> str:
-    """How far a kernel that passed is from fp64."""
+    """Returns a sentence on how far a kernel that passed is from fp64."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too."
     if k.floor_ratio is None or k.floor_ratio > MOST:
@@ -181,8 +185,8 @@ def _size(k: KernelSummary) -> str:
 
 
 def _over_floor(k: KernelSummary) -> str:
-    """`1.23× the least possible in the median head, 1.48× in the worst (decode head
-    2)`."""
+    """Returns `1.23× the least possible in the median head, 1.48× in the worst (decode
+    head 2)`; without the worst where that is too large to mean anything."""
     text = f"{ratio(k.floor_ratio)}× the least possible in the median head"
     if (k.floor_ratio_worst or math.inf) > MOST:
         return text
@@ -190,7 +194,7 @@ def _over_floor(k: KernelSummary) -> str:
 
 
 def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
-    """Findings as lines: those that no verdict shows, and those that have a script.
+    """Yields as lines the findings that no verdict shows, and those that have a script.
     Kernels are in the order of their verdicts."""
     shown = {v.finding for v in report.verdicts}
     ordered = sorted(report.verdicts, key=_order)
@@ -210,7 +214,8 @@ def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
 
 
 def _link(report: Report | Verdicts, finding: Finding) -> str:
-    """The cell of an audit's map that a finding is about."""
+    """Returns the id of the cell on an audit's map that a finding is about; empty where
+    there is no such cell."""
     place, tensor = finding.place, finding.tensor or "out"
     mapped = isinstance(report, Report) and kind_of(report.kind).has_map
     if place is None or place.head is None or not mapped:
@@ -222,8 +227,9 @@ def _link(report: Report | Verdicts, finding: Finding) -> str:
 
 
 def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
-    """Path and text of a finding's reproducer, where one was written. The folder's name
-    is foreign: it is only ever compared with what is there."""
+    """Returns path and text of a finding's reproducer; the text is empty where it is too
+    long for a page. None where none was written, or without a directory. The folder's
+    name is foreign: it is only ever compared with what is there."""
     for path in (directory / REPRODUCERS).glob("*/reproduce.py") if directory else ():
         if path.parent.name == finding.folder and not path.parent.is_symlink():
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -233,7 +239,8 @@ def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
 
 
 def _origin(report: Report) -> Iterator[doc.Node]:
-    """Where the numbers come from: a table on the page, a line or two in the terminal."""
+    """Yields where the numbers come from: a table on the page, a line or two in the
+    terminal."""
     origin, system, source = (
         report.provenance,
         report.provenance.system,

@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 
 
 def page_of(judgement: Judgement, report: Report) -> doc.Document:
-    """The judgement of a report, of any kind."""
+    """Returns the judgement of a report, of any kind that is judged, as a document."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
     placed = any(test.places for test in judgement.tests) or any(
@@ -63,9 +63,10 @@ def document(
     plants: bool = True,
     passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
 ) -> doc.Document:
-    """`findings` are the exceeded tests in sentences; `place` says what a place is
-    called; `plants`: whether a report of this kind can have planted faults; `passing`:
-    what is said of a kernel that passed."""
+    """Returns a judgement as a document. `findings` are the exceeded tests in sentences;
+    `tested`: sentences on what was tested; `place` puts a place in words; `plants`:
+    whether a report of this kind can have planted faults; `passing`: returns what is said
+    of a kernel that passed, by its tests, or None."""
     leading = kernel_verdicts(judgement, findings, passing)[:SENTENCES]
     lines = verdicts(Verdicts(verdicts=leading, findings=findings))
     shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
@@ -93,8 +94,8 @@ def document(
 
 
 def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[Problem]:
-    """All of them, the gravest first; none exactly where the judgement passed. `findings`
-    are its own; their notes are no problems."""
+    """Yields every reason why the judgement did not pass, the gravest first; none exactly
+    where it passed. `findings` are its own; their notes are no problems."""
     for f in findings:
         if f.severity == "exceeded":
             yield Problem(Outcome.EXCEEDED, f"{f.kernel}: {f.rule}", f.sentence)
@@ -125,12 +126,13 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
 
 
 def _of(test: Test) -> str:
-    """`mine (out, bfloat16)`."""
+    """Returns whose a test is, as in `mine (out, bfloat16)`."""
     return f"{test.kernel} ({', '.join(filter(None, (test.tensor, test.format)))})"
 
 
 def _beside(judgement: Judgement) -> Iterator[str]:
-    """What is said, and not judged."""
+    """Yields sentences on what is said and not judged: backward passes and kernels that
+    were skipped, and flash-attention's own rule."""
     for test in judgement.tests:
         if test.runs and not test.judged and test.standing is Standing.NOT_APPLICABLE:
             what = " backward" if test.is_backward else ""
@@ -146,7 +148,8 @@ def _beside(judgement: Judgement) -> Iterator[str]:
 
 
 def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
-    """A line for each rule: where it came nearest to its limit, or went beyond."""
+    """Yields a table's line for each rule: where it came nearest to its limit, or went
+    beyond."""
     order = [*Outcome, None]
     of_rules = (
         test for test in judgement.tests if not test.runs and test.rule != SOMETHING
@@ -168,12 +171,13 @@ def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
 
 
 def number(observed: float | str | None) -> str:
-    """What was observed, in three digits or in words; - where nothing was."""
+    """Returns what was observed, in three digits or in words; `-` where nothing was."""
     return three(observed) if isinstance(observed, float) else str(observed or "-")
 
 
 def _beyond(tests: Iterable[Test], place: Places) -> doc.Table:
-    """A line for each row that is beyond a limit, the one farthest beyond first."""
+    """Returns a table with a line for each row that is beyond a limit, the one farthest
+    beyond first, at most SHOWN."""
     every = ((offender, test) for test in tests for offender in test.beyond)
     beyond = [(offender, test) for offender, test in every if isinstance(offender, Held)]
     beyond.sort(key=lambda pair: -pair[0].excess)
@@ -195,7 +199,8 @@ def _beyond(tests: Iterable[Test], place: Places) -> doc.Table:
 
 
 def _doses(power: Sequence[Power]) -> doc.Table:
-    """A line for each planted fault in each format: its doses, and what caught them."""
+    """Returns a table with a line for each planted fault in each format: its doses, and
+    what caught them."""
     rows = []
     for each in power:
         by = dict.fromkeys(rule for dose in each.doses for rule in dose.by)
