@@ -73,8 +73,8 @@ def audit(
 
 
 def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
-    """The answer of a report of `numdev effects`. Raises UsageError for one of something
-    else."""
+    """Returns the answer of a report of `numdev effects`. Raises UsageError for a report
+    of another command or checkpoint."""
     from numdev.report import read
     from numdev.studies.effects.report import EffectsReport
 

@@ -110,7 +110,8 @@ def check(
 
 
 def as_data(result: CheckResult) -> dict[str, object]:
-    """What a program asks for first, then the whole report."""
+    """Returns a check as plain data: first what a program asks for (verdict, findings,
+    what was not tested), then the whole report."""
     from numdev.report import Places
 
     name, findings = Places(result.report.rows), []
@@ -133,8 +134,8 @@ def as_data(result: CheckResult) -> dict[str, object]:
 
 
 def shown(result: CheckResult) -> Document:
-    """The verdict; what else is wrong; what was tested and what not; a script that shows
-    it."""
+    """Returns a check as a document: the verdict; what else is wrong; what was tested and
+    what not; a script that shows it."""
     from numdev.report.document import Bullets, Document, Item, Paragraph, notes
     from numdev.report.views import verdicts
 

@@ -65,8 +65,9 @@ def diagnose(
 def attention_options(
     preset: str | None, pairs: Sequence[str], flag: str = "--attention"
 ) -> dict[str, Scalar]:
-    """A preset and the `pairs` NAME=VALUE of a `flag`, as options of `emulated`. Raises
-    UsageError for what is no such pair, and for two different values of one name."""
+    """Returns a preset (None: fa2) and the `pairs` NAME=VALUE of a `flag`, as options of
+    `emulated`. Raises UsageError for what is no such pair, and for two different values
+    of one name."""
     options: dict[str, Scalar] = {} if preset is None else {"preset": preset}
     for item in pairs:
         name, equals, value = map(str.strip, item.partition("="))

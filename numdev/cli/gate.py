@@ -45,13 +45,16 @@ class Verdict:
 
     @functools.cached_property
     def limits(self) -> Rules:
+        """Returns the rules of the file, or the default ones. Raises UsageError for a
+        wrong file."""
         from numdev.gate.rules import default_rules, read_rules
 
         return read_rules(self.rules) if self.rules else default_rules()
 
     def of(self, report: Report, show: Literal["page", "json", "nothing"]) -> int:
-        """Judge a report, `show` the verdict on stdout and write it as asked; its exit
-        code."""
+        """Judges a report and returns the exit code; sets it for the command. Shows the
+        verdict on stdout (`show`: as a page, as JSON, or not), then writes it to the
+        files, and on GitHub as annotations."""
         from numdev.gate.judging import judge_report
         from numdev.kinds import judged_by
         from numdev.report.renderers import ci, markdown, terminal
@@ -91,6 +94,8 @@ class Verdict:
 
 
 def verdict_options(function: Callable[..., object]) -> Callable[..., object]:
+    """Returns a command with the options of a verdict, which it gets as `verdict`."""
+
     @click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
     @click.option(
         "--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML."
@@ -101,6 +106,7 @@ def verdict_options(function: Callable[..., object]) -> Callable[..., object]:
     @click.option("--github", is_flag=True, help=GITHUB)
     @functools.wraps(function)
     def with_verdict(*args: object, **parameters: Any) -> object:
+        """Calls the command with the options of the verdict as one record."""
         asked = Verdict(
             **{part.name: parameters.pop(part.name) for part in fields(Verdict)}
         )
@@ -110,8 +116,8 @@ def verdict_options(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def gated(function: Callable[..., object]) -> Callable[..., object]:
-    """`--gate` for a command that measures: its `verdict` is None where no gate is asked
-    for."""
+    """Returns a command that measures with `--gate` and the options of a verdict: its
+    `verdict` is None where none of these is on the command line."""
 
     @click.option("--gate", is_flag=True, help=GATE)
     @verdict_options
@@ -119,6 +125,8 @@ def gated(function: Callable[..., object]) -> Callable[..., object]:
     def with_gate(
         *args: object, verdict: Verdict, gate: bool, **parameters: object
     ) -> object:
+        """Calls the command with its verdict or None; raises UsageError for a wrong file
+        of thresholds before anything is measured."""
         asked = gate or any(vars(verdict).values())
         if asked:
             _ = verdict.limits  # refuse a wrong file before anything is measured
@@ -181,7 +189,8 @@ def gate(
 
 
 def _write(path: Path, text: str) -> None:
-    """A file that is whole or not there, in a directory that need not be there."""
+    """Writes a file that is whole or not there, and makes its directory. Raises
+    UsageError where it cannot be written."""
     from numdev.report import replacing
 
     try:

@@ -44,7 +44,8 @@ def kernels(device: str, as_json: bool) -> None:
 
 
 def shown(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:
-    """Every kernel: whether it runs on this machine, and what it is."""
+    """Returns a document on every kernel: whether it runs on this machine, and what it
+    is. `kernels`: mappings with name, missing (None: it runs), summary and options."""
     from numdev.report.document import Cell, Document, words
 
     title = f"Kernels on {machine}"

@@ -79,9 +79,11 @@ class _ReaderLeft(Exception):
 
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Returns a command, and imports its module; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"numdev.cli.{COMMANDS[cmd_name]}")
@@ -89,6 +91,7 @@ class _Commands(click.Group):
         return command
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands in sections, then the options."""
         for title, section in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl(
@@ -97,8 +100,9 @@ class _Commands(click.Group):
         click.Command.format_options(self, ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> object:
-        """click and rich make a closed pipe exit code 1, which here would read as
-        "exceeded", and a KeyboardInterrupt that foreign code raises is not the user's."""
+        """Runs a command. Raises _ReaderLeft where a pipe is closed, since click and rich
+        make that exit code 1, which here would read as "exceeded"; and MeasurementError
+        for a KeyboardInterrupt that foreign code raises, which is not the user's."""
         try:
             with noticing() as is_interrupted:
                 try:
@@ -137,8 +141,8 @@ def cli(context: click.Context, debug: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not
-    measure, 130 interrupted."""
+    """Runs the command line and exits: 0 done or passed, 1 exceeded, 2 usage, 3 could not
+    measure, 130 interrupted. `arguments`: None: those of the process."""
     # Read when torch is imported: a thread that waits for another sleeps. One that spins
     # keeps the other from its core where the machine is busy, and an audit took 50 times
     # as long.
@@ -185,8 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    """One line on stderr, whatever is in the message: control characters become
-    spaces."""
+    """Prints one line on stderr, whatever is in the message (control characters become
+    spaces), and exits with the code."""
     line = "".join(c if c.isprintable() else " " for c in f"numdev: error: {message}")
     click.echo(line, err=True)
     sys.exit(code)

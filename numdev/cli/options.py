@@ -40,6 +40,7 @@ class Grouped(click.Command):
     """A command whose options stand in groups, where they are many."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options for `--help`, in GROUPS where there are MANY or more."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         if len(options) < MANY:
             super().format_options(ctx, formatter)
@@ -60,6 +61,8 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
+        """Returns the numbers in order, each once; raises UsageError for anything but
+        numbers and ranges."""
         chosen: list[int] = []
         for part in value.split(","):
             match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
@@ -72,10 +75,12 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
 
 
 def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
-    """An option for each field of a model that has one, or for these fields alone. What
-    is not given on the command line is None, or ()."""
+    """Returns a decorator that adds an option for each field of a model that has one, or
+    for the fields `names` alone. A value that is not on the command line is None, or
+    ()."""
 
     def decorate(function: F) -> F:
+        """Returns the function with the options, the first field's first."""
         declared = (n for n in model.__annotations__ if n in model.model_fields)
         for name in reversed(
             names or tuple(dict.fromkeys((*declared, *model.model_fields)))
@@ -94,7 +99,8 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
 
 
 def _kind(name: str, flag: str, field: FieldInfo) -> dict[str, Any]:
-    """What click is told of a field's type."""
+    """Returns the arguments of `click.option` for a field's type, by name. `name`: the
+    field's; `flag`: the option's."""
     parts = [*parts_of(field.annotation), *field.metadata]
     several = any(get_origin(part) is tuple for part in parts)
     if name == "device":
@@ -115,7 +121,8 @@ device_option = options_of(Reading, "device")
 
 
 def cluster_options(function: F) -> F:
-    """Who measures, where it is not this process."""
+    """Returns a command with `--workers` and `--scheduler`, by which processes other than
+    this one measure."""
     scheduler = click.option(
         "--scheduler", metavar="ADDRESS",
         help="Measure on the workers of the Dask scheduler at ADDRESS, e.g. tcp://10.0.0.1:8786.",

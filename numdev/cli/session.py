@@ -41,8 +41,9 @@ class Session:
     quiet: bool
 
     def directory(self, name: str, request: object) -> Path:
-        """Where results go: the same request where it went. Raises UsageError where
-        another command's report is there."""
+        """Returns the directory of the results: --output, else one named by `name` and a
+        hash of the request, so that the same request goes where it went. Raises
+        UsageError where another command's report is there."""
         from numdev.report.io import refuse_other_kind
 
         text = json.dumps(request, sort_keys=True, separators=(",", ":"), default=str)
@@ -52,10 +53,13 @@ class Session:
         return directory
 
     def say(self, text: str) -> None:
+        """Prints a line on stderr, unless --quiet."""
         if not self.quiet:
             click.echo(text, err=True)
 
     def study(self, run: Callable[..., R], *asked: object, **more: object) -> R:
+        """Returns what a study returns, with its progress shown. `run` is called with the
+        arguments, `overwrite`, `command` and `progress`."""
         same = {"overwrite": self.overwrite, "command": command_line()}
         return self.watched(run, *asked, **same, **more)
 
@@ -66,13 +70,14 @@ class Session:
         *asked: object,
         **more: object,
     ) -> R:
-        """A study whose report is judged by the rules of the `verdict` that is asked
-        for."""
+        """Returns the report of a study, judged by the rules of the `verdict`; None: by
+        the default ones."""
         return self.study(run, *asked, rules=verdict.limits if verdict else None, **more)
 
     def watched(self, run: Callable[..., R], *asked: object, **more: object) -> R:
-        """What a function returns, with its progress shown; kernels' prints stay off
-        stdout, and no Ctrl-C is lost."""
+        """Returns what a function returns, with its progress shown; kernels' prints stay
+        off stdout, and no Ctrl-C is lost. `run` is called with the arguments and
+        `progress`."""
         from numdev.report.renderers import terminal
 
         with (
@@ -82,13 +87,15 @@ class Session:
         ):
 
             def progress(what: str, done: int, total: int) -> None:
+                """Shows how much is done; raises KeyboardInterrupt where one was lost."""
                 check()
                 tell(what, done, total)
 
             return run(*asked, progress=progress, **more)
 
     def claim(self, name: str, request: Mapping[str, object]) -> Path:
-        """The directory of a report that is made at once."""
+        """Makes and returns the directory of a report that is made at once. Raises
+        UsageError where it holds another report."""
         from numdev.report.io import claim
 
         directory = self.directory(name, request)
@@ -102,8 +109,8 @@ class Session:
         scripts: Callable[..., list[Path]] | None = None,
         verdict: Verdict | None = None,
     ) -> None:
-        """Write a finished report, and show it or the `verdict` on it as asked; then have
-        the `scripts` of its findings written. Exits with the verdict's code. Raises
+        """Writes a finished report, and shows it or the `verdict` on it as asked; then
+        has the `scripts` of its findings written. Exits with the verdict's code. Raises
         MeasurementError for a report in which nothing was measured: that is no
         success."""
         from numdev import report as reports
@@ -134,7 +141,7 @@ class Session:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Callable[[], None]]:
-    """A function that raises KeyboardInterrupt if one came and was lost: a native
+    """Yields a function that raises KeyboardInterrupt if one came and was lost: a native
     extension that calls back into Python may clear the error. The loop asks at every
     task."""
     from numdev.studies.audit.interrupt import handling
@@ -142,12 +149,15 @@ def watching() -> Iterator[Callable[[], None]]:
     came = threading.Event()
 
     def remember(number: int, frame: FrameType | None) -> None:
+        """Notes the signal, calls the handler that was set before, and raises
+        KeyboardInterrupt."""
         came.set()
         if callable(before):
             before(number, frame)
         raise KeyboardInterrupt
 
     def check() -> None:
+        """Raises KeyboardInterrupt where a signal came."""
         if came.is_set():
             raise KeyboardInterrupt
 
@@ -156,16 +166,19 @@ def watching() -> Iterator[Callable[[], None]]:
 
 
 def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
-    """A command of `numdev`. With `session` it has the options of those that write a
-    report."""
+    """Returns a decorator that makes a function a command of `numdev`. `example`: what
+    its help ends with, after `numdev`. A function with the parameter `session` gets the
+    options of those that write a report."""
 
     def decorate(function: Callable[..., object]) -> click.Command:
+        """Returns the function as a command."""
         as_command = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
         if "session" not in inspect.signature(function).parameters:
             return as_command(function)
 
         @functools.wraps(function)
         def with_session(*args: object, **parameters: Any) -> object:
+            """Calls the function with the options of a report as one `session`."""
             session = Session(
                 **{part.name: parameters.pop(part.name) for part in fields(Session)}
             )
@@ -190,4 +203,5 @@ def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
 
 
 def command_line() -> str:
+    """Returns the command line of this process, as reports record it."""
     return " ".join(["numdev", *sys.argv[1:]])
