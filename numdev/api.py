@@ -76,7 +76,8 @@ def audit(
     say: Callable[[str], None] = lambda text: None,
     **options: object,
 ) -> AuditReport:
-    """What `numdev audit` does: every attention call through every kernel, against fp64.
+    """Measures every attention call through every kernel against fp64, as `numdev audit`
+    does.
 
     `target`: a model in memory, which reads `inputs` (forward's arguments by name, or
     tensors in its order); attention calls in memory, as `capture` gives them; else a
@@ -118,7 +119,8 @@ def audit(
 
 
 def _set(options: Mapping[str, object]) -> Mapping[str, object]:
-    """The options as they are. Raises UsageError for an empty string."""
+    """Returns the options as they are. Raises UsageError for an empty string, also in a
+    list."""
     for name, value in options.items():
         if value == "" or (isinstance(value, list | tuple) and "" in value):
             raise UsageError(f"{name}: expected a value, got an empty string")
@@ -128,7 +130,7 @@ def _set(options: Mapping[str, object]) -> Mapping[str, object]:
 def _chosen(
     kernels: Named | Sequence[Named],
 ) -> list[str | Mapping[str, object] | Kernel]:
-    """One kernel or several, as a list; functions as kernels."""
+    """Returns one kernel or several as a list; functions as kernels."""
     return [
         x if isinstance(x, str | Mapping | Kernel) else of_function(name_of(x), x)
         for x in _several(kernels)
@@ -138,15 +140,16 @@ def _chosen(
 def _names(
     chosen: Sequence[str | Mapping[str, object] | Kernel],
 ) -> list[str | Mapping[str, object]]:
-    """Kernels as a request names them."""
+    """Returns kernels as a request names them; mappings stay."""
     return [x.name if isinstance(x, Kernel) else x for x in chosen]
 
 
 def _written(
     measure: Callable[[Path], AuditReport], output: str | Path | None
 ) -> AuditReport:
-    """What `measure` makes of its directory: `output`, with the report in it, or a
-    temporary one. Raises MeasurementError where nothing could be measured."""
+    """Returns the report that `measure` makes of its directory: `output`, in which the
+    report is written, or a temporary one. Raises MeasurementError where nothing could be
+    measured, UsageError where `output` holds the report of another command."""
     place = temporary.folder() if output is None else nullcontext(Path(output))
     with place as directory:
         refuse_other_kind(directory, "audit")
@@ -173,8 +176,9 @@ class _Audited:
 def _audited(
     target: Target | None, cases: Cases | None, inputs: Inputs | str | Path | None
 ) -> _Audited:
-    """A target or cases, told apart by their types. Raises UsageError for both, and for
-    inputs that do not belong to them."""
+    """Returns what is audited as a request names it: a target or cases, distinguished by
+    their types. Neither is `demo`. Raises UsageError for both, and for inputs that do not
+    belong to them."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
     subject = target if cases is None else cases
@@ -210,8 +214,8 @@ def _audited(
 
 
 def _by_name(chosen: Sequence[object]) -> dict[str, Kernel]:
-    """Functions that are measured as kernels, by name. Raises UsageError for two of one
-    name."""
+    """Returns the functions that are measured as kernels, by name; all else is left out.
+    Raises UsageError for two of one name."""
     kernels = [x for x in chosen if isinstance(x, Kernel)]
     names = [kernel.name for kernel in kernels]
     if twice := next((n for n in names if names.count(n) > 1), None):
@@ -220,7 +224,7 @@ def _by_name(chosen: Sequence[object]) -> dict[str, Kernel]:
 
 
 def _several(argument: Any) -> list[Any]:
-    """A list of kernels, cases or names; one alone becomes a list of one."""
+    """Returns kernels, cases or names as a list; one alone becomes a list of one."""
     alone = isinstance(argument, str | Mapping | AttentionCase | Kernel) or callable(
         argument
     )
@@ -228,8 +232,8 @@ def _several(argument: Any) -> list[Any]:
 
 
 def named_inputs(model: nn.Module, inputs: Inputs | str | Path | None) -> dict[str, Any]:
-    """What a model reads, by the names of its forward's arguments. Raises UsageError for
-    what does not fit them."""
+    """Returns what a model reads, by the names of its forward's arguments. Raises
+    UsageError for what does not fit them, and for none."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     if inputs is None or isinstance(inputs, str | Path):
@@ -247,8 +251,8 @@ def named_inputs(model: nn.Module, inputs: Inputs | str | Path | None) -> dict[s
 def capture(
     model: nn.Module, inputs: Inputs, *, backward: bool = False, seed: int = 0
 ) -> list[AttentionCase]:
-    """The attention calls that a model makes of `inputs` (forward's arguments by name, or
-    tensors in its order), in their order, as copies of its tensors.
+    """Returns the attention calls that a model makes of `inputs` (forward's arguments by
+    name, or tensors in its order), in their order, as copies of its tensors.
 
     Every call that ends in `torch.nn.functional.scaled_dot_product_attention` is met; q
     is [batch, heads, q_len, head_dim], in the model's own format. With `backward` cases
@@ -271,10 +275,10 @@ def capture(
 def compare(
     *reports: str | Path | Report, allow: Sequence[str] = (), by_date: bool = False
 ) -> CompareReport:
-    """What moved beyond noise from one audit (or sweep) to another of the same request:
-    what `numdev compare` says, of three or more with their history. Each is a report, its
-    file or its directory; `allow` names the keys in which the requests may differ;
-    `by_date` sorts them.
+    """Returns what moved beyond noise from one audit (or sweep) to another of the same
+    request, as `numdev compare` shows it; of three or more the last is compared with the
+    one before, with the history of all. Each is a report, its file or its directory;
+    `allow` names the keys in which the requests may differ; `by_date` sorts them.
 
     Raises UsageError for two that do not measure the same, MeasurementError for what
     cannot be read, is not whole or contradicts itself."""
@@ -295,8 +299,8 @@ def measure(
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[DeviationRow, ...]:
-    """How far `out` is from attention of q, k and v in fp64: one row for each head, as in
-    a report.
+    """Returns how far `out` is from attention of q, k and v in fp64: one row for each
+    head, as in a report.
 
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
     kv_heads, kv_len, v_dim], all in one format; `out` [batch, heads, q_len, v_dim] in

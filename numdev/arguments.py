@@ -37,12 +37,13 @@ LISTS = (collections.abc.Sequence, collections.abc.Collection, tuple, list)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises UsageError for arguments that its annotations do not
-    allow: also for one too many or too few, and for an empty string that is no
-    default."""
+    """Returns the function with a check of its arguments: it raises UsageError for those
+    that its annotations do not allow, also for one too many or too few, and for an empty
+    string that is no default."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Checks the arguments, then calls the function."""
         __tracebackhide__ = True
         signature, hints = _declared(function)
         try:
@@ -62,8 +63,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def expect_fields(record: object) -> None:
-    """Raises UsageError for a field of a dataclass whose annotation does not allow what
-    it has."""
+    """Raises UsageError, which names the field, for the first field of a dataclass whose
+    value its annotation does not allow."""
     signature, hints = _declared(cast(Any, type(record)))
     for name, parameter in signature.parameters.items():
         expect(name, getattr(record, name), hints[name], default=parameter.default)
@@ -72,8 +73,8 @@ def expect_fields(record: object) -> None:
 def expect(
     name: str, value: object, hint: object, *, default: object = inspect.Parameter.empty
 ) -> None:
-    """Raises UsageError, which names the argument, where the value is not of the
-    annotation."""
+    """Raises UsageError, which names the argument, where the value is neither the default
+    nor of the annotation `hint`. An empty string is no `str`."""
     if value is default or (isinstance(value, str) and value == default):
         return
     if not _fits(value, hint):
@@ -83,10 +84,15 @@ def expect(
 
 @functools.cache
 def _declared(function: Any) -> tuple[inspect.Signature, dict[str, object]]:
+    """Returns the signature of a function or class, and the types of its annotations by
+    name."""
     return inspect.signature(function), typing.get_type_hints(function)
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotation. Elements of sequences are looked at, of
+    mappings only the keys; a bool is no number, an empty string no string. Type variables
+    allow anything."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
@@ -118,7 +124,8 @@ def _is_list(value: object) -> bool:
 
 
 def _words(hint: object) -> Iterator[str]:
-    """What an annotation allows."""
+    """Yields in words what an annotation allows, one choice at a time: `a string`,
+    `None`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for part in inner:
@@ -139,7 +146,7 @@ def _words(hint: object) -> Iterator[str]:
 
 
 def _got(value: object) -> str:
-    """What came, in a few words."""
+    """Returns in a few words what was passed: its value if it is short, else its type."""
     if isinstance(value, str) and not value:
         return "an empty string"
     if value is None or isinstance(value, str | numbers.Number):
@@ -155,8 +162,10 @@ def _got(value: object) -> str:
 
 
 def _a(noun: str) -> str:
+    """Returns a noun with `a` or `an`."""
     return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def _listed(words: list[str]) -> str:
+    """Returns words joined as in `a, b or c`; at least one."""
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

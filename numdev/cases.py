@@ -26,8 +26,7 @@ from numdev.formats import Format, dtype_of, format_of, round_to
 Window = tuple[int | None, int | None]
 EMPTY_BLOCK = 1024
 FAR = (1 << 30) - 1
-"""A distance that no two positions have, and whose sum with a position is a 32-bit
-number."""
+"""Larger than any distance between positions, and safe to add to one in int32."""
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
 Places = slice | Tensor  # rows or keys of a case: a range, or int64 indices
@@ -108,43 +107,50 @@ class AttentionCase:
 
     @property
     def heads(self) -> int:
+        """Returns the number of query heads."""
         return self.q.shape[1]
 
     @property
     def kv_heads(self) -> int:
+        """Returns the number of key and value heads."""
         return self.k.shape[1]
 
     @property
     def group(self) -> int:
-        """Query heads per kv head; 1 without grouped-query attention."""
+        """Returns the number of query heads per kv head; 1 without grouped-query
+        attention."""
         return self.heads // self.kv_heads
 
     @property
     def q_len(self) -> int:
+        """Returns the number of queries: those in this case, where it has some of the
+        call's rows alone."""
         return self.q.shape[2]
 
     @property
     def kv_len(self) -> int:
+        """Returns the number of keys."""
         return self.k.shape[2]
 
     @property
     def format(self) -> Format:
-        """The working format: what q, k and v hold values of."""
+        """Returns the working format: q, k and v hold values of it."""
         return self.working or format_of(self.q.dtype)
 
     @property
     def restricts_positions(self) -> bool:
-        """Whether causality or a window hides keys, apart from the mask."""
+        """Whether causality or a window hides keys; the mask does not count."""
         return self.is_causal or self.window is not None
 
     @cached_property
     def places(self) -> list[int] | None:
-        """`positions` on the host: one transfer for all tiles."""
+        """Returns `positions` as a list on the host (one transfer for all tiles); None
+        for a whole call."""
         return None if self.positions is None else self.positions.tolist()
 
     def is_in(self, fmt: Format) -> bool:
-        """Whether rounding to `fmt` would only copy: all it is about is stored so
-        already, and hangs in no graph of autograd's."""
+        """Whether rounding to `fmt` would only copy: all numbers are stored in it
+        already, and no tensor requires a gradient."""
         dtype, working = _storage(fmt)
         parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
         numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
@@ -152,8 +158,8 @@ class AttentionCase:
         return stored and self.working == working
 
     def rounded_to(self, fmt: Format) -> AttentionCase:
-        """The same call with q, k, v (and an additive mask, sinks, grad_out) rounded once
-        to `fmt`.
+        """Returns the same call with q, k, v (and an additive mask, sinks, grad_out)
+        rounded once to `fmt`.
 
         Rounding is correct (`formats.round_to`). A mask saturates: the lowest finite
         number is how models write "hidden", and it must not become -inf, which would
@@ -163,6 +169,8 @@ class AttentionCase:
         dtype, working = _storage(fmt)
 
         def cast(x: Tensor, *, saturate: bool = False) -> Tensor:
+            """Returns a tensor rounded to the format, with its strides; a bool one as it
+            is. With `saturate` finite values stay finite."""
             if x.dtype == torch.bool:
                 return x
             wide = x.double() if dtype == torch.float64 or saturate else x
@@ -188,20 +196,20 @@ class AttentionCase:
         )
 
     def select_groups(self, kv_heads: list[int]) -> AttentionCase:
-        """The same call restricted to some kv heads and all query heads that read
-        them."""
+        """Returns the same call restricted to some kv heads (indices) and all query heads
+        that read them."""
         heads = [kv * self.group + i for kv in kv_heads for i in range(self.group)]
         return self._with_queries_of(heads, k=self.k[:, kv_heads], v=self.v[:, kv_heads])
 
     def select_heads(self, heads: list[int]) -> AttentionCase:
-        """The same call restricted to some query heads, each with the kv head it
-        reads."""
+        """Returns the same call restricted to some query heads (indices), each with a kv
+        head of its own: a copy of the one it reads."""
         kv = [h // self.group for h in heads]
         return self._with_queries_of(heads, k=self.k[:, kv], v=self.v[:, kv])
 
     def one_of_each_group(self, place: int) -> AttentionCase:
-        """The same call restricted to the query heads at one place of their groups: one
-        for every kv head. Its tensors are views."""
+        """Returns the same call restricted to one query head for every kv head: the one
+        at `place` in its group, from 0. Its tensors are views."""
         return self._with_queries_of(slice(place, None, self.group))
 
     def _with_queries_of(
@@ -211,6 +219,8 @@ class AttentionCase:
         k: Tensor | None = None,
         v: Tensor | None = None,
     ) -> AttentionCase:
+        """Returns the same call with these query heads alone; `k` and `v` replace its
+        keys and values, where they are not None."""
         mask = self.mask
         if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
             mask = mask[..., heads, :, :]
@@ -225,8 +235,8 @@ class AttentionCase:
         )
 
     def detached(self, device: str | None = None) -> AttentionCase:
-        """The same tensors (on a device), cut off from autograd: a model's sinks are
-        parameters."""
+        """Returns the same call without autograd (a model's sinks are parameters), its
+        tensors on `device`; None: where they are."""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         tensors: Any = {
             n: x.detach().to(device) for n, x in values if isinstance(x, Tensor)
@@ -234,9 +244,9 @@ class AttentionCase:
         return dataclasses.replace(self, **tensors)
 
     def select_rows(self, rows: Tensor) -> AttentionCase:
-        """The same call restricted to some of this case's query rows, int64 indices in
-        ascending order, each seeing what it saw. Its dq is that of these rows; its dk and
-        dv are sums over them alone."""
+        """Returns the same call restricted to some of this case's query rows, each seeing
+        what it saw: its dq is that of these rows; its dk and dv are sums over them alone.
+        `rows`: int64 indices; raises UsageError unless they ascend."""
         if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
             raise UsageError(
                 f"attention case {self.ref.case!r}: rows are not in ascending order"
@@ -252,8 +262,8 @@ class AttentionCase:
 
 
 def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
-    """The dtype for values of `fmt`, and the format itself where the dtype does not say
-    it."""
+    """Returns the dtype for values of `fmt`, and the format itself where the dtype does
+    not say it, else None."""
     try:
         return dtype_of(fmt), None
     except UsageError:
@@ -262,9 +272,9 @@ def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
 
 
 def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
-    """(low, high): by causality, offset and window the query at position i sees keys i +
-    low to i + high. None where there is no limit; at most FAR, where a limit hides all
-    keys or none."""
+    """Returns (low, high): by causality, offset and window the query at position i sees
+    keys i + low to i + high. None where there is no limit; at most FAR, where a limit
+    hides all keys or none."""
     left, right = case.window or (None, None)
     ends = [0] * case.is_causal + ([] if right is None else [right])
     low = None if left is None else case.causal_offset - left
@@ -274,12 +284,14 @@ def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
 
 
 def key_range(case: AttentionCase, rows: slice) -> slice:
-    """The keys that query rows [start, stop) can see at all by causality and window."""
+    """Returns the keys that query rows [start, stop) can see at all by causality and
+    window; an empty range where there are none. `rows`: at least one."""
     return keys_from(case, span(case, rows))
 
 
 def keys_from(case: AttentionCase, positions: slice) -> slice:
-    """The keys that queries at positions [start, stop) of the call can see at all."""
+    """Returns the keys that queries at positions [start, stop) of the call can see at all
+    by causality and window; an empty range where there are none."""
     low, high = key_limits(case)
     first = 0 if low is None else min(max(positions.start + low, 0), case.kv_len)
     last = case.kv_len if high is None else min(positions.stop + high, case.kv_len)
@@ -287,15 +299,15 @@ def keys_from(case: AttentionCase, positions: slice) -> slice:
 
 
 def span(case: AttentionCase, rows: slice) -> slice:
-    """The positions from that of the first of these rows (there is one) to behind the
-    last's."""
+    """Returns the positions from that of the first of these rows to one behind the
+    last's. `rows`: at least one."""
     if case.places is None:
         return rows
     return slice(case.places[rows.start], case.places[rows.stop - 1] + 1)
 
 
 def rows_within(case: AttentionCase, positions: slice) -> slice:
-    """The rows that stand at positions [start, stop)."""
+    """Returns the case's rows whose positions are in [start, stop)."""
     if case.places is None:
         return slice(max(positions.start, 0), min(positions.stop, case.q_len))
     return slice(
@@ -304,8 +316,9 @@ def rows_within(case: AttentionCase, positions: slice) -> slice:
 
 
 def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
-    """Which keys each row may attend to, from causality, window and mask together: a bool
-    tensor that broadcasts to [batch, heads, rows, keys], or None when all may.
+    """Returns which keys each row may attend to, from causality, window and mask
+    together: a bool tensor that broadcasts to [batch, heads, rows, keys], or None where
+    the case has none of these.
 
     Rows and keys are ranges, or int64 indices in any order. In an additive mask the
     lowest number of its dtype means hidden: that is how models write it, and a row of
@@ -320,8 +333,8 @@ def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
 
 
 def empty_rows(case: AttentionCase) -> Tensor:
-    """bool [batch, heads, q_len]: rows that see no key, as a convention decides their
-    value."""
+    """Returns bool [batch, heads, q_len]: whether a row sees no key, so that a convention
+    decides its value."""
     b, h, n = case.q.shape[:3]
     empty = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     if case.mask is None and not case.restricts_positions:
@@ -338,16 +351,17 @@ def empty_rows(case: AttentionCase) -> Tensor:
 
 
 def additive(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
-    """The additive mask's block for these rows and keys; None when the case has none."""
+    """Returns the additive mask's block for these rows and keys, which broadcasts to
+    [batch, heads, rows, keys]; None when the case has none."""
     if case.mask is None or case.mask.dtype == torch.bool:
         return None
     return mask_block(case.mask, rows, keys)
 
 
 def explicit_mask(case: AttentionCase) -> Tensor | None:
-    """Causality, window and mask as one mask, for kernels that take no more than that:
-    bool when nothing is additive, else the additive mask with -inf where position hides a
-    key."""
+    """Returns causality, window and mask as one mask, for kernels that take no more than
+    that: bool (True: may attend) when nothing is additive, else the additive mask with
+    -inf where position hides a key. None where the case has none of these."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     added = additive(case, rows, keys)
     if added is None:
@@ -357,6 +371,8 @@ def explicit_mask(case: AttentionCase) -> Tensor | None:
 
 
 def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
+    """Returns bool [rows, keys]: whether causality, offset and window let a row see a
+    key; None where they hide nothing."""
     if not case.restricts_positions:
         return None
     device = case.q.device
@@ -374,19 +390,23 @@ def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | No
 
 
 def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
-    """A broadcasting mask's block: an axis of length 1 stays as it is."""
+    """Returns a mask's block of these rows and keys; an axis of length 1, which
+    broadcasts, stays as it is."""
     mask = _rows_of(mask, rows)
     return mask[..., keys] if mask.shape[-1] > 1 else mask
 
 
 def _rows_of(mask: Tensor, rows: Places) -> Tensor:
+    """Returns a mask's block of these rows; an axis of length 1, which broadcasts, stays
+    as it is."""
     return mask[..., rows, :] if mask.ndim >= 2 and mask.shape[-2] > 1 else mask
 
 
 def laid_out(
     layout: str, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same [batch, heads, length, dim] tensors as views.
+    """Returns the same [batch, heads, length, dim] tensors as views in one of these
+    layouts.
 
     `contiguous`: as they are. `transposed`: [batch, length, heads, dim] in memory.
     `packed`: slices of one tensor [batch, length, heads + 2 kv_heads, dim], as one
@@ -404,12 +424,14 @@ def laid_out(
 
 
 def transposed(x: Tensor) -> Tensor:
-    """[batch, heads, length, dim] that is [batch, length, heads, dim] in memory."""
+    """Returns a copy of the same shape [batch, heads, length, dim] that is [batch,
+    length, heads, dim] in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def strided_as(x: Tensor, like: Tensor) -> Tensor:
-    """`x` with the strides of `like`, which has its shape.
+    """Returns `x` with the strides of `like`, which has its shape: a copy, or `x` itself
+    where it has them already.
 
     PyTorch keeps the order of the axes by itself, but closes the gaps of a slice (q, k, v
     in one packed tensor). Where elements of `like` share memory (an expanded mask), `x`
@@ -428,7 +450,8 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _problems(case: AttentionCase) -> Iterator[str]:
-    """What is wrong with a case's parts, the first of which makes the others moot."""
+    """Yields clauses on what is wrong with a case's parts; after the first the others may
+    be wrong themselves, or raise."""
     q, k, v, at = case.q, case.k, case.v, case.positions
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or 0 in x.shape:
@@ -480,6 +503,7 @@ def _problems(case: AttentionCase) -> Iterator[str]:
 
 
 def _mask_problems(case: AttentionCase, mask: Tensor) -> Iterator[str]:
+    """Yields clauses on what is wrong with a mask's shape and dtype."""
     full = (*case.q.shape[:3], case.kv_len)
     padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     fits = all(m in (1, f) for m, f in zip(padded, full, strict=False))

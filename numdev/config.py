@@ -55,7 +55,8 @@ class Option:
 
 
 def _named(value: object) -> object:
-    """`NAME`, or {name: NAME, option: value, ...}, as a Choice."""
+    """Returns `NAME`, or {name: NAME, option: value, ...}, as the fields of a Choice; any
+    other value as it is."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "name" in value and "options" not in value:
@@ -107,12 +108,15 @@ class CaseConfig(Strict):
 
     @property
     def entry(self) -> str:
-        """The name of the grid entry it comes from."""
+        """Returns the name of the grid entry that the case comes from; its own name where
+        it is no cell of a grid."""
         place = ",".join(f"{axis}={value}" for axis, value in self.axes.items())
         return self.name.removesuffix(f"/{place}") if place else self.name
 
     @model_validator(mode="after")
     def _fits_together(self) -> CaseConfig:
+        """Returns the case; raises ValueError where heads is no multiple of kv_heads, or
+        q, k and v that should be packed in one tensor differ in length or head_dim."""
         if self.kv_heads and self.heads % self.kv_heads:
             what = (
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
@@ -130,8 +134,8 @@ class CaseConfig(Strict):
 
 
 def _distinct(cases: tuple[CaseConfig, ...]) -> tuple[CaseConfig, ...]:
-    """Tasks and rows know a case by its name, so two of one name would be taken for
-    one."""
+    """Returns the cases; raises ValueError for two of one name, since tasks and rows name
+    a case by it."""
     each_once(tuple(case.name for case in cases) or (None,))
     return cases
 
@@ -156,6 +160,8 @@ class Placed(Strict):
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, values: object) -> object:
+        """Returns a mapping without the keys that are null, so that these have their
+        defaults; any other value as it is."""
         if isinstance(values, Mapping):
             return {name: value for name, value in values.items() if value is not None}
         return values
@@ -214,6 +220,8 @@ class OneSource(Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
+        """Returns the configuration; raises ValueError unless it has exactly one of
+        `checkpoint` and `cases`."""
         if bool(self.checkpoint) == bool(self.cases):
             raise ValueError("give either `checkpoint` or `cases`")
         return self
@@ -256,7 +264,8 @@ class AuditRequest(AuditConfig):
 
 
 def _seeds(value: object) -> object:
-    """A number of seeds as these seeds, counted from 0; a list as it is."""
+    """Returns a number of seeds N as the seeds 0 to N - 1; a list as it is. Raises
+    ValueError for fewer than 1 and more than MOST_SEEDS."""
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MOST_SEEDS:
             raise ValueError(
@@ -305,7 +314,8 @@ class SweepRequest(SweepConfig):
     target: str
 
     def measured(self) -> dict[str, object]:
-        """What decides the numbers, and so whether a finished task can be kept."""
+        """Returns as plain data all fields that decide the numbers, and so whether a
+        finished task can be kept."""
         return self.model_dump(mode="json", exclude={"title", "x", "y", "keep"})
 
 
@@ -360,8 +370,10 @@ class EffectsRequest(Reading):
 
 
 def effects_request(target: str, flags: Mapping[str, object]) -> EffectsRequest:
-    """What `numdev effects` is asked of a checkpoint, a cached model's name, or
-    `demo`."""
+    """Returns the request of `numdev effects`. `target`: a checkpoint's path, the name of
+    a model in the local Hugging Face cache, or `demo`; `flags`: options by field, None or
+    () for those not on the command line. Raises UsageError for a target that does not
+    exist, and for a wrong option."""
     name, path = Path(target).resolve().name, str(Path(target))
     if target == "demo" or not Path(target).exists():
         name, path = target, target if target == "demo" else _cached(target)
@@ -400,6 +412,7 @@ ONLY_ASKED = ("compiled",)
 
 
 def _axis(name: str) -> str:
+    """Returns the name of an axis; raises ValueError for an unknown one."""
     if name not in AXES:
         raise ValueError(f"there is no axis {name!r}; {closest(name, AXES)}")
     return name
@@ -436,7 +449,10 @@ class InvarianceRequest(InvarianceConfig):
 
 
 def invariance_request(target: str, flags: Mapping[str, object]) -> InvarianceRequest:
-    """What `target` names, and what was asked of it beside."""
+    """Returns the request of `numdev invariance`: the fields of a YAML file, if the
+    target is one, and over them `flags` (options by field, None or () for those not on
+    the command line). Raises UsageError for a target that does not exist, and for a wrong
+    key or option."""
     name, fields = _target(target, InvarianceConfig)
     return validated(
         {**fields, **_asked(flags), "target": name}, InvarianceRequest, target
@@ -448,8 +464,11 @@ def audit_request(
     flags: Mapping[str, object],
     fields: Mapping[str, object] | None = None,
 ) -> AuditRequest:
-    """What `target` names (None: configs/audit/default.yaml), and what was asked of it
-    beside. `fields`: the request's, where the target is no file but in memory."""
+    """Returns the request of `numdev audit`: the fields of `target`'s YAML file, if it is
+    one (None: configs/audit/default.yaml), and over them `flags` (options by field, None
+    or () for those not on the command line). `fields`: those of the target, where it is
+    in memory and no file. Raises UsageError for a target that does not exist, and for a
+    wrong key or option."""
     path = str(bundled("audit/default.yaml") if target is None else target)
     named = (
         (str(target), dict(fields)) if fields is not None else _target(path, AuditConfig)
@@ -462,7 +481,8 @@ def audit_request(
 def _target(
     target: str, config: type[AuditConfig | InvarianceConfig]
 ) -> tuple[str, dict[str, object]]:
-    """What a target is called, and the fields of a request that it gives."""
+    """Returns what a target is called, and the fields of a request that it gives: those
+    in a YAML file, else `checkpoint`. Raises UsageError where it does not exist."""
     path = Path(target)
     if target == "demo":
         return "demo", {"checkpoint": "demo"}
@@ -474,8 +494,10 @@ def _target(
 
 
 def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
-    """A sweep's YAML, and what was asked beside; `seed`: where its seeds are counted
-    from."""
+    """Returns the request of `numdev sweep`: the fields of a YAML file, and over them
+    `flags` (options by field, None or () for those not on the command line).
+    `flags["seed"]`: where its seeds are counted from. Raises UsageError for a wrong key
+    or option."""
     asked = _asked(flags)
     first = asked.pop("seed", None)
     config = read_yaml(path, SweepConfig)
@@ -487,8 +509,8 @@ def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
 
 
 def _cached(name: str) -> str:
-    """Where the local cache of Hugging Face has the model of this name; nothing is
-    downloaded."""
+    """Returns the directory of a model of this name in the local cache of Hugging Face;
+    nothing is downloaded. Raises UsageError where it is not there."""
     hint = "give a checkpoint, a file of captured tensors, a YAML file, or `demo`"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
         from huggingface_hub import snapshot_download
@@ -504,15 +526,17 @@ def _cached(name: str) -> str:
 
 
 def _given(config: Strict) -> dict[str, object]:
+    """Returns the fields of a configuration that its file sets, without defaults."""
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
 def _asked(flags: Mapping[str, object]) -> dict[str, object]:
-    """What was said: neither None nor an option that was given no time."""
+    """Returns the options that were on the command line: neither None nor ()."""
     return {
         name: value for name, value in flags.items() if value is not None and value != ()
     }
 
 
 def demo_checkpoint() -> Path:
+    """Returns the directory of the checkpoint that ships with numdev."""
     return Path(__file__).parent / "data" / "demo"

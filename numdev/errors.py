@@ -43,8 +43,8 @@ class Refused(NumdevError):
 
 
 def one_line(error: BaseException) -> str:
-    """The exception's kind and the first line of what it says, without its full stop;
-    where its own way to say it raises, that."""
+    """Returns the exception's class and the first line of its message, without a full
+    stop at its end; where its message raises, the class of that."""
     try:
         text = str(error).strip() or repr(error)
     except BaseException as another:
@@ -53,14 +53,14 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of what foreign code says, as a file can hold it: no surrogates, no
-    novel."""
+    """Returns the first line of what foreign code says, as a file can hold it: no
+    surrogates, and at most LONGEST_LINE characters. Empty for an empty text."""
     lines = text.strip().splitlines() or [""]
     return lines[0][:LONGEST_LINE].encode(errors="replace").decode()
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:
-    """A hint that names the candidate nearest to `name`, else all of them."""
+    """Returns a hint that names the candidate nearest to `name`, else all of them."""
     import difflib  # a millisecond that `--help` need not wait for
 
     words = sorted(candidates)

@@ -53,26 +53,26 @@ class Format:
 
     @property
     def unit_roundoff(self) -> float:
-        """u = 2^-precision: the largest relative error of rounding a normal value to
-        nearest."""
+        """Returns u = 2^-precision: the largest relative error of rounding a normal value
+        to nearest."""
         return math.ldexp(1.0, -self.precision)
 
     @cached_property
     def largest(self) -> float:
-        """The largest finite value: all significand bits set, less one step without
-        infinity."""
+        """Returns the largest finite value: all significand bits set, less one step
+        without infinity."""
         steps = 1 if self.has_infinity else 2
         return math.ldexp(2.0 - math.ldexp(steps, 1 - self.precision), self.emax)
 
     @property
     def smallest_normal(self) -> float:
-        """2^emin, the smallest value with full precision."""
+        """Returns 2^emin, the smallest value with full precision."""
         return math.ldexp(1.0, self.emin)
 
     @cached_property
     def smallest_subnormal(self) -> float:
-        """2^(emin - precision + 1), the smallest value above zero and the spacing next to
-        it."""
+        """Returns 2^(emin - precision + 1), the smallest value above zero and the spacing
+        next to it."""
         return math.ldexp(1.0, self.emin - self.precision + 1)
 
     def contains(self, other: Format) -> bool:
@@ -129,8 +129,8 @@ _BY_DTYPE: Mapping[torch.dtype, Format] = {
 
 
 def format_named(name: str) -> Format:
-    """The format a person means by `name`, in any case: one of the catalogue, a usual
-    alias (`bf16`, `fp32`, `half`, `torch.float16`), or `eXmY`.
+    """Returns the format a person means by `name`, in any case: one of the catalogue, a
+    usual alias (`bf16`, `fp32`, `half`, `torch.float16`), or `eXmY`.
 
     That is X exponent and Y fraction bits in the style of IEEE 754 (section 3.4, bias =
     emax = 2^(X-1) - 1), with infinities and subnormals: `e8m7` has the values of
@@ -164,15 +164,17 @@ def format_named(name: str) -> Format:
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """The format of a torch dtype's values; `UsageError` where the catalogue has none."""
+    """Returns the format of a torch dtype's values. Raises UsageError where the catalogue
+    has none."""
     if dtype not in _BY_DTYPE:
         raise UsageError(f"{dtype}: expected one of {', '.join(map(str, _BY_DTYPE))}")
     return _BY_DTYPE[dtype]
 
 
 def dtype_of(format: Format) -> torch.dtype:
-    """The torch dtype that stores exactly the values of `format`, whatever its name:
-    `e8m7` gives `torch.bfloat16`. Raises `UsageError` where torch has no such dtype."""
+    """Returns the torch dtype that stores exactly the values of `format`, whatever its
+    name: `e8m7` gives `torch.bfloat16`. Raises `UsageError` where torch has no such
+    dtype."""
     for name, dtype in _DTYPES.items():
         if FORMATS[name].contains(format) and format.contains(FORMATS[name]):
             return dtype
@@ -186,8 +188,8 @@ def round_to(
     *,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """The values of `x`, of any shape, correctly rounded to `format`, once, as a new
-    tensor on the same device, without gradient; float64 stays float64, all else is
+    """Returns the values of `x`, of any shape, correctly rounded to `format`, once, as a
+    new tensor on the same device, without gradient; float64 stays float64, all else is
     widened exactly to float32.
 
     Modes, following IEEE 754, section 4.3:
@@ -242,7 +244,7 @@ def round_to(
 
 
 def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """The spacing of `format` at |x|, as float64 in the shape of `x`.
+    """Returns the spacing of `format` at |x|, as float64 in the shape of `x`.
 
     That is 2^(e - precision + 1) for 2^e <= |x| < 2^(e+1) (Goldberg's ulp, taken upwards
     at a power of two), whether or not `x` is a value of the format. At zero and among
@@ -256,7 +258,8 @@ def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
-    """x as float64 or float32, exactly, and cut off from autograd."""
+    """Returns x as float64 if it is that, else as float32, exactly and without autograd.
+    Raises UsageError for a tensor that is not real floating-point."""
     if not x.is_floating_point():
         raise UsageError(f"only real floating-point tensors have a format, not {x.dtype}")
     return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -268,8 +271,9 @@ def _rounded(
     mode: RoundingMode,
     uniform: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x rounded, in its own dtype, which must hold the format: grid, then overflow, then
-    sign."""
+    """Returns x rounded, in its dtype, which must hold the format: grid, then overflow,
+    then sign. `uniform`: of stochastic rounding, one number in [0, 1) per element; None:
+    of the other modes."""
     magnitude = x.abs()
     # To the format's spacing, as if the top binade went on for ever; exact but for the
     # rounding.
@@ -297,7 +301,8 @@ def _rounded(
 
 
 def _binade(magnitude: torch.Tensor, format: Format) -> torch.Tensor:
-    """2^e with 2^e <= magnitude < 2^(e+1), kept within the format's emin and emax.
+    """Returns 2^e with 2^e <= magnitude < 2^(e+1), kept within the format's emin and
+    emax.
 
     Reads the exponent field, so it is exact; log2 is not. Zero, and subnormals of the
     dtype, have an empty field, which reads as 0.0 and is lifted to 2^emin; infinity and

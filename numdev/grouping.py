@@ -11,7 +11,8 @@ K = TypeVar("K")
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Items of equal keys, in the order they first came."""
+    """Returns the items by `key(item)`: both keys and items in the order they first
+    came."""
     groups: defaultdict[K, list[T]] = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)

@@ -75,14 +75,16 @@ class Kind(Generic[R]):
 
 
 def kind_of(name: str) -> Kind[Any]:
-    """A registered kind."""
+    """Returns a registered kind of reports, and imports its module. Raises KeyError for
+    another name."""
     module, _, attribute = REGISTERED[name].partition(":")
     kind: Kind[Any] = getattr(importlib.import_module(module), attribute)
     return kind
 
 
 def judged_by(name: str) -> Judged[Any]:
-    """How reports of a kind are judged. Raises UsageError for those that are not."""
+    """Returns how reports of a registered kind are judged. Raises UsageError for a kind
+    that is not judged."""
     judged = kind_of(name).judged
     if judged is None:
         raise UsageError(f"expected a report that is judged, got one of {name}")

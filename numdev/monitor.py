@@ -58,6 +58,7 @@ class CallNumbers(TypedDict):
 
 
 def show(numbers: CallNumbers) -> None:
+    """Prints the finding of a measured call, if it has one."""
     if numbers["finding"]:
         print(f"numdev.watch, step {numbers['step']}: {numbers['finding']}", flush=True)
 
@@ -117,7 +118,8 @@ class watch:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Takes the hooks off the model, and ends an observation that was interrupted.
+        Logs a warning where no training step was seen."""
         for hook in self.hooks:
             hook.remove()
         with self.lock:
@@ -126,6 +128,9 @@ class watch:
             self.log("no training step of the model was seen")
 
     def _before(self, module: nn.Module, args: object) -> None:
+        """Begins to observe a forward pass, a hook before it: counts a training step, and
+        makes an observer at every `every`-th. Passes of no training step do not count;
+        while a graph is captured, or another thread is observed, no observer is made."""
         if torch.compiler.is_compiling() or not (
             module.training and torch.is_grad_enabled()
         ):
@@ -139,7 +144,7 @@ class watch:
                 self.observer = _Observer(self)
 
     def _drop_interrupted(self) -> None:
-        """End an observation that no hook ended: after KeyboardInterrupt PyTorch calls
+        """Ends an observation that no hook ended: after KeyboardInterrupt PyTorch calls
         none."""
         observer = self.observer
         if observer is None or (
@@ -151,6 +156,9 @@ class watch:
             observer.close()
 
     def _after(self, module: nn.Module, args: object, answer: object) -> None:
+        """Ends the observation of this thread, a hook after the forward pass, and tells
+        its numbers. Logs attention that ran unseen, unless the model itself raised
+        (`answer` is None)."""
         with self.lock:
             observer = self.observer
             if observer is None or not observer.is_of_this_thread():
@@ -197,10 +205,11 @@ class _Observer(TorchFunctionMode):
         self.mode.enter_context(self)
 
     def is_of_this_thread(self) -> bool:
+        """Whether the observer was made in the thread that asks."""
         return self.thread is threading.current_thread()
 
     def close(self) -> None:
-        """Raises MeasurementError where attention ran unseen."""
+        """Ends the observation. Raises MeasurementError where attention ran unseen."""
         if self.is_of_this_thread():  # a mode is a thread's, and ends with it
             self.mode.close()
         self.ends.close()
@@ -219,6 +228,8 @@ class _Observer(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _observed(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Calls SDPA with these arguments and returns its output; measures the call, and
+        logs what fails in that."""
         out = F.scaled_dot_product_attention(*args, **kwargs)
         try:
             with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
@@ -232,7 +243,8 @@ class _Observer(TorchFunctionMode):
         attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> None:  # fmt: skip
-        """Measure the call, if it is its turn, in what it was given and returned."""
+        """Measures the call, if it is its turn, in its arguments and output, and appends
+        to `numbers`. `out`: [batch, heads, q_len, v_dim]."""
         ref, owner, number = self.names.next_call(), self.owner, self.met
         self.met += 1
         if not owner.first <= number < owner.first + owner.calls:
@@ -290,7 +302,8 @@ class _Observer(TorchFunctionMode):
 
 
 def operator_of(out: Tensor) -> str:
-    """The operator of SDPA that made `out`, as the graph of autograd tells."""
+    """Returns the operator of SDPA that computed `out`, by its graph of autograd; `math`
+    where none is in the graph."""
     node: Any = out.grad_fn
     names = {op.replace("_", ""): op for op in OPERATORS[out.device.type].values()}
     for _ in range(3):  # a head_dim that was padded is cut to its size again

@@ -25,6 +25,7 @@ CASE = "numdev_case"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options --numdev-thresholds and --numdev-report."""
     group = parser.getgroup("numdev", "numeric deviation of attention kernels")
     rules = "gate file that attention_check judges by, unless a test gives thresholds"
     group.addoption("--numdev-thresholds", metavar="FILE", type=Path, help=rules)
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Declares the marker `numdev_cases`."""
     config.addinivalue_line(
         "markers",
         "numdev_cases(*cases): run the test once for each case, given as "
@@ -45,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each case of the marker, or of the default set."""
+    """Makes one test for each case of the marker, or of the default set, of a test that
+    takes `numdev_case`."""
     if CASE not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("numdev_cases")
@@ -65,10 +68,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def attention_check(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Callable[..., CheckResult]:
-    """`numdev.check_attention`, with reproducers in the test's own temporary directory,
-    the gate file of --numdev-thresholds, and a report where --numdev-report says."""
+    """Returns `numdev.check_attention`, with reproducers in the test's own temporary
+    directory, the gate file of --numdev-thresholds, and a report where --numdev-report
+    says."""
 
     def check(function: Callable[..., object], **options: Any) -> CheckResult:
+        """Returns the result of the check; raises CheckFailed unless it passed.
+        `options`: those of `numdev.check`."""
         __tracebackhide__ = True
         from numdev.testing import CheckFailed
         from numdev.testing import check as checked
@@ -86,7 +92,8 @@ def attention_check(
 
 
 def _keep(result: CheckResult, request: pytest.FixtureRequest) -> None:
-    """The report in a folder of its own below --numdev-report, if that is given."""
+    """Writes the report into a new folder below --numdev-report, named by the test;
+    nothing where that option is not set."""
     parent = request.config.getoption("--numdev-report")
     if parent is None:
         return

@@ -63,8 +63,9 @@ class System:
 
     @classmethod
     def probe(cls, device: str = "auto") -> System:
-        """Probe this machine. `device` is `auto`, `cpu` or `cuda`; raises UsageError if
-        absent."""
+        """Returns a snapshot of this machine. `device`: `auto` (the GPU if there is one),
+        `cpu` or `cuda`. Raises UsageError for another name, and for `cuda` where there is
+        no CUDA device."""
         import torch
         from torch.nn.attention import current_flash_attention_impl
 
@@ -90,8 +91,8 @@ class System:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """The snapshot as a report records it: of the packages, those that matter to
-        every audit."""
+        """Returns the snapshot as a report records it: of the packages, those that matter
+        to every audit."""
         recorded = {n: v for n, v in self.packages.items() if n in RECORDED_PACKAGES}
         return {**asdict(self), "packages": recorded}
 
@@ -106,7 +107,8 @@ class Requirement:
     devices: int | None = None  # how many CUDA devices
 
     def missing(self, system: System) -> str | None:
-        """The first thing `system` lacks, as a sentence; None when nothing is missing."""
+        """Returns the first thing that `system` lacks, as a clause; None when nothing is
+        missing."""
         actual = f"but this run is on {system.device.upper()}"
         if self.devices and system.devices < self.devices:
             return f"needs {self.devices} CUDA devices, found {system.devices}"
@@ -125,9 +127,9 @@ class Requirement:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that PyTorch sees here, by the names CUDA_VISIBLE_DEVICES has for them. No
-    part of a `System`: of several equal ones a process computes on one, whichever it
-    is."""
+    """Returns the GPUs that PyTorch sees here, by the names CUDA_VISIBLE_DEVICES has for
+    them; empty without one. No part of a `System`: of several equal ones a process
+    computes on one, whichever it is."""
     import torch
 
     count = torch.cuda.device_count()
@@ -137,6 +139,7 @@ def visible_gpus() -> list[str]:
 
 @functools.cache
 def _packages() -> dict[str, str]:
+    """Returns the versions of installed distributions by normalised name."""
     # Whose `metadata` would be parsed as a mail
     files = importlib.metadata.distributions()
     texts = (d.read_text("METADATA") or d.read_text("PKG-INFO") or "" for d in files)
@@ -151,7 +154,7 @@ def _packages() -> dict[str, str]:
 
 
 def _normalised(name: str) -> str:
-    """PEP 503."""
+    """Returns a distribution's name in lower case, with single hyphens (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -160,12 +163,13 @@ Switch = tuple[Callable[[], object], Callable[[Any], object]]  # reads it, and s
 
 @functools.cache
 def switches() -> Mapping[str, Switch]:
-    """The switches of torch that change what a kernel computes: how each is read, and
-    set. (What TF32 a matrix product may use is told by the first; PyTorch sets both
-    together.)"""
+    """Returns the switches of torch that change what a kernel computes, by name: the
+    function that reads one, and the one that sets it. (What TF32 a matrix product may use
+    is read from `float32_matmul_precision`; PyTorch sets both together.)"""
     import torch
 
     def of(owner: object, name: str) -> Switch:
+        """Returns the functions that read and set an attribute of `owner`."""
         return functools.partial(getattr, owner, name), functools.partial(
             setattr, owner, name
         )
@@ -191,7 +195,7 @@ def switches() -> Mapping[str, Switch]:
 
 
 def _gpu() -> dict[str, Any]:
-    """What a snapshot says of the CUDA device."""
+    """Returns the fields of a `System` on the CUDA device, by name."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
@@ -209,7 +213,8 @@ def _gpu() -> dict[str, Any]:
 
 
 def _first_match(path: Path, pattern: str) -> str | None:
-    """The first match of a pattern's group in a file of `/proc`; None without one."""
+    """Returns the first match of a pattern's group in a file of `/proc`; None without
+    one, and where the file cannot be read."""
     with contextlib.suppress(OSError):
         match = re.search(pattern, path.read_text(errors="replace"), re.MULTILINE)
         return match[1] if match else None

@@ -24,11 +24,12 @@ SUFFIX = ".unfinished"
 
 @contextmanager
 def becoming(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` that takes its name at the end; an exception removes
-    it."""
+    """Yields an empty file in the folder of `path`, which must exist; it takes the name
+    `path` at the end. After an exception it is removed, and an older file stays."""
     remove_stale(path.parent)
 
     def create() -> str:
+        """Makes the file and returns its name."""
         handle, name = tempfile.mkstemp(SUFFIX, f".{path.name}.", path.parent)
         os.close(handle)
         return name
@@ -45,8 +46,8 @@ def becoming(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder(parent: Path | None = None, prefix: str = "numdev-") -> Iterator[Path]:
-    """An empty folder, in the system's place for temporary ones or in `parent`, which is
-    removed at the end unless it was renamed."""
+    """Yields an empty folder, in the system's place for temporary ones or in `parent`,
+    which is removed at the end unless it was renamed. Its name begins with `prefix`."""
     place = Path(tempfile.gettempdir()) if parent is None else parent
     remove_stale(place, prefix)
     with _locked(lambda: tempfile.mkdtemp(SUFFIX, prefix, place)) as path:
@@ -57,7 +58,8 @@ def folder(parent: Path | None = None, prefix: str = "numdev-") -> Iterator[Path
 
 
 def remove_stale(place: Path, prefix: str = ".") -> None:
-    """Remove what killed processes left in a directory."""
+    """Removes what killed processes left in a directory: names from `prefix` to SUFFIX
+    that no process has locked. What cannot be opened, such as another user's, stays."""
     for path in place.glob(f"{glob.escape(prefix)}*{SUFFIX}"):
         # It is another user's, or another process was faster
         with contextlib.suppress(OSError):
@@ -75,7 +77,8 @@ def remove_stale(place: Path, prefix: str = ".") -> None:
 
 @contextmanager
 def _locked(create: Callable[[], str]) -> Iterator[Path]:
-    """What `create` makes, locked for a while."""
+    """Yields the file or folder that `create` makes and whose name it returns, locked
+    until the end."""
     while True:
         path = Path(create())
         handle = os.open(path, os.O_RDONLY)
@@ -90,14 +93,15 @@ def _locked(create: Callable[[], str]) -> Iterator[Path]:
 
 
 def _is_at(handle: int, path: Path) -> bool:
+    """Whether the open file is still the one at this path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Whether the lock was had. File systems without locks have none: nothing is stale
-    there."""
+    """Whether the open file was locked; with `wait` False, at once. False where another
+    process has it, and on file systems without locks, where nothing is stale."""
     if sys.platform == "win32":
         return False
     with contextlib.suppress(OSError):

@@ -44,20 +44,23 @@ class TensorSpec:
 
     @property
     def has_floor(self) -> bool:
-        """Whether it is held to the rounding of its format."""
+        """Whether it is measured against the rounding of its format."""
         return self.beside is None
 
     @property
     def is_gradient(self) -> bool:
+        """Whether it is the gradient with respect to an input."""
         return self.of_input is not None
 
     @property
     def is_output(self) -> bool:
-        """Whether it is a result that is held to its format."""
+        """Whether it is a result that is measured against its format: no gradient, and no
+        log-sum-exp."""
         return self.of_input is None and self.has_floor
 
     @property
     def in_words(self) -> str:
+        """Returns what sentences call it: its words, else its name."""
         return self.words or self.name
 
 
@@ -80,7 +83,8 @@ TENSORS = {spec.name: spec for spec in ATTENTION}
 
 
 def tensor_spec(name: str) -> TensorSpec:
-    """What is known of a tensor by its name."""
+    """Returns the properties of a tensor by its name. An unknown name that ends in
+    `_grad` is a gradient, any other an output."""
     if name in TENSORS:
         return TENSORS[name]
     is_gradient = name.endswith(GRADIENT)

@@ -70,7 +70,7 @@ class CheckResult:
 
     @property
     def verdict(self) -> str:
-        """`PASS`, `FAIL`, or `NOT JUDGED`, which is no pass."""
+        """Returns `PASS`, `FAIL`, or `NOT JUDGED`, which is no pass."""
         if self.passed:
             return "PASS"
         return (
@@ -81,7 +81,8 @@ class CheckResult:
 
     @property
     def in_short(self) -> str:
-        """A check in one line: what passed, or what is wrong first."""
+        """Returns a check in one line: what passed, or what is wrong first, or why it was
+        not measured."""
         if self.passed:
             return f"{_tested(self.report)}; rules: {self.judgement.rules}."
         every = (*self.report.findings, *self.changes)
@@ -118,7 +119,8 @@ def check(
     reproducers: str | Path | None = None,
     invariant: str | Sequence[str] = (),
 ) -> CheckResult:
-    """Whether `function(q, k, v, ...)` computes attention as well as it can.
+    """Returns whether `function(q, k, v, ...)` computes attention as well as it can, with
+    what is wrong.
 
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
     kv_heads, kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a
@@ -161,7 +163,8 @@ def check(
 def _plan(
     kernel: Kernel, formats: str | Sequence[str], system: System, *, backward: bool
 ) -> Plan:
-    """A check's plan: the kernel beside the floor. Raises UsageError without a format."""
+    """Returns a check's plan: the kernel beside the floor. Raises UsageError without a
+    format."""
     names = (formats,) if isinstance(formats, str) else tuple(formats)
     if not names:
         raise UsageError("formats: expected at least one, got none")
@@ -186,8 +189,10 @@ def _checked(
     axes: Sequence[str],
     reproducers: str | Path | None,
 ) -> CheckResult:
-    """What the plan's kernel comes to on the cases, under the rules and along the axes.
-    `asked`: the report's request."""
+    """Returns the result of a check: the plan's last kernel on the cases of `source`,
+    judged by the rules and along the axes. `asked`: the report's request; `name`: what
+    sentences call the kernel; `reproducers`: the directory for a script, None for a
+    temporary one."""
     planned = plan.kernels[-1]
     # What it declines is said, not judged
     rules = rules.model_copy(update={"skipped": "allow"})
@@ -220,7 +225,9 @@ def _has_gradients(report: AuditReport) -> bool:
 def _kernel_of(
     function: Callable[..., object] | Kernel, claims: Mapping[str, object] | None
 ) -> tuple[str, Kernel]:
-    """What a check calls a function, and the function as a kernel with these claims."""
+    """Returns what a check calls a function, and the function as a kernel with these
+    claims; None: with its own. Raises UsageError for what is no function, and for a claim
+    that is no option of `emulated`."""
     if isinstance(function, Kernel):
         kernel, name = function, function.name
     elif callable(function):
@@ -236,7 +243,7 @@ def _kernel_of(
 
 
 def _axes_of(invariant: str | Sequence[str]) -> tuple[str, ...]:
-    """The axes of `invariant`. Raises UsageError for what is none."""
+    """Returns the axes of `invariant`. Raises UsageError for a name that is none."""
     axes = (invariant,) if isinstance(invariant, str) else tuple(invariant)
     if unknown := [name for name in axes if name not in AXES]:
         what = f"invariant: expected an axis of invariance, got {unknown[0]!r}"
@@ -252,7 +259,9 @@ def _scripts(
     reproducers: str | Path | None,
     name: str,
 ) -> list[Path]:
-    """A script that shows the gravest finding, alone, where one can; else nothing."""
+    """Writes a script that shows the gravest finding, alone, where one can. Returns its
+    path in a list; an empty list where there is no finding with a place. `say` gets why
+    there is no script."""
     # Of a row that sees no key there is no truth that a script could show an error
     # against.
     serious = (f for f in report.findings if f.place and f.metric != "empty_nonfinite")
@@ -266,8 +275,9 @@ def _scripts(
 def check_attention(
     function: Callable[..., object] | Kernel, **options: Any
 ) -> CheckResult:
-    """What `check` returns of a function that passed. Raises CheckFailed, an
-    AssertionError, for any other. `options`: those of `check`."""
+    """Returns what `check` returns of a function that passed: the result, with its
+    report. Raises CheckFailed, an AssertionError that has the result, for any other.
+    `options`: those of `check`."""
     __tracebackhide__ = True
     result = check(function, **options)
     if not result.passed:
@@ -278,8 +288,8 @@ def check_attention(
 def _changes(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
-    """What a kernel breaks along these axes, on the cases that it takes; and what is not
-    tested."""
+    """Returns findings on what a kernel breaks along these axes, on the cases that it
+    takes; and sentences on what is not tested."""
     from numdev.studies.invariance.study import (
         SECTIONS,
         InvarianceStudy,
@@ -311,7 +321,8 @@ def _changes(
 
 
 def _rules(thresholds: Thresholds) -> Rules:
-    """Raises UsageError, naming the key, for what are no rules."""
+    """Returns the rules of a gate file or of its content; None: those for checks. Raises
+    UsageError, naming the key, for what are no rules."""
     if thresholds is None:
         return default_rules_for_checks()
     if isinstance(thresholds, Mapping):
@@ -320,7 +331,8 @@ def _rules(thresholds: Thresholds) -> Rules:
 
 
 def _directory(parent: str | Path | None, name: str) -> Path:
-    """A folder of its own for this check."""
+    """Makes a new folder for this check, in `parent` or among temporary ones, and returns
+    its path. `name`: what it begins with."""
     if parent is not None:
         Path(parent).mkdir(parents=True, exist_ok=True)
     prefix = re.sub(r"[^\w.-]+", "-", name if parent else "numdev-check")
@@ -350,7 +362,9 @@ def _verdict_words(
     changes: Sequence[Finding],
     untried: Sequence[str],
 ) -> list[str]:
-    """The paragraphs that say how a check ended: that it passed, or all that is wrong."""
+    """Returns the paragraphs that say how a check ended: that it passed, or all that is
+    wrong. `sound`: whether the rules were passed; `changes`, `untried`: what is wrong, or
+    not tested, along axes."""
     if not sound:
         words = _failure(name, report, judgement)
     elif changes or untried:
@@ -363,8 +377,8 @@ def _verdict_words(
 def _laid_out(
     words: Sequence[str], scripts: Sequence[Path], remarks: Sequence[str]
 ) -> str:
-    """The paragraphs of a check, filled to WIDTH: its verdict, how to reproduce it, then
-    what else is to be said."""
+    """Returns the paragraphs of a check as text, filled to WIDTH: its verdict (`words`),
+    how to reproduce it, then `remarks`."""
     filled = [
         textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *remarks)
     ]
@@ -373,7 +387,8 @@ def _laid_out(
 
 
 def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str]:
-    """What is wrong, the gravest first, with the rms error beside floor and baseline."""
+    """Returns paragraphs on what is wrong, the gravest first, with the rms error beside
+    floor and baseline; or on what was not measured, where nothing is wrong."""
     wrong = [f for f in report.findings if f.severity == "exceeded"]
     if not wrong:
         title = (
@@ -409,7 +424,8 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
 
 
 def _may_be_design(wrong: Sequence[Finding]) -> bool:
-    """Whether a rounding model that was not declared could be all that is wrong."""
+    """Whether a rounding model that was not declared could be all that is wrong. `wrong`:
+    findings."""
     return all(
         f.metric in ("expected_ratio", "worst_row")
         and f.cause is None
@@ -419,7 +435,7 @@ def _may_be_design(wrong: Sequence[Finding]) -> bool:
 
 
 def _tested(report: AuditReport) -> str:
-    """`out, dq, dk, dv in 18 cases, bfloat16`."""
+    """Returns what was measured: `out, dq, dk, dv in 18 cases, bfloat16`."""
     ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
     count = len({(r.case, r.seed) for r in ok})
     tensors, ran = (
@@ -429,7 +445,7 @@ def _tested(report: AuditReport) -> str:
 
 
 def _unjudged(judgement: Judgement) -> Iterator[Test]:
-    """The tests of a kernel's numbers that could not be judged."""
+    """Yields the tests of a kernel's numbers that could not be judged."""
     for test in judgement.tests:
         not_judged = test.outcome is Outcome.NOT_JUDGED
         if not_judged and test.kernel is not None and not test.runs:
@@ -437,7 +453,7 @@ def _unjudged(judgement: Judgement) -> Iterator[Test]:
 
 
 def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
-    """What had to be judged and could not be."""
+    """Returns sentences on what had to be judged and could not be."""
     return [
         *(f.sentence for f in report.findings if f.severity == "unmeasured"),
         *(
@@ -453,10 +469,11 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
 def _left_out(
     report: AuditReport, function: Callable[..., object] | None
 ) -> Iterator[str]:
-    """A sentence for each reason for which calls were skipped; for parameters of a plain
-    `function` that no call set, and shapes that none has; for gradients that are not
-    measured; and, where it cannot be told of grouped heads, for those it was not
-    given."""
+    """Yields a sentence for each reason for which calls were skipped; for parameters of a
+    plain `function` that no call set, and shapes that none has; for gradients that are
+    not measured; and, where the function does not take grouped heads, for the cases in
+    which k and v were repeated. `function`: None for a kernel that is no plain
+    function."""
     rows = [r for r in report.rows if r.role == "kernel"]
     every = len({(r.case, r.seed, r.format) for r in rows})
     reasons: dict[tuple[bool, str], list[str]] = {}

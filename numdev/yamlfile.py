@@ -37,6 +37,8 @@ class Strict(BaseModel):
 
 
 def each_once(values: tuple[object, ...]) -> tuple[object, ...]:
+    """Returns the values; raises ValueError where there is none, and where two have the
+    same text."""
     if not values:
         raise ValueError("is an empty list")
     (value, count), *_ = Counter(map(str, values)).most_common(1)
@@ -46,7 +48,7 @@ def each_once(values: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def as_list(value: object) -> object:
-    """What may be given alone as a list."""
+    """Returns a single string or integer as a tuple of one; any other value as it is."""
     return (value,) if isinstance(value, int | str) else value
 
 
@@ -59,6 +61,8 @@ class _Loader(yaml.SafeLoader):
     and say nothing."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        """Returns a mapping of the file's tree; raises ComposerError for a repeated
+        key."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -75,13 +79,13 @@ _Trusted: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", _Loader)
 
 
 def parse_bundled(name: str) -> Any:
-    """A file of `configs/` as plain data."""
+    """Returns a file of `configs/` as plain data, unchecked. `name`: below `configs/`."""
     return yaml.load(bundled(name).read_text(encoding="utf-8"), Loader=_Trusted)
 
 
 def read_yaml(path: Path, model: type[M]) -> M:
-    """A YAML file as a validated model; raises UsageError that names the file, line and
-    key."""
+    """Returns a YAML file as a validated model, its grids expanded. Raises UsageError
+    that names the file, the line and the key, also for a file that cannot be read."""
     try:
         is_bundled = path.is_relative_to(bundled("gate/default.yaml").parent.parent)
         loader = (_Trusted if is_bundled else _Loader)(path.read_text(encoding="utf-8"))
@@ -114,8 +118,9 @@ def read_yaml(path: Path, model: type[M]) -> M:
 def validated(
     raw: Mapping[str, object], model: type[M], where: str, node: yaml.Node | None = None
 ) -> M:
-    """A mapping as a validated model, its grids expanded; raises UsageError that names
-    `where` it stands, the key, and the line in `node`, the file's tree."""
+    """Returns a mapping as a validated model, the grids of `cases` and `kernels`
+    expanded. Raises UsageError that names `where` it stands, the key, and the line in
+    `node`, the file's tree."""
     origins: dict[
         int | str, list[int]
     ] = {}  # of each cell of a grid, the index of its entry
@@ -156,8 +161,8 @@ def validated(
 
 
 def _line(node: yaml.Node | None, place: Sequence[int | str]) -> str:
-    """`, line N` of a place (keys and indices) in a file's tree, or of the nearest
-    above."""
+    """Returns `, line N` of a place (keys and indices) in a file's tree, or of the
+    nearest above; empty without a tree."""
     if node is None:
         return ""
     mark = node.start_mark
@@ -178,11 +183,12 @@ def _line(node: yaml.Node | None, place: Sequence[int | str]) -> str:
 
 
 def expand(entry: object, part: str, where: str) -> Iterator[object]:
-    """The cells of one grid entry of `cases` or `kernels`: every list, also inside a
-    case's `inputs` or a kernel's `options`, is an axis.
+    """Yields the cells of one grid entry of `cases` or `kernels` (`part`): every list,
+    also inside a case's `inputs` or a kernel's `options`, is an axis. An entry that is no
+    mapping is its own cell.
 
     A case's name says its place on every axis. A value of the axis `inputs` may hold axes
-    itself. Raises UsageError for an empty axis."""
+    itself. Raises UsageError for an empty axis; `where`: what it calls the entry."""
     if not isinstance(entry, dict):
         yield entry
         return
@@ -215,8 +221,8 @@ def expand(entry: object, part: str, where: str) -> Iterator[object]:
 
 
 def _shown(value: object) -> str:
-    """A value as a cell's name has it; of a regime its name and the options it is
-    given."""
+    """Returns a value as a cell's name has it; of a regime its name and its options that
+    are no lists."""
     if not isinstance(value, dict):
         return type(value).__name__ if isinstance(value, list) else str(value)
     nested = (list, dict)
@@ -229,7 +235,8 @@ def _shown(value: object) -> str:
 
 
 def bundled(name: str) -> Path:
-    """A file of `configs/`, from the source tree or from inside the installed package."""
+    """Returns the path of a file of `configs/`, from the source tree or from inside the
+    installed package. Raises UsageError where it is missing."""
     for folder in (
         Path(__file__).parent / "configs",
         Path(__file__).parent.parent / "configs",
@@ -242,7 +249,7 @@ def bundled(name: str) -> Path:
 
 
 def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseModel]:
-    """The model whose key stands at the end of `place`, for example
+    """Returns the model whose key stands at the end of `place`, for example
     cases.0.inputs.KEY."""
     for part in place[:-1]:
         if part in model.model_fields:
@@ -255,8 +262,8 @@ def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseMo
 
 
 def parts_of(annotation: object) -> Iterator[object]:
-    """A type, the types in it, and what is said of them: of `tuple[Case, ...]` also
-    Case."""
+    """Yields a type, the types in it, and the metadata of annotations: of `tuple[Case,
+    ...]` also Case."""
     yield annotation
     for part in (*get_args(annotation), *getattr(annotation, "metadata", ())):
         yield from parts_of(part)
