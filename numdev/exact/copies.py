@@ -17,20 +17,24 @@ from numdev.exact.wide import Wide, widened
 
 
 def wide_arguments(arguments: tuple[object, ...]) -> tuple[object, ...]:
-    """A copy of a tree: floating-point tensors as `Wide` of their own values, leaves of
-    autograd that require a gradient where the originals do; other tensors cloned. What is
-    one tensor, or shares storage, does so in the copy, with the same strides."""
+    """Returns a copy of a tree of arguments. Floating-point tensors become `Wide` tensors
+    of the same values, shape, strides and dtype, leaves of autograd that require a
+    gradient where the originals do; other tensors are cloned, and other objects are kept.
+    Tensors that are one object, or share storage, do so in the copy.
+
+    Raises Unsupported for a tensor that is not strided (sparse)."""
     copies = wide_copies(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
     copied: tuple[object, ...] = tree_map(lambda x: copies.get(id(x), x), arguments)
     return copied
 
 
 def wide_module(module: nn.Module) -> nn.Module:
-    """A copy of a module: parameters, buffers and whatever tensors stand in its
-    attributes (also in lists, tuples, dicts, sets, dataclasses and other objects of them)
-    as `Wide`.
+    """Returns a copy of a module: its parameters, buffers and all tensors in its
+    attributes (also inside lists, tuples, dicts, sets, dataclasses and other objects in
+    them) are `Wide` tensors of the same values.
 
-    Raises Unsupported for an attribute that cannot be copied."""
+    Raises Unsupported for an attribute that cannot be copied, and for a tensor that is
+    not strided."""
     tensors = list({id(x): x for x in _tensors_in(module)}.values())
     copies = wide_copies(tensors)
     memo: dict[int, object] = {}
@@ -48,8 +52,9 @@ def wide_module(module: nn.Module) -> nn.Module:
 
 
 def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Copies by the identity of the originals; those that share storage share that of
-    their copies."""
+    """Returns the copy of each tensor by `id()` of the original: a `Wide` tensor for one
+    of floating point, else a clone. Copies share storage where their originals do. Raises
+    Unsupported for a tensor that is not strided."""
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for x in tensors:
         if not isinstance(x, Wide) and x.layout != torch.strided:
@@ -63,8 +68,9 @@ def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
-    """Tensors of one storage and dtype as views of one copy of the part that they
-    cover."""
+    """Returns the copies by `id()` of the originals, as views of one copy of the storage
+    between the first and the last element in use. `group`: one tensor or more, all of one
+    storage and dtype."""
     values = [
         x.exact if isinstance(x, Wide) else x.detach().resolve_conj() for x in group
     ]
@@ -87,7 +93,8 @@ def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
 
 
 def _span(x: Tensor) -> int:
-    """How many places of its storage a tensor stretches over."""
+    """Returns how many elements of its storage lie from a tensor's first to its last one,
+    gaps included; 0 for an empty tensor."""
     if not x.numel():
         return 0
     steps = zip(x.shape, x.stride(), strict=True)
@@ -95,7 +102,9 @@ def _span(x: Tensor) -> int:
 
 
 def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that stand anywhere in a module's attributes."""
+    """Yields each tensor that can be reached from a module's attributes once; a tensor's
+    own attributes, and those of Python modules, classes and functions, are not
+    followed."""
     seen: set[int] = set()
     pending: list[object] = [module]
     while pending:
@@ -110,6 +119,9 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _parts(x: object) -> list[object]:
+    """Returns the objects directly inside x: the values of a mapping, the members of a
+    list, tuple or set, else the attributes of x; none for a Python module, class or
+    function."""
     if isinstance(x, Mapping):
         return list(x.values())
     if isinstance(x, list | tuple | set | frozenset):

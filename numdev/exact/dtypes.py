@@ -38,25 +38,31 @@ NORMS: Mapping[str, Sequence[str]] = {
 
 
 def is_floating(x: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of real or complex floating-point numbers."""
+    """Whether x is a tensor of real or complex floating-point numbers; False for anything
+    else."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def is_floating_dtype(x: object) -> TypeGuard[torch.dtype]:
+    """Whether x is a dtype of real or complex floating-point numbers; False for anything
+    else."""
     return isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex)
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are held: float64, or complex128."""
+    """Returns the dtype in which values of this dtype are computed: complex128 for a
+    complex one, float64 for a real floating-point one, and integers and bools
+    unchanged."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype
 
 
 def promoted(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The dtype of a result of these floating-point tensors by PyTorch's rules: a tensor
-    without dimensions counts only where no other does; the default dtype where there is
-    none."""
+    """Returns the dtype that PyTorch promotes these tensors to; non-floating ones are
+    ignored. A tensor without dimensions counts only where no other tensor does. Complex
+    dtypes count as their real ones. Without any floating-point tensor it is PyTorch's
+    default dtype."""
     floats = [x for x in tensors if is_floating(x)]
     dtypes = [x.dtype for x in floats if x.ndim] or [x.dtype for x in floats]
     real = [REAL.get(dtype, dtype) for dtype in dtypes]
@@ -66,7 +72,8 @@ def promoted(tensors: Iterable[Tensor]) -> torch.dtype:
 def asked_dtype(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> torch.dtype | None:
-    """The floating-point dtype that a call asks its result to have, if any."""
+    """Returns the floating-point dtype that a call's arguments (`dtype`, `out_dtype`,
+    `input_dtype` or `half_to_float`) set for its result; None where they set none."""
     for name in ("dtype", "out_dtype", "input_dtype"):
         dtype = argument(func, args, kwargs, name)
         if isinstance(dtype, torch.dtype) and is_floating_dtype(dtype):
@@ -82,8 +89,10 @@ def result_dtypes(
     kwargs: Mapping[str, object],
     results: Sequence[object],
 ) -> list[torch.dtype]:
-    """The dtypes that a call's results say, one for each; of no meaning where a result is
-    no floating-point tensor."""
+    """Returns the dtype that PyTorch would give each of a call's `results`, in their
+    order. The entry of a result that is no floating-point tensor means nothing. Norms
+    follow `NORMS`; every other operator gives the dtype that is asked for, else the
+    promoted one."""
     name = func.overloadpacket.__name__
     common = asked_dtype(func, args, kwargs) or promoted(_tensors(args, kwargs))
     common = REAL.get(common, common)
@@ -103,9 +112,9 @@ def _of_norm(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], role: str,
     common: torch.dtype,
 ) -> torch.dtype:  # fmt: skip
-    """The dtype of a norm's output, gradient or statistics. On a CPU statistics of 16-bit
-    inputs have 16 bits, where the weights do; on a GPU they have 32, but for those of
-    group norm."""
+    """Returns the dtype of one result of a norm. `role`: the input whose dtype it has, or
+    STATISTICS; `common`: the dtype where that input is None. On a CPU, and for group norm
+    on a GPU, statistics have the common dtype; otherwise at least float32."""
     if role == STATISTICS:
         x = argument(func, args, kwargs, "input")
         assert isinstance(x, Tensor)
@@ -118,4 +127,5 @@ def _of_norm(
 
 
 def _tensors(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
+    """Returns all tensors among a call's arguments, also those in lists."""
     return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -59,7 +59,8 @@ class Unsupported(MeasurementError):
 def check_supported(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """Raise Unsupported where an operator is no function of its values."""
+    """Raises Unsupported where a call has no exact result: it reads the bits of a format,
+    draws random numbers inside, or changes storage. `rrelu` outside training passes."""
     name = func.overloadpacket.__name__
     if func is torch.ops.aten.view.dtype:
         raise unsupported(func, BITS)
@@ -73,8 +74,8 @@ def check_supported(
 def argument(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], name: str
 ) -> object:
-    """The argument of this name that an operator is called with, else its default, else
-    None."""
+    """Returns the value of an operator's argument `name` in a call, given by position or
+    by name, else its default; None where the operator has no such argument."""
     for i, parameter in enumerate(func._schema.arguments):
         if parameter.name == name:
             return args[i] if i < len(args) else kwargs.get(name, parameter.default_value)
@@ -84,25 +85,27 @@ def argument(
 def unsupported(
     what: object, reason: str, frames: Iterable[tuple[str, int]] | None = None
 ) -> Unsupported:
-    """The error, with the line of the user's code that is running. `frames`: file and
-    line of those to look in, from the innermost on."""
+    """Returns (does not raise) the error `what at file:line (source): reason`. `frames`:
+    file and line of the frames to search for the user's code, from the innermost on;
+    None: those that are running."""
     return Unsupported(
         f"{what}{place(_running() if frames is None else frames)}: {reason}"
     )
 
 
 def translated(what: object, error: RuntimeError) -> Exception:
-    """PyTorch's error as Unsupported, where it says that an operator cannot be computed
-    so; else as it is. The line is that of the error's own traceback, if the user's code
-    is not running."""
+    """Returns what to raise in place of PyTorch's `error`: Unsupported where its message
+    says that an operator cannot compute in fp64, else the error itself. `what`: the
+    operator to name. The line is from the error's own traceback, else from the running
+    code."""
     reason = next((r for words, r in PHRASES.items() if words in str(error)), None)
     return error if reason is None else unsupported(what, reason, _frames_of(error))
 
 
 def place(frames: Iterable[tuple[str, int]]) -> str:
-    """Where the user's code stands, as ` at file:line (source)`: the innermost frame that
-    is neither PyTorch's nor this package's. In a backward pass no line of it is
-    running."""
+    """Returns ` at file:line (source)` for the innermost frame that is neither PyTorch's
+    nor this package's, ` in the backward pass` while autograd runs, where no line of the
+    user's is running, and an empty string where no frame is the user's."""
     if torch._C._current_graph_task_id() != -1:
         return " in the backward pass"
     for path, line in frames:
@@ -113,6 +116,7 @@ def place(frames: Iterable[tuple[str, int]]) -> str:
 
 
 def _running() -> Iterator[tuple[str, int]]:
+    """Yields file and line of each running frame, from the caller's outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
@@ -120,6 +124,8 @@ def _running() -> Iterator[tuple[str, int]]:
 
 
 def _frames_of(error: BaseException) -> list[tuple[str, int]]:
+    """Returns file and line of each frame of an error's traceback, from the innermost
+    outwards, followed by the frames that are running now."""
     frames = [
         (frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)
     ]

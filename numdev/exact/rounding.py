@@ -30,12 +30,14 @@ class Rounding(Protocol):
     """What a run does to numbers. All values are fp64, or complex128."""
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
-        """The values of a tensor that says `dtype`, as an operation reads them."""
+        """Returns the values of a tensor under `dtype` as an operation reads them.
+        `is_weight`: whether it is a stored parameter, which may not be rounded yet."""
 
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
-        """A Python number as an operation on tensors of `dtype` reads it."""
+        """Returns a Python number as the operation `func` on tensors of `dtype` reads it
+        on this device."""
 
     def result(
         self,
@@ -44,19 +46,21 @@ class Rounding(Protocol):
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """What an operation gives, or has written, and says is of `dtype`. Never of a
-        view."""
+        """Returns the values that the operation `func` returns, or writes, rounded to
+        `dtype` or not. It is never asked about a view."""
 
 
 class Unrounded:
     """Nothing is rounded: the truth."""
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
+        """Returns `values` as they are."""
         return values
 
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
+        """Returns `value` as it is."""
         return value
 
     def result(
@@ -66,6 +70,7 @@ class Unrounded:
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
+        """Returns `values` as they are."""
         return values
 
 
@@ -84,11 +89,15 @@ class EveryOperation:
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
+        """Returns `values` as they are: only results are rounded."""
         return values
 
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
+        """Returns the number rounded to nearest in the format of `dtype` where PyTorch's
+        kernel of `func` does so (`IN_FORMAT`, on a CPU also sums) or the format is
+        float32 or wider; else unchanged."""
         fmt = values_format(dtype)
         in_format = IN_FORMAT_ON_CPU if device.type == "cpu" else IN_FORMAT
         if fmt.contains(FLOAT32) or func.overloadpacket.__name__.rstrip("_") in in_format:
@@ -105,6 +114,10 @@ class EveryOperation:
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
+        """Returns `values` rounded to the format of `dtype`, to nearest or, with a seed,
+        up or down at random, where `chosen` picks the operation; else unchanged. Random
+        numbers continue one stream per device. Raises UsageError for a dtype without a
+        format."""
         if self.chosen is not None and not self.chosen(func, args):
             return values
         if self.seed is None:
@@ -116,16 +129,18 @@ class EveryOperation:
 
 
 def values_format(dtype: torch.dtype) -> Format:
-    """The format of a dtype's values, or of either part of a complex one. Raises
-    UsageError for a dtype that numdev has no format for."""
+    """Returns the format of a dtype's values; of a complex dtype, that of its real and
+    imaginary part. Raises UsageError for a dtype that numdev has no format for."""
     return format_named(PARTS[dtype]) if dtype in PARTS else format_of(dtype)
 
 
 def rounded(
     values: Tensor, fmt: Format, generator: torch.Generator | None = None
 ) -> Tensor:
-    """fp64 values rounded once to a format, complex ones part by part: to nearest, or
-    stochastically with a generator. NaN, infinity and overflow as in `round_to`."""
+    """Returns fp64 (or complex128) values rounded once to a format, complex ones part by
+    part: to nearest, or stochastically with a `generator`. The values themselves are
+    returned where the format is float64. NaN, infinity and overflow are as in
+    `round_to`."""
     if fmt.precision == FORMATS["float64"].precision:
         return values
     parts = torch.view_as_real(values) if values.is_complex() else values
@@ -137,5 +152,5 @@ def rounded(
 
 
 def rounded_number(value: float, fmt: Format) -> float:
-    """A Python number rounded to nearest."""
+    """Returns a Python number rounded to nearest in a format."""
     return float(round_to(torch.tensor(value, dtype=torch.float64), fmt))

@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 class Computing(TorchDispatchMode):
-    """Every operation in here is computed in fp64 and rounded as `rounding` says. Raises
-    Unsupported, also for a draw of random numbers where `draws` says that nobody set a
-    seed."""
+    """A mode in which every PyTorch operation is computed in fp64 and rounded as
+    `rounding` says. An operation raises Unsupported where it has no exact result, and for
+    a draw of random numbers without a generator where `draws` is False."""
 
     def __init__(self, rounding: Rounding = UNROUNDED, *, draws: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,8 +39,9 @@ class Computing(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would load its compiler to keep it out of here, for three seconds;
-        `computing` switches it off where it is loaded already."""
+        """Returns False. Otherwise PyTorch would load its compiler, which takes three
+        seconds, to keep it out of here; `computing` switches the compiler off where it is
+        loaded already."""
         return False
 
     def __torch_dispatch__(
@@ -60,11 +61,12 @@ class Computing(TorchDispatchMode):
 def computing(
     rounding: Rounding = UNROUNDED, *, seed: int | None = None
 ) -> Iterator[Computing]:
-    """What runs in here is computed in fp64, and rounded as `rounding` says.
+    """Enters a context in which every operation is computed in fp64, and rounded as
+    `rounding` says; yields the mode.
 
     PyTorch takes no path that hides operations: attention is its own formula, and oneDNN,
-    cuDNN, the fast path of multi-head attention and compilation are off. `seed` sets the
-    generators of PyTorch, which are as before afterwards; without one a draw raises
+    cuDNN, the fast path of multi-head attention and compilation are off. `seed` seeds
+    PyTorch's generators, whose states are restored at the end; without one a draw raises
     Unsupported."""
     mode = Computing(rounding, draws=seed is not None)
     with ExitStack() as stack:
@@ -93,16 +95,18 @@ def evaluate(
     function: Callable[..., T], *arguments: object, rounding: Rounding = UNROUNDED,
     seed: int | None = None, cotangent: Cotangent | None = None,
 ) -> Evaluation[T]:  # fmt: skip
-    """What a function, or a module, gives on these arguments, any tree of tensors and
-    other objects, computed in fp64 and rounded as `rounding` says. Arguments and module
-    are copied, not changed.
+    """Runs a function or module on these arguments, any tree of tensors and other
+    objects, in fp64, rounded as `rounding` says, and returns its output, the arguments
+    afterwards and the gradients. Arguments and module are copied, not changed.
 
-    With a `cotangent` its gradients are taken by autograd, for arguments and parameters
-    that require one: by name, as `[0]`, `[1]['x']` or `layer.weight`. They are rounded as
-    the run is.
+    `cotangent(i, output)` returns the gradient with respect to the i-th floating-point
+    output that requires one, of its shape. With it autograd computes the gradients of all
+    arguments and parameters that require one, by name: `[0]`, `[1]['x']` or
+    `layer.weight`; None for one that no output depends on. They are rounded as the run
+    is. Without it there are none. `seed`: see `computing`.
 
-    Raises Unsupported, see `computing`, UsageError where `cotangent` gives another shape,
-    and what the function raises."""
+    Raises Unsupported for what has no exact result, UsageError where `cotangent` returns
+    another shape, and whatever the function raises."""
     inputs = wide_arguments(arguments)
     if isinstance(function, nn.Module):
         function = wide_module(function)
@@ -123,7 +127,8 @@ def evaluate(
 def _differentiable(
     function: Callable[..., object], inputs: tuple[object, ...]
 ) -> dict[str, Tensor]:
-    """The tensors that get gradients, by name."""
+    """Returns the tensors that require a gradient, by name: arguments by their path in
+    `inputs` (`[0]`, `[1]['x']`), and a module's parameters by their own names."""
     paths, _ = tree_flatten_with_path(inputs)
     named = [(keystr(path), x) for path, x in paths]
     if isinstance(function, nn.Module):
@@ -134,6 +139,8 @@ def _differentiable(
 def _gradients(
     output: object, leaves: Mapping[str, Tensor], cotangent: Cotangent
 ) -> dict[str, Tensor | None]:
+    """Returns the fp64 gradient of each of `leaves` by name; None for one that no output
+    depends on, and for all where no output requires a gradient."""
     outputs = [x for x in tree_leaves(output) if is_floating(x) and x.requires_grad]
     if not outputs or not leaves:
         return dict.fromkeys(leaves)
@@ -146,6 +153,8 @@ def _gradients(
 
 
 def _cotangent(cotangent: Cotangent, i: int, output: Tensor) -> Tensor:
+    """Returns the gradient with respect to output number `i` as a `Wide` tensor of the
+    output's dtype. Raises UsageError where its shape is not the output's."""
     with _disable_current_modes():
         values = widened(cotangent(i, output))
     if values.shape != output.shape:
@@ -157,8 +166,8 @@ def _cotangent(cotangent: Cotangent, i: int, output: Tensor) -> Tensor:
 
 
 def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    """PyTorch's own formula: its operator computes it in the format, one step after
-    another."""
+    """Returns log(sum(exp(x))) over `dim` in the steps of PyTorch's own formula, so that
+    each step is rounded. A maximum of plus or minus infinity is not subtracted."""
     largest = x.amax(dim, keepdim=True)
     largest = torch.where(largest.abs() == torch.inf, torch.zeros_like(largest), largest)
     total = (x - largest).exp().sum(dim, keepdim=keepdim)
@@ -167,8 +176,8 @@ def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 @contextmanager
 def _hidden_paths_off() -> Iterator[None]:
-    """A context in which oneDNN, cuDNN and the fast path of multi-head attention are
-    off."""
+    """Enters a context in which oneDNN, cuDNN and the fast path of multi-head attention
+    are off; at its end they are as before."""
     switches = (
         (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
         (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),

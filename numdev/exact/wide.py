@@ -70,8 +70,9 @@ class Wide(Tensor):
 
     @staticmethod
     def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Wide:
-        """Float64 (complex128) values, of any shape, under a dtype; they share
-        storage."""
+        """Returns a `Wide` tensor under `dtype` of float64 (or complex128) values of any
+        shape, with which it shares storage. `is_weight`: whether it is a stored
+        parameter, which may not be rounded yet."""
         wide: Wide = Tensor._make_wrapper_subclass(
             Wide,
             values.shape,
@@ -112,8 +113,9 @@ class Wide(Tensor):
         return copy
 
     def _replace_values(self, other: Tensor) -> None:
-        """What `x.data = y` does: other values of the same shape and dtype in the place
-        of its."""
+        """Puts the values of `other` in place of this tensor's, as `x.data = y` does.
+        Raises Unsupported unless `other` is a `Wide` tensor of the same shape and
+        dtype."""
         if not isinstance(other, Wide) or (other.dtype, other.shape) != (
             self.dtype,
             self.shape,
@@ -124,9 +126,11 @@ class Wide(Tensor):
     data = property(Tensor.detach, _replace_values)
 
     def tolist(self) -> Any:
+        """Returns the fp64 values as nested lists."""
         return self.exact.tolist()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raises Unsupported: what NumPy computes cannot be followed."""
         raise unsupported("Tensor.numpy", NUMPY)
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
@@ -136,6 +140,7 @@ class Wide(Tensor):
         raise unsupported("Tensor.__dlpack__", POINTER)
 
     def data_ptr(self) -> NoReturn:
+        """Raises Unsupported: what is read by address cannot be followed."""
         raise unsupported("Tensor.data_ptr", POINTER)
 
 
@@ -144,8 +149,9 @@ def widened(x: Tensor) -> Tensor: ...
 @overload
 def widened(x: object) -> object: ...
 def widened(x: object) -> object:
-    """A floating-point tensor's values in float64 (complex128); anything else as it
-    is."""
+    """Returns a floating-point tensor's values in float64, or complex128: for a `Wide`
+    tensor the values it holds, not copied; for another a cast. Anything else is returned
+    as it is."""
     if isinstance(x, Wide):
         return x.exact
     return x.to(computed_in(x.dtype)) if is_floating(x) else x
@@ -156,8 +162,9 @@ def narrowed(x: Tensor) -> Tensor: ...
 @overload
 def narrowed(x: object) -> object: ...
 def narrowed(x: object) -> object:
-    """A `Wide` tensor as an ordinary one of the dtype that it says, rounded once to
-    nearest; anything else as it is. It keeps strides, and no gradient."""
+    """Returns a `Wide` tensor as an ordinary tensor of the dtype that it says, rounded
+    once to nearest, with the same strides and without a gradient. Anything else is
+    returned as it is. Raises UsageError for a dtype that numdev has no format for."""
     if not isinstance(x, Wide):
         return x
     return rounded(x.exact, values_format(x.dtype)).to(x.dtype)
@@ -171,13 +178,13 @@ def compute(
     *,
     draws: bool = True,
 ) -> object:
-    """What an operation gives: computed in fp64 and rounded as `rounding` says,
-    floating-point tensors as `Wide` of the dtype that PyTorch would give. What it writes
-    into is written into.
+    """Returns the result of an operation, computed in fp64 and rounded as `rounding`
+    says; its floating-point tensors are `Wide` tensors of the dtypes that PyTorch would
+    give. In-place operations and `out=` write into their tensors.
 
-    Raises Unsupported for what has no exact result; for a draw without a generator of its
-    own, where `draws` says that nobody set a seed; and where PyTorch has no fp64
-    kernel."""
+    `draws`: whether random numbers may be drawn without a generator. Raises Unsupported
+    for what has no exact result, for such a draw where `draws` is False, and where
+    PyTorch has no fp64 kernel."""
     check_supported(func, args, kwargs)
     if func is aten.detach.default and isinstance(x := args[0], Wide):
         detached = Wide.of(x.exact.detach(), x.dtype, is_weight=x.is_weight)
@@ -198,8 +205,8 @@ def compute(
 
 
 class _Call:
-    """One operation: its arguments as fp64 reads them, and what becomes of its
-    results."""
+    """One operation that draws no random numbers: reads its arguments in fp64, runs it,
+    and rounds what it returns or writes."""
 
     def __init__(
         self,
@@ -221,6 +228,10 @@ class _Call:
         self.given: dict[int, Tensor] = {}
 
     def run(self) -> object:
+        """Runs the operation once and returns its result, rounded, with floating-point
+        tensors as `Wide`. Rounds what was written into arguments, in place. Results in
+        `FREE` may then be read only in a backward pass. Raises Unsupported where the
+        operator cannot compute in fp64."""
         for target in self.targets:
             values = widened(target)
             self.given[id(target)], self.stands_for[id(values)] = values, target
@@ -242,6 +253,9 @@ class _Call:
         return tree_unflatten(outs, spec)
 
     def _read(self, x: object) -> object:
+        """Returns one leaf of the arguments as the fp64 operation gets it: the fp64
+        values of a floating-point tensor, the fp64 dtype for a floating-point dtype,
+        anything else as it is."""
         if id(x) in self.given:
             return self.given[id(x)]
         if isinstance(x, Wide):
@@ -251,7 +265,8 @@ class _Call:
         return widened(x)
 
     def _with_numbers_read(self) -> tuple[tuple[object, ...], dict[str, object]]:
-        """The arguments, with Python numbers that meet tensors as the run has them."""
+        """Returns the positional and the named arguments, with Python numbers as the
+        rounding reads them; unchanged where no argument is a tensor."""
         if self.device is None:
             return self.args, dict(self.kwargs)
         kinds = {
@@ -267,8 +282,9 @@ class _Call:
         return args, named
 
     def _number(self, x: object, kind: str, device: torch.device) -> object:
-        """A Python number as the operation reads it: an integer where it meets
-        floating-point values, and is no size or dimension."""
+        """Returns x as the rounding reads it if it is a float, or an int that meets
+        floating-point values (`kind`, the argument's type in the schema, is no size or
+        dimension); else x."""
         meets_values = (
             kind in ("Tensor", "number", "Optional[number]") and self.has_floats
         )
@@ -278,7 +294,9 @@ class _Call:
         return x
 
     def _write(self, target: Tensor) -> None:
-        """Round what was written into a tensor, and put it where it belongs."""
+        """Rounds what was written into `target` to its dtype, in place, and gives it the
+        new shape where `out=` resized it. A tensor that is not floating-point stays as it
+        was written."""
         values = self.given[id(target)]
         if not is_floating(target):
             return
@@ -292,6 +310,10 @@ class _Call:
             _resize(target, values)
 
     def _result(self, x: object, dtype: torch.dtype) -> object:
+        """Returns one result: the caller's own tensor where the operation wrote into it,
+        a rounded `Wide` tensor of `dtype` for a new floating-point tensor, an unrounded
+        one for a view, anything else as it is. Raises Unsupported for a sparse or nested
+        tensor."""
         if id(x) in self.stands_for:
             return self.stands_for[id(x)]
         if not is_floating(x):
@@ -304,6 +326,8 @@ class _Call:
         return Wide.of(self._rounded(x, dtype), dtype)
 
     def _rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns `values` rounded to `dtype` as the run's rounding says. Raises
+        Unsupported for a dtype that numdev has no format for."""
         try:
             return self.rounding.result(self.func, self.args, values, dtype)
         except UsageError as error:
@@ -311,7 +335,8 @@ class _Call:
 
 
 def check_readable(tree: object) -> None:
-    """Raise Unsupported for a tensor that may not be read, unless in a backward pass."""
+    """Raises Unsupported if any tensor in the tree has a `refusal` (singular and
+    eigenvectors), unless a backward pass is running."""
     for x in tree_leaves(tree):
         if isinstance(x, Wide) and x.refusal and torch._C._current_graph_task_id() == -1:
             raise Unsupported(x.refusal)
@@ -320,7 +345,8 @@ def check_readable(tree: object) -> None:
 def written(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Iterator[Tensor]:
-    """The tensors that an operation writes into."""
+    """Yields the tensors that an operation writes into: by its schema, and the running
+    statistics of a batch norm in training, which its schema does not name."""
     trains = argument(func, args, kwargs, "training") is True
     unsaid = WRITES.get(func.overloadpacket.__name__, ()) if trains else ()
     for parameter in func._schema.arguments:
@@ -331,13 +357,16 @@ def written(
 
 
 def _any_wide(args: tuple[object, ...]) -> bool:
+    """Whether any tensor among the arguments, also in lists, is `Wide`."""
     return any(isinstance(x, Wide) for x in tree_leaves(args))
 
 
 def _without_half_to_float(
     func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The call of a softmax that gives float32 of float16, which fp64 must not do."""
+    """Returns the arguments with `half_to_float` set to False: a softmax that returns
+    float32 for float16 has no fp64 form. Unchanged for an operator without that
+    argument."""
     names = [parameter.name for parameter in func._schema.arguments]
     if "half_to_float" not in names:
         return args, kwargs
@@ -349,8 +378,9 @@ def _without_half_to_float(
 
 @contextmanager
 def _float64_by_default(wanted: bool) -> Iterator[None]:
-    """Numbers out of nothing, and quotients of integers, are made in the default
-    dtype."""
+    """Enters a context in which PyTorch's default dtype is float64, if `wanted`: new
+    tensors without inputs, and quotients of integers, are made in it. Restored at the
+    end."""
     default = torch.get_default_dtype()
     if not wanted or default == torch.float64:
         yield
@@ -368,7 +398,9 @@ def _drawn(
     kwargs: Mapping[str, object],
     rounding: Rounding,
 ) -> object:
-    """Random numbers, drawn in the dtype that tensors say."""
+    """Returns random numbers drawn in the dtypes that tensors say, widened, so that a
+    seed draws what it draws there. An in-place draw writes into its tensor and returns
+    it."""
     if func is aten.native_dropout.default:
         return _dropped_out(func, args, kwargs, rounding)
     target = next(written(func, args, kwargs), None)  # one at most
@@ -389,7 +421,9 @@ def _dropped_out(
     kwargs: Mapping[str, object],
     rounding: Rounding,
 ) -> tuple[Wide, Tensor]:
-    """`native_dropout`, its mask drawn in the dtype that the input says."""
+    """Returns the output and the bool mask of `native_dropout`; the mask is drawn in the
+    input's dtype. The output is exact values times mask / (1 - p), 0 for p = 1, then
+    rounded."""
     x, p = args[0], float(args[1])
     ones = torch.ones_like(narrowed(x))
     _, mask = func(ones, *args[1:], **kwargs)
@@ -401,7 +435,8 @@ def _dropped_out(
 def _reshaped_in_place(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, object]
 ) -> Wide:
-    """A view put in the place of its tensor, as `x.t_()` does."""
+    """Returns the tensor, its shape and strides changed in place as the view operation
+    (`x.t_()`) says; values are not copied."""
     wide: Wide = args[0]
     values = wide.exact.detach()  # another tensor may hold this very one
     func(values, *args[1:], **kwargs)
@@ -412,7 +447,8 @@ def _reshaped_in_place(
 
 
 def _resize(wide: Wide, values: Tensor) -> None:
-    """Give a tensor the shape of the values that were written into it."""
+    """Gives a tensor the values, and with them the shape, that an operation wrote for
+    it."""
     wide.exact = values
     with _metadata_alone():
         aten.resize_.default(wide, list(values.shape))
@@ -420,7 +456,8 @@ def _resize(wide: Wide, values: Tensor) -> None:
 
 @contextmanager
 def _metadata_alone() -> Iterator[None]:
-    """Operations in here change shape and strides of a `Wide` itself, not its values."""
+    """Enters a context in which operations change the shape and strides of a `Wide`
+    tensor itself and leave its values alone."""
     guard = torch._C._DisableTorchDispatch()
     before = torch._C._meta_in_tls_dispatch_include()
     torch._C._set_meta_in_tls_dispatch_include(True)
