@@ -54,25 +54,27 @@ Claims = Callable[[AttentionCase, "Output", System], Claim]
 
 
 def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str, object]:
-    """Unless it says otherwise: FlashAttention-2's arithmetic, a group summed before a
-    cast."""
+    """Returns FlashAttention-2's recipe as options of `emulated`, with the query heads of
+    a group summed before dk and dv are cast: the claim of a kernel that makes none."""
     return {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
 
 
 def apart_like_fa2(case: AttentionCase, output: Output, system: System) -> Claim:
-    """The same of a function that is given k and v repeated: autograd sums what is
-    rounded."""
+    """Returns FlashAttention-2's recipe as options of `emulated`, for a function that
+    gets k and v repeated for each query head: autograd then casts each head's dk and dv
+    before it sums a group."""
     return {"preset": "fa2"}
 
 
 def no_claim(case: AttentionCase, output: Output, system: System) -> Claim:
-    """None: no emulation computes like this kernel."""
+    """Returns None: no emulation computes like this kernel."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kernel:
-    """A registered kernel."""
+    """A registered kernel: its function, what it needs and supports, its options, and how
+    it says that it rounds. Raises UsageError for a field of the wrong type."""
 
     name: str
     # Of a case and options; returns what `as_output` takes
@@ -116,17 +118,18 @@ class Kernel:
 
     @property
     def declares(self) -> bool:
-        """Whether its claims were given, and are not what is said of every kernel without
-        any."""
+        """Whether its author said how it rounds; False for the claim of a kernel without
+        one (`like_fa2`, `apart_like_fa2`)."""
         return self.claims not in (like_fa2, apart_like_fa2)
 
     def missing(self, system: System) -> str | None:
-        """Why it cannot run on `system`, as a sentence; None when it can."""
+        """Returns why it cannot run on `system`, as a sentence; None where it can."""
         return self.broken or self.requires.missing(system)
 
     def with_options(self, chosen: Mapping[str, object]) -> dict[str, Any]:
-        """All options with the `chosen` ones in force; raises UsageError for an unknown
-        option or value."""
+        """Returns all options of the kernel: its defaults, with the `chosen` ones in
+        their place. Raises UsageError for an unknown option, a value that it cannot have,
+        and options that make no sense together."""
         for name, value in chosen.items():
             if name not in self.options:
                 hint = (
@@ -151,15 +154,18 @@ class Kernel:
         return options
 
     def attend(self, case: AttentionCase, **options: object) -> Output:
-        """Run the case. Refused where it declines; MeasurementError where it returns no
-        output."""
+        """Runs the kernel on a case and returns its output, checked against the case's
+        shapes. Options left out have their defaults; they are not checked (`with_options`
+        does that). Raises Refused where the kernel declines the case, MeasurementError
+        where it returns no output of it."""
         self.accept(case)
         return as_output(self.function(case, **{**self.options, **options}), case)
 
     def gradients(self, case: AttentionCase, **options: object) -> Output:
-        """One training step: out and lse of a forward pass, and dq, dk and dv from
-        `case.grad_out`. Raises as `attend` does, Refused without a backward, UsageError
-        without grad_out."""
+        """Runs one training step and returns out and, if the kernel has it, lse of the
+        forward pass, and dq, dk and dv for `case.grad_out`. Raises UsageError without a
+        grad_out, Refused without a backward pass or where the case is declined,
+        MeasurementError where a gradient is missing or has another shape."""
         upstream(case)
         if self.backward is None:
             raise Refused("no backward pass")
@@ -174,7 +180,8 @@ class Kernel:
         return output
 
     def accept(self, case: AttentionCase) -> None:
-        """Raises Refused for a case the kernel cannot run."""
+        """Raises Refused for a case that the kernel cannot run: a format without a dtype
+        of torch's, some rows of a call, or what its own `supports` declines."""
         part = case.positions is not None and not self.any_rows
         reason = why_not(
             (
@@ -195,14 +202,15 @@ _registry: dict[str, Kernel] = {}
 def kernel(
     name: str, *, options: Mapping[str, object] | None = None, **fields: Any
 ) -> Callable[[Function], Function]:
-    """Register a function of a case as the kernel `name`: a decorator.
+    """Registers a function of a case as the kernel `name`: a decorator, which returns the
+    function unchanged.
 
     The function takes an AttentionCase, and its options as keyword-only parameters with
     defaults (or arbitrary keywords, with `options` their names and defaults); it returns
     an Output, or the tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out and
     the log-sum-exp [batch, heads, q_len]. Further arguments are the fields of `Kernel`.
-    Raises UsageError for a name that is taken by another function, and for an option
-    without a default."""
+    Raises UsageError for an unknown field, for a name that is taken by another function,
+    and for an option without a default."""
 
     names = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
     if wrong := sorted(fields.keys() - names):
@@ -213,6 +221,8 @@ def kernel(
         raise UsageError(what, hint=closest(wrong[0], names))
 
     def register(function: Function) -> Function:
+        """Adds the function to the registry and returns it. Raises UsageError for what is
+        no function, and for a name that another function has."""
         expect("function", function, Callable[..., object])
         taken = _registry.get(name)
         if taken is not None and _identity(taken.function) != _identity(function):
@@ -235,9 +245,9 @@ def kernel(
 
 
 def all_kernels() -> dict[str, Kernel]:
-    """Every registered kernel by name: the built-in ones first, then those of entry
-    points. A plugin that cannot be loaded is listed, as `broken`, under its entry point's
-    name."""
+    """Returns every registered kernel by name: the built-in ones in the order of
+    `BUILT_IN`, then those of entry points. A plugin that cannot be loaded is listed under
+    its entry point's name, with the reason in `broken`."""
     broken = load_all()
     # Whatever happened to be imported first: the order is shown to people.
     place = {f"numdev.kernels.{module}": i for i, module in enumerate(BUILT_IN)}
@@ -250,8 +260,9 @@ def all_kernels() -> dict[str, Kernel]:
 
 @functools.cache
 def load_all() -> tuple[Kernel, ...]:
-    """Import the built-in modules, then entry points. Returns the plugins that cannot be
-    loaded."""
+    """Imports the built-in modules and the entry points once, which registers their
+    kernels. Returns a `broken` kernel for each plugin that raises when it is loaded; its
+    exception goes no further."""
     for module in BUILT_IN:
         importlib.import_module(f"numdev.kernels.{module}")
     broken = []
@@ -272,9 +283,10 @@ def load_all() -> tuple[Kernel, ...]:
 
 
 def find(name: str) -> Kernel:
-    """The kernel `name`, or the function `package.module:function` or `FILE.py:function`,
-    as a Kernel. Raises UsageError for an unknown name, a function that cannot be imported
-    or adapted."""
+    """Returns the registered kernel `name`; for `package.module:function` or
+    `FILE.py:function`, that function as a kernel. Raises UsageError for an unknown name,
+    a plugin that could not be loaded, and a function that cannot be imported or
+    adapted."""
     if ":" in name:
         name = importable(name)
         return of_function(name, imported(name, "kernel"))
@@ -289,9 +301,9 @@ def find(name: str) -> Kernel:
 
 
 def of_function(name: str, function: Callable[..., object]) -> Kernel:
-    """The kernel that was registered with this function; else the function, adapted by
-    the names of its parameters as a kernel called `name`. Raises UsageError where it
-    cannot be."""
+    """Returns the kernel that was registered with this function; else the function as a
+    kernel called `name`, adapted by the names of its parameters (`plain.adapt`). Raises
+    UsageError where it cannot be adapted."""
     from numdev.kernels.plain import adapt
 
     registered = (k for k in _registry.values() if k.function is function)
@@ -299,9 +311,10 @@ def of_function(name: str, function: Callable[..., object]) -> Kernel:
 
 
 def imported(path: str, role: str) -> Callable[..., object]:
-    """The callable `package.module:name` or `FILE.py:name`, asked for in a role
-    ("kernel") that messages name. The current folder is searched last. Raises UsageError
-    where it cannot be imported, or is none."""
+    """Imports and returns the callable `package.module:name` or `FILE.py:name`. `role`:
+    what it is for ("kernel", "model"), which messages name. Adds the current folder to
+    the end of sys.path. Raises UsageError where the import raises anything, or nothing
+    callable has this name."""
     module_name, _, attribute = importable(path).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -321,9 +334,9 @@ def imported(path: str, role: str) -> Callable[..., object]:
 
 
 def importable(path: str) -> str:
-    """`FILE.py:name` as `package.module:name`, the folder searched last by Python;
-    anything else as it is. Raises UsageError for no file, and where Python has another
-    module of that name."""
+    """Returns `FILE.py:name` as `package.module:name`; anything else as it is. Adds the
+    folder of the file's package to the end of sys.path. Raises UsageError where there is
+    no such file, and where Python finds another module of that name."""
     file, _, attribute = path.partition(":")
     if not file.endswith(".py"):
         return path
@@ -347,10 +360,10 @@ def importable(path: str) -> str:
 
 
 def options_of(function: Callable[..., object]) -> dict[str, object]:
-    """The options of a kernel function of a case: its keyword-only parameters and their
-    defaults. Raises UsageError for one without a default, since what is not asked for
-    must still be recorded, and for one that can be given by position, which no request
-    could ask for."""
+    """Returns the options of a kernel function, its keyword-only parameters, with their
+    defaults. Raises UsageError for an option without a default, since what is not asked
+    for must still be recorded, and for a second positional parameter, which no request
+    could set."""
     parameters = inspect.signature(function).parameters.values()
     by_position = [p.name for p in parameters if p.kind in POSITIONAL]
     if len(by_position) > 1:
@@ -370,10 +383,13 @@ def options_of(function: Callable[..., object]) -> dict[str, object]:
 
 
 def fingerprint(*functions: Callable[..., object]) -> str:
-    """A hash of the files that define the functions; of one in a notebook of its own
-    source, of a name where there is neither."""
+    """Returns 16 hex digits, a SHA-256 of the whole files that define these functions;
+    for a function without a file (in a notebook) of its source, else of its module and
+    name."""
 
     def source(function: Callable[..., object]) -> bytes:
+        """Returns what is hashed of one function: its file, else its source, else its
+        name."""
         code = getattr(inspect.unwrap(function), "__code__", None)
         file = Path(code.co_filename) if code else None
         if file is not None and file.is_file():
@@ -388,12 +404,17 @@ def fingerprint(*functions: Callable[..., object]) -> str:
 
 
 def summary_of(function: Callable[..., object]) -> str:
+    """Returns the first line of a function's docstring; empty without one."""
     return (inspect.getdoc(function) or "").split("\n")[0]
 
 
 def _identity(function: Callable[..., object]) -> str:
+    """Returns `module:qualified.name` of a function, the name `?` for a callable without
+    one."""
     return f"{function.__module__}:{getattr(function, '__qualname__', '?')}"
 
 
 def _typed(value: object) -> tuple[object, type]:
+    """Returns a value with its type, for comparison: True is not 1, and 64.0 is not
+    64."""
     return value, type(value)  # True is no 1, and 64.0 no 64

@@ -29,8 +29,10 @@ from numdev.kernels import Output, kernel
     "baseline", any_rows=True, claims=lambda case, output, system: {"preset": "eager"}
 )
 def baseline(case: AttentionCase) -> Output:
-    """Plain attention as eager model code does it, every product in the working
-    format."""
+    """Plain attention as eager model code does it, every product in the working format.
+
+    Returns out alone, in the case's dtype; softmax is in float32 at least. Rows that see
+    no key are 0. NaN and infinity propagate as PyTorch has it."""
     dtype = case.q.dtype
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     k, v = repeated(case)
@@ -62,8 +64,9 @@ HIDDEN = -1e30
 
 
 def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
-    """Plain attention; `wide` says which are in fp32: the product Q Kᵀ, the softmax, P
-    V."""
+    """Returns plain attention's output [B, H, q_len, v_dim] in the case's dtype. `wide`
+    has three flags: whether the product Q Kᵀ, the softmax and the product P V are in
+    fp32."""
     dtype, (scores, softmax, product) = case.q.dtype, wide
     k, v = repeated(case)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
@@ -73,9 +76,10 @@ def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
 
 
 def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
-    """The online softmax, in tiles of keys (None: one): P cast for its product, O / l at
-    the end. `maximum`: whether it is detached, or differentiated as torch.amax or
-    torch.max is."""
+    """Returns the output [B, H, q_len, v_dim] of an online softmax over tiles of `tile`
+    keys (None: one tile of all), in the case's dtype: P is cast for its product, and O
+    divided by l at the end. `maximum`: `amax` or `max` lets gradients through that
+    function of PyTorch's, `constant` detaches the maximum."""
     k, v = repeated(case)
     S = _scores(case, case.q.float(), k.float())
     m = S.new_full((*S.shape[:3], 1), HIDDEN)
@@ -97,6 +101,8 @@ def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
 
 
 def _with_sinks(case: AttentionCase, S: Tensor) -> Tensor:
+    """Returns the scores with each head's sink appended as one more key, [B, H, rows,
+    keys + 1]; unchanged for a case without sinks."""
     if case.sinks is None:
         return S
     sink = case.sinks.to(S.dtype)[None, :, None, None].expand(*S.shape[:3], 1)
@@ -104,7 +110,8 @@ def _with_sinks(case: AttentionCase, S: Tensor) -> Tensor:
 
 
 def repeated(case: AttentionCase) -> list[Tensor]:
-    """k and v with as many heads as q."""
+    """Returns [k, v] with as many heads as q: each kv head repeated for the query heads
+    of its group."""
     group = case.group
     return [
         x if group == 1 else x.repeat_interleave(group, dim=1) for x in (case.k, case.v)
@@ -112,7 +119,9 @@ def repeated(case: AttentionCase) -> list[Tensor]:
 
 
 def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
-    """Scaled, capped, and what is hidden far below everything else."""
+    """Returns the scores S [B, H, q_len, kv_len] of q and of k, which has as many heads:
+    scaled, soft-capped, with the additive mask. Hidden keys score -1e30, or the lowest
+    number of a narrower dtype, so that no row becomes NaN."""
     S = q @ k.mT * case.scale
     S = S if case.softcap is None else case.softcap * (S / case.softcap).tanh()
     mask = explicit_mask(case)
@@ -124,7 +133,8 @@ def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _of_seen_rows(way: Way) -> Way:
-    """The way, whose rows that see no key are 0 and have no gradient."""
+    """Returns a function like `way` whose rows that see no key are 0 and have no
+    gradient."""
     return lambda case: way(case).masked_fill(empty_rows(case)[..., None], 0.0)
 
 

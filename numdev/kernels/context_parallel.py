@@ -63,6 +63,8 @@ class RankTask(TypedDict):
 
 
 def _unsupported(case: AttentionCase) -> str | None:
+    """Returns why PyTorch's context parallelism cannot run the case; None where it
+    can."""
     masked = case.mask is not None or case.window is not None or case.causal_offset
     unlike = case.is_causal and case.q_len != case.kv_len
     return why_not(
@@ -84,13 +86,20 @@ def _unsupported(case: AttentionCase) -> str | None:
     ),
 )
 def context_parallel(case: AttentionCase, **options: object) -> Output:
-    """PyTorch's context parallelism: one call over several GPUs, as ring attention."""
+    """PyTorch's context parallelism: one call over several GPUs, as ring attention.
+
+    Options: `world`, the number of processes, and VALUES. Returns out alone, the whole of
+    it on the case's device. Raises Refused for too few GPUs and lengths that do not
+    divide, MeasurementError where a process fails, dies or does not answer."""
     return _computed(case, options, None)
 
 
 def _computed(
     case: AttentionCase, options: Mapping[str, Any], grad_out: Tensor | None
 ) -> Output:
+    """Runs the call on `world` processes and returns its output, with dq, dk and dv where
+    `grad_out` is not None. `options` are all of the kernel's. Raises Refused for too few
+    GPUs, lengths that do not divide, and what PyTorch refuses."""
     world, inner, device = options["world"], options["inner"], case.q.device.type
     # Causal calls are balanced, and no others
     parts = 2 * world if case.is_causal else world
@@ -138,7 +147,8 @@ def _computed(
 
 
 def _sent(x: Tensor) -> Tensor:
-    """A tensor as a pipe takes it."""
+    """Returns a tensor without its graph, on the CPU and contiguous, as a pipe takes
+    it."""
     return x.detach().cpu().contiguous()
 
 
@@ -146,8 +156,8 @@ def _sent(x: Tensor) -> Tensor:
 
 
 class Ranks:
-    """A number of processes, each with a device of its own where devices are CUDA's.
-    Raises MeasurementError where they cannot be started."""
+    """A group of `world` processes that wait for tasks, each with a device of its own
+    where devices are CUDA's. Raises MeasurementError where they cannot be started."""
 
     def __init__(self, world: int, device: str) -> None:
         self.world = world
@@ -160,8 +170,10 @@ class Ranks:
         self.ask(None, START_S)
 
     def ask(self, task: RankTask | None, limit_s: float = LIMIT_S) -> Any:
-        """What rank 0 answers, to no task that all are there. Any exception ends them;
-        raises MeasurementError where one fails, dies, or it does not answer in time."""
+        """Sends a task to every process and returns rank 0's answer, a dict of tensors on
+        the CPU or of `refused`. With None it sends nothing and waits until all have
+        started. Any exception ends the processes; raises MeasurementError where one fails
+        or dies, or rank 0 does not answer within `limit_s` seconds."""
         try:
             with contextlib.suppress(OSError):  # it is gone, and so it will be found
                 for pipe in self._pipes if task is not None else ():
@@ -183,7 +195,8 @@ class Ranks:
             ) from None
 
     def close(self) -> None:
-        """End every rank and remove what they shared."""
+        """Kills every process and removes their common folder; the next call starts new
+        ones."""
         together.cache_clear()
         for process in self.ranks.processes:
             process.kill()
@@ -202,7 +215,9 @@ together = functools.cache(Ranks)  # started when first asked for
 def rank(
     number: int, world: int, device: str, store: str, pipes: Sequence[Connection]
 ) -> None:
-    """Answer the tasks read from a pipe until its other end is closed."""
+    """Runs one process of the group, number `number` of `world`: computes the tasks that
+    it reads from its pipe until the other end is closed. Rank 0 sends each answer back.
+    `store`: a file through which the processes find each other."""
     # Groups are not taken apart: others may be gone
     Finalize(None, os._exit, (1,), exitpriority=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -226,8 +241,9 @@ def rank(
 
 
 def _of_rank(task: RankTask, mesh: DeviceMesh) -> dict[str, object]:
-    """The output, and the gradients where the task has an upstream one, all of them
-    whole."""
+    """Returns the whole output and, where the task has a `grad_out`, the gradients, by
+    name and on the CPU; `{"refused": reason}` where PyTorch has no kernel for the call.
+    Every rank must call it."""
     from torch.distributed.tensor.experimental import _attention as cp
 
     cp._cp_options.enable_load_balance = task["is_causal"]
@@ -254,8 +270,9 @@ def _of_rank(task: RankTask, mesh: DeviceMesh) -> dict[str, object]:
 
 
 def _dispatched(task: RankTask, mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:
-    """This rank's part of an SDPA call that PyTorch turns into its ring, and of its
-    gradients."""
+    """Returns this rank's part of the output of an SDPA call, which PyTorch turns into
+    its ring, followed by its parts of dq, dk and dv where `tensors` holds dO behind q, k
+    and v."""
     q, k, v = (x.detach().requires_grad_(len(tensors) > 3) for x in tensors[:3])
     attend = functools.partial(
         torch.nn.functional.scaled_dot_product_attention,

@@ -26,6 +26,9 @@ SPLITS: Mapping[str, object] = {"num_splits": 1, "pack_gqa": None}
 
 
 class Version(NamedTuple):
+    """One version of the flash-attn package: where its function is, what it takes, and
+    how it rounds."""
+
     number: int
     package: str
     module: str
@@ -37,11 +40,13 @@ class Version(NamedTuple):
     with_lse: str = "return_attn_probs"
 
     def unsupported(self, case: AttentionCase) -> str | None:
-        """Why it cannot run the case, on any GPU."""
+        """Returns why this version cannot run the case, on any GPU; None where it can."""
         reason = why_not(*self._limits(case))
         return reason and f"flash-attn {self.number} {reason}"
 
     def _limits(self, case: AttentionCase) -> Iterator[Reason]:
+        """Yields each limit of the package as (whether the case exceeds it, what to say),
+        for `why_not`."""
         d, d_v, multiple = case.q.shape[-1], case.v.shape[-1], self.multiple
         sinks = None if case.sinks is None else case.sinks.dtype
         offset, at = case.kv_len - case.q_len, case.causal_offset
@@ -58,6 +63,8 @@ class Version(NamedTuple):
         yield negative, "takes a side of a window below 0 for one without a limit"
 
     def attend(self, case: AttentionCase, **options: object) -> Output:
+        """Calls the package's `flash_attn_func` and returns out and lse, with the
+        function's name in `ran`. `options` are passed on to it."""
         left, right = (
             self.unlimited if x is None else x for x in case.window or (None, None)
         )
@@ -79,11 +86,11 @@ class Version(NamedTuple):
     def claims(
         self, case: AttentionCase, output: Output, system: System
     ) -> Mapping[str, object] | None:
-        """Version 2 as PyTorch's copy of it; the others sum a group in fp32 (`dk_accum`
-        in their sources), in tiles that are not documented. With a soft cap no emulation
-        stands for it: its tanh is the GPU's approximate one, off by 2^-11, more than
-        rounding P makes of such scores.
-        """
+        """Returns how this version says it rounds, as options of `emulated`: version 2 as
+        PyTorch's copy of it; version 4 on Blackwell as the preset `fa4`; else
+        FlashAttention-2 with a group summed in fp32 (`dk_accum` in their sources). None
+        with a soft cap, whose tanh is the GPU's approximate one: it is off by 2^-11, more
+        than rounding P makes of such scores."""
         if case.softcap is not None:
             return None
         if self.number == 2:

@@ -30,10 +30,13 @@ MERGED = 1024  # features of V that are merged at once
 
 
 def _unsupported(case: AttentionCase) -> str | None:
+    """Returns why FlashInfer cannot run the case; None where it can."""
     return why_not(*_limits(case))
 
 
 def _limits(case: AttentionCase) -> Iterator[Reason]:
+    """Yields each limit of FlashInfer as (whether the case exceeds it, what to say), for
+    `why_not`."""
     mask, (left, right) = case.mask, case.window or (None, None)
     offset, head_dims = case.kv_len - case.q_len, (case.q.shape[-1], case.v.shape[-1])
     elsewhere = case.restricts_positions and case.causal_offset != offset
@@ -50,11 +53,11 @@ def _limits(case: AttentionCase) -> Iterator[Reason]:
 
 
 def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
-    """FlashAttention-2's arithmetic. `fa2` sums l from the P that is multiplied, and
-    keeps what a split of the keys gives in the format of the output (`prefill.cuh`:
-    `m16k16_rowsum`, `tmp_v`). Nothing stands for the tanh of a soft cap, which is
-    approximate, and for a merge of more parts than one pass holds, which rounds again
-    (`cascade.cuh`: `threadblock_sync_state`)."""
+    """Returns FlashAttention-2's recipe as options of `emulated`; for the backend `fa2`
+    with l summed from the rounded P, and with a split's O in the working format
+    (`prefill.cuh`: `m16k16_rowsum`, `tmp_v`). None for another backend, for a soft cap,
+    whose tanh is approximate, and for more splits than one pass merges, which rounds
+    again (`cascade.cuh`: `threadblock_sync_state`)."""
     did = output.did or {}
     if case.softcap is not None or did.get("backend") not in ("fa2", "fa3"):
         return None
@@ -81,8 +84,12 @@ def flashinfer(
     case: AttentionCase, *, backend: str = "auto", page_size: int | None = None,
     fixed_split_size: int | None = None, disable_split_kv: bool = False,
 ) -> Output:  # fmt: skip
-    """FlashInfer's attention of a batch: keys ragged, or in pages of `page_size`
-    tokens."""
+    """FlashInfer's attention of a batch: keys ragged, or in pages of `page_size` tokens.
+
+    Without `page_size` the keys are ragged. `fixed_split_size` (keys of a part) and
+    `disable_split_kv` are passed to its plan. Returns out and the natural log-sum-exp,
+    and in `did` the backend and the number of splits. Raises Refused for a mask under
+    `fa3`."""
     module: Any = importlib.import_module("flashinfer")
     b, n, device = case.q.shape[0], case.q_len, case.q.device
     refuse((backend == "fa3" and case.mask is not None, "its fa3 kernels take no mask"))
@@ -114,7 +121,9 @@ def flashinfer(
 
 
 def _plan_arguments(case: AttentionCase) -> dict[str, object]:
-    """What `plan` is told of a case in either layout of the keys."""
+    """Returns the keyword arguments of a wrapper's `plan` that do not depend on how keys
+    are stored: sizes, dtypes, scale, window, soft cap, and a flattened bool mask, which
+    then has causality and window in it."""
     b, n, m = case.q.shape[0], case.q_len, case.kv_len
     left = (case.window or (None, None))[0]
     mask = None if case.mask is None else explicit_mask(case)
@@ -136,7 +145,9 @@ def _plan_arguments(case: AttentionCase) -> dict[str, object]:
 def _plan_ragged(
     wrapper: Any, case: AttentionCase, how: Mapping[str, object]
 ) -> tuple[object, ...]:
-    """K and V one sequence after the other, [tokens, kv_heads, head_dim]."""
+    """Plans the call on the wrapper, which changes it, and returns (k, v) with one
+    sequence behind the other, [tokens, kv_heads, head_dim]. `how`: further arguments of
+    `plan`."""
     b, h, n, d = case.q.shape
     sequences = torch.arange(b + 1, dtype=torch.int32, device=case.q.device)
     rows, tokens = sequences * n, sequences * case.kv_len
@@ -148,7 +159,9 @@ def _plan_ragged(
 def _plan_paged(
     wrapper: Any, case: AttentionCase, page_size: int, how: Mapping[str, object]
 ) -> tuple[object, ...]:
-    """K and V in pages, each sequence from a page of its own."""
+    """Plans the call on the wrapper, which changes it, and returns a tuple of one pair
+    (k, v), each in pages [pages, page_size, kv_heads, head_dim]; each sequence begins a
+    new page. `how`: further arguments of `plan`."""
     (b, h, n, d), m, device = case.q.shape, case.kv_len, case.q.device
     sequences = torch.arange(b + 1, dtype=torch.int32, device=device)
     pages, last = -(-m // page_size), (m - 1) % page_size + 1
@@ -161,8 +174,9 @@ def _plan_paged(
 
 
 def _splits(wrapper: object, case: AttentionCase) -> int:
-    """Into how many parts the keys were divided, by the plan of `fa2` (`PrefillPlanInfo`
-    in `scheduler.cuh`): blocks in all, over those of each part."""
+    """Returns how many parts the keys were divided into, read from a planned wrapper of
+    `fa2` (`PrefillPlanInfo` in `scheduler.cuh`): all blocks over those of one part; 1 for
+    other backends and unknown plans."""
     plan = list(getattr(wrapper, "_plan_info", None) or ())
     if getattr(wrapper, "_backend", None) != "fa2" or len(plan) < 4:
         return 1
@@ -172,12 +186,14 @@ def _splits(wrapper: object, case: AttentionCase) -> int:
 
 
 def _paged(x: Tensor, length: int, size: int) -> Tensor:
-    """[batch, keys, heads, dim] as [pages, size, heads, dim], with 0 behind the last
-    key."""
+    """Returns [batch, keys, heads, dim] as [pages, size, heads, dim]; zeros fill each
+    sequence up to `length` keys, a multiple of `size`."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, length - x.shape[1]))
     return padded.reshape(-1, size, *x.shape[2:])
 
 
 @functools.cache
 def _workspace(device: torch.device) -> Tensor:
+    """Returns the buffer for FlashInfer's partial results, 256 MiB of bytes, one per
+    device and process."""
     return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)

@@ -60,7 +60,8 @@ Modification = Callable[..., Tensor]
 
 
 def _check(options: Mapping[str, object]) -> None:
-    """Raises UsageError for options that would be ignored."""
+    """Raises UsageError for options of the compiled kernel in eager mode, which ignores
+    them."""
     asked = [n.upper() for n, x in options.items() if n != "compiled" and x is not None]
     if not options["compiled"] and asked:
         raise UsageError(f"eager FlexAttention ignores {', '.join(asked)}")
@@ -69,7 +70,8 @@ def _check(options: Mapping[str, object]) -> None:
 def _claims(
     case: AttentionCase, output: Output, system: System
 ) -> Mapping[str, object] | None:
-    """What the FlexAttention that ran computes like, in both passes."""
+    """Returns what the FlexAttention that ran rounds like, in both passes, as options of
+    `emulated`; None with PRESCALE_QK, which no emulation covers."""
     did, d = output.did or {}, case.q.shape[-1]
     # Scores in fp32 from widened inputs, P rounded for its product
     if not did["compiled"]:
@@ -104,9 +106,8 @@ def _claims(
 
 
 def _decodes(case: AttentionCase) -> bool:
-    """Whether the kernel for decoding runs: few queries, and a group that is a power of
-    two. A mask that differs by head must do so for every query head, and none may be
-    grouped."""
+    """Whether CUDA runs FlexAttention's kernel for decoding: fewer than 128 queries, and
+    a group that is a power of two; not with a group and a mask that differs by head."""
     mask = _four_axes(case.mask, bool_mask=True)
     by_head = mask is not None and mask.shape[1] > 1 and case.group > 1
     return case.q_len < SHORT and case.group & (case.group - 1) == 0 and not by_head
@@ -123,7 +124,12 @@ def _decodes(case: AttentionCase) -> bool:
     claims=_claims,
 )
 def flex(case: AttentionCase, *, compiled: bool, **options: object) -> Output:
-    """PyTorch's FlexAttention, compiled into one kernel."""
+    """PyTorch's FlexAttention, compiled into one kernel.
+
+    `compiled` False runs it eagerly. Other options are PyTorch's `kernel_options`; None
+    leaves PyTorch's own. Returns out, and lse except from the compiled CPU kernel. Raises
+    Refused for what PyTorch cannot run, MeasurementError where it ran eagerly and should
+    not."""
     asked = {name.upper(): x for name, x in options.items() if x is not None}
     device, on_cuda = case.q.device.type, case.q.is_cuda
     float64 = compiled and case.q.dtype == torch.float64
@@ -171,7 +177,8 @@ def flex(case: AttentionCase, *, compiled: bool, **options: object) -> Output:
 def _call(
     *qkv: Tensor, with_lse: bool, **arguments: object
 ) -> tuple[Tensor, Tensor | None, bool]:
-    """Output, log-sum-exp, and whether this is compiled: a constant that the compiler
+    """Runs FlexAttention on q, k and v and returns the output, the log-sum-exp (None
+    without `with_lse`), and whether this call was compiled: a constant that the compiler
     sets."""
     attend: Callable[..., Any] = flex_attention
     compiled = torch.compiler.is_dynamo_compiling()
@@ -183,17 +190,21 @@ def _call(
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor | None, bool]]:
-    """The one compiled function, which keeps a kernel for every shape it has met."""
+    """Returns `_call` compiled, the same function in every call of a process, which keeps
+    one kernel for each shape it meets."""
     return torch.compile(_call, fullgraph=True, dynamic=False)
 
 
 def _score_mod(case: AttentionCase) -> Modification | None:
-    """Soft cap, then additive mask; None where a score stays as it is."""
+    """Returns FlexAttention's `score_mod` for the soft cap and then the additive mask;
+    None where the case has neither."""
     cap, bias = case.softcap, _four_axes(case.mask, bool_mask=False)
     if cap is None and bias is None:
         return None
 
     def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Returns the score of query i and key j, soft-capped and with the additive
+        mask."""
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         return score if bias is None else score + _at(bias, b, h, i, j)
@@ -202,13 +213,14 @@ def _score_mod(case: AttentionCase) -> Modification | None:
 
 
 def _block_mask(case: AttentionCase) -> object:
-    """Which keys are seen, for as many batches and heads as a mask distinguishes; None:
-    all."""
+    """Returns FlexAttention's block mask from causality, window and bool mask, for as
+    many batch entries and heads as the mask has; None where all keys are seen."""
     mask, (low, high) = _four_axes(case.mask, bool_mask=True), key_limits(case)
     if mask is None and not case.restricts_positions:
         return None
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Whether query i may attend to key j."""
         shown = j >= 0
         if low is not None:
             shown = shown & (j >= i + low)
@@ -222,14 +234,15 @@ def _block_mask(case: AttentionCase) -> object:
 
 
 def _four_axes(mask: Tensor | None, *, bool_mask: bool) -> Tensor | None:
-    """A mask of this kind with all its axes, those of length 1 as they are; None for
-    another."""
+    """Returns a view of the mask with four axes, missing ones of length 1, if it is of
+    this kind (bool or additive); None for the other kind or no mask."""
     if mask is None or (mask.dtype == torch.bool) != bool_mask:
         return None
     return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
 
 
 def _at(mask: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """A broadcasting mask's entry: an axis of length 1 is read at 0."""
+    """Returns the mask's entry for batch b, head h, query i and key j; an axis of length
+    1 is read at 0."""
     places = zip((b, h, i, j), mask.shape, strict=True)
     return mask[tuple(at if length > 1 else torch.zeros_like(b) for at, length in places)]

@@ -20,7 +20,8 @@ from numdev.kernels.output import why_not
 
 
 def _matmul(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """As transformers' eager attention without its cast."""
+    """Returns attention [B, H, q_len, v_dim] as transformers' eager attention writes it,
+    without its cast: scores times scale, all in the inputs' dtype."""
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale
     return torch.matmul(torch.softmax(_masked(scores, mask), dim=-1), v)
 
@@ -28,7 +29,8 @@ def _matmul(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 def _divided(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """As in Vaswani et al. and nanoGPT: divided by sqrt(d)."""
+    """Returns attention [B, H, q_len, v_dim] as Vaswani et al. and nanoGPT write it:
+    scores divided by sqrt(d)."""
     scores = (q @ k.transpose(-2, -1)) / (1.0 / scale)
     return torch.softmax(_masked(scores, mask), dim=-1) @ v
 
@@ -36,21 +38,24 @@ def _divided(
 def _scaled_q(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """As in BART and CLIP: q is multiplied first."""
+    """Returns attention [B, H, q_len, v_dim] as BART and CLIP write it: q is multiplied
+    by the scale before the product."""
     return torch.softmax(_masked((q * scale) @ k.transpose(-2, -1), mask), dim=-1) @ v
 
 
 def _float32(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """As in Llama: the softmax in float32, then a cast."""
+    """Returns attention [B, H, q_len, v_dim] as Llama writes it: the softmax in float32,
+    then a cast to the inputs' dtype."""
     scores = _masked(torch.matmul(q, k.transpose(2, 3)) * scale, mask)
     p = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     return torch.matmul(p, v)
 
 
 def _einsum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """As in lucidrains' and JAX ports."""
+    """Returns attention [B, H, q_len, v_dim] as lucidrains' code and JAX ports write it,
+    with einsum."""
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * scale
     return torch.einsum("bhij,bhjd->bhid", _masked(scores, mask).softmax(dim=-1), v)
 
@@ -58,13 +63,17 @@ def _einsum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 def _by_hand(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """exp of what is below the maximum, divided by its sum at the end."""
+    """Returns attention [B, H, q_len, v_dim] with the softmax by hand: exp of scores in
+    float32 less their maximum, cast for the product with v, divided by the sum at the
+    end."""
     scores = _masked((q @ k.mT).float() * scale, mask)
     p = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
     return ((p.to(v.dtype) @ v) / p.sum(dim=-1, keepdim=True)).to(q.dtype)
 
 
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the scores with a bool mask's hidden keys at -inf, or an additive mask
+    added; unchanged without a mask. A row without keys becomes NaN in the softmax."""
     if mask is None:
         return scores
     if mask.dtype == torch.bool:
@@ -89,7 +98,10 @@ SPELLINGS: Mapping[str, Callable[..., Tensor]] = {
     claims=no_claim,
 )
 def inductor(case: AttentionCase, *, spelling: str) -> Output:
-    """The textbook's attention, compiled, in one of its public spellings."""
+    """The textbook's attention, compiled, in one of its public spellings.
+
+    `spelling`: a key of SPELLINGS. Returns out alone. Every shape is compiled for itself,
+    which takes seconds."""
     from torch._dynamo import config
 
     mask = explicit_mask(case)
@@ -102,4 +114,6 @@ def inductor(case: AttentionCase, *, spelling: str) -> Output:
 
 @functools.cache
 def _compiled(spelling: str) -> Callable[..., Tensor]:
+    """Returns the function of this spelling, compiled; the same one in every call of a
+    process."""
     return torch.compile(SPELLINGS[spelling], fullgraph=True, dynamic=False)

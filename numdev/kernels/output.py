@@ -24,7 +24,7 @@ NAMES = {"lse": "log-sum-exp"}  # of tensors, in messages
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Output:
-    """What a kernel returns."""
+    """The result of one kernel call: its tensors, and evidence of what ran."""
 
     out: Tensor  # [batch, heads, q_len, v_dim]
     lse: Tensor | None = None
@@ -43,7 +43,8 @@ class Output:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that were returned, by name."""
+        """Returns the tensors that are not None, by name: `out`, `lse`, `dq`, `dk`,
+        `dv`."""
         every = {
             "out": self.out, "lse": self.lse, "dq": self.dq, "dk": self.dk, "dv": self.dv
         }  # fmt: skip
@@ -54,22 +55,24 @@ Reason = tuple[object, str]  # a condition, and what is wrong where it holds
 
 
 def why_not(*reasons: Reason) -> str | None:
-    """The words behind the first condition that holds; None where none does."""
+    """Returns the text of the first of these (condition, text) pairs whose condition is
+    true; None where none is."""
     return next((words for holds, words in reasons if holds), None)
 
 
 def refuse(*reasons: Reason) -> None:
-    """Raises Refused with the words behind the first condition that holds."""
+    """Raises Refused with the text of the first of these (condition, text) pairs whose
+    condition is true; returns where none is."""
     if words := why_not(*reasons):
         raise Refused(words)
 
 
 def as_output(result: object, case: AttentionCase) -> Output:
-    """What a kernel function returned, an Output, a tensor, or a tuple that begins with
-    the output, as an Output. A tuple's second element, if not None, is the log-sum-exp;
-    attention weights [batch, heads, q_len, kv_len] in its place are none, and `not_lse`
-    says so. Raises MeasurementError when that is no output of `case`, or its log-sum-exp
-    is none."""
+    """Returns the result of a kernel function as an Output: an Output, a tensor, or a
+    tuple whose first element is the output and whose second, if not None, the
+    log-sum-exp. Attention weights [batch, heads, q_len, kv_len] as the second are
+    dropped, and `not_lse` says so. Raises MeasurementError where a tensor has not the
+    case's shape, is not dense and of floating point, or is on another device."""
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
         output = result
@@ -93,6 +96,8 @@ def as_output(result: object, case: AttentionCase) -> Output:
 
 
 def _check(what: str, x: object, shape: tuple[int, ...], case: AttentionCase) -> None:
+    """Raises MeasurementError unless x is a dense floating-point tensor of this shape on
+    the case's device. `what`: its name in the message."""
     if not isinstance(x, Tensor):
         problem = type(x).__name__
     elif tuple(x.shape) != shape:
@@ -111,8 +116,8 @@ def _check(what: str, x: object, shape: tuple[int, ...], case: AttentionCase) ->
 
 
 def upstream(case: AttentionCase) -> Tensor:
-    """The gradient of the output, [batch, heads, q_len, v_dim]. Raises UsageError without
-    one."""
+    """Returns the case's gradient of the output, [batch, heads, q_len, v_dim]. Raises
+    UsageError for a case without one."""
     if case.grad_out is None:
         what = f"attention case {case.ref.case!r}: gradients need a grad_out, got none"
         raise UsageError(what, hint="use a random one, or take it from the model's loss")
@@ -120,7 +125,8 @@ def upstream(case: AttentionCase) -> Tensor:
 
 
 def upstream_in(case: AttentionCase, dtype: torch.dtype) -> Tensor:
-    """`upstream` in a dtype, rounded once where that is narrower."""
+    """Returns the gradient of the output, [batch, heads, q_len, v_dim], in this dtype,
+    rounded once where it is narrower. Raises UsageError for a case without one."""
     dO = upstream(case)
     return dO if dO.dtype == dtype else round_to(dO, format_of(dtype)).to(dtype)
 
@@ -131,11 +137,12 @@ def differentiate(
     *,
     during_backward: AbstractContextManager[object] | None = None,
 ) -> Output:
-    """The function's output and its gradients; `during_backward` is entered for the
-    backward pass. dO is brought to the output's dtype. The gradient of an input the
-    output does not depend on is 0. Raises Refused where autograd cannot follow the
-    function, and whatever the function raises.
-    """
+    """Runs a kernel function and returns its output with the gradients dq, dk and dv that
+    autograd computes for `case.grad_out`, brought to the output's dtype.
+    `during_backward` is entered for the backward pass. The gradient of an input that the
+    output does not depend on is 0. Raises Refused where the output has no autograd graph,
+    MeasurementError for what is no output of the case, UsageError without a grad_out, and
+    whatever the function raises."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     with torch.enable_grad():
         done = as_output(function(dataclasses.replace(case, q=q, k=k, v=v)), case)

@@ -51,10 +51,13 @@ thing)."""
 
 
 def adapt(name: str, function: Callable[..., object]) -> Kernel:
-    """`function(case, ...)` or `function(q, k, v, ...)` as a Kernel called `name`.
+    """Returns `function(case, ...)` or `function(q, k, v, ...)` as a Kernel called
+    `name`. A function of q, k and v supports what its parameters have names for
+    (`NAMES`); other parameters with defaults are its options. Where it has no parameter
+    for causality or a window, they go into the mask.
 
-    Raises UsageError where parameters cannot be read, or a required one is of unknown
-    meaning."""
+    Raises UsageError where parameters cannot be read, q, k and v are not the first three,
+    or a required one is of unknown meaning."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -77,6 +80,9 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
     required = {p.name for p in named.values() if p.default is p.empty}
 
     def run(case: AttentionCase, **options: object) -> object:
+        """Calls the function on a case and returns what it returns. With causality and a
+        mask, the function is tried with both; if it raises, whatever it is, it gets one
+        mask that has both."""
         k, v = (case.k, case.v) if roles["gqa"] else repeated(case)
         by_name = _positions_by_name(case, roles)
         if by_name and case.mask is not None and case.restricts_positions:
@@ -101,8 +107,8 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
 
 
 def _roles(names: Container[str]) -> dict[str, str | None]:
-    """For each of NAMES the first way to write it among these names; None without
-    one."""
+    """Returns for each meaning in NAMES (`causal`, `scale`, `mask`, ...) the first of its
+    spellings that is among `names`; None where none is."""
     return {
         role: next((way for way in ways if way in names), None)
         for role, ways in NAMES.items()
@@ -112,8 +118,9 @@ def _roles(names: Container[str]) -> dict[str, str | None]:
 def _refuse_misfits(
     name: str, parameters: Sequence[inspect.Parameter], unknown: Sequence[str]
 ) -> None:
-    """Raises UsageError for parameters that are not those of a function of q, k and v;
-    `unknown` are those that need a value and have no name that numdev knows."""
+    """Raises UsageError unless the first three parameters are positional and not named
+    like another argument. `unknown`: the required parameters whose meaning numdev does
+    not know; there may be none."""
     first = parameters[:3]
     ways = set(itertools.chain.from_iterable(NAMES.values()))
     misplaced = [p.name for p in first if p.name in ways]
@@ -134,7 +141,8 @@ def _refuse_misfits(
 
 
 def parameters(function: Callable[..., object]) -> dict[str, str]:
-    """What a plain function takes of NAMES, with its names for it."""
+    """Returns a plain function's own parameter names by their meaning, a key of NAMES;
+    meanings without a parameter are left out."""
     roles = _roles(inspect.signature(function).parameters)
     return {role: name for role, name in roles.items() if name}
 
@@ -142,13 +150,15 @@ def parameters(function: Callable[..., object]) -> dict[str, str]:
 def never_set(
     function: Callable[..., object], cases: Collection[CaseRecord]
 ) -> list[str]:
-    """The parameters of a plain function whose meaning no case calls for."""
+    """Returns the names of a plain function's parameters of known meaning whose value
+    none of these cases needs to set, so that they were never tested."""
     needed = set(itertools.chain.from_iterable(map(_needed, cases)))
     return [name for role, name in parameters(function).items() if role not in needed]
 
 
 def _needed(case: CaseRecord) -> Iterator[str]:
-    """The roles without which a function computes something else than the case."""
+    """Yields the meanings (keys of NAMES) that a function must have a parameter for, or
+    it computes something else than this case."""
     if case.is_causal and not case.causal_offset:
         yield "causal"
     if not math.isclose(case.scale, case.head_dim**-0.5):
@@ -166,7 +176,9 @@ def _needed(case: CaseRecord) -> Iterator[str]:
 
 
 def _positions_by_name(case: AttentionCase, roles: Roles) -> bool:
-    """Whether the function can be asked for causality and window by name."""
+    """Whether causality and window can be passed by parameters of their own: offset 0,
+    and a parameter for each of the two that the case has. `roles`: meaning to parameter
+    name."""
     return (
         case.causal_offset == 0
         and not (case.is_causal and roles["causal"] is None)
@@ -175,7 +187,8 @@ def _positions_by_name(case: AttentionCase, roles: Roles) -> bool:
 
 
 def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
-    """What the case needs and the function has no parameter for."""
+    """Returns why the function cannot run the case, naming the first parameter that it
+    lacks; None where it can."""
     by_mask = case.restricts_positions and not _positions_by_name(case, roles)
     by_mask = (by_mask or case.mask is not None) and not roles["mask"]
     masked, windowed = case.mask is not None, case.window is not None
@@ -202,9 +215,11 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
 def _arguments(
     case: AttentionCase, roles: Roles, required: Collection[str], by_name: bool
 ) -> dict[str, object]:
-    """The case's values under the function's names, causality and window `by_name` or in
-    the mask. What the case has no use for is left to the function's default, else OFF;
-    causality is always said: some are causal by default."""
+    """Returns the values of the case by the function's own parameter names. `by_name`:
+    causality and window are passed by their parameters, else as part of the mask. A value
+    that the case does not need is left to the function's default, or for a `required`
+    parameter set to the one in OFF; `causal` is always passed, since some functions are
+    causal by default."""
     values: dict[str, object] = {
         "scale": case.scale,
         "softcap": case.softcap,

@@ -56,8 +56,8 @@ Claim = Mapping[str, Any]
 
 
 class OperatorLog(TorchDispatchMode):
-    """Records the operators below it, and keeps what a fused attention operator
-    returned."""
+    """A mode that lists in `ran` the operators that run in it, and stores in `returned`
+    what the last fused attention operator returned."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,8 +66,8 @@ class OperatorLog(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing here is compiled, and skipping Dynamo imports it, three seconds
-        of CPU."""
+        """Returns False: nothing in this mode is compiled, and True would make PyTorch
+        import its compiler, which takes three seconds."""
         return False
 
     def __torch_dispatch__(
@@ -85,12 +85,15 @@ class OperatorLog(TorchDispatchMode):
         return result
 
     def first(self, names: Container[str]) -> str:
-        """The first of these operators that ran; `math` if none did."""
+        """Returns the name of the first operator that ran and is one of `names`; `math`
+        if none did."""
         return next((name for name in self.ran if name in names), "math")
 
 
 def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
-    """What an SDPA call is given as its mask, and as `is_causal`."""
+    """Returns the `attn_mask` and `is_causal` of an SDPA call: no mask and True where
+    plain top-left causality is all that the case has, else one mask that holds everything
+    (None: nothing is hidden or added) and False."""
     by_flag = (
         case.is_causal
         and case.mask is None
@@ -101,17 +104,21 @@ def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
 
 
 def backend_of(kernel: str) -> SDPBackend | None:
-    """The backend that a kernel of this module forces; None: PyTorch's own choice."""
+    """Returns the backend that a kernel of this module forces; None for `sdpa-default`,
+    which leaves PyTorch its choice, and for an unknown name."""
     operator = OPERATORS["cuda"].get(kernel)
     return None if operator is None else FUSED.get(operator, SDPBackend.MATH)
 
 
 def forced(backend: SDPBackend | None) -> AbstractContextManager[None]:
-    """A context in which PyTorch has this backend alone (None: its own choice)."""
+    """Returns a context in which SDPA may use this backend alone; one without effect for
+    None."""
     return contextlib.nullcontext() if backend is None else sdpa_kernel([backend])
 
 
 def _called(case: AttentionCase) -> Tensor:
+    """Returns the output of one SDPA call on the case, with whichever backends are
+    allowed."""
     mask, by_flag = mask_arguments(case)
     return torch.nn.functional.scaled_dot_product_attention(
         case.q,
@@ -125,7 +132,10 @@ def _called(case: AttentionCase) -> Tensor:
 
 
 def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
-    """One SDPA call on `backend` alone. Raises Refused."""
+    """Runs one SDPA call with this backend alone (None: PyTorch's choice) and returns
+    out, lse where the operator returned one, and the operator that ran. Raises Refused
+    with PyTorch's reasons where no backend takes the case, MeasurementError where another
+    backend ran than the forced one."""
     with (
         warnings.catch_warnings(record=True) as caught,
         forced(backend),
@@ -161,7 +171,9 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
 
 
 def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
-    """Forward and backward of one SDPA call on `backend` alone."""
+    """Runs forward and backward of one SDPA call with this backend alone (None: PyTorch's
+    choice) and returns out, lse and gradients. Raises as `_attend`, and MeasurementError
+    where the backward operator does not belong to the forward one of a forced backend."""
     log = OperatorLog()
     done = differentiate(lambda c: _attend(c, backend), case, during_backward=log)
     forward = (done.ran or "").partition(" ")[0]
@@ -175,9 +187,9 @@ def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
 
 
 def _named(operator: str) -> str:
-    """An operator as evidence: a flash operator with what was activated in its place, as
-    in `_scaled_dot_product_flash_attention (FA4)`. Nothing is claimed of how that
-    rounds."""
+    """Returns an operator's name as evidence of what ran. A flash operator has the
+    implementation that was activated in its place behind it:
+    `_scaled_dot_product_flash_attention (FA4)`."""
     active = current_flash_attention_impl()
     flash = FUSED.get(operator.removesuffix("_backward")) == SDPBackend.FLASH_ATTENTION
     return f"{operator} ({active})" if active and flash else operator
@@ -187,7 +199,9 @@ def _named(operator: str) -> str:
 
 
 def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
-    """What an operator computes like, with the backward pass that belongs to it."""
+    """Returns how an SDPA operator (by its name, or `math`) rounds on this case, forward
+    and backward, as options of `emulated`; FlashAttention-2's recipe for an unknown
+    operator."""
     match operator:
         case "math":  # 16-bit inputs are computed with in fp32, a group's sums included
             casts = ("out", "dq_out", "dk_out", "dv_out")
@@ -207,9 +221,10 @@ def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
 
 
 def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
-    """Its backward adds every tile to the gradients in the working format, in the tiles
-    of forward, and goes on from one query head of a group to the next. There exp is the
-    exact one."""
+    """Returns how PyTorch's flash kernel for CPUs rounds, as options of `emulated`. Its
+    backward pass adds every tile to the gradients in the working format, in the tiles of
+    forward, and goes from one query head of a group to the next. There exp is the exact
+    one."""
     lanes = max(
         (n for name, n in FAST_EXP.items() if name in system.cpu_capability), default=0
     )
@@ -224,8 +239,8 @@ def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
 
 
 def flash_attention_2(case: AttentionCase, system: System) -> Claim:
-    """FlashAttention-2, the last tile first. Calls too small for the GPU divide their
-    keys."""
+    """Returns how FlashAttention-2 on CUDA rounds, as options of `emulated`: its tile,
+    keys from the last tile to the first, and the number of splits on this GPU."""
     d = case.q.shape[-1]
     wide = 256 if d <= 64 else 128 if d <= 128 else 64
     splits = _splits(case, wide, system.processors or 1)
@@ -234,9 +249,10 @@ def flash_attention_2(case: AttentionCase, system: System) -> Claim:
 
 
 def _splits(case: AttentionCase, tile: int, processors: int) -> int:
-    """FlashAttention-2's `num_splits_heuristic`: the fewest parts of the keys that use
-    the GPU at least 85 % as well as the best number, if whole heads in blocks of 64 rows
-    leave 20 % idle."""
+    """Returns how many parts the keys are divided into, by FlashAttention-2's
+    `num_splits_heuristic`: 1 where blocks of 64 rows keep 80 % of the GPU busy, else the
+    fewest parts that use it at least 85 % as well as the best number does. `tile`: keys
+    of a tile; `processors`: of the GPU."""
     work = case.q.shape[0] * case.heads * -(-case.q_len // 64)
     # The query heads of a group become its rows
     if case.q_len == 1 and case.window is None:
@@ -246,6 +262,8 @@ def _splits(case: AttentionCase, tile: int, processors: int) -> int:
         return 1
 
     def used(parts: int) -> float:
+        """Returns the share of the GPU that this many parts keep busy; 0 where one part
+        less has the same number of tiles."""
         again = parts > 1 and -(-tiles // parts) == -(-tiles // (parts - 1))
         waves = work * parts / slots
         return 0.0 if again else waves / -(-work * parts // slots)
@@ -259,15 +277,21 @@ def _splits(case: AttentionCase, tile: int, processors: int) -> int:
 
 
 def _register(name: str, summary: str, requires: Requirement = NOTHING) -> None:
+    """Registers one kernel of this module under `name`, with the backend that
+    `backend_of` gives it."""
     backend = backend_of(name)
 
     def attend(case: AttentionCase) -> Output:
+        """Returns the output of the SDPA call with this kernel's backend."""
         return _attend(case, backend)
 
     def gradients(case: AttentionCase) -> Output:
+        """Returns the output and gradients of the SDPA call with this kernel's
+        backend."""
         return _gradients(case, backend)
 
     def trained(case: AttentionCase) -> Tensor:
+        """Returns the output in autograd's graph, without a record of what ran."""
         # Unwatched: whoever trains has seen with `attend` what runs
         with forced(backend):
             return _called(case)

@@ -84,7 +84,8 @@ class Merge:
 
     @property
     def arithmetic(self) -> torch.dtype:
-        """What merges are computed in."""
+        """Returns the dtype that merges are computed in: float64 for the merge format
+        float64 and for a working format that float32 does not contain, else float32."""
         wide = self.format == "float64" or not format_of(torch.float32).contains(
             self.working
         )
@@ -92,7 +93,8 @@ class Merge:
 
     @property
     def between(self) -> Format | None:
-        """What a running result is rounded to; None where it is not."""
+        """Returns the format that a running result is rounded to between two merges; None
+        where the arithmetic's own dtype holds it."""
         if self.format in ("working", "promoted"):
             return self.working
         fmt = format_named(self.format)
@@ -100,8 +102,10 @@ class Merge:
 
 
 def merged(parts: Sequence[State], how: Merge) -> State:
-    """The parts, of which there is one at least, as one: O in the arithmetic of `how` and
-    L no narrower. A single part is returned as it is, unrounded."""
+    """Returns one State (O, L) for one or more parts, merged as `how` says: O [B, H,
+    rows, v_dim] in the dtype of its arithmetic (with `promoted`, as torch promotes), L
+    [B, H, rows] in that dtype. A single part is not rounded. Rows without keys in a part
+    (L = -inf) take nothing from it."""
     keep = how.format == "promoted" and how.order != "simultaneous"
     states = []
     for O, L in parts:
@@ -131,6 +135,8 @@ def merged(parts: Sequence[State], how: Merge) -> State:
 
 
 def _pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
+    """Returns the State of two merged, by the logistic form of the merge; `store` rounds
+    the new O. A part with L = -inf changes nothing."""
     (O, L), (O_b, L_b) = a, b
     nothing = torch.isneginf(L_b)
     weight = torch.sigmoid(L_b - L)[..., None]
@@ -143,8 +149,9 @@ def _pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
 
 
 def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
-    """The steps of a case, each one rank's, round by round. Refused if an order cannot
-    have it."""
+    """Returns the steps that cover a case, each (rows, keys), in the order in which they
+    are merged; steps in which no query sees a key are left out. Raises Refused where
+    `zigzag` cannot take the case."""
     zigzag, ring = order == "zigzag", order in ("zigzag", "ring")
     if zigzag:
         plain = case.mask is None and case.window is None and case.causal_offset == 0
@@ -177,14 +184,15 @@ def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
 
 
 def chunks(length: int, number: int) -> list[slice]:
-    """Ranges of one length that make up `length`, `number` of them or fewer; the last may
-    be shorter."""
+    """Returns at most `number` ranges of equal length that cover [0, length); the last
+    may be shorter."""
     size = -(-length // number)
     return [slice(at, min(at + size, length)) for at in range(0, length, size)]
 
 
 def part(case: AttentionCase, step: Step) -> AttentionCase:
-    """The call that a step is, without sinks, which are no keys of any shard."""
+    """Returns the case of one step: its rows against its keys, with mask, causality and
+    grad_out cut to them, and without sinks, which are added at the merge."""
     rows, keys = step
     hides = case.is_causal and keys[-1].stop - 1 > rows[0].start + case.causal_offset
     by_position = hides or case.window is not None
@@ -209,13 +217,15 @@ def part(case: AttentionCase, step: Step) -> AttentionCase:
 
 
 def taken(x: Tensor, ranges: Slices) -> Tensor:
-    """These places of the third axis: a view of one range, a copy of several."""
+    """Returns the elements of x in these ranges of the third axis: a view for one range,
+    a copy for several."""
     parts = [x[:, :, places] for places in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def divided(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
-    """What `taken` put together, apart again, along the third axis."""
+    """Returns x split along the third axis into one view for each range, the reverse of
+    `taken`."""
     parts: Sequence[Tensor] = x.split(
         [places.stop - places.start for places in ranges], dim=2
     )
@@ -226,6 +236,8 @@ def divided(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
 
 
 def _check(options: Mapping[str, object]) -> None:
+    """Raises UsageError for partial results in float32 from a kernel other than
+    `emulated`."""
     if options["partial_format"] == "float32" and options["inner"] != "emulated":
         what = f"{options['inner']} hands over its output in the working format"
         raise UsageError(what, hint="leave out partial_format, or take inner: emulated")
@@ -234,15 +246,15 @@ def _check(options: Mapping[str, object]) -> None:
 def claims(
     case: AttentionCase, output: Output, system: System
 ) -> Mapping[str, object] | None:
-    """What the merged shards compute like; None where no emulation does: a running result
-    that is stored in a narrow format between two merges, gradients that are added up in
-    one, a rounded difference (`promoted`), and the shards of `zigzag`, which are two
-    chunks each.
+    """Returns how the merged shards round, as options of `emulated`; for a single shard
+    the inner kernel's claim. None where no emulation covers it: a running result stored
+    in a narrow format between two merges, gradients added up in one, a rounded difference
+    (`promoted`), and `zigzag`, whose shards are two chunks each.
 
     A recipe has splits of the keys, merged in full precision: each split's O is rounded
     at `merge` as it is handed over, its dQ at `dq_partial`; where queries are divided too
     (`q_splits`), each part's dK and dV at `dk_partial` and `dv_partial`. Within a shard
-    it is the inner's claim."""
+    it is the inner kernel's claim."""
     did = output.did or {}
     if "shards" not in did:  # a single shard: the inner kernel itself
         return claim_of(did.get("operator", ""), case, system)
@@ -270,7 +282,8 @@ def claims(
 
 
 def described(did: Mapping[str, object], each: str) -> str:
-    """What ran in words; `each` is the operator of one shard."""
+    """Returns in words how shards were computed and merged. `did` has `shards`, `order`,
+    `merge_format` and `partial_format`; `each` is the operator of one shard."""
     return (
         f"{did['shards']} shards, {did['order']}, merged in {did['merge_format']}, "
         "handed over in "
@@ -288,13 +301,19 @@ def described(did: Mapping[str, object], each: str) -> str:
 )
 def sharded(case: AttentionCase, **options: object) -> Output:
     """Attention over shards of the keys, merged as ring attention and flash-decoding
-    merge."""
+    merge.
+
+    Options: `shards`, and VALUES. One shard is the inner kernel itself. Returns out and
+    lse of the whole call. Raises Refused where the order or the inner kernel cannot take
+    the case, MeasurementError where the inner kernel returns no log-sum-exp."""
     return _computed(case, options, with_gradients=False)
 
 
 def _computed(
     case: AttentionCase, options: Mapping[str, Any], *, with_gradients: bool
 ) -> Output:
+    """Returns the output of the sharded call, with dq, dk and dv where `with_gradients`.
+    `options` are all of the kernel's. Raises as `sharded` does."""
     inner, shards, order = options["inner"], options["shards"], options["order"]
     if shards == 1:
         return (find(inner).gradients if with_gradients else find(inner).attend)(case)
@@ -328,8 +347,9 @@ def _forward(
     inner: str,
     casts: Mapping[str, str],
 ) -> tuple[State, Output]:
-    """O and L of all rows in the arithmetic of the merge, and the inner kernel's last
-    output."""
+    """Returns the State (O, L) of all rows in the merge's arithmetic, and the inner
+    kernel's last output, which has evidence of what ran. `casts`: options of the inner
+    kernel. Raises MeasurementError where it returns no log-sum-exp."""
     last, states = Output(out=case.q), defaultdict(list)
     for rows, keys in steps:
         shard = part(case, (rows, keys))
@@ -357,7 +377,7 @@ def _forward(
 
 
 def _cast(x: Tensor, case: AttentionCase) -> Tensor:
-    """x rounded once to the working format."""
+    """Returns x rounded once to the case's working format, in the dtype of its q."""
     return (x if x.dtype == torch.float32 else round_to(x, case.format)).to(case.q.dtype)
 
 
@@ -367,8 +387,9 @@ def _cast(x: Tensor, case: AttentionCase) -> Tensor:
 def _backward(
     inner: str, case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]
 ) -> Gradients:
-    """dq, dk and dv that come through the keys of one shard, for O and L of all keys.
-    PyTorch's operators take O and L as arguments, the emulation in place of its own."""
+    """Returns dq, dk and dv that come through the keys of one shard (`case`), from the O
+    and L of all keys. `casts`: formats of the emulation's sites. Raises Refused where the
+    inner kernel has no such backward pass."""
     # What has no key anywhere has scores of -inf: any finite L then gives P = 0, and not
     # NaN.
     L = L.masked_fill(torch.isneginf(L), 0.0)

@@ -28,11 +28,13 @@ def attended(
     options: Options,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The kernel's output for the case, [batch, heads, q_len, v_dim], connected to its q,
-    k and v. What it draws is from the generator, if there is one, in both passes.
+    """Returns the kernel's output for the case, [batch, heads, q_len, v_dim], connected
+    by autograd to the case's q, k and v. In both passes random numbers come from
+    `generator`; None leaves the kernel's own seed.
 
-    Raises Refused where the kernel declines the case, has no backward, or autograd cannot
-    follow it, MeasurementError where what it returned is no output of this case."""
+    Raises Refused where the kernel declines the case, has no backward pass, or autograd
+    cannot follow it, MeasurementError where what it returned is no output of this
+    case."""
     kernel.accept(case)
     if kernel.backward is None:
         raise Refused("no backward pass")
@@ -46,6 +48,8 @@ def attended(
         else:
 
             def whole_step(case: AttentionCase, dO: Tensor) -> tuple[Tensor | None, ...]:
+                """Returns dq, dk and dv for dO from the kernel's whole training step,
+                which computes forward again."""
                 done = kernel.gradients(dataclasses.replace(case, grad_out=dO), **options)
                 return done.dq, done.dk, done.dv
 
@@ -62,14 +66,16 @@ def crossed(
     behind: Kernel,
     behind_options: Options,
 ) -> Tensor:
-    """The output of one kernel with the gradients of another's whole training step, from
-    an output of its own. Raises Refused where either declines the case or has no
-    backward."""
+    """Returns the output of `kernel`, [batch, heads, q_len, v_dim], whose gradients are
+    those of the kernel `behind`, computed from its own forward pass. Raises Refused where
+    either declines the case or `behind` has no backward pass."""
     behind.accept(case)
     if behind.backward is None:
         raise Refused(f"{behind.name} has no backward")
 
     def trained(case: AttentionCase, dO: Tensor) -> tuple[Tensor, ...]:
+        """Returns dq, dk and dv for dO from the kernel `behind`, which runs forward
+        again."""
         q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
         with torch.enable_grad():
             out = attended(
@@ -83,6 +89,8 @@ def crossed(
 def _applied(
     kernel: Kernel, case: AttentionCase, options: Options, behind: Callable[..., object]
 ) -> Tensor:
+    """Returns the kernel's output as one autograd operation; `behind(case, dO)` returns
+    its gradients dq, dk and dv."""
     with torch.autocast(case.q.device.type, enabled=False):
         out: Tensor = _Step.apply(  # type: ignore[no-untyped-call]
             case.q, case.k, case.v, case, lambda c: kernel.attend(c, **options), behind
@@ -91,8 +99,8 @@ def _applied(
 
 
 class _Step(torch.autograd.Function):
-    """Forward runs one kernel; the gradients are what a function of case and dO
-    returns."""
+    """One operation of autograd's graph: forward runs one kernel, and the gradients are
+    what a function of case and dO returns."""
 
     @staticmethod
     def forward(
@@ -104,6 +112,8 @@ class _Step(torch.autograd.Function):
         run: Callable[[AttentionCase], Output],
         behind: object,
     ) -> Tensor:
+        """Returns the output of `run` on the case without a graph, and stores what
+        backward needs in `ctx`."""
         ctx.save_for_backward(q, k, v)
         ctx.behind = behind
         ctx.case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
@@ -111,6 +121,8 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstreams: Tensor) -> object:
+        """Returns dq, dk and dv in the dtypes of q, k and v, and None for the other three
+        arguments."""
         with torch.autocast(upstreams[0].device.type, enabled=False):
             gradients = zip(
                 ctx.behind(ctx.case, upstreams[0]), ctx.saved_tensors, strict=True

@@ -24,10 +24,13 @@ MODULE = "torch.nn.attention.varlen"
 
 
 def _unsupported(case: AttentionCase) -> str | None:
+    """Returns why `varlen_attn` cannot run the case; None where it can."""
     return why_not(*_limits(case))
 
 
 def _limits(case: AttentionCase) -> Iterator[Reason]:
+    """Yields each limit of `varlen_attn` as (whether the case exceeds it, what to say),
+    for `why_not`."""
     offset, mask = case.kv_len - case.q_len, case.mask
     shape = () if mask is None or mask.dtype != torch.bool else mask.shape
     of_keys = mask is None or (len(shape) == 4 and shape[1:3] == (1, 1))
@@ -51,8 +54,11 @@ def _limits(case: AttentionCase) -> Iterator[Reason]:
 def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
     """PyTorch's attention of packed sequences.
 
-    `uncovered`: queries of sequences without keys lie behind all others and in no
-    sequence, as padding does; their gradient is 0 all the same."""
+    A sequence's keys are those that its mask shows, which must be its first ones.
+    `uncovered` True puts the queries of sequences without keys behind all others and in
+    no sequence, as padding is; their gradient is 0 all the same. Returns out and lse in
+    the case's order. Raises Refused where this PyTorch lacks an argument, or no sequence
+    has a key."""
     module: Any = importlib.import_module(MODULE)
     takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)
@@ -95,8 +101,8 @@ def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
 
 
 def _lengths(case: AttentionCase) -> Tensor:
-    """int64 [batch]: how many keys each sequence has. Refused for a mask that is no
-    length."""
+    """Returns how many keys each sequence has, int64 [batch]: all, or as many as its mask
+    shows. Raises Refused for a mask that shows others than the first keys."""
     full = torch.full((case.q.shape[0],), case.kv_len, device=case.q.device)
     if case.mask is None:
         return full

@@ -54,12 +54,12 @@ for it."""
 def gradients(
     case: AttentionCase, recipe: Recipe, *, at_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype, without
+    """Returns O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype, without
     autograd. A row that sees no key gives and gets nothing. Memory is O(length *
-    head_dim) beyond a block. With `at_once` many tiles together, to fp32 rounding, where
-    the recipe allows it and all is finite; that waits for the device once. Raises Refused
-    for a case without grad_out, or with one that the `compute` dtype does not hold, and
-    as `emulated` does."""
+    head_dim) beyond a block. With `at_once` many tiles are computed together, equal up to
+    fp32 rounding, where the recipe allows it and all is finite; that waits for the device
+    once. Raises Refused for a case without grad_out, or with one that the `compute` dtype
+    does not hold, and where the case's format cannot do what the recipe asks."""
     r = rounder(case, recipe)
     at_once = at_once and (fwd.is_at_once(r) or is_at_once(r))
     with torch.no_grad(), plain_arithmetic(case.q.device):
@@ -73,9 +73,10 @@ def gradients(
 def of_keys(
     case: AttentionCase, recipe: Recipe, keys: Tensor, O: Tensor, L: Tensor
 ) -> Gradients:
-    """dQ of 0, and dK and dV of some keys (int64 indices), as the recipe has them where
-    forward rounded nowhere and gave O and L: O(q_len keys). Raises as `gradients`
-    does."""
+    """Returns dQ of 0, and dK and dV of some keys (int64 indices), as the recipe has them
+    for a forward pass that rounded nowhere and gave O and L. Costs O(q_len keys). Raises
+    Refused for a case without grad_out, or with a format that the `compute` dtype does
+    not hold."""
     r = rounder(case, dataclasses.replace(recipe, delta_from="dO*O", delta_sign="own"))
     return from_forward(r, O, r("lse", L.to(r.dtype)), keys)
 
@@ -83,8 +84,8 @@ def of_keys(
 def from_forward(
     r: Rounder, O: Tensor, L: Tensor, keys: Tensor | None = None
 ) -> Gradients:
-    """dQ, dK and dV for an O and L that come from elsewhere; with `keys` as in
-    `of_keys`."""
+    """Returns dQ, dK and dV for an O and L that come from elsewhere. `keys` (int64
+    indices): dK and dV of these keys alone, and dQ of 0; None: all."""
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)
@@ -96,7 +97,8 @@ def from_forward(
 
 
 def is_at_once(r: Rounder) -> bool:
-    """Whether large blocks are what a recipe says of backward, to fp32 rounding."""
+    """Whether computing large blocks at once gives what the recipe says of backward, up
+    to fp32 rounding: no running sum is rounded."""
     sums = [site for x in ("dq", "dk", "dv") for site in (x, f"{x}_product")]
     if r.recipe.splits not in (None, 1):
         sums.append("dq_partial")
@@ -106,7 +108,9 @@ def is_at_once(r: Rounder) -> bool:
 
 
 def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
-    """What rounds in both passes; raises Refused as `gradients` does."""
+    """Returns the Rounder of both passes. Raises Refused for a case without grad_out, or
+    with one that the `compute` dtype does not hold, and where the case's format cannot do
+    what the recipe asks."""
     r = Rounder(recipe, case)
     if case.grad_out is None:
         raise Refused("the case has no gradient with respect to its output (grad_out)")
@@ -116,14 +120,14 @@ def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
 
 
 def cast(r: Rounder, *sums: Tensor) -> Gradients:
-    """dQ, dK and dV as returned."""
+    """Returns the sums dQ, dK and dV rounded as they are returned."""
     dQ, dK, dV = (r(site, x) for site, x in zip(CASTS, sums, strict=True))
     return dQ, dK, dV
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedForward:
-    """What forward leaves for backward."""
+    """The tensors that forward leaves for backward."""
 
     r: Rounder
     q: Tensor
@@ -137,7 +141,7 @@ class SavedForward:
     product: Tensor | None = None  # O before it was normalised (`forward.State`)
 
     def with_upstream(self, dO: Tensor) -> BackwardInputs:
-        """What backward reads, once the gradient of the output is there."""
+        """Returns what backward reads, with `dO` the gradient of the output."""
         r, by_lse, again = (
             self.r,
             self.r.recipe.p_from == "lse",
@@ -162,7 +166,8 @@ class SavedForward:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackwardInputs(SavedForward):
-    """What backward reads: of forward Q, K, V and O alone."""
+    """The tensors that backward reads; of forward's, Q, K, V and O alone, beside what is
+    made of L or m and l."""
 
     k_s: Tensor  # K as it meets Q again
     scale_in: str  # where the scale is in backward
@@ -173,7 +178,8 @@ class BackwardInputs(SavedForward):
     some: Tensor | None = None
 
     def of_group(self, place: int) -> BackwardInputs:
-        """The query heads at one place of their groups: one for every kv head."""
+        """Returns the inputs of the query heads at one place of their groups: one for
+        every kv head."""
         r, heads = copy.copy(self.r), slice(place, None, self.r.case.group)
         r.case = r.case.one_of_each_group(place)
         names = ("q", "q_s", "dO", "O", "shift", "over")
@@ -182,7 +188,7 @@ class BackwardInputs(SavedForward):
 
 
 def run_forward(r: Rounder, *, at_once: bool = False) -> SavedForward:
-    """A forward pass, with what backward needs."""
+    """Runs a forward pass and returns what backward needs of it."""
     q, q_s, k, v = fwd.operands_of(r)
     m, l, O, product = fwd.forward(r, q_s, k, v, at_once=at_once)
     L = r("lse", m + l.log())
@@ -192,8 +198,9 @@ def run_forward(r: Rounder, *, at_once: bool = False) -> SavedForward:
 
 
 def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
-    """dQ, and of every kv head dK and dV, from its query heads one after the other; with
-    `at_once` from all of them together, where the recipe `is_at_once`."""
+    """Returns dQ [B, H, q_len, head_dim] and, for every kv head, dK and dV, summed over
+    its query heads one after the other; with `at_once` over all of them together, where
+    the recipe `is_at_once`. Not yet cast."""
     r, recipe, case = inputs.r, inputs.r.recipe, inputs.r.case
     q_len, group = case.q_len, case.group
     if at_once and is_at_once(r):
@@ -218,7 +225,8 @@ def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
 
 
 def _at_once(inputs: BackwardInputs) -> Gradients:
-    """What `backward` returns, for a recipe that `is_at_once`."""
+    """Returns dQ, and dK and dV of every kv head, in large blocks, for a recipe that
+    `is_at_once`. Not yet cast."""
     r, case, q, k, v, dO = (
         inputs.r,
         inputs.r.case,
@@ -229,6 +237,7 @@ def _at_once(inputs: BackwardInputs) -> Gradients:
     )
 
     def blocks() -> Iterator[Block]:
+        """Yields (rows, keys) of all blocks that some row can see by position."""
         for rows, pieces in fwd.wide_blocks(r, WIDE_BYTES):
             yield from ((rows, keys) for keys in pieces)
 
@@ -237,8 +246,8 @@ def _at_once(inputs: BackwardInputs) -> Gradients:
     heads = case.heads if r.recipe.group_sum == "separate" else case.kv_heads
 
     def over_rows(left: Tensor, right: Tensor) -> Tensor:
-        """leftᵀ right [B, heads, X, Y]: with kv heads, a sum over the heads of a group
-        too."""
+        """Returns leftᵀ right [B, heads, X, Y]: with kv heads, a sum over the heads of a
+        group too."""
         x, y = (t.reshape(t.shape[0], heads, -1, t.shape[-1]) for t in (left, right))
         return x.transpose(-1, -2) @ y
 
@@ -262,8 +271,8 @@ def _at_once(inputs: BackwardInputs) -> Gradients:
 def _partial_sums(
     r: Rounder, dK: Tensor, dV: Tensor, separate: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sums to add gradients to: dK and dV themselves, or where they are `separate` zeros
-    that are rounded before they join them."""
+    """Enters a context that yields the sums to add gradients to: dK and dV themselves, or
+    where they are `separate` zeros that are rounded and added to dK and dV at the end."""
     if not separate:
         yield dK, dV
         return
@@ -276,7 +285,8 @@ def _partial_sums(
 def _add_gradients(
     inputs: BackwardInputs, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
 ) -> Tensor:
-    """dQ of some rows; adds to dK and dV. As many query heads as kv heads."""
+    """Returns dQ of some rows, and adds what they contribute to dK and dV in place. As
+    many query heads as kv heads."""
     r, q, dO = inputs.r, inputs.q, inputs.dO
     scale_q, scale_k, q_k, k_q = _scales(inputs)
     is_split = r.recipe.splits is not None and r.rounds("dq", "dq_product", "dq_partial")
@@ -307,7 +317,7 @@ def _add_gradients(
 
 
 def _cut(keys: slice, width: int) -> list[slice]:
-    """Keys cut at the multiples of a width."""
+    """Returns ranges that cover `keys`, cut at the multiples of `width`."""
     starts = [
         keys.start,
         *range(keys.start - keys.start % width + width, keys.stop, width),
@@ -318,7 +328,8 @@ def _cut(keys: slice, width: int) -> list[slice]:
 def again(
     inputs: BackwardInputs, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """P and dP of a block, and under a soft cap its tanh."""
+    """Returns P and dP of a block, computed again as backward does, and under a soft cap
+    its tanh, else None."""
     r = inputs.r
     S, tanh = fwd.scores(r, inputs.q_s, inputs.k_s, rows, keys, inputs.scale_in)
     P = r("p_backward", r("s", S).sub_(finite(inputs.shift[:, :, rows, None])))
@@ -330,8 +341,9 @@ def again(
 
 
 def delta_of(inputs: BackwardInputs, blocks: Iterable[Block]) -> Tensor:
-    """delta [B, H, rows]; where it is made of P, in blocks of whole tiles as `blocks` has
-    them."""
+    """Returns delta [B, H, q_len], by the recipe's `delta_from`. `blocks`: (rows, keys)
+    of whole tiles that cover the case, read only where delta is made of P or its error
+    gets a random sign."""
     r, delta_P = inputs.r, inputs.q.new_zeros(inputs.q.shape[:3])
     if r.recipe.delta_from == "dP*P":  # a pass of its own before that of the gradients
         width = r.tile[1] if r.rounds("delta") else r.case.kv_len
@@ -352,8 +364,9 @@ def delta_of(inputs: BackwardInputs, blocks: Iterable[Block]) -> Tensor:
 
 
 def _scales(inputs: BackwardInputs) -> tuple[float, float, Tensor, Tensor]:
-    """Four values: the factor of the product for dQ, that of the product for dK, the Q of
-    the latter and the K of the former. Where dS, Q or K has the scale a factor is 1."""
+    """Returns four values: the factor of the product for dQ, that of the product for dK,
+    the Q of the latter and the K of the former. Where dS, Q or K has the scale a factor
+    is 1."""
     scale, q, k = inputs.r.case.scale, inputs.q, inputs.k
     if inputs.r.recipe.ds_scale == "before":
         return 1.0, 1.0, q, k
@@ -368,7 +381,8 @@ def _scales(inputs: BackwardInputs) -> tuple[float, float, Tensor, Tensor]:
 def of_products(
     inputs: BackwardInputs, P: Tensor, less: Tensor, tanh: Tensor | None
 ) -> Tensor:
-    """dS, as it is multiplied with K and Q, of P and `less` = dP - delta."""
+    """Returns dS of a block, as it is multiplied with K and Q. `less`: dP - delta;
+    `tanh`: that of the soft cap, None without one."""
     r = inputs.r
     less = r("dp_minus_delta", less)
     dS = r("ds_softmax", r("p_for_ds", P) * less)
@@ -385,9 +399,9 @@ def of_products(
 def _add_over_rows(
     r: Rounder, name: str, total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0
 ) -> None:
-    """total [B, H, keys, X] += scale leftᵀ right, one tile of rows after the other. In
-    `plain` the sum over all rows is one product, and is rounded when the last one is in
-    it."""
+    """Adds scale leftᵀ right to total [B, H, keys, X] in place, one tile of rows after
+    the other, rounded at the sites `name` and `name_product`. In `plain` the sum over all
+    rows is one product, and is rounded by the caller when the last one is in it."""
     exact = r.recipe.algorithm == "plain" or not r.rounds(name, f"{name}_product")
     width = left.shape[2] if exact else r.tile[0]
     for weights, x in zip(
@@ -400,9 +414,9 @@ def _add_over_rows(
 
 
 def blocks(inputs: BackwardInputs, of_rows: slice | None = None) -> Iterator[Block]:
-    """(rows, keys) that hold every pair visible by position once, of some rows or of all:
-    whole tiles, and as many of them as memory allows, rows ascending and keys in the
-    recipe's order."""
+    """Yields (rows, keys) that cover every pair visible by position once, of some rows or
+    of all: whole tiles, and as many of them as memory allows, rows ascending and keys in
+    the recipe's order. Where dK and dV are of some keys alone, `keys` are those."""
     r, case, (block_q, block_kv) = inputs.r, inputs.r.case, inputs.r.tile
     of_rows = of_rows or slice(0, case.q_len)
     cells = fwd.BLOCK_BYTES[case.q.device.type] // (8 * case.q.shape[0] * case.heads)
@@ -421,9 +435,9 @@ def blocks(inputs: BackwardInputs, of_rows: slice | None = None) -> Iterator[Blo
 def attended(
     case: AttentionCase, recipe: Recipe, generator: torch.Generator | None = None
 ) -> Tensor:
-    """O [B, H, q_len, v_dim] inside a network that learns, in a dtype that holds its
-    site's format, connected to q, k and v, whose gradients come in their own dtypes; in
-    large blocks where the recipe allows. What is random is drawn from the generator in
+    """Returns O [B, H, q_len, v_dim] inside a network that learns, in a dtype that holds
+    its site's format, connected to q, k and v, whose gradients come in their own dtypes;
+    in large blocks where the recipe allows. What is random is drawn from the generator in
     both passes; without one every call draws the same numbers, from the recipe's seed.
     Nothing waits for the device, so where V holds infinity or NaN a row may meet them
     through keys that it does not see."""
@@ -433,6 +447,8 @@ def attended(
 
 
 class _Attend(torch.autograd.Function):
+    """One operation of autograd's graph: the emulated forward and backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -443,6 +459,8 @@ class _Attend(torch.autograd.Function):
         recipe: Recipe,
         generator: torch.Generator | None,
     ) -> Tensor:
+        """Returns O in a dtype that holds its site's format, and stores what backward
+        needs in `ctx`."""
         case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
         r = Rounder(recipe, case, generator)
         with plain_arithmetic(q.device):
@@ -453,6 +471,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstreams: Tensor) -> object:
+        """Returns dq, dk and dv in the dtypes of q, k and v, and None for the other three
+        arguments."""
         r, of = ctx.saved.r, (ctx.saved.r.case.q, ctx.saved.r.case.k, ctx.saved.r.case.v)
         with torch.no_grad(), plain_arithmetic(upstreams[0].device):
             done = cast(r, *backward(ctx.saved.with_upstream(upstreams[0]), at_once=True))

@@ -34,6 +34,9 @@ Results = dict[str, Tensor]
 
 
 class Planted(NamedTuple):
+    """A fault in one case: the case to compute, options of `emulated` beside the preset
+    `fa2`, a change of its results before they are cast, and the mode of that cast."""
+
     case: AttentionCase
     options: Mapping[str, str] = {}
     spoil: Callable[[Results], Results] = lambda results: results
@@ -54,11 +57,14 @@ class Control:
     in_backward_only: bool = False
 
     def describe(self, dose: float) -> str:
+        """Returns a dose of the fault as a clause, for example `the scale is 0.1 % too
+        large`."""
         return self.words.format(dose=dose, percent=100 * dose, fewer=dose - 1)
 
     def kernel(self) -> Kernel:
-        """The fault as a kernel with the option `dose`, which is not registered. Refuses
-        a case that cannot have this dose (more keys dropped than there are)."""
+        """Returns the fault as a kernel with the option `dose`, 0 by default (a sound
+        emulation); it is not registered. The kernel refuses a case that cannot have the
+        dose, such as more keys dropped than it has."""
         return Kernel(
             name=PREFIX + self.name,
             function=partial(self._run, names=("out",)),
@@ -71,7 +77,9 @@ class Control:
         )
 
     def _run(self, case: AttentionCase, dose: float, *, names: tuple[str, ...]) -> Output:
-        """These results with the fault in them, in the case's dtype."""
+        """Returns the results `names` with the fault in them, rounded to the case's
+        format, in its dtype; dose 0 plants nothing. Raises Refused for a case that cannot
+        have the dose."""
         planted = self.plant(case, dose) if dose else Planted(case)
         uncast = dict.fromkeys(("out", *CASTS), "exact")
         sound = (
@@ -94,17 +102,18 @@ class Control:
 
 
 def _l_rounded(case: AttentionCase, dose: float) -> Planted:
-    """Sound is a row sum in fp32 or wider. Dose 1 is the working format's significand, if
-    that is narrower; the exponent is never narrower than fp32's, so that long rows do not
-    overflow."""
+    """Plants a row sum of fewer bits. Sound is one in fp32 or wider; dose 1 is the
+    working format's significand, if that is narrower, and each further dose a bit less.
+    The exponent is never narrower than fp32's, so that long rows do not overflow."""
     narrower = case.format.precision < FORMATS["float32"].precision
     row_sum = _narrowed(case.format, int(dose) - narrower, least_exponent=8)
     return Planted(case, {"row_sum": row_sum})
 
 
 def _narrowed(fmt: Format, fewer: int, *, least_exponent: int = 2) -> str:
-    """The name of a format of so many significant bits fewer, with the exponents of
-    `fmt`."""
+    """Returns the name of the format `fmt` with so many significant bits fewer, its
+    exponent of `least_exponent` bits or more. Raises Refused where fewer than 2 bits are
+    left."""
     if fmt.precision - fewer < 2:
         raise Refused(f"{fmt.name} has only {fmt.precision} significant bits to lose")
     exponent = max(least_exponent, (2 - fmt.emin).bit_length())
@@ -112,8 +121,8 @@ def _narrowed(fmt: Format, fewer: int, *, least_exponent: int = 2) -> str:
 
 
 def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
-    """The last keys left out; positions stay, and the gradient of what was dropped is
-    0."""
+    """Plants the loss of the last `dose` keys. Positions stay, and dk and dv of the
+    dropped keys are 0. Raises Refused where the case has no more keys than that."""
     count, rows = case.kv_len - int(dose), (0, 0, 0, int(dose))
     if count < 1:
         raise Refused(f"the case has {case.kv_len} keys, so {dose:g} cannot be dropped")
@@ -134,10 +143,11 @@ def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
 def _times(
     case: AttentionCase, factor: float, *names: str, heads: slice = ALL
 ) -> Planted:
-    """These results, or all, times a factor, in some heads of queries and of keys
-    alike."""
+    """Plants a factor on the results `names` (none: on all), in some heads of queries and
+    of keys alike."""
 
     def spoil(results: Results) -> Results:
+        """Returns the results, those that are named multiplied in place."""
         for name, x in results.items():
             if not names or name in names:
                 x[:, heads] *= factor
@@ -147,11 +157,14 @@ def _times(
 
 
 def _delta_small(case: AttentionCase, dose: float) -> Planted:
-    """dS = P o (dP - (1 - dose) delta). What is missing adds dose scale (P o delta) K to
-    dQ, and dose scale (P o delta)ᵀ Q to dK: the output of attention whose values are K,
-    and the gradient of these values where that of the output is delta Q."""
+    """Plants dS = P o (dP - (1 - dose) delta). What is missing adds dose scale (P o
+    delta) K to dQ, and dose scale (P o delta)ᵀ Q to dK: the output of attention whose
+    values are K, and the gradient of these values where that of the output is delta Q.
+    Raises Refused with a soft cap."""
 
     def spoil(results: Results) -> Results:
+        """Returns the results with dq and dk as a too small delta makes them; unchanged
+        without gradients."""
         if "dq" not in results:
             return results
         if case.softcap is not None:
@@ -168,17 +181,19 @@ def _delta_small(case: AttentionCase, dose: float) -> Planted:
 
 
 def _wrong_scale(case: AttentionCase, dose: float) -> Planted:
+    """Plants a scale that is `dose` (0.01: 1 %) too large."""
     return Planted(dataclasses.replace(case, scale=case.scale * (1 + dose)))
 
 
 def _p_bits(case: AttentionCase, dose: float) -> Planted:
+    """Plants P with `dose` significant bits fewer than the format, in both passes."""
     narrow = _narrowed(case.format, int(dose))
     return Planted(case, {"p": narrow, "p_for_dv": narrow})
 
 
 def _truncated(case: AttentionCase, dose: float) -> Planted:
-    """At dose 2 every step truncates. O / l stays exact, since the cast must be what
-    rounds it."""
+    """Plants an output rounded toward zero; at dose 2 every step is. O / l stays exact,
+    since the cast must be what rounds it."""
     options = {"normalised": "exact"}
     if dose >= 2:
         options["rounding"] = "toward_zero"
@@ -186,10 +201,13 @@ def _truncated(case: AttentionCase, dose: float) -> Planted:
 
 
 def _one_head(case: AttentionCase, dose: float) -> Planted:
+    """Plants a first head whose results are `dose` (0.01: 1 %) too large."""
     return _times(case, 1 + dose, heads=FIRST)
 
 
 def _dq_unscaled(case: AttentionCase, dose: float) -> Planted:
+    """Plants a dQ divided by the scale to the power of `dose`; at 1 it lacks the
+    scale."""
     return _times(case, abs(case.scale) ** -dose, "dq")
 
 

@@ -86,10 +86,11 @@ class State(NamedTuple):
 def attend(
     case: AttentionCase, recipe: Recipe, *, at_once: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its `compute`
-    dtype, without autograd. With `at_once` many tiles together, to fp32 rounding, where
-    the recipe allows it; that waits for the device once. Raises Refused as `emulated`
-    does."""
+    """Returns O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its
+    `compute` dtype, without autograd. With `at_once` many tiles are computed together,
+    equal up to fp32 rounding, where the recipe allows it and the result is finite; that
+    waits for the device once. Raises Refused where the case's format cannot do what the
+    recipe asks."""
     r = Rounder(recipe, case)
     at_once = at_once and is_at_once(r)
     with torch.no_grad(), plain_arithmetic(case.q.device):
@@ -101,7 +102,8 @@ def attend(
 
 
 def operands_of(r: Rounder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, q as it meets K (with the scale in it where the recipe says so), k and v."""
+    """Returns q, q as it meets K (with the scale in it where the recipe says so), k and
+    v, in the compute dtype."""
     case = r.case
     q, k, v = (x.to(r.dtype) for x in (case.q, case.k, case.v))
     if r.recipe.scale_in == "scores":
@@ -111,9 +113,10 @@ def operands_of(r: Rounder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def in_any_order(r: Rounder) -> bool:
-    """Whether it is no matter to a prediction in which order fp32 sums are added up, and
-    random numbers drawn. Where inputs are in float32, such sums are all that there is to
-    predict."""
+    """Whether a prediction does not depend on the order in which fp32 sums are added up
+    and random numbers drawn: the recipe computes in float32 and rounds to nearest, and
+    the case's format is narrower. Where inputs are in float32, such sums are all that
+    there is to predict."""
     in_fp32 = r.recipe.compute == "float32" and not r.case.format.contains(
         FORMATS["float32"]
     )
@@ -121,7 +124,9 @@ def in_any_order(r: Rounder) -> bool:
 
 
 def is_at_once(r: Rounder) -> bool:
-    """Whether many tiles at once are what the recipe says, to fp32 rounding.
+    """Whether computing many tiles at once gives what the recipe says, up to fp32
+    rounding: nothing is rounded between tiles, and the algorithm is `fa2` with a plain
+    softmax.
 
     With `exponent` rounded a product of factors is not a factor. Rounding toward zero
     makes a whole ulp of a last bit wherever the exact output is a number of the
@@ -136,9 +141,10 @@ def is_at_once(r: Rounder) -> bool:
 def forward(
     r: Rounder, q: Tensor, k: Tensor, v: Tensor, *, at_once: bool = False
 ) -> State:
-    """The state after the last tile, O normalised and not yet cast. q is as it meets K. l
-    is the sum of exp(S - m), whatever its P were multiplied with. `at_once`: where it may
-    be. Merged splits have L and 1 for m and l, which give P as well."""
+    """Returns the state after the last tile, O normalised and not yet cast. `q` is as it
+    meets K. l is the sum of exp(S - m), whatever its P were multiplied with. `at_once`:
+    many tiles together, where the recipe allows it. Merged splits have L and 1 for m and
+    l, which give P as well."""
     if at_once and is_at_once(r):
         return _at_once(r, q, k, v)
     states = [_pass(r, q, k, v, split) for split in splits(r)]
@@ -155,7 +161,8 @@ def forward(
 
 
 def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
-    """The keys of one split, tile by tile."""
+    """Returns the State of the keys of one split, computed tile by tile; O is
+    normalised."""
     recipe = r.recipe
     w = _guard(r)
     m, l, O, _ = start(r, q, v, split)
@@ -178,8 +185,8 @@ def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
 
 
 def start(r: Rounder, q: Tensor, v: Tensor, split: slice) -> State:
-    """Before any key: nothing, or the sink, a key with a logit and no value, in the first
-    split."""
+    """Returns the State before any key: nothing, or in the first split the sink, a key
+    with a logit and no value."""
     shape, sinks = q.shape[:3], r.case.sinks
     O = q.new_zeros(*shape, v.shape[-1])
     if sinks is None or split.start > 0:
@@ -196,9 +203,9 @@ def scores(
     keys: slice,
     scale_in: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden. Beside it,
-    under a soft cap, the tanh, from which backward has its derivative. `scale_in`: if it
-    is not the recipe's."""
+    """Returns S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden; and,
+    under a soft cap, the tanh, from which backward has its derivative, else None.
+    `scale_in`: where the scale is, if not where the recipe says."""
     case, scale_in = r.case, scale_in or r.recipe.scale_in
     S = r("scores", times(case, q[:, :, rows], k[:, :, keys].transpose(-1, -2)))
     if scale_in != "q":
@@ -216,7 +223,8 @@ def scores(
 
 
 def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> State:
-    """The state with a tile added. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10.
+    """Returns the State with one tile added; overwrites S. `w`: the guarded softmax's
+    weights of these rows, or None. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10.
     `fa1`: FlashAttention, Algorithm 1, lines 10 to 13, where P has the tile's own maximum
     and O is not yet normalised here. `plain`: softmax over all keys, then P V; at most a
     sink came before."""
@@ -245,15 +253,15 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
 
 
 def moved(r: Rounder, m_old: Tensor, tile_max: Tensor) -> Tensor:
-    """The running maximum after a tile: where it lags, the old one if it has not grown
-    enough."""
+    """Returns the running maximum after a tile: the larger of the old one and the tile's,
+    or the old one while it has grown by no more than `max_lag` (in log2)."""
     m, lag = torch.maximum(m_old, tile_max), r.recipe.max_lag
     return m if lag is None else torch.where((m - m_old) * LOG2_E > lag, m, m_old)
 
 
 def maximum(r: Rounder, S: Tensor) -> Tensor:
-    """What a tile adds to m, [B, H, rows]: its maximum, or the stabilised softmax's
-    shift."""
+    """Returns what a tile adds to m, [B, H, rows]: its maximum, or the stabilised
+    softmax's shift, rounded at the site `max`."""
     if r.recipe.beta is None or r.recipe.tie_tolerance is None:
         return r("max", S.amax(dim=-1))
     # The smallest normal number that P may be on its way to V.
@@ -268,7 +276,7 @@ def maximum(r: Rounder, S: Tensor) -> Tensor:
 def stabilised_shift(
     S: Tensor, beta: float, tie_tolerance: float, smallest: float
 ) -> Tensor:
-    """The shift of each row of a tile in the stabilised softmax (Qiu & Yao, arXiv
+    """Returns the shift of each row of a tile in the stabilised softmax (Qiu & Yao, arXiv
     2510.04212): [...] of scores [..., keys].
 
     Where more than one score lies within the tolerance of the maximum r, the shift is
@@ -276,7 +284,7 @@ def stabilised_shift(
     authors' code does. (As printed, the running maximum is of unadjusted ones, which
     undoes it.) The authors keep l above 1e-10: wrong, silently, from (beta - 1) r = 23
     on; here the row becomes NaN where P is below `smallest`, and where r < 0 and l is 0
-    (`lost`). docs/sites.md has the rest."""
+    (`lost`). docs/sites.md has the details."""
     r = S.amax(dim=-1)
     tied = ((r - tie_tolerance)[..., None] <= S).sum(dim=-1) > 1
     shifted = torch.where(r > 0, beta * r, 0.0)
@@ -285,7 +293,7 @@ def stabilised_shift(
 
 
 def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
-    """The factor of P of each row in the guarded softmax, [q_len]:
+    """Returns the factor of P of each row in the guarded softmax, [q_len]:
 
         P = w exp(S - m),  l = rowsum P,  O = P V / l,  L = m + log(l / w),
 
@@ -303,8 +311,8 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
 
 
 def _guard(r: Rounder) -> Tensor | None:
-    """The guarded softmax's weights; None under another one. Refused where a format
-    rounds them."""
+    """Returns the guarded softmax's weights [q_len]; None under another softmax. Raises
+    Refused where a format of P would round them."""
     if r.recipe.softmax != "guarded":
         return None
     for site in ("exp", "p"):
@@ -318,13 +326,14 @@ def _guard(r: Rounder) -> Tensor | None:
 
 
 def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
-    """exp(m_old - m), by which what was summed under m_old is rescaled; 0 if that was
-    nothing."""
+    """Returns exp(m_old - m), rounded, by which what was summed under m_old is rescaled;
+    0 where m_old is -inf."""
     return r("rescale", r("exponent", m_old - finite(m)).exp_())
 
 
 def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Tensor:
-    """exp(S - m), or w times that, for m without the last axis of S. Overwrites S."""
+    """Returns P = exp(S - m), or w times that, by the recipe's `exponential`, rounded at
+    its sites. m has the axes of S but the last; w is [rows] or None. Overwrites S."""
     x = r("exponent", S.sub_(finite(m)[..., None]))
     exp = {"exact": Tensor.exp_, "fexp_u20": _fexp_u20, "cubic": _cubic, "fa4": _fa4}
     P = exp[r.recipe.exponential](x)
@@ -332,9 +341,9 @@ def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Te
 
 
 def _cubic(x: Tensor) -> Tensor:
-    """exp(x) as FlashAttention-4 has 2^(x log2 e) on units that multiply and add (arXiv
-    2603.05451, section 3.1.3; `ex2_emulation`): an exponent, and a cubic for the
-    fraction; 0 below 2^-127."""
+    """Returns exp(x) for x <= 0 as FlashAttention-4 has 2^(x log2 e) on units that
+    multiply and add (arXiv 2603.05451, section 3.1.3; `ex2_emulation`): an exponent, and
+    a cubic for the fraction; 0 below 2^-127."""
     y = x.mul(LOG2_E).clamp_(min=-127.0)
     whole = y.floor()
     fraction, power = y - whole, torch.zeros_like(y)
@@ -344,19 +353,19 @@ def _cubic(x: Tensor) -> Tensor:
 
 
 def _fa4(x: Tensor) -> Tensor:
-    """exp(x) with the cubic where that kernel has it (`apply_exp2_convert`, by its
-    defaults)."""
+    """Returns exp(x) with the cubic in those columns of a tile where FlashAttention-4
+    takes it (`apply_exp2_convert`, by its defaults), and the exact one in the others."""
     i = torch.arange(x.shape[-1], device=x.device)
     some = (i % 16 >= 12) & (i % 128 >= 32) & (i % 128 < 96)
     return torch.where(some, _cubic(x), x.exp())
 
 
 def _fexp_u20(x: Tensor) -> Tensor:
-    """PyTorch's fast vectorised exp, for x <= 0: exp(x) = 2^y, and the fp32 number whose
-    bits are (y + 127) * 2^23 is 2^y, but for its straight fraction, which a cubic in
-    frac(y) makes up for (Malossi et al., Fast Exponential Computation on SIMD
+    """Returns PyTorch's fast vectorised exp, for x <= 0: exp(x) = 2^y, and the fp32
+    number whose bits are (y + 127) * 2^23 is 2^y, but for its straight fraction, which a
+    cubic in frac(y) makes up for (Malossi et al., Fast Exponential Computation on SIMD
     Architectures, 2015). The sum y + 127 has 24 bits, which leaves the result about 17.
-    Coefficients as in torch's vec512_float.h."""
+    NaN stays NaN. Coefficients as in torch's vec512_float.h."""
     y = x.clamp(min=LN_SMALLEST_FP32).mul_(math.log2(math.e))
     f = y - y.floor()
     cubic = f.mul(-0.079204240219773236).add_(-0.22433836478672356)
@@ -367,18 +376,20 @@ def _fexp_u20(x: Tensor) -> Tensor:
 
 
 def finite(m: Tensor) -> Tensor:
-    """m, with the lowest number for -inf: any finite shift then gives P = 0, not NaN."""
+    """Returns m with the lowest number for -inf: any finite shift then gives P = 0, not
+    NaN."""
     return m.clamp(min=torch.finfo(m.dtype).min)
 
 
 def lost(m: Tensor, l: Tensor) -> Tensor:
-    """Rows that saw keys and lost every P of theirs, as they may under the stabilised
-    softmax."""
+    """Returns a bool mask of the rows that saw keys and whose every P became 0, as may
+    happen under the stabilised softmax."""
     return (l == 0) & (m > -math.inf)
 
 
 def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:
-    """x @ of_kv_heads [B, H, R, Y], for x [B, H, R, X] and [B, kv_heads, X, Y]."""
+    """Returns x @ of_kv_heads [B, H, R, Y], for x [B, H, R, X] and `of_kv_heads` [B,
+    kv_heads, X, Y], each of which meets its group of query heads."""
     b, h, rows, width = x.shape
     product = x.reshape(b, case.kv_heads, case.group * rows, width) @ of_kv_heads
     return product.view(b, h, rows, -1)
@@ -388,27 +399,28 @@ def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:
 
 
 def splits(r: Rounder) -> list[slice]:
-    """The keys of each split."""
+    """Returns the range of keys of each split, ascending."""
     width, n = split_width(r), r.case.kv_len
     return [slice(first, min(first + width, n)) for first in range(0, n, width)]
 
 
 def split_width(r: Rounder) -> int:
-    """The keys of a split: whole tiles, the same number for each but the last."""
+    """Returns the number of keys of a split: whole tiles, the same number for each but
+    the last."""
     block_kv = r.tile[1]
     tiles = -(-r.case.kv_len // block_kv)
     return -(-tiles // (r.recipe.splits or 1)) * block_kv
 
 
 def in_order(r: Rounder, tiles: Sequence[T]) -> Sequence[T]:
-    """Tiles of keys, in the order in which a row meets them."""
+    """Returns tiles of keys, given ascending, in the order in which a row meets them."""
     return tiles[::-1] if r.recipe.kv_order == "descending" else tiles
 
 
 def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
-    """Every tile of a split that some row can see by position, as (rows, keys), in the
-    order each row meets them: keys from a multiple of block_kv, rows in whole blocks of
-    block_q."""
+    """Yields every tile of a split that some row can see by position, as (rows, keys), in
+    the order each row meets them: keys from a multiple of block_kv, rows in whole blocks
+    of block_q, as many blocks as memory allows."""
     case, (block_q, block_kv) = r.case, r.tile
     row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
     step = block_q * max(1, BLOCK_BYTES[case.q.device.type] // (row_bytes * block_q))
@@ -435,8 +447,9 @@ def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
 def _rows_that_see(
     case: AttentionCase, keys: slice, piece: slice, blocks: slice, block_q: int
 ) -> slice:
-    """The rows of `piece` whose block, of those at these positions, can see any of
-    `keys`."""
+    """Returns the rows of `piece` whose block of block_q can see any of `keys` by
+    position; an empty slice for none. `blocks`: the positions of the piece, in whole
+    blocks."""
     low, high = key_limits(case)
     first = blocks.start if high is None else max(blocks.start, keys.start - high)
     last = blocks.stop if low is None else min(blocks.stop, keys.stop - low)
@@ -450,8 +463,9 @@ def _rows_that_see(
 
 
 def _at_once(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> State:
-    """What `forward` returns, for a recipe that `is_at_once`. m and l are [B, H, rows,
-    splits], O is [B, H, rows, splits, v_dim] until splits are merged."""
+    """Returns the State after all keys, many tiles at a time, for a recipe that
+    `is_at_once`: m and l [B, H, rows], O [B, H, rows, v_dim], normalised. After a merge
+    of splits m is L and l is 1. Until then an axis of splits follows the rows."""
     case, done = r.case, []
     parts = -(-case.kv_len // split_width(r))
     if parts == 1:
@@ -487,8 +501,8 @@ def _at_once(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> State:
 def _add_tiles(
     r: Rounder, S: Tensor, V: Tensor, m_old: Tensor, l_old: Tensor, O_old: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """m, l and O with a block of keys added: whole tiles, and of all splits where there
-    are some.
+    """Returns m, l and O with a block of keys added: whole tiles, and of all splits where
+    there are some.
 
     Here P and S are [B, H, rows, splits, tiles, block_kv], the maximum each tile met and
     the factor by which it is scaled to the last one [B, H, rows, splits, tiles]."""
@@ -521,9 +535,9 @@ def _add_tiles(
 def wide_blocks(
     r: Rounder, bytes_of: Mapping[str, int]
 ) -> Iterator[tuple[slice, Iterable[slice]]]:
-    """Rows, each with blocks of the keys that they can see by position: whole tiles, in
-    the order they meet them, and no larger than so many bytes, by device, of scores in
-    fp32."""
+    """Yields (rows, blocks of the keys that they can see by position) for all rows;
+    blocks are whole tiles, in the order the rows meet them. `bytes_of`: by device type,
+    how many bytes of fp32 scores one block may have; it has one tile at least."""
     case, block_kv = r.case, r.tile[1]
     for rows in _row_blocks(case, bytes_of, MIN_BLOCK_ROWS):
         seen = key_range(case, rows)
@@ -537,6 +551,9 @@ def wide_blocks(
 def _row_blocks(
     case: AttentionCase, bytes_of: Mapping[str, int], fewest: int
 ) -> Iterator[slice]:
+    """Yields ranges of rows that cover the case, each with scores of all keys within
+    `bytes_of`, but `fewest` rows at least. Under causality large calls are divided into
+    CAUSAL_PARTS or more."""
     step = min(max(_cells(case, bytes_of) // case.kv_len, fewest), case.q_len)
     part = -(-case.q_len // CAUSAL_PARTS)
     size = 4 * case.q.shape[0] * case.heads * part * case.kv_len
@@ -547,5 +564,6 @@ def _row_blocks(
 
 
 def _cells(case: AttentionCase, bytes_of: Mapping[str, int]) -> int:
-    """How many scores of every head a block may hold."""
+    """Returns how many fp32 scores of every head a block may hold, by `bytes_of` of the
+    case's device."""
     return bytes_of[case.q.device.type] // (4 * case.q.shape[0] * case.heads)

@@ -30,9 +30,10 @@ says."""
 
 
 def gradients(case: AttentionCase, **options: Any) -> Output:
-    """Both passes of a training step, under the options of `emulated`: out, lse, dq, dk,
-    dv, each in a dtype that holds its site's format. Raises as `emulated` does, Refused
-    without grad_out."""
+    """Runs both passes of a training step under the options of `emulated` and returns
+    out, lse, dq, dk and dv, each in a dtype that holds its site's format. Raises
+    UsageError for an unknown name, Refused without grad_out or where the case's format
+    cannot do what the recipe asks."""
     rounding_model = recipe(**options)
     O, L, *dQKV = backward.gradients(case, rounding_model)
     r = Rounder(rounding_model, case)
@@ -72,7 +73,8 @@ def emulated(case: AttentionCase, **options: Any) -> Output:
 
 
 def _ran(r: Rounder) -> str:
-    """What ran, with everything that was left to the preset filled in."""
+    """Returns what ran in words: the preset and every field of the recipe, with the tiles
+    that it chose."""
     options = {name: getattr(r.recipe, name) for name in FIELDS}
     options |= zip(("block_q", "block_kv"), r.tile, strict=True)
     words = (f"{name}={value}" for name, value in options.items() if value is not None)
@@ -95,19 +97,23 @@ arithmetic."""
 
 
 def recipe_of(claim: Mapping[str, object], **overrides: Any) -> Recipe:
-    """The recipe a claim describes, in fp32 arithmetic; raises UsageError for a senseless
-    claim."""
+    """Returns the recipe that a claim describes, in fp32 arithmetic. `overrides`: fields
+    or sites to replace. Raises UsageError for an unknown name or value."""
     return recipe(**{**claim, **overrides, "compute": "float32"})
 
 
 def emulation(case: AttentionCase, claim: Mapping[str, object]) -> Tensor:
-    """The claim's output [B, H, q_len, v_dim], float32. Raises as `emulated` does."""
+    """Returns the output that the claim predicts, [B, H, q_len, v_dim], float32. Raises
+    UsageError for an unknown name in the claim, Refused where the case's format cannot do
+    what it asks."""
     return attend(case, recipe_of(claim), at_once=True)[0]
 
 
 def emulated_step(case: AttentionCase, claim: Mapping[str, object]) -> dict[str, Tensor]:
-    """What the claim has of a training step, float32: `out`, as in `emulation`, and `dq`,
-    `dk`, `dv`, each in the shape of its input. Raises as `backward.gradients` does."""
+    """Returns what the claim predicts of a training step, float32: `out`, `dq`, `dk` and
+    `dv`, each in the shape of `Output`. Raises UsageError for an unknown name in the
+    claim, Refused without grad_out or where the case's format cannot do what the claim
+    asks."""
     out, _, dq, dk, dv = backward.gradients(case, recipe_of(claim), at_once=True)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
@@ -115,9 +121,10 @@ def emulated_step(case: AttentionCase, claim: Mapping[str, object]) -> dict[str,
 def unpredictable(
     claim: Mapping[str, object] | None, working: Format, returned: Format
 ) -> str | None:
-    """Why no error of an output is predicted, as a clause; None where it is: fp32
-    arithmetic, which is left out, must be small beside the rounding to the working
-    format, and the output keep no more bits than fp32 sums have to give."""
+    """Returns why an emulation does not predict the errors of an output element by
+    element, as a clause; None where it does: fp32 arithmetic, which is left out, must be
+    small beside the rounding to the `working` format, and the format `returned` must keep
+    no more bits than fp32 sums have to give. A claim of None is never predicted."""
     if claim is None:
         return "no emulation predicts this kernel"
     if working.precision > MOST_BITS or not FORMATS["float32"].contains(working):
@@ -133,9 +140,9 @@ def unpredictable(
 def unexpected(
     claim: Mapping[str, object] | None, working: Format, returned: Format
 ) -> str | None:
-    """Why no size of error is expected of an output, as a clause; None where one is. In
-    float32 an emulation predicts no element, but together with what fp32 arithmetic may
-    err (`Yardstick.arithmetic`) it bounds the size."""
+    """Returns why the size of an output's error is not predicted, as a clause; None where
+    it is. In float32 an emulation predicts no element, but together with what fp32
+    arithmetic may err (`Yardstick.arithmetic`) it bounds the size."""
     if claim is not None and working == returned == FORMATS["float32"]:
         return None
     return unpredictable(claim, working, returned)
@@ -146,9 +153,10 @@ def returning(
     case: AttentionCase,
     returned: Format | Mapping[str, Format],
 ) -> Mapping[str, object]:
-    """The claim for a kernel that returned another format than the case's, of the output
-    or of each tensor in `SITE_OF` that came back. Backward reads that O, unless the claim
-    says otherwise."""
+    """Returns the claim, changed for a kernel that returned other formats than the
+    case's. `returned`: the format of the output, or of each tensor by its name in
+    `SITE_OF`. Where O came back in another format, backward is assumed to read it so,
+    unless the claim says otherwise."""
     formats = {"out": returned} if isinstance(returned, Format) else returned
     changed = dict(claim or {})
     for tensor, fmt in formats.items():

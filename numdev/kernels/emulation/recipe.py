@@ -125,7 +125,8 @@ SITES: Mapping[str, Site] = {
 
 
 def _fa1_tile(head_dim: int, memory: int) -> tuple[int, int]:
-    """Algorithm 1, line 1: q, k, v and o of a tile share the on-chip memory."""
+    """Returns (block_q, block_kv) by Algorithm 1, line 1: q, k, v and o of a tile share
+    `memory` elements on the chip."""
     columns = -(-memory // (4 * head_dim))
     return min(columns, head_dim), columns
 
@@ -194,17 +195,18 @@ class Recipe:
 
     @property
     def draws(self) -> bool:
-        """Whether anything is random."""
+        """Whether anything in the emulation is random: stochastic rounding, or the random
+        sign of delta's error."""
         return self.rounding == "stochastic" or self.delta_sign == "random"
 
     def tile(self, head_dim: int, kv_len: int) -> tuple[int, int]:
-        """block_q and block_kv for a case."""
+        """Returns (block_q, block_kv) for a case, block_kv at most kv_len."""
         rows, columns = TILINGS[self.tiling][1](head_dim, self.memory)
         return self.block_q or rows, min(self.block_kv or columns or kv_len, kv_len)
 
     def format_at(self, site: str, working: Format) -> Format | None:
-        """The format of a site where the case's is `working`; None where nothing is
-        rounded."""
+        """Returns the format that a site is rounded to where the case's format is
+        `working`; None where nothing is rounded."""
         value = self.sites[site]
         if value == EXACT:
             return None
@@ -225,7 +227,8 @@ FIELDS = tuple(
 
 
 def _column(place: int) -> dict[str, str]:
-    """Every site with its value in one of the presets of the table."""
+    """Returns every site's value, `working` or `wide`, in one of the presets of the
+    table: 0 is `fa2`, 1 `eager`, 2 `qiu2025`."""
     return {
         name: WORKING if x.presets[place] == "w" else WIDE for name, x in SITES.items()
     }
@@ -265,7 +268,8 @@ PRESETS: Mapping[str, Recipe] = {preset.preset: preset for preset in _ALL}
 
 
 def recipe(preset: str = "fa2", **options: Any) -> Recipe:
-    """The preset with some of its parts replaced; a value of None leaves the preset's.
+    """Returns the preset with some of its parts replaced; a value of None leaves the
+    preset's.
 
     `options` are fields of `Recipe`, and sites by name or together as `sites`. With
     `memory` the tiles follow FlashAttention-1's rule in every preset. Raises UsageError
@@ -279,8 +283,10 @@ def recipe(preset: str = "fa2", **options: Any) -> Recipe:
 def changed(
     start: Recipe, *, sites: Mapping[str, str | None] | None = None, **options: Any
 ) -> Recipe:
-    """The recipe with some of its parts replaced; arguments and errors are those of
-    `recipe`."""
+    """Returns the recipe with some of its parts replaced: fields of `Recipe` by name, and
+    sites by name or together as `sites`; a value of None leaves what `start` has. Raises
+    UsageError for an unknown option, format or choice, and for parts that contradict one
+    another."""
     parts = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
     for name, value in parts.items():
         _check(name, value)
@@ -301,8 +307,8 @@ def changed(
 
 
 def _contradictions(result: Recipe, parts: Mapping[str, object]) -> dict[str, bool]:
-    """Options of which one would be ignored, in words, and whether the recipe has them.
-    `parts` are the options that were asked for."""
+    """Returns descriptions of options that exclude each other, each with whether the
+    recipe `result` has both. `parts` are the options that were asked for."""
     plain, width = result.algorithm == "plain", result.block_kv is not None
     cut = width or result.tiling != "whole" or result.splits is not None
     early = result.softmax == "guarded" or result.l_from == "rounded"
@@ -326,8 +332,8 @@ def _contradictions(result: Recipe, parts: Mapping[str, object]) -> dict[str, bo
 
 
 def _check(name: str, value: object) -> None:
-    """One part of a recipe by itself; what is of the stabilised softmax
-    `check_stabilised` has."""
+    """Raises UsageError unless `value` is one that the site or field `name` can have by
+    itself. `beta` and `tie_tolerance` are left to `check_stabilised`."""
     if name in SITES:
         try:
             fmt = None if value in (WORKING, WIDE, EXACT) else format_named(str(value))
@@ -358,8 +364,9 @@ def _check(name: str, value: object) -> None:
 
 
 def check_stabilised(options: Mapping[str, Any]) -> None:
-    """Raises UsageError for a beta or tie tolerance that is no such number or of no
-    use."""
+    """Raises UsageError for a `beta` (at least 1) or `tie_tolerance` (at least 0) in
+    `options` that is no such finite number, or is set without the stabilised softmax;
+    None is allowed."""
     for name, least in (("beta", 1.0), ("tie_tolerance", 0.0)):
         value = options[name]
         if value is None:

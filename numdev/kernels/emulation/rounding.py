@@ -58,8 +58,8 @@ class Rounder:
         return x if step is None else step(x)
 
     def stored(self, site: str, x: Tensor, preferred: torch.dtype) -> Tensor:
-        """x in a dtype that holds the values of the site's format: the preferred one if
-        it does."""
+        """Returns x in a dtype that holds the values of the site's format: the preferred
+        one if it does, else float32 if that does, else as it is."""
         fmt = self.recipe.format_at(site, self.case.format)
         for dtype in (preferred, torch.float32):
             if fmt is not None and format_of(dtype).contains(fmt):
@@ -67,12 +67,13 @@ class Rounder:
         return x
 
     def signs(self, like: Tensor) -> Tensor:
-        """1 or -1 for every element, drawn with equal odds."""
+        """Returns 1 or -1, drawn with equal odds, for every element of `like`, in its
+        shape and dtype."""
         drawn = torch.randint(2, like.shape, generator=self.generator, device=like.device)
         return (2 * drawn - 1).to(like.dtype)
 
     def rounds(self, *sites: str) -> bool:
-        """Whether any of the sites rounds anything."""
+        """Whether any of these sites rounds anything."""
         return any(self.steps[site] is not None for site in sites)
 
 
@@ -82,9 +83,9 @@ def rounding(
     mode: RoundingMode,
     generator: torch.Generator | None,
 ) -> Step | None:
-    """How to round tensors of `dtype` to `fmt`; None where there is nothing to do.
-    Torch's own cast is `round_to` at a tenth of the cost where it rounds once: not from
-    float64 to a half."""
+    """Returns a function that rounds tensors of `dtype` to `fmt`; None where there is
+    nothing to round. `generator` is for stochastic rounding. Torch's own cast is
+    `round_to` at a tenth of the cost where it rounds once: not from float64 to a half."""
     if fmt is None or fmt.contains(format_of(dtype)):
         return None
     direct = (
@@ -99,7 +100,8 @@ def rounding(
 
 @contextlib.contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """fp32 products in fp32: without TF32, bf16 passes, or autocast."""
+    """Enters a context in which fp32 products are computed in fp32: without TF32, bf16
+    passes, or autocast on this device. Restored at the end."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:

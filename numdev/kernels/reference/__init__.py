@@ -44,19 +44,21 @@ not measured."""
 
 
 def attend(case: AttentionCase) -> Reference:
-    """O = softmax(S) V with S = bias + softcap(scale * Q K^T), all in fp64.
+    """Returns O = softmax(S) V with S = bias + softcap(scale * Q K^T) in fp64, with its
+    log-sum-exp, term scale and empty rows.
 
     NaN and infinity in the inputs propagate as the arithmetic has it, but a key of
     probability 0 has no part in the sum, whatever its V holds. Inputs of any format are
-    widened exactly."""
+    widened exactly. Large calls on CUDA run fused where that path takes them, all others
+    blocked."""
     if not case.q.is_cuda or _is_small(case):
         return blocked.attend(case)
     return _fast_or_plain(case, fused.attend, blocked.attend)
 
 
 def gradients(case: AttentionCase) -> Gradients:
-    """The gradients of sum(dO O) with respect to q, k and v, and what `attend` returns,
-    in fp64.
+    """Returns the gradients of sum(dO O) with respect to q, k and v with their term
+    scales, beside all that the forward reference returns, in fp64.
 
     Memory is that of inputs, results and a few blocks of rows. Where P is 0, query and
     key have no part in each other's gradients, whatever Q, K, V and dO hold there;
@@ -70,17 +72,20 @@ def gradients(case: AttentionCase) -> Gradients:
 def key_gradients(
     case: AttentionCase, keys: Tensor, whole: Reference
 ) -> dict[str, Tensor]:
-    """The rows `keys` (int64 indices) of dk, dv and what is beside them in `gradients`,
-    but for fp64 rounding. `whole` is `attend(case)`.
+    """Returns `dk`, `dv`, `dk_terms`, `dv_terms` and `unseen` of the kv rows `keys`
+    (int64 indices) alone, fp64, each [batch, kv_heads, len(keys), ...]; up to fp64
+    rounding they are those of `gradients`. `whole` is the forward reference of all
+    queries, `attend(case)`.
 
     A key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta
-    are known, which one forward reference of all queries gives, in O(q_len kv_len); the
-    rest is O(q_len keys). Raises UsageError for a case without grad_out."""
+    are known. The cost is O(q_len keys). Raises UsageError for a case without
+    grad_out."""
     upstream(case)
     return blocked.gradients_of_keys(case, keys.to(case.q.device), whole)
 
 
 def _is_small(case: AttentionCase) -> bool:
+    """Whether the call has at most SMALL scores."""
     return case.q.shape[0] * case.heads * case.q_len * case.kv_len <= SMALL
 
 
@@ -89,7 +94,8 @@ def _fast_or_plain(
     fast: Callable[[AttentionCase], R],
     plain: Callable[[AttentionCase], R],
 ) -> R:
-    """The fast path's result, or the plain one's with the reason."""
+    """Returns fast(case); where it raises Refused, plain(case) with the reason in `by`.
+    Other exceptions, such as memory that runs out, propagate."""
     try:
         return fast(case)
     except Refused as refusal:
@@ -97,9 +103,9 @@ def _fast_or_plain(
 
 
 def floor_of(reference: Reference, fmt: Format) -> Output:
-    """The reference, and its gradients, rounded once to `fmt`: no kernel that returns
-    `fmt` can be better everywhere. Without the log-sum-exp, which kernels return in a
-    wider format."""
+    """Returns the reference, and its gradients if it has them, rounded once to `fmt`: no
+    kernel that returns this format can have a smaller error everywhere. It has no
+    log-sum-exp, which kernels return in a wider format."""
     floor = Output(out=round_to(reference.out, fmt), ran=reference.by)
     if not isinstance(reference, Gradients):
         return floor
@@ -112,6 +118,8 @@ def floor_of(reference: Reference, fmt: Format) -> Output:
 
 
 def _reference_step(case: AttentionCase) -> Output:
+    """Returns out, lse and gradients of the fp64 reference as the Output of a kernel.
+    Raises UsageError for a case without grad_out."""
     g = gradients(case)
     return Output(
         out=g.out, lse=g.lse, dq=g.dq, dk=g.dk, dv=g.dv, ran=g.by, ran_backward=g.by
@@ -122,8 +130,9 @@ def _reference_step(case: AttentionCase) -> Output:
     "reference", any_format=True, any_rows=True, claims=no_claim, backward=_reference_step
 )
 def reference(case: AttentionCase) -> Output:
-    """fp64 from the same rounded inputs: the truth every deviation is measured
-    against."""
+    """fp64 from the same rounded inputs: the truth every deviation is measured against.
+
+    Returns out and lse in float64, and in `ran` which path computed them."""
     answer = attend(case)
     return Output(out=answer.out, lse=answer.lse, ran=answer.by)
 
@@ -137,5 +146,7 @@ def reference(case: AttentionCase) -> Output:
 )
 def floor(case: AttentionCase) -> Output:
     """The reference rounded once to the output format: the smallest error a kernel can
-    have."""
+    have.
+
+    Returns out alone, float64 with values of the case's format."""
     return floor_of(attend(case), case.format)

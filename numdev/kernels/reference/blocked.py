@@ -29,8 +29,8 @@ Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reference:
-    """The fp64 answer to a case. Shapes as in `Output`; everything float64 but
-    `empty`."""
+    """The fp64 answer to a case: `out` [batch, heads, q_len, v_dim], `lse` [batch, heads,
+    q_len] (-inf in an empty row without a sink), float64."""
 
     out: Tensor
     lse: Tensor
@@ -62,7 +62,7 @@ class Gradients(Reference):
 
 
 def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference:
-    """See `reference.attend`; computed in `dtype`."""
+    """Returns the forward reference, computed in blocks of query rows, in `dtype`."""
     q, k, v = (x.detach().to(dtype) for x in (case.q, case.k, case.v))
     reference = _room(q, v)
     # V and |V| side by side: output and term scale come from one product.
@@ -75,7 +75,8 @@ def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference
 
 
 def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradients:
-    """See `reference.gradients`; computed in `dtype`."""
+    """Returns the forward reference and the gradients, with their term scales, computed
+    in blocks of query rows, in `dtype`. Raises UsageError for a case without grad_out."""
     q, k, v, dO = (x.detach().to(dtype) for x in (case.q, case.k, case.v, upstream(case)))
     dq, dq_terms, dk, dk_terms, dv, dv_terms = (
         torch.zeros_like(x) for x in (q, q, k, k, v, v)
@@ -121,7 +122,9 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
 def gradients_of_keys(
     case: AttentionCase, keys: Tensor, whole: Reference
 ) -> dict[str, Tensor]:
-    """See `reference.key_gradients`; `whole` is the forward reference of all queries."""
+    """Returns `dk`, `dv`, `dk_terms`, `dv_terms` and `unseen` of the kv rows `keys`
+    (int64 indices) alone, in float64. `whole` is the forward reference of all queries.
+    Raises UsageError for a case without grad_out."""
     q, dO = (x.detach().double() for x in (case.q, upstream(case)))
     k, v = (x.detach()[:, :, keys].double() for x in (case.k, case.v))
     delta = (dO * whole.out).sum(dim=-1).masked_fill_(whole.empty, 0.0)
@@ -148,6 +151,8 @@ def gradients_of_keys(
 
 
 def _room(q: Tensor, v: Tensor) -> Reference:
+    """Returns a Reference to be filled in block by block: its tensors are not yet set,
+    but for `empty`, which is False."""
     shape = q.shape[:3]
     out, term_scale = (q.new_empty(*shape, v.shape[-1]) for _ in range(2))
     empty = torch.zeros(shape, dtype=torch.bool, device=q.device)
@@ -157,8 +162,9 @@ def _room(q: Tensor, v: Tensor) -> Reference:
 def row_blocks(
     case: AttentionCase, share: int = 1, keys: int | None = None
 ) -> list[slice]:
-    """Query rows of so many keys, all unless given, of which a block takes its share of
-    memory."""
+    """Returns ranges of query rows that cover the case. A block's fp64 scores over `keys`
+    keys (None: all of the case's) fit the device's budget divided by `share`, but a block
+    has one row at least."""
     budget = BLOCK_BYTES[case.q.device.type] // share
     per_row = 8 * case.q.shape[0] * case.heads * (keys or case.kv_len)
     step = max(1, min(case.q_len, budget // per_row))
@@ -168,7 +174,7 @@ def row_blocks(
 def _products(
     case: AttentionCase, q: Tensor, k: Tensor, rows: slice, keys: slice
 ) -> Tensor:
-    """X [B, H, rows, keys]."""
+    """Returns X = scale Q Kᵀ [B, H, rows, keys] of these rows and keys."""
     X = _per_kv_head(case, q[:, :, rows]) @ k[:, :, keys].mT
     return X.view(*q.shape[:2], rows.stop - rows.start, keys.stop - keys.start).mul_(
         case.scale
@@ -176,8 +182,8 @@ def _products(
 
 
 def _slope(case: AttentionCase, X: Tensor) -> Tensor | None:
-    """The soft cap's derivative. 1 - tanh^2 would be nothing but cancellation near the
-    cap."""
+    """Returns the soft cap's derivative 1 / cosh²(X / cap), in the shape of X; None
+    without a soft cap. 1 - tanh² would be nothing but cancellation near the cap."""
     return (
         None
         if case.softcap is None
@@ -186,7 +192,8 @@ def _slope(case: AttentionCase, X: Tensor) -> Tensor | None:
 
 
 def scores(case: AttentionCase, X: Tensor, rows: Places, keys: Places) -> Tensor:
-    """S from X, which it overwrites."""
+    """Returns the scores S [B, H, rows, keys] of the scaled products X: soft-capped, with
+    the additive mask, and -inf where hidden. Overwrites X."""
     S = X if case.softcap is None else X.div_(case.softcap).tanh_().mul_(case.softcap)
     bias = additive(case, rows, keys)
     if bias is not None:
@@ -203,8 +210,9 @@ def _attend(
     values: Tensor,
     weigh: Weigh,
 ) -> tuple[Tensor, Tensor]:
-    """Fill in these rows of what is found; `values` are V and |V| of the keys. Returns
-    exp(S - m), which overwrites S, and its row sum."""
+    """Fills in these rows of `reference` (out, lse, term_scale, empty). `S`: their
+    scores; `values`: V and |V| of their keys, side by side. Returns exp(S - m), which
+    overwrites S, and its row sum l, with the sink in it."""
     reference.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
     m = S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
     sink = None if case.sinks is None else case.sinks.to(S)[None, :, None].expand_as(m)
@@ -233,7 +241,9 @@ def _score_gradient(
     delta: Tensor,
     slope: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """dX, and the sum of its absolute terms, by kv head; 0 where P is."""
+    """Returns dX = P (dP - delta), times the soft cap's slope, and the sum of its
+    absolute terms, each [B, kv_heads, group * rows, keys]; 0 where P is 0. `slope` None:
+    no soft cap."""
     dP = (dO_i @ V.mT).view_as(P)
     unweighted = P == 0
     weight = P if slope is None else P * slope
@@ -244,17 +254,18 @@ def _score_gradient(
 
 
 def _weigher(*inputs: Tensor) -> Weigh:
-    """weights @ values; the third argument, P, matters only where an input is not
-    finite."""
+    """Returns a function (weights, values, P) -> weights @ values. Where all `inputs` are
+    finite it ignores P; else a value whose P is 0 does not count, even if it is NaN or
+    infinite."""
     if all(bool(x.isfinite().all()) for x in inputs):
         return lambda weights, values, P: weights @ values
     return _weigh_what_is_seen
 
 
 def _weigh_what_is_seen(weights: Tensor, values: Tensor, P: Tensor) -> Tensor:
-    """weights @ values, where values of probability 0 count for nothing even if NaN or
-    infinite: 0 * NaN would let a hidden key through, or not, depending on which block it
-    falls into."""
+    """Returns weights @ values, where values of probability 0 (in P) do not count even if
+    they are NaN or infinite: 0 * NaN would let a hidden key through, or not, depending on
+    which block it falls into. Elsewhere NaN and infinity propagate."""
     O = weights @ torch.where(values.isfinite(), values, 0.0)
     infinite = values.isinf().double()
     positive, negative = (values == math.inf).double(), (values == -math.inf).double()
@@ -268,12 +279,12 @@ def _weigh_what_is_seen(weights: Tensor, values: Tensor, P: Tensor) -> Tensor:
 
 
 def nonzero(l: Tensor) -> Tensor:
-    """l, with 1 where nothing was summed: what it divides is 0 there and stays so."""
+    """Returns l with 1 in place of 0, to divide by: a numerator of 0 stays 0."""
     return torch.where(l == 0, 1.0, l)
 
 
 def _per_kv_head(case: AttentionCase, x: Tensor) -> Tensor:
-    """[B, H, R, X] as [B, kv_heads, group * R, X]: each kv head meets its query heads at
-    once."""
+    """Returns x [B, H, R, X] as [B, kv_heads, group * R, X], so that a kv head meets all
+    its query heads in one product."""
     b, h, rows, width = x.shape
     return x.reshape(b, case.kv_heads, (h // case.kv_heads) * rows, width)

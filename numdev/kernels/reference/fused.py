@@ -84,13 +84,15 @@ BLOCK_D = 16  # how much of S's and dP's inner axis a step of the backward kerne
 
 
 def attend(case: AttentionCase) -> Reference:
-    """See `reference.attend`. Raises Refused where this path cannot take the case."""
+    """Returns the forward reference by the fused path. Raises Refused where this path
+    cannot take the case."""
     accept(case)
     return Reference(by="fused", **_in_parts(case, lambda part, heads: _forward(part)))
 
 
 def gradients(case: AttentionCase) -> Gradients:
-    """See `reference.gradients`. Raises Refused where this path cannot take the case."""
+    """Returns the forward reference and the gradients by the fused path. Raises Refused
+    where this path cannot take the case, UsageError for a case without grad_out."""
     upstream(case)
     accept(case)
     forward = _in_parts(case, lambda part, heads: _forward(part))
@@ -105,7 +107,8 @@ def gradients(case: AttentionCase) -> Gradients:
 def _in_parts(
     case: AttentionCase, compute: Callable[[AttentionCase, slice], Results]
 ) -> Results:
-    """What `compute` makes of each group of heads and its query heads, put together."""
+    """Returns the tensors of `compute(part, query heads)` for each group of heads, joined
+    along the head axis, by name."""
     whole: Results = {}
     for part, heads, kv_heads in _parts(case):
         of_part = compute(part, heads)
@@ -121,8 +124,9 @@ def _in_parts(
 
 
 def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
-    """Groups of kv heads whose fp64 operands fit OPERAND_BYTES: case, query heads and kv
-    heads."""
+    """Yields (case of some kv heads, slice of its query heads, slice of its kv heads),
+    such that the fp64 operands of each fit OPERAND_BYTES; the case itself where all
+    do."""
     d, d_v = (_width(x) for x in (case.q, case.v))
     rows, columns = d + 2 * d_v, d + d_v  # of q, out and terms; of k and v
     if case.grad_out is not None:  # dO, dq, dk and dv, and in lower precision their terms
@@ -154,6 +158,8 @@ class _Operands:
 
     @classmethod
     def of(cls, case: AttentionCase) -> _Operands:
+        """Returns the operands of a case. A bool mask becomes 0 and -inf; the lowest
+        number of an additive one becomes -inf."""
         q, k, v = (_padded(x.detach().double()) for x in (case.q, case.k, case.v))
         mask, positions, (low, high) = case.mask, case.positions, key_limits(case)
         strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -185,7 +191,8 @@ class _Operands:
         )
 
     def bounded(self, case: AttentionCase) -> bool:
-        """Whether no score leaves BOUND, by Cauchy and Schwarz. Waits for the device."""
+        """Whether no score can leave BOUND, by Cauchy and Schwarz or the soft cap; False
+        with an additive mask. Waits for the device."""
         if _is_additive(case):
             return False
         if case.softcap is not None:
@@ -195,25 +202,28 @@ class _Operands:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Contiguous, the last axis filled up with zeros to a power of two of 16 or more."""
+    """Returns x contiguous, its last axis padded with zeros to a power of two of 16 or
+    more."""
     more = _width(x) - x.shape[-1]
     return (torch.nn.functional.pad(x, (0, more)) if more else x).contiguous()
 
 
 def _width(x: Tensor) -> int:
+    """Returns the smallest power of two, 16 or more, that the last axis of x fits in."""
     return max(16, 1 << (x.shape[-1] - 1).bit_length())
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """|x| in bfloat16, times a power of two that brings it to at most 1, and that
-    power."""
+    """Returns |x| in bfloat16, multiplied by one power of two for the whole tensor that
+    brings its largest element to [1/2, 1], and that power, of no dimension (1 if all is
+    0)."""
     x = x.abs()
     unit = _unit(x.amax())
     return (x * unit).bfloat16(), unit
 
 
 def _unit(largest: Tensor) -> Tensor:
-    """The power of two that brings `largest` to 1/2 .. 1; 1 for 0."""
+    """Returns the power of two that brings `largest` into [1/2, 1); 1 for 0."""
     return torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
 
 
@@ -221,7 +231,8 @@ def _unit(largest: Tensor) -> Tensor:
 
 
 def _forward(case: AttentionCase) -> Results:
-    """The forward kernel on one group of heads."""
+    """Returns `out`, `term_scale`, `lse` and `empty` of one group of heads, by the Triton
+    kernel. Raises Refused where Triton cannot build it."""
     from numdev.kernels.reference.fused_triton import forward
 
     at, tile = _Operands.of(case), _forward_tile(case)
@@ -265,6 +276,7 @@ def _forward(case: AttentionCase) -> Results:
 
 
 def _forward_tile(case: AttentionCase) -> Tile:
+    """Returns the forward kernel's tile for the case's width and GPU."""
     widest, device = max(_width(case.q), _width(case.v)), case.q.device
     on_nvidia = device.type == "cuda" and torch.version.hip is None
     tiles = FORWARD if not on_nvidia or suits(*_of_gpu(device)) else ELSEWHERE
@@ -272,30 +284,33 @@ def _forward_tile(case: AttentionCase) -> Tile:
 
 
 def suits(shared: int, capability: int) -> bool:
-    """Whether FORWARD is for a GPU, by a block's shared memory and the major
+    """Whether the tiles FORWARD fit a GPU: not one from Blackwell on. `shared`: bytes of
+    shared memory that a block may have; `capability`: the major number of its compute
     capability."""
     return shared >= ROOM and capability < BLACKWELL
 
 
 @functools.cache
 def _of_gpu(device: torch.device) -> tuple[int, int]:
-    """What `suits` asks, of a tensor's device, an NVIDIA GPU."""
+    """Returns the bytes of shared memory that a block may have on this NVIDIA GPU, and
+    its major compute capability."""
     properties: Any = torch.cuda.get_device_properties(device.index)
     shared = int(properties.shared_memory_per_block_optin)
     return shared, torch.cuda.get_device_capability(device)[0]
 
 
 def _span(case: AttentionCase, tile: Tile, programs: int) -> int:
-    """How many keys a program takes: all, unless there are too few programs to fill the
-    device."""
+    """Returns how many keys a program takes: all, or whole tiles of a part where so few
+    `programs` would leave the GPU idle."""
     blocks, wanted = -(-case.kv_len // tile.block_kv), -(-PROGRAMS // programs)
     parts = min(wanted, max(1, blocks // LEAST_BLOCKS))
     return -(-blocks // parts) * tile.block_kv
 
 
 def _merged(out: Tensor, terms: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What parts of the keys give together, weighted by their log-sum-exp (the first
-    axis)."""
+    """Returns out, terms and log-sum-exp of all keys from those of their parts, which lie
+    along the first axis, weighted by exp(lse - total). A row that sees no key has lse =
+    -inf."""
     if lse.shape[0] == 1:
         return out[0], terms[0], lse[0]
     whole = lse.logsumexp(dim=0)
@@ -307,7 +322,9 @@ def _merged(out: Tensor, terms: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> Results:
-    """dq, dk, dv, their term scales, delta and unseen of one group of heads."""
+    """Returns `dq`, `dk`, `dv`, their term scales, `delta` and `unseen` of one group of
+    heads. `out`, `lse` and `empty` are what forward returned for it. Raises Refused where
+    Triton cannot build the kernel."""
     at, dO = _Operands.of(case), upstream(case).detach().double()
     pairs, d, d_v = case.q.shape[0] * case.kv_heads, case.q.shape[-1], case.v.shape[-1]
     delta = (dO * out).sum(dim=-1).masked_fill_(empty, 0.0)
@@ -363,8 +380,9 @@ def _score_gradients(
     rows: slice,
     keys: slice,
 ) -> tuple[Tensor, ...]:
-    """P, dX of a run of rows, fp64; P, dX's terms, bfloat16: [B * kv_heads, group * rows,
-    keys]."""
+    """Returns P and dX in fp64, then P and the terms of dX in bfloat16, of a run of rows
+    and the keys that it can see, each [B * kv_heads, group * rows, keys]. Marks in `seen`
+    the keys that a row sees, in place, with a mask or positions."""
     from numdev.kernels.reference.fused_triton import score_gradients
 
     tile, count, width = BACKWARD, rows.stop - rows.start, keys.stop - keys.start
@@ -393,15 +411,16 @@ def _score_gradients(
 
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """The product of bfloat16 matrices, accumulated and returned in fp32."""
+    """Returns the batched product of two bfloat16 matrices, accumulated and returned in
+    fp32."""
     return (
         torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
     )
 
 
 def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
-    """Keys no row sees: counted under a mask or positions, else i + low to i + high for
-    no i."""
+    """Returns bool [batch, kv_heads, kv_len]: keys that no row sees. With a mask or
+    positions it reads the counts in `seen`, else it follows from causality and window."""
     if at.flags["MASKED"] or at.flags["AT"]:
         return (seen == 0).view(case.k.shape[:3])
     low, high = key_limits(case)
@@ -412,8 +431,9 @@ def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
 
 
 def _runs(case: AttentionCase) -> list[slice]:
-    """Runs of query rows whose P and dX, P again and terms, 20 bytes a score, fit
-    SCRATCH_BYTES."""
+    """Returns ranges of query rows that cover the case. Their intermediate results, 20
+    bytes a score, fit SCRATCH_BYTES, but a range has LEAST_ROWS rows at least; with
+    causality or a window there are up to RUNS of them."""
     n, per_row = case.q_len, 20 * case.q.shape[0] * case.heads * case.kv_len
     few = -(-n // RUNS) if case.restricts_positions else n
     step = max(LEAST_ROWS, min(few, SCRATCH_BYTES // per_row) // LEAST_ROWS * LEAST_ROWS)
@@ -421,7 +441,8 @@ def _runs(case: AttentionCase) -> list[slice]:
 
 
 def _keys(case: AttentionCase, rows: slice) -> slice:
-    """The keys a run of rows can see; one, where it sees none."""
+    """Returns the range of keys that these rows can see by position; one key where they
+    see none, since a kernel needs one."""
     keys = key_range(case, rows)
     if keys.stop > keys.start:
         return keys
@@ -444,9 +465,10 @@ def launch(
     *others: object,
     **options: object,
 ) -> None:
-    """Runs a Triton kernel where its tensors are, and not on the current device. Raises
-    Refused where Triton cannot build it for this one; what it could not once is not tried
-    again."""
+    """Runs a Triton kernel on the device of its tensors, with this grid, arguments and
+    compile-time options. Raises Refused where Triton or its C compiler cannot build it;
+    the reason is remembered for these types and options, and not tried again in this
+    process. Other exceptions propagate."""
     arguments = (first, *others)
     kinds = (str(x.dtype) if isinstance(x, Tensor) else type(x) for x in arguments)
     built = (kernel, first.device, *kinds, repr(sorted(options.items())))
@@ -472,7 +494,8 @@ def launch(
 
 
 def accept(case: AttentionCase) -> None:
-    """Raises Refused where this path cannot take the case. Waits for the device."""
+    """Raises Refused where the fused path cannot take the case: another device than CUDA,
+    shapes and formats, no Triton, or numbers out of range. Waits for the device."""
     refuse((not case.q.is_cuda, "the fused one runs on CUDA"))
     refuse((reason := _unfit(case), str(reason)))
     try:
@@ -484,13 +507,15 @@ def accept(case: AttentionCase) -> None:
 
 def accept_scores(forward: Mapping[str, Tensor]) -> None:
     """Raises Refused where an additive mask lifts every score of a row beyond LARGEST: L
-    then says nothing of the differences between them, and P is not to be had from it."""
+    then says nothing of the differences between them, and P cannot be computed from it.
+    `forward` has `lse` and `empty`."""
     size = forward["lse"].abs().masked_fill(forward["empty"], 0.0).amax().item()
     refuse((size > LARGEST, f"a row's scores are all about {size:.1g}, {TOO_LARGE}"))
 
 
 def _unfit(case: AttentionCase) -> str | None:
-    """Why shapes and formats do not suit it."""
+    """Returns why the case's shapes or formats do not suit the fused path; None where
+    they do."""
     tensors = [x for x in (*_factors(case), case.mask) if x is not None]
     widest = max(case.q.shape[-1], case.v.shape[-1])
     heads = case.q.shape[0] * case.heads
@@ -517,7 +542,8 @@ def _unfit(case: AttentionCase) -> str | None:
 
 
 def _out_of_range(case: AttentionCase) -> str | None:
-    """Why the numbers in the inputs do not suit it."""
+    """Returns why the numbers in the inputs do not suit the fused path (NaN or infinity,
+    or scores up to LARGEST); None where they do. Waits for the device."""
     largest = [widened(x).abs().amax().double() for x in _factors(case)]
     if case.mask is not None and _is_additive(case):  # -inf hides; NaN and +inf spoil
         largest.append(widened(case.mask).clamp_min(0.0).amax().double())
@@ -530,10 +556,11 @@ def _out_of_range(case: AttentionCase) -> str | None:
 
 
 def _factors(case: AttentionCase) -> list[Tensor]:
-    """q and k first."""
+    """Returns those of q, k, v, sinks and grad_out that the case has, in this order."""
     tensors = (case.q, case.k, case.v, case.sinks, case.grad_out)
     return [x for x in tensors if x is not None]
 
 
 def _is_additive(case: AttentionCase) -> bool:
+    """Whether the case has a mask that is added to scores, and not a bool one."""
     return case.mask is not None and case.mask.dtype != torch.bool

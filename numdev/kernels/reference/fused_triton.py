@@ -22,8 +22,8 @@ from triton.language.extra import libdevice
 
 @triton.jit
 def exp2(x, SMALL: tl.constexpr = False):
-    """2^x in fp64 for x <= 1023, and 0 below -1021; relative error below 2^-52. SMALL
-    promises |x| <= 1021.
+    """Returns 2^x in fp64 for x <= 1023, and 0 below -1021; relative error below 2^-52.
+    SMALL promises |x| <= 1021.
 
     x = n + f with |f| <= 1/2: 2^f is a minimax polynomial of degree 11, good to 2^-55,
     and n is added to its exponent. Adding 1.5 * 2^52 rounds x to n, and leaves n in the
@@ -65,8 +65,9 @@ def products(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A B^T and C E^T for rows of A and C and rows of B and E, which are AB and CE
-    wide."""
+    """Returns A B^T and C E^T [BLOCK_Q, BLOCK_KV] in fp64, for `rows` of A and C and
+    `columns` (rows of B and E), which are AB and CE wide. Rows that are not `ok` count as
+    0."""
     x = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
     y = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
     # Of one width in one loop, which fills the pipeline once and not twice.
@@ -83,7 +84,7 @@ def products(
 @triton.jit
 def add_product(x, A, B, rows, columns, rows_ok, columns_ok, at, WIDTH: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
-    """x and what BLOCK_D columns from `at` on add to A B^T."""
+    """Returns x plus what columns `at` to `at` + BLOCK_D of A and B add to A B^T."""
     d = at + tl.arange(0, BLOCK_D)
     a = tl.load(A + rows[:, None] * WIDTH + d[None, :], mask=rows_ok[:, None], other=0.0)
     b = tl.load(
@@ -94,8 +95,9 @@ def add_product(x, A, B, rows, columns, rows_ok, columns_ok, at, WIDTH: tl.const
 
 @triton.jit
 def sight(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Whether rows at positions i see any of the keys j, from i + low to i + high; and
-    all."""
+    """Returns two flags for a tile: whether any row at positions i sees any of the keys
+    j, and whether all see all. Position i sees keys i + low to i + high, where LOW and
+    HIGH say that there is such a limit."""
     i_min, i_max = tl.min(tl.where(i_ok, i, 2147483647)), tl.max(tl.where(i_ok, i, 0))
     j_min, j_max = tl.min(tl.where(j_ok, j, 2147483647)), tl.max(tl.where(j_ok, j, 0))
     some = j_max >= j_min
@@ -112,7 +114,9 @@ def sight(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
 @triton.jit
 def masked(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
-    """The scores with the mask added, -inf where it hides, and which of them are seen."""
+    """Returns the scores with the mask's entries at `at` added, in units of log 2, and
+    `seen` without what position or mask hides. Scores of hidden keys are to be
+    ignored."""
     if LOW:
         seen &= j[None, :] >= i[:, None] + low
     if HIGH:
@@ -128,7 +132,8 @@ def masked(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.const
 
 @triton.jit
 def whole(x, UPPER: tl.constexpr):
-    """fp64 numbers; UPPER ones come as their upper 32 bits, and the lower are 0."""
+    """Returns fp64 numbers. With UPPER, x holds their upper 32 bits as int32, and the
+    lower ones are 0."""
     if UPPER:
         x = (x.to(tl.int64) << 32).to(tl.float64, bitcast=True)
     return x
@@ -136,11 +141,12 @@ def whole(x, UPPER: tl.constexpr):
 
 @triton.jit
 def in_bfloat16(p):
-    """Numbers from 0 to below 2^127 to nearest, ties away from 0. Below 2^-126 they
-    become less than that, 0 becomes 0.
+    """Returns numbers p in [0, 2^127) in bfloat16, to nearest, ties away from 0; p below
+    2^-126 becomes a smaller number, and 0 stays 0.
 
     Half of the last place is added to the bits, the exponent's bias made that of
-    bfloat16, and the rest cut off. A cast would be as long as the product it is for."""
+    bfloat16, and the remaining bits dropped. A cast would take as long as the product it
+    is for."""
     upper = (p.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
     return (
         (tl.maximum(upper - 939520000, 0) >> 13)
@@ -151,7 +157,8 @@ def in_bfloat16(p):
 
 @triton.jit
 def add_values(out, terms, p, p16, V, ABS, at, ok, UPPER: tl.constexpr):
-    """out and terms with P V and P |V| added; p16 is p in bfloat16."""
+    """Returns out + P V in fp64 and terms + P |V| in fp32, for the rows of V (and of its
+    absolute values ABS) at `at`. `p16` is p in bfloat16."""
     v = tl.load(V + at, mask=ok[:, None], other=0)
     size = tl.load(ABS + at, mask=ok[:, None], other=0.0)
     terms = tl.dot(p16, size, terms)
@@ -160,7 +167,7 @@ def add_values(out, terms, p, p16, V, ABS, at, ok, UPPER: tl.constexpr):
 
 @triton.jit
 def store_values(out, terms, factor, unit, OUT, TERMS, at, ok):
-    """out and terms times factor, by row; terms came times unit."""
+    """Writes out * factor and terms * factor / unit, by row, where `ok`."""
     tl.store(OUT + at, out * factor[:, None], mask=ok[:, None])
     tl.store(
         TERMS + at, terms.to(tl.float64) * (factor / unit)[:, None], mask=ok[:, None]
@@ -176,9 +183,9 @@ def forward(
     HIGH: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
     AT: tl.constexpr, UPPER: tl.constexpr, PART: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """O, its term scale, L and whether a row is empty, for BLOCK_Q rows of one head and
-    the `span` keys of one part: [parts, BH, q_len, ..]. A sink counts as a key of the
-    first part.
+    """Writes O, its term scale, L and whether a row is empty, for BLOCK_Q rows of one
+    head and the `span` keys of one part: [parts, BH, q_len, ..]. A sink counts as a key
+    of the first part.
 
     Q [BH, q_len, D] comes times scale and, without a soft cap, log2(e); K [BH / group,
     kv_len, D], V [BH / group, kv_len, D_V], both UPPER as `whole` takes them; ABS is |V|
@@ -300,10 +307,10 @@ def score_gradients(
     BLOCK_D: tl.constexpr, STAGES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """P and dX = P (dP - delta); in bfloat16 P and the terms P (|dP| + |delta|) times
-    UNIT. dX and its terms come times the slope of a soft cap; all are 0 where hidden. LSE
-    is in units of log 2. With a mask or positions SEEN [B * kv_heads, kv_len] becomes 1
-    for the keys that a row sees."""
+    """Writes P and dX = P (dP - delta) in fp64, and in bfloat16 P and the terms P (|dP| +
+    |delta|) times UNIT. dX and its terms come times the slope of a soft cap; all are 0
+    where hidden. LSE is in units of log 2. With a mask or positions it sets SEEN [B *
+    kv_heads, kv_len] to 1 for the keys that a row sees."""
     bh = tl.program_id(2).to(tl.int64)
     kv = bh // group
     r = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)

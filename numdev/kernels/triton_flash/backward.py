@@ -36,8 +36,8 @@ def of_queries(
     size, scale, scores_scale,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """dQ and delta of a block of rows. `scores_scale` makes scores of Q Kᵀ in the plan's
-    units."""
+    """Writes dQ and delta of a block of rows. `scores_scale` makes scores of Q Kᵀ in the
+    plan's units; `scale` is the case's."""
     WIDE: tl.constexpr = PLAN.wide
     blocks = tl.cdiv(size.q_len, BLOCK_Q)
     start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
@@ -114,8 +114,8 @@ def over_keys(
     total, delta, common, first, last,
     OF_P: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """total with what the tiles of keys [first, last) add to dQ / scale; OF_P: rowsum(dP
-    o P)."""
+    """Returns `total` with what the tiles of keys [first, last) add to dQ / scale; with
+    OF_P, to rowsum(dP o P)."""
     q, do, l, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale = common
     for n in range(0, tl.cdiv(tl.maximum(last - first, 0), BLOCK)):
         start = first + n * BLOCK
@@ -146,8 +146,8 @@ def of_keys(
     size, scale, scores_scale,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """What a query head has of dK and dV, for a block of keys; dK and dV have query
-    heads."""
+    """Writes what one query head adds to dK and dV of a block of keys; dK and dV have as
+    many heads as Q."""
     WIDE: tl.constexpr = PLAN.wide
     V_WIDE: tl.constexpr = PLAN.v_wide
     blocks = tl.cdiv(size.kv_len, BLOCK_KV)
@@ -222,9 +222,9 @@ def over_rows(
     BLOCK: tl.constexpr,
     PLAN: tl.constexpr,
 ):
-    """dK / scale and dV with what the tiles of rows [first, last) add. Scores are
-    transposed here, so that P and dS need not be for their products. A row that is not
-    there has dO = 0."""
+    """Returns dK / scale and dV with what the tiles of rows [first, last) add. Scores are
+    transposed here, so that P and dS need not be for their products. A row beyond the
+    last has dO = 0."""
     k, v, Q, dO, L, delta, q_strides, do_strides, mask, mask_strides, j, size, scale = (
         common
     )

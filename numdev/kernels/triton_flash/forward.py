@@ -30,7 +30,7 @@ GOLDEN = tl.constexpr(2654435769)
 
 @triton.jit
 def head_of(X, strides, batch, head):
-    """The address at which a head of X begins."""
+    """Returns the address at which a head of X begins."""
     return X + batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head
 
 
@@ -39,8 +39,8 @@ def rows_of(
     X, strides, start, rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """[COUNT, WIDE] of a head from row `start` on, 0 outside of [rows, DIM] (all in: no
-    CHECK)."""
+    """Returns [COUNT, WIDE] elements of a head from row `start` on. With CHECK, 0 outside
+    of [rows, DIM]; without, all rows must exist."""
     r, c = tl.arange(0, COUNT), tl.arange(0, WIDE)
     at = X + tl.cast(start, tl.int64) * strides.row
     at = at + r[:, None] * strides.row + c[None, :] * strides.column
@@ -65,7 +65,8 @@ def block_of(
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """`rows_of` a head, where the last ones may not be there."""
+    """Returns [COUNT, WIDE] elements of one head of X from row `start` on, 0 outside of
+    [rows, DIM]."""
     return rows_of(
         head_of(X, strides, batch, head), strides, start, rows, COUNT, DIM, WIDE, True
     )
@@ -75,7 +76,8 @@ def block_of(
 def store_rows(
     X, strides, start, rows, x, COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
 ):
-    """The counterpart of `rows_of`; x is rounded to the format of X."""
+    """Writes the part of x [COUNT, WIDE] inside of [rows, DIM] to a head from row `start`
+    on, rounded to the format of X."""
     r, c = tl.arange(0, COUNT), tl.arange(0, WIDE)
     at = X + tl.cast(start, tl.int64) * strides.row
     at = at + r[:, None] * strides.row + c[None, :] * strides.column
@@ -87,8 +89,9 @@ def store_rows(
 def scores(
     x, y, i, j, scale, mask, mask_strides, size, PARTIAL: tl.constexpr, PLAN: tl.constexpr
 ):
-    """x yᵀ as scores: S if x is of queries, Sᵀ if it is of keys; -inf where row i may not
-    see key j. i and j broadcast to its shape. Without PARTIAL no position hides a key."""
+    """Returns x yᵀ as scores in fp32: S if x is of queries, Sᵀ if it is of keys; -inf
+    where row i may not see key j. i and j broadcast to its shape. Without PARTIAL no
+    position hides a key."""
     S = tl.dot(x, tl.trans(y), input_precision="ieee")
     if PLAN.round_scores:
         S = S.to(x.dtype).to(tl.float32)
@@ -117,7 +120,7 @@ def scores(
 
 @triton.jit
 def exponential(x, PLAN: tl.constexpr):
-    """exp of a difference of scores."""
+    """Returns exp of a difference of scores, which is in the plan's units."""
     if PLAN.folded:
         y = tl.exp2(x)
     elif PLAN.binary:
@@ -129,15 +132,16 @@ def exponential(x, PLAN: tl.constexpr):
 
 @triton.jit
 def weight(i, size):
-    """The factor of P of row i in the guarded softmax:
-    `emulation.forward.guarded_weights`."""
+    """Returns the factor of P of row i in the guarded softmax, one of 64 odd numbers over
+    256, as `emulation.forward.guarded_weights` has it."""
     number = (i + size.kv_len).to(tl.uint32) * GOLDEN >> 26  # 32 bits, which wrap around
     return (2 * number + 129).to(tl.float32) * 0.00390625
 
 
 @triton.jit
 def gradient_of_p(do, v, TRANSPOSED: tl.constexpr, PLAN: tl.constexpr):
-    """dP = dO Vᵀ of a tile, or its transpose."""
+    """Returns dP = dO Vᵀ of a tile, or its transpose if TRANSPOSED, rounded if the plan
+    says so."""
     if TRANSPOSED:
         dP = tl.dot(v, tl.trans(do), input_precision="ieee")
     else:
@@ -147,7 +151,8 @@ def gradient_of_p(do, v, TRANSPOSED: tl.constexpr, PLAN: tl.constexpr):
 
 @triton.jit
 def finite(m):
-    """m, with 0 for that of no key at all: any finite shift then gives P = 0, not NaN."""
+    """Returns m with 0 in place of -inf (no key at all): any finite shift then gives P =
+    0, not NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -156,12 +161,12 @@ def within(
     start, stop, total, first, last,
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """What lines [start, stop) of the score matrix have to do with the `total` of the
-    other kind.
+    """Returns (begin, full, tail, end), the range of tiles that lines [start, stop) of
+    the score matrix meet, of `total` lines of the other kind. Line x meets x + first to x
+    + last.
 
-    Line x meets x + first to x + last. Returns the places (begin, full, tail, end): tiles
-    of BLOCK from `begin` on meet some line; those in [full, tail) meet all, and so need
-    no check; the last one that meets any ends at or after `end`. All but `end` are
+    Tiles of BLOCK from `begin` on meet some line; those in [full, tail) meet all, and so
+    need no check; the last one that meets any ends at or after `end`. All but `end` are
     multiples of BLOCK."""
     begin, full, tail, end = 0, 0, total // BLOCK * BLOCK, total
     if LEFT:
@@ -181,8 +186,8 @@ def forward(
     q_strides, k_strides, v_strides, o_strides, mask_strides, size, scale,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """O [rows of a block, v_dim] and L of a block of rows. `scale`: of Q Kᵀ, in the
-    plan."""
+    """Writes O [rows of a block, v_dim] and L of a block of rows. `scale`: the factor of
+    Q Kᵀ, in the plan's units. A row that sees no key is 0, with L = -inf."""
     V_WIDE: tl.constexpr = PLAN.v_wide
     blocks = tl.cdiv(size.q_len, BLOCK_Q)
     # Under a causal mask the last rows see the most keys: their programs had better
@@ -246,7 +251,7 @@ def sweep(
     m, l, o, common, first, last,
     PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """m, l and O after the tiles of keys [first, last), in the plan's order."""
+    """Returns m, l and O after the tiles of keys [first, last), in the plan's order."""
     q, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale = common
     tiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK)
     for n in range(0, tiles):
@@ -274,8 +279,9 @@ def sweep(
 
 @triton.jit
 def row_maximum(S, PLAN: tl.constexpr):
-    """The shift of a row of a tile: its maximum, or what the stabilised
-    softmax takes instead of one that is met more than once."""
+    """Returns the shift of each row of a tile: its maximum, or what the stabilised
+    softmax takes instead of one that is met more than once (NaN where P would
+    underflow)."""
     r = tl.max(S, 1)
     if PLAN.stabilised:
         near = (r - PLAN.tie_tolerance)[:, None] <= S
@@ -288,7 +294,7 @@ def row_maximum(S, PLAN: tl.constexpr):
 
 @triton.jit
 def row_sum(l, P, v, PLAN: tl.constexpr):
-    """l with a tile's P added."""
+    """Returns l with the sum of a tile's P added, rounded as the plan says."""
     if PLAN.sum_rounded_p and PLAN.round_p:
         P = P.to(v.dtype).to(tl.float32)
     l = l + tl.sum(P, 1)
@@ -297,7 +303,8 @@ def row_sum(l, P, v, PLAN: tl.constexpr):
 
 @triton.jit
 def accumulate(o, P, v, PLAN: tl.constexpr):
-    """O, rescaled already, with a tile's P V added."""
+    """Returns O, which is rescaled already, with a tile's P V added, rounded as the plan
+    says."""
     P_V, values = (P.to(v.dtype), v) if PLAN.round_p else (P, v.to(tl.float32))
     if PLAN.round_accumulator:
         o = o.to(v.dtype).to(tl.float32) + tl.dot(P_V, values, input_precision="ieee")

@@ -111,8 +111,8 @@ class KernelPlan(NamedTuple):
 
 
 def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> KernelPlan:
-    """What a kernel is compiled for, by a case and all its options in force: constants to
-    it."""
+    """Returns the KernelPlan that a kernel is compiled for: what it needs of a case and of all
+    its options in force, as constants."""
     first, last = key_limits(case)
     mask, additive = case.mask, case.mask is not None and case.mask.dtype != torch.bool
     # A mask's lowest number, times log2 e, would be -inf.
@@ -143,7 +143,8 @@ def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> KernelPlan:
 
 
 def _wide(dim: int) -> int:
-    """The power of two, 16 or more, that a matrix product takes in place of `dim`."""
+    """Returns the power of two, 16 or more, that a matrix product takes in place of
+    `dim`."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -169,8 +170,8 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, case: AttentionCase) -> Size:
-        """The sizes of a case; where it has no limit, a distance that no two positions
-        have."""
+        """Returns the sizes of a case; where it has no limit of keys, a distance that no
+        two positions have."""
         first, last = key_limits(case)
         first, last = -FAR if first is None else first, FAR if last is None else last
         return cls(case.heads, case.group, case.q_len, case.kv_len, first, last)
@@ -185,9 +186,10 @@ class Launch(NamedTuple):
     num_stages: int
 
     def as_arguments(self) -> dict[str, int]:
-        """For a kernel, without fused multiply-adds: where scale · S − m became one,
-        which in tiles with hidden keys it cannot, P at the maximum was no longer 1, nor
-        the same in forward and backward. At scores of 10,000 that was 5e-4 of P."""
+        """Returns the tile as a kernel's keyword arguments, with fused multiply-adds off:
+        where scale · S − m became one, which in tiles with hidden keys it cannot, P at
+        the maximum was no longer 1, nor the same in forward and backward. At scores of
+        10,000 that was 5e-4 of P."""
         names = ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages")
         return {**dict(zip(names, self, strict=True)), "enable_fp_fusion": False}
 
@@ -208,7 +210,8 @@ FP32 = {128: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)}
 
 
 def tiles(kernel: str, plan: KernelPlan, dtype: torch.dtype) -> Launch:
-    """Those that suit a kernel's products."""
+    """Returns the tile, warps and stages of a kernel, `forward`, `of_queries` or
+    `of_keys`, that suit the width and dtype of its products."""
     narrow = dtype == torch.float32 or (kernel == "forward" and not plan.round_p)
     table = FP32 if narrow else TILES[kernel]
     return next(x for widest, x in table.items() if max(plan.wide, plan.v_wide) <= widest)
@@ -230,7 +233,8 @@ class KernelCall:
 
     @classmethod
     def of(cls, case: AttentionCase, options: Mapping[str, Any]) -> KernelCall:
-        """`options` are all, of which None are chosen here."""
+        """Returns the call of a case. `options` are all of the kernel's; those that are
+        None (tiles, `beta`, `tie_tolerance`) are chosen here."""
         options = {
             n: STABILISED[n] if x is None and n in STABILISED else x
             for n, x in options.items()
@@ -248,8 +252,8 @@ class KernelCall:
         )
 
     def forward(self) -> tuple[Output, Tensor]:
-        """What forward returns, and the O that backward reads: the same, or that of
-        fp32."""
+        """Runs the forward pass and returns its Output, and the O that backward reads:
+        the same, or before its cast where `delta_o` is float32."""
         from numdev.kernels.triton_flash.forward import forward
 
         q, k, v = self.case.q, self.case.k, self.case.v
@@ -276,8 +280,9 @@ class KernelCall:
     def backward(
         self, O: Tensor, lse: Tensor | None, dO: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV. What a group's query heads have is summed in fp32 and then
-        rounded."""
+        """Runs the backward pass and returns dQ, dK and dV in the inputs' dtype. `O`,
+        `lse`: what forward returned. Contributions of a group's query heads are summed in
+        fp32, then rounded."""
         from numdev.kernels.triton_flash.backward import of_keys, of_queries
 
         case, q, k, v = self.case, self.case.q, self.case.k, self.case.v
@@ -308,16 +313,18 @@ class KernelCall:
 
     @property
     def _scores_scale(self) -> float:
+        """Returns the factor of Q Kᵀ in the plan's units: the case's scale, times log2 e
+        where scores are in units of ln 2."""
         return self.case.scale * (LOG2_E if self.plan.folded else 1.0)
 
     def _programs(self, block: int, of: Tensor) -> tuple[int]:
-        """One for every block of every query head. On one axis: the others end at
-        65535."""
+        """Returns a grid of one axis with a program for every `block` rows of `of` and
+        every query head; the other axes of a grid end at 65535."""
         return (self.case.q.shape[0] * self.case.heads * -(-of.shape[2] // block),)
 
 
 def strides(*tensors: Tensor | None) -> list[Strides]:
-    """The strides of each tensor; 0 for None."""
+    """Returns the strides of each tensor; zeros for None."""
     return [Strides(0, 0, 0, 0) if x is None else Strides(*x.stride()) for x in tensors]
 
 
@@ -325,6 +332,7 @@ def strides(*tensors: Tensor | None) -> list[Strides]:
 
 
 def _unsupported(case: AttentionCase) -> str | None:
+    """Returns why the kernel cannot run the case; None where it can."""
     largest = max(case.q.shape[-1], case.v.shape[-1])
     wide_mask = case.mask is not None and case.mask.dtype == torch.float64
     return why_not(
@@ -339,6 +347,8 @@ def _unsupported(case: AttentionCase) -> str | None:
 
 
 def _check(options: Mapping[str, object]) -> None:
+    """Raises UsageError for options that contradict each other, and for values of the
+    stabilised softmax that it cannot have."""
     if options["delta_o"] != "working" and options["delta_from"] != "dO*O":
         raise UsageError("delta_o is of delta from dO*O", hint="leave out one of the two")
     check_stabilised(options)
@@ -347,10 +357,10 @@ def _check(options: Mapping[str, object]) -> None:
 def _claims(
     case: AttentionCase, output: Output, system: System
 ) -> Mapping[str, object] | None:
-    """What `emulated` calls the options in force. None with the stabilised softmax: which
-    rows it shifts is decided by the last bits of their scores, which no emulation has.
-    (The guarded one asks no score.) A group's dK and dV are kept in fp32 until they are
-    summed."""
+    """Returns the options in force as those of `emulated`; a group's dK and dV stay in
+    fp32 until they are summed. None with the stabilised softmax: which rows it shifts is
+    decided by the last bits of their scores, which no emulation has. (The guarded one
+    depends on no score.)"""
     did = output.did or {}
     if did["softmax"] == "stabilised":
         return None
@@ -359,8 +369,8 @@ def _claims(
 
 
 def step(case: AttentionCase, **options: object) -> Output:
-    """Both passes of a training step: out, lse, dq, dk and dv. dO is brought to the
-    inputs' dtype. Raises UsageError for a case without grad_out."""
+    """Runs both passes of a training step and returns out, lse, dq, dk and dv. dO is
+    brought to the inputs' dtype. Raises UsageError for a case without grad_out."""
     dO = upstream_in(case, case.q.dtype)
     call = KernelCall.of(case, options)
     done, O = call.forward()
@@ -369,11 +379,12 @@ def step(case: AttentionCase, **options: object) -> Output:
 
 
 class _Trained(torch.autograd.Function):
-    """Forward leaves its output and log-sum-exp to backward, which launches nothing else
-    again."""
+    """One operation of autograd's graph: forward stores its output and log-sum-exp, so
+    that backward need not run it again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Tensor:
+        """Returns the output of the call, and stores in `ctx` what backward reads."""
         done, O = call.forward()
         ctx.save_for_backward(O, done.lse)
         ctx.call = call
@@ -381,6 +392,7 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstreams: object) -> object:
+        """Returns dq, dk and dv, and None for `call`."""
         return *ctx.call.backward(*ctx.saved_tensors, upstreams[0]), None
 
 
@@ -398,5 +410,8 @@ class _Trained(torch.autograd.Function):
     ),
 )
 def triton_flash(case: AttentionCase, **options: object) -> Output:
-    """Flash attention in Triton, with its roundings and orders as options."""
+    """Flash attention in Triton, with its roundings and orders as options.
+
+    Options: OPTIONS, described in docs/kernels.md. Returns out and lse; `did` and `ran`
+    have all options in force."""
     return KernelCall.of(case, options).forward()[0]
