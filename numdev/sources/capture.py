@@ -58,18 +58,18 @@ class Enough(Exception):
 
 
 class Unseen(MeasurementError):
-    """Attention ran in the model and made no call that could be met."""
+    """Attention ran in the model without a call that numdev could see."""
 
 
 class _Abandoned(BaseException):
-    """Nobody wants any more of what a run hands over."""
+    """Raised in the run when its consumer wants no further item."""
 
 
 def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
-    """What `run(hand_over)` hands over, one by one. A model has to be run for its calls
-    to be met, so `run` works in a thread, with the CUDA device, grad mode and context
-    variables of this one; exactly one side runs at any time. What it raises comes out
-    here; left early, it ends at its next item."""
+    """Yields each item that `run(hand_over)` passes to `hand_over`. A model has to be run
+    for its calls to be met, so `run` works in a thread, with the CUDA device, grad mode
+    and context variables of this one; exactly one side runs at any time. What it raises
+    is raised here; if this generator is closed early, the run ends at its next item."""
     # Or how the run ended
     arrived: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
@@ -78,11 +78,14 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     gradients = torch.is_grad_enabled()
 
     def hand_over(item: T) -> None:
+        """Passes one item to the consumer and waits until it asks for the next; raises
+        _Abandoned where it wants none."""
         arrived.put((item,))
         if not answers.get():
             raise _Abandoned
 
     def work() -> None:
+        """Runs `run` in the thread, and passes on how it ended."""
         try:
             with torch.set_grad_enabled(gradients), torch.cuda.device(device):
                 run(hand_over)
@@ -106,7 +109,7 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
-    """A case out of a running model: here now, and gone when the model goes on."""
+    """A case out of a running model, to be loaded before the model goes on."""
 
     ref: CaseRef
     load: Callable[[], AttentionCase]
@@ -125,18 +128,21 @@ def capture(
     upstream: Upstream | None = None,
     on_met: OnMet | None = None,
 ) -> tuple[int, tuple[str, ...]]:
-    """Run `model(**inputs)` once, calling `on_call` at every attention call, whose case
-    shares its tensors with the model. With `generate` the model writes that many tokens
-    after the first. With `upstream` cases have grad_out: where it is that of the model's
-    loss, `on_call` runs after the backward pass, in the same order. Returns the number of
-    calls, and the cases whose gradient is drawn since the model's loss has no usable one.
-    Raises MeasurementError for a call that is no function of its inputs (dropout) or has
-    an argument numdev does not know, for inputs the model fails on, and for attention
-    that was not seen."""
+    """Runs `model(**inputs)` once, calling `on_call` at every attention call, whose case
+    shares its tensors with the model. Returns the number of calls, and the names of the
+    cases whose gradient is drawn since the model's loss has no usable one.
+
+    With `generate` the model writes that many tokens after the first. With `upstream`
+    cases have grad_out: where it is that of the model's loss, `on_call` runs after the
+    backward pass, in the same order. `on_met`: called with every call's name and the
+    running modules. Raises MeasurementError for a call that is no function of its inputs
+    (dropout) or has an argument numdev does not know, for inputs the model fails on, and
+    for attention that was not seen."""
     step = TrainingStep(upstream) if upstream and upstream.loss else None
     watch = Watch(model, source=source, generates=generate is not None, on_met=on_met)
 
     def run() -> Any:
+        """Runs the model's forward pass, or its generation."""
         if generate is not None:
             return decode(model, at_home(model, inputs), generate)
         return model(
@@ -162,9 +168,10 @@ def capture(
 def capture_run(
     run: Callable[[], T], watch: Watch, on_call: OnCall, step: TrainingStep | None = None
 ) -> T | None:
-    """What `run` returns; `on_call` is called at every attention call that the watched
-    model makes in it, or with `step` these are held. Those of other models (text
-    encoders, a VAE) go their own way. None where it was ended early."""
+    """Returns what `run` returns, with `on_call` called at every attention call that the
+    watched model makes in it; with `step` these are held for their gradients instead.
+    Calls of other models (text encoders, a VAE) are left alone. None where the run was
+    ended by Enough. Raises MeasurementError, naming the model, for whatever it raises."""
     named = naming(type(watch.model).__name__, "failed on its inputs", HINT)
     with (
         named,
@@ -179,20 +186,23 @@ def capture_run(
 def answered(
     model: nn.Module, run: Callable[[], T], answer: Callable[[AttentionCase], Tensor]
 ) -> T:
-    """What `run` returns when every attention call that the model makes in it is answered
-    by `answer`, [batch, heads, q_len, v_dim]. Raises as `capture` does."""
+    """Returns what `run` returns when the result of every attention call that the model
+    makes in it is `answer(case)`, [batch, heads, q_len, v_dim]. Raises MeasurementError
+    for a call that numdev cannot audit, and for attention that was not seen; what `run`
+    raises passes."""
     watch = Watch(model, source="")
     with led(model), watch.watching(), _Interceptor(answer, watch).meeting():
         return run()
 
 
 def first_call(run: Callable[[], object]) -> AttentionCase | None:
-    """The first attention call that `run` makes, hanging in whatever graph made its
-    tensors; `run` gets no further. None where it makes none; what it raises before comes
-    out unchanged."""
+    """Returns the first attention call that `run` makes, connected to the graph that made
+    its tensors; `run` ends there. None where it makes none; what it raises before passes
+    unchanged."""
     calls: list[AttentionCase] = []
 
     def end(case: AttentionCase) -> None:
+        """Records the call and ends the run."""
         calls.append(case)
         raise Enough
 
@@ -217,12 +227,14 @@ QKV = tuple(
 
 
 def attention_modules(model: nn.Module) -> list[str]:
-    """The names of the modules that own query, key and value projections, in the model's
-    order."""
+    """Returns the names of the modules that own query, key and value projections, in the
+    model's order."""
     return [name for name, module in model.named_modules() if _owns_projections(module)]
 
 
 def _owns_projections(module: nn.Module) -> bool:
+    """Whether a module is `nn.MultiheadAttention`, or no mixer and has children with the
+    names of query, key and value projections, or of one for all three."""
     if isinstance(module, nn.MultiheadAttention):
         return True
     if is_mixer(module):
@@ -234,15 +246,15 @@ def _owns_projections(module: nn.Module) -> bool:
 
 
 def unaudited(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
-    """The modules of a model that mix tokens without a softmax, each with its layer and
-    name."""
+    """Yields (layer or None, name, module) of the modules of a model that mix tokens
+    without a softmax."""
     for name, module in mixers(model, _owns_projections):
         yield layer_of(module, name), name, module
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
-    """transformers' number of a module, else the one number in its name; None without
-    one."""
+    """Returns transformers' `layer_idx` of a module, else the one number in its name;
+    None without one or with several."""
     layer_idx = getattr(module, "layer_idx", None)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return (
@@ -258,8 +270,9 @@ def layer_of(module: nn.Module, name: str) -> int | None:
 def followed(
     modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., None]
 ) -> Iterator[None]:
-    """A context in which `enter` is told of each module that begins, with its arguments
-    and keywords, and `leave` of each that ends, also by raising."""
+    """Enters a context in which `enter(module, arguments, keywords)` is called when one
+    of these modules begins to run, and `leave(module, ...)` when it ends, also by
+    raising."""
     with ExitStack() as stack:
         for module in modules:
             stack.callback(
@@ -283,8 +296,8 @@ OnMet = Callable[[CaseRef, Sequence[Frame]], None]
 
 
 class Watch:
-    """Follows which modules run, names the calls they make, and notices attention without
-    one."""
+    """A record of which modules of a model run: it names the calls they make, and notices
+    attention without a call."""
 
     def __init__(
         self,
@@ -310,10 +323,10 @@ class Watch:
 
     @contextmanager
     def watching(self, *, begun: bool = False) -> Iterator[None]:
-        """Run the model in here. Raises Unseen at the end unless every run of every owner
-        of projections made a call. `begun`: the model runs already, in this thread: its
-        own hooks are left alone, for PyTorch iterates over them, and what other threads
-        run is no part."""
+        """Enters a context in which to run the model. Raises Unseen at its end unless
+        every run of every owner of projections made a call. `begun`: the model runs
+        already, in this thread: its own hooks are left alone, for PyTorch iterates over
+        them, and what other threads run is ignored."""
         thread = threading.get_ident()
         modules = [m for m in self.modules if not (begun and m is self.model)]
         if begun:
@@ -323,11 +336,13 @@ class Watch:
         def enter(
             module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> None:
+            """Notes that a module begins."""
             if not begun or threading.get_ident() == thread:
                 self.running.append(Frame(module=module, arguments=args, named=kwargs))
                 self.ran[module] += 1
 
         def leave(module: nn.Module, *_: object) -> None:
+            """Notes that a module has ended."""
             if begun and threading.get_ident() != thread:
                 return
             # Not where a hook raised before
@@ -350,7 +365,8 @@ class Watch:
             )
 
     def note_softmax(self) -> None:
-        """A softmax is computed: by which of the running mixers, if by one."""
+        """Notes that a softmax is computed: if the innermost running module that attends
+        or mixes is a mixer, it counts as attention from now on."""
         attending = self.owners | self.mixers
         innermost = next(
             (f.module for f in reversed(self.running) if f.module in attending), None
@@ -359,8 +375,8 @@ class Watch:
             self.softmaxes.add(innermost)
 
     def next_call(self) -> CaseRef:
-        """The name of the call being made, of the innermost running module with
-        projections."""
+        """Returns the name of the attention call that is being made, by the innermost
+        running module with projections, and counts it. Calls `on_met`."""
         inside_out = [frame.module for frame in reversed(self.running)]
         module, name = inside_out[0], self.modules[inside_out[0]]
         owner = next((m for m in inside_out if m in self.owners | self.softmaxes), module)
@@ -391,19 +407,22 @@ class Watch:
 
 
 class Layers:
-    """Chooses calls by their layer, and remembers whose were met. None: all are
-    chosen."""
+    """A selection of calls by their layer, which remembers the layers that it met.
+    `asked` None: all are chosen."""
 
     def __init__(self, asked: Sequence[int] | None) -> None:
         self.asked, self.met = asked, set[int | None]()
 
     def choose(self, layer: int | None) -> bool:
+        """Whether calls of this layer are chosen; records that it was met. None: a call
+        without a layer."""
         self.met.add(layer)
         return self.asked is None or layer in self.asked
 
     def notes(self, target: str | None) -> tuple[str, ...]:
-        """What to say when all calls were met: layers that were asked for, and have none.
-        Raises UsageError where no call is in any of them."""
+        """Returns one note on the layers that were asked for and made no call, none where
+        each did; for use when all calls were met. Raises UsageError where calls were met,
+        and none in any of these layers."""
         lacking = sorted(set(self.asked or ()) - self.met)
         if not lacking:
             return ()
@@ -416,8 +435,8 @@ class Layers:
 
 
 class _Interceptor(TorchFunctionMode):
-    """Meets every SDPA call. The mode is off inside its own handler, so nothing is met
-    twice."""
+    """A mode that meets every SDPA call. It is off inside its own handler, so that
+    nothing is met twice."""
 
     def __init__(
         self,
@@ -432,9 +451,9 @@ class _Interceptor(TorchFunctionMode):
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Calls made in here are met. Off is the inference fast path of
-        `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, one operator with no
-        call inside to be met."""
+        """Enters a context in which calls are met. The inference fast path of
+        `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, one operator without a
+        call inside, is off in it."""
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -471,8 +490,11 @@ class _Interceptor(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Hand an SDPA call over as a case, which what the model passed beside it joins,
-        or hold it for its gradient; the right answer to it."""
+        """Returns the output of an SDPA call, having handed it over as a case, with the
+        soft cap, sinks and window that the model passed beside it. What `on_call`
+        returns, if anything, is the output; with a training step the call is held for its
+        gradient instead. Raises MeasurementError for dropout and for a call that makes no
+        case."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
         if dropout_p > 0:
             what = f"{ref.module}: attention with dropout {dropout_p} is random"
@@ -516,12 +538,12 @@ class _Interceptor(TorchFunctionMode):
         return out if self.step is None else self.step.hold(case, out)
 
     def _multi_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """What `multi_head_attention_forward` returns, its SDPA call met. It calls SDPA
-        by the name in its own module, where this mode sees nothing, so it is run from a
-        copy in which that name is ours. Where weights are asked for (the default) it
-        multiplies by hand: then the call is met in a run without, which computes the same
-        function, and the model gets the answer of its own run (with gradients the met
-        call's, for gradients must pass through it)."""
+        """Returns what `multi_head_attention_forward` returns, its SDPA call met. It
+        calls SDPA by the name in its own module, where this mode sees nothing, so it is
+        run from a copy in which that name is ours. Where weights are asked for (the
+        default) it multiplies by hand: then the call is met in a run without, which
+        computes the same function, and the model gets the answer of its own run (with
+        gradients the met call's, for gradients must pass through it)."""
         original, met = F.multi_head_attention_forward, multi_head_with(self._meet)
         if not kwargs.get("need_weights", True):
             return met(*args, **kwargs)
@@ -535,7 +557,8 @@ class _Interceptor(TorchFunctionMode):
 def multi_head_with(
     sdpa: Callable[..., Tensor],
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`multi_head_attention_forward` with another function in SDPA's place."""
+    """Returns a copy of PyTorch's `multi_head_attention_forward` that calls `sdpa` in
+    place of SDPA."""
     original = cast(FunctionType, F.multi_head_attention_forward)
     namespace = {**original.__globals__, "scaled_dot_product_attention": sdpa}
     return FunctionType(
@@ -546,9 +569,11 @@ def multi_head_with(
 def _window(
     ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
 ) -> Window | None:
-    """The window of `size` keys, the query's own included; None without effect. SDPA
-    takes a window by its mask alone, so what the window hides, the mask must hide too.
-    The right side is 0 where the mask hides all later keys, else as wide as the left."""
+    """Returns the window (left, right) of `size` keys, the query's own included; None for
+    no size, and for one that hides nothing. `offset`: kv_len - q_len. SDPA takes a window
+    by its mask alone: raises MeasurementError where the mask does not hide what the
+    window hides. The right side is 0 where the mask hides all later keys, else as wide as
+    the left."""
     q_len = q.shape[-2]
     if size is None or size >= q_len + offset:
         return None
@@ -568,9 +593,9 @@ def _window(
 
 
 def attention_implementation(model_class: Any) -> str:
-    """The `attn_implementation` under which this transformers class can be captured:
-    numdev's function and SDPA's mask function (without one no mask would be passed) under
-    a new name, else what makes the class call SDPA, if it can."""
+    """Returns the `attn_implementation` under which this transformers class can be
+    captured: numdev's function, registered here with SDPA's mask function (without one no
+    mask would be passed), else `sdpa` or `eager`, whichever the class supports."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
@@ -583,9 +608,9 @@ def attention_implementation(model_class: Any) -> str:
 
 @contextmanager
 def led(model: nn.Module, way: str = NAME) -> Iterator[None]:
-    """A model of transformers calls numdev's attention function in here (or that of
-    another name), if it can, whatever it was loaded with; afterwards what it called
-    before."""
+    """Enters a context in which a model of transformers calls numdev's attention
+    function, or the one registered as `way`, whatever it was loaded with; without effect
+    on another model. Restored at the end."""
     whole: Any = next(
         (m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")), None
     )
@@ -615,8 +640,10 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> object:
-    """What numdev registers with transformers: its own SDPA function, whose call is met
-    with what the model passed beside it. Outside a capture it answers all the same."""
+    """Returns transformers' own SDPA result: the function that numdev registers with
+    transformers, whose SDPA call is met together with the soft cap, sinks and window that
+    the model passed. It works outside of a capture, too. Raises MeasurementError for an
+    argument that numdev does not know."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -664,9 +691,10 @@ def _attention(
 def chosen_keys(
     module: nn.Module, query: Tensor, key: Tensor, indices: Tensor, *, blocks: bool
 ) -> Tensor:
-    """Which keys the model chose, bool [batch, 1 or heads, q_len, kv_len]. `indices`: for
-    each query the numbers of keys [batch, q_len, chosen], or of `blocks` of keys for each
-    group of heads [batch, groups, q_len, chosen]; what is below 0 is none."""
+    """Returns which keys the model chose, bool [batch, 1 or heads, q_len, kv_len].
+    `indices`: for each query the numbers of keys [batch, q_len, chosen], or of `blocks`
+    of keys for each group of heads [batch, groups, q_len, chosen]; a number below 0 is
+    none."""
     size = 1
     if blocks:
         size = cast(Any, module).indexer.block_size
@@ -684,14 +712,15 @@ def chosen_keys(
 
 
 def _not_later(query: Tensor, key: Tensor) -> Tensor:
-    """Which keys are not behind a query, the last query standing at the last key, bool
-    [q_len, kv_len]."""
+    """Returns which keys are not later than a query, the last query standing at the last
+    key, bool [q_len, kv_len]."""
     n, m = query.shape[2], key.shape[2]
     return torch.ones(n, m, dtype=torch.bool, device=key.device).tril(m - n)
 
 
 def _shown_alone(mask: Tensor | None, shown: Tensor) -> Tensor:
-    """A mask that also hides what is not `shown`."""
+    """Returns a mask that also hides what `shown` (bool) does not show; `shown` itself
+    without a mask."""
     if mask is None or mask.dtype == torch.bool:
         return shown if mask is None else mask & shown
     return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
@@ -700,8 +729,8 @@ def _shown_alone(mask: Tensor | None, shown: Tensor) -> Tensor:
 def in_parts(
     model: nn.Module, inputs: Mapping[str, Tensor], ends: Iterable[int]
 ) -> Iterator[object]:
-    """What a model returns for its `input_ids` read in parts, up to each of `ends`, with
-    a cache. An `attention_mask` is given to each part up to its end."""
+    """Yields what a model returns for each part of its `input_ids`, up to each of `ends`,
+    read with a cache. An `attention_mask` is given to each part up to its end."""
     ids, mask, past, start = inputs["input_ids"], inputs.get("attention_mask"), None, 0
     takes = signature(model.forward).parameters
     # The states of a model without attention are no keys and values.
@@ -716,9 +745,9 @@ def in_parts(
 
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
-    """The prefill and `steps` decode passes, with a cache: greedy and without the end
-    token, so that inputs determine the calls; by transformers' common `generate`
-    (Whisper's splits audio)."""
+    """Runs the prefill and `steps` decode passes, with a cache: greedy and without the
+    end token, so that inputs determine the calls; by transformers' common `generate`
+    (Whisper's own splits audio)."""
     import transformers
 
     text = cast(Any, model).config.get_text_config(decoder=True)

@@ -83,7 +83,7 @@ POSITIONS_AFTER_PADDING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """The stored weights of a model."""
+    """The stored weights of a model, opened and not loaded."""
 
     path: Path
     name: str
@@ -93,46 +93,52 @@ class StoredWeights:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files whose names and contents identify the weights."""
+        """Returns the files whose names and contents identify the weights."""
         return tuple(file for container in self.containers for file in container.files)
 
     @property
     def has_more(self) -> bool:
-        """Whether more may be stored with them (an optimiser's state)."""
+        """Whether more than the weights may be stored with them (an optimiser's
+        state)."""
         return any(container.has_more for container in self.containers)
 
     @property
     def vocab_size(self) -> int | None:
-        """How many token ids the model knows; None where the config does not say."""
+        """Returns how many token ids the model knows; None where the config does not
+        say."""
         return size(self.config, "vocab_size")
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence the model has positions for; None where the config sets
-        none."""
+        """Returns the longest sequence, in tokens, that the model has positions for; None
+        where the config sets none."""
         limit = size(self.config, *LENGTHS)
         if limit and POSITIONS_AFTER_PADDING.search(str(self.config.get("model_type"))):
             return limit - int(self.config.get("pad_token_id") or 0) - 1
         return limit
 
     def identifying(self) -> Callable[[], str]:
-        """What tells this checkpoint from others, by the names and contents of its files:
-        begun, and given when it is asked for (`numdev.sources.files.identifying`)."""
+        """Begins to hash the files in threads, and returns a function that waits for the
+        64 hex digits that identify the weights by the names and contents of their
+        files."""
         return storage.identifying(self.files)
 
     def identity(self) -> str:
+        """Returns the 64 hex digits that identify the weights by the names and contents
+        of their files. Reads all of them; raises OSError for one that cannot be read."""
         return self.identifying()()
 
     def describe(self) -> dict[str, object]:
-        """What a report says of it beside its name and identity."""
+        """Returns what a report says of the weights beside their name and identity:
+        `prefix_removed` and `auto_map`, each only where there is something to say."""
         code = "not run" if self.config.get("auto_map") else ""
         nesting = "".join(container.nesting for container in self.containers)
         details = {"prefix_removed": nesting + self.prefix, "auto_map": code}
         return {name: text for name, text in details.items() if text}
 
     def fitted(self, model: nn.Module) -> Self:
-        """The same under this model's names: with the prefix where its own names have
-        it."""
+        """Returns the weights under this model's names: with the common prefix put back
+        where all names of the model have it."""
         if self.prefix and all(
             name.startswith(self.prefix) for name in model.state_dict()
         ):
@@ -140,10 +146,10 @@ class StoredWeights:
         return self
 
     def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Every stored tensor with its name, one at a time in file order, in its stored
-        format; `tied` ones, which share storage as only a pickle can hold them, once or
-        by each name. Raises MeasurementError for one that is no array, and for weights
-        that are no reals."""
+        """Yields name and value of every stored tensor, one at a time in file order, in
+        its stored format. Tied ones, which share storage as only a pickle can hold them,
+        come once, or with `tied` by each name. Raises MeasurementError for one that is no
+        array, and for weights that are no real numbers."""
         for container in self.containers:
             seen = set()
             for stored in container.tensors():
@@ -155,22 +161,24 @@ class StoredWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(StoredWeights):
-    """An opened checkpoint: its config is read, its weight files are found and can be
-    opened."""
+    """An opened Hugging Face checkpoint: its config is read, its weight files exist."""
 
     def identifying(self) -> Callable[[], str]:
-        """The same with config.json."""
+        """Begins to hash config.json and the weight files in threads, and returns a
+        function that waits for the 64 hex digits that identify them."""
         return storage.identifying((self.path / "config.json", *self.files))
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
-        """The model in eval mode, its weights cast to `dtype`, its attention open to
-        capture. Raises MeasurementError for an unknown architecture, and for weights that
-        do not fit it."""
+        """Returns transformers' model in eval mode on this device, its weights cast to
+        `dtype`, its attention open to capture. Raises MeasurementError for an unknown
+        architecture, and for weights that do not fit it."""
         return self._built(dict(self.tensors(tied=True)), dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
-        """The same model on the CPU with a `Deferred` for every stored weight. Raises as
-        `load_model`, and UsageError where it cannot be streamed."""
+        """Returns transformers' model in eval mode on the CPU, with a `Deferred` without
+        values for every stored weight. Raises UsageError where the files are not
+        safetensors or accelerate is missing, MeasurementError for an unknown
+        architecture, and for weights that do not fit it."""
         if not all(container.is_lazy for container in self.containers):
             what = f"{self.path}: --stream: expected safetensors files"
             raise UsageError(what, hint="save_pretrained writes them")
@@ -193,7 +201,10 @@ class Checkpoint(StoredWeights):
     def _built(
         self, state: dict[str, Tensor], dtype: torch.dtype, **options: object
     ) -> nn.Module:
-        """transformers' model of these weights, checked."""
+        """Returns transformers' model of the weights `state`. `options` are passed to its
+        from_pretrained. Raises MeasurementError for a config that asks for too much, and
+        for missing, unused or misshapen weights. May change `state`: scales of quantised
+        weights become one for each row and column."""
         self._refuse_counts(state)
         cls, config = self._class_and_config()
         self._refuse_larger(cls, config, state)
@@ -224,8 +235,8 @@ class Checkpoint(StoredWeights):
         return cast(nn.Module, model)
 
     def _refuse_counts(self, state: Mapping[str, Tensor]) -> None:
-        """Raises MeasurementError for a config whose counts alone would take all memory,
-        or forever."""
+        """Raises MeasurementError for a config whose counts of layers, experts or labels
+        alone would take all memory, or forever."""
         if many := MANY.search(json.dumps(dict(self.config))):
             what = f"config.json: asks for {many[0]}, more than numdev builds"
             raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
@@ -243,8 +254,9 @@ class Checkpoint(StoredWeights):
     def _refuse_larger(
         self, cls: Any, config: object, state: Mapping[str, Tensor]
     ) -> None:
-        """Raises MeasurementError for a model that is far larger than all that is stored:
-        it would fill the memory before it does not fit."""
+        """Raises MeasurementError for a model with over twice as many parameters (and
+        2^20) as values are stored: it would fill the memory before it does not fit. A
+        class that cannot be built empty passes."""
         stored, needs = sum(x.numel() for x in state.values()), 0
         with quiet(), suppress(Exception), META:
             needs = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
@@ -256,8 +268,9 @@ class Checkpoint(StoredWeights):
             raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
 
     def _even_out_blocks(self, state: dict[str, Tensor]) -> None:
-        """Give each row and column of a quantised weight a scale where its blocks are not
-        of one size: transformers would divide it into equal ones."""
+        """Gives each row and column of a quantised weight a scale of its own where its
+        blocks are not of one size, in place: transformers would divide it into equal
+        ones."""
         quantisation: Any = self.config.get("quantization_config") or {}
         block = quantisation.get("weight_block_size")
         for name in [n for n in state if block and n.endswith("_scale_inv")]:
@@ -269,7 +282,10 @@ class Checkpoint(StoredWeights):
                     )
 
     def _class_and_config(self) -> tuple[Any, object]:
-        """The config's first architecture, and the config as transformers has it."""
+        """Returns the model class of transformers that the config names first, and the
+        config as an object of transformers; weights in fp8 are to be dequantised. Raises
+        MeasurementError for an unknown class or type, for a config that transformers
+        cannot read, and for other quantisations."""
         with quiet():
             import transformers
 
@@ -320,7 +336,8 @@ class Checkpoint(StoredWeights):
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """The tokenizer in a directory (a transformers one), or None when there is none."""
+    """Returns transformers' tokenizer in a directory; None where there are no files of
+    one. Raises MeasurementError for files that cannot be read."""
     if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     for pattern in TOKENIZER_FILES:
@@ -335,8 +352,9 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint at `path` without loading its weights. Raises UsageError where
-    there is none, MeasurementError where it is damaged."""
+    """Opens the Hugging Face checkpoint in a directory without loading its weights.
+    Raises UsageError where there is none, or no weights, MeasurementError where it is
+    damaged."""
     stored = path / "config.json"
     if not stored.is_file():
         refuse_directory(path)
@@ -361,16 +379,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _names_in(containers: Sequence[Container]) -> list[str]:
+    """Returns the names of all tensors in these containers, in the order in which they
+    are stored."""
     stored = itertools.chain.from_iterable(x.tensors() for x in containers)
     return [tensor.name for tensor in stored]
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """A stored configuration as transformers reads it: `{"__float__": "Infinity"}` is
-    infinity, and likewise -infinity and NaN. Raises MeasurementError where the file is no
-    JSON object."""
+    """Returns a stored configuration as transformers reads it: `{"__float__":
+    "Infinity"}` is infinity, and likewise -infinity and NaN. Raises MeasurementError
+    where the file is no JSON object."""
 
     def number(stored: dict[str, object]) -> object:
+        """Returns infinity, -infinity or NaN for an object that stands for it; any other
+        object as it is."""
         word = stored.get(SPECIAL)
         return float(word) if len(stored) == 1 and word in NUMBERS else stored
 
@@ -390,8 +412,8 @@ def _may_be_left_over(key: str, model: nn.Module) -> bool:
 
 
 def size(config: Mapping[str, object], *names: str) -> int | None:
-    """The first of these keys that holds a number above 0, here or in the text model's
-    config."""
+    """Returns the first value under these keys that is an int above 0, in `config` or its
+    `text_config`; None where there is none."""
     text = config.get("text_config")
     places = (config, text if isinstance(text, Mapping) else {})
     sizes = (place.get(name) for place in places for name in names)
@@ -402,12 +424,14 @@ def size(config: Mapping[str, object], *names: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class StateDict(StoredWeights):
-    """Opened weights and the factory of their model."""
+    """Opened weights and the factory of their model, the user's own function or class."""
 
     factory: str
     build: Callable[..., object]
 
     def describe(self) -> dict[str, object]:
+        """Returns what a report says of the weights: the factory's name and a hash of its
+        source, beside what all weights have."""
         build = self.build
         made_from = (
             vars(build).get("__init__", build) if isinstance(build, type) else build
@@ -416,9 +440,9 @@ class StateDict(StoredWeights):
         return {**described, **super().describe()}
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
-        """The factory's model with the stored weights, cast to `dtype`, in eval mode.
-        Raises UsageError for a factory that gives no module, MeasurementError for one
-        that raises, and for weights that are not the model's."""
+        """Returns the factory's model with the stored weights, cast to `dtype`, in eval
+        mode on this device. Raises UsageError for a factory that returns no module,
+        MeasurementError for one that raises, and for weights that are not the model's."""
         model = self._built()
         # Where transformers is loaded, its models may be inside.
         transformers: Any = sys.modules.get("transformers")
@@ -433,7 +457,9 @@ class StateDict(StoredWeights):
         return model.to(device).eval()
 
     def _built(self) -> nn.Module:
-        """The factory's model, of no argument or the stored configuration."""
+        """Returns what the factory builds, without argument or, where it requires one and
+        there is a stored configuration, of that. Raises UsageError where it is no module,
+        MeasurementError where the factory raises or exits."""
         try:
             parameters = inspect.signature(self.build).parameters.values()
             takes = any(
@@ -454,8 +480,8 @@ class StateDict(StoredWeights):
 
     def _check(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Raises MeasurementError unless the stored weights are the model's own, name by
-        name. A tied weight may have one of its names, and a buffer that is computed be
-        left over."""
+        name and shape by shape. A tied weight may have one of its names, and a buffer
+        that is computed be left over."""
         expected = {
             name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)
         }
@@ -479,9 +505,9 @@ class StateDict(StoredWeights):
 
 
 def open_state_dict(path: Path, factory: str | None) -> StateDict:
-    """Open the weights at `path`, and import the factory of their model. Raises
-    UsageError where there are none or no factory, MeasurementError for a file that is
-    damaged or holds none."""
+    """Opens the weights at `path`, and imports the factory `package.module:name` of their
+    model. Raises UsageError where there are none or no factory, MeasurementError for a
+    file that is damaged or holds none."""
     if not is_weights(path):
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         got = file_format(path)
@@ -530,12 +556,15 @@ CANNOT = "this model cannot be streamed; load it whole, without --stream"
 
 
 def read_on(stored: StoredTensor, device: torch.device) -> Tensor:
+    """Returns a stored tensor, read from disk now, on a device."""
     return stored.read().to(device)
 
 
 class Deferred(Tensor):
-    """A tensor without values; `make` makes them. `sealed` names whose place it holds
-    free: no operation may use such a one. Only out-of-place operations are recorded."""
+    """A tensor without values, which `make(device)` computes. Out-of-place operations on
+    it give another such tensor, whose values are computed by the same operations.
+    `sealed`: if not empty, the name of the weight whose place it holds; then every
+    operation on it raises MeasurementError, as does any in-place one."""
 
     make: Callable[[torch.device], Tensor]  # the tensor itself, on a device
     sealed: str
@@ -550,7 +579,8 @@ class Deferred(Tensor):
         device: str | torch.device = "cpu",
         sealed: str = "",
     ) -> Deferred:
-        """One like `empty` (on the meta device) that says it is on `device`."""
+        """Returns a `Deferred` of the shape, strides and dtype of `empty`, a tensor on
+        the meta device, that says it is on `device`."""
         x: Any = Tensor._make_wrapper_subclass(
             Deferred,
             empty.shape,
@@ -583,6 +613,7 @@ class Deferred(Tensor):
             raise MeasurementError(what, hint=CANNOT)
 
         def output(i: int, device: torch.device) -> Tensor:
+            """Returns the i-th result of the operation, computed on a device."""
             values, named = tree_map_only(
                 Deferred, lambda x: x.make(device), (args, kwargs)
             )
@@ -603,7 +634,8 @@ Slot = tuple[dict[str, object], str, Deferred, Deferred]
 
 
 class Streamed:
-    """A model on `device` whose weights come and go. It is run within `running`."""
+    """A model on `device` whose weights are read when a layer runs and dropped after it.
+    It must be run within `running`."""
 
     def __init__(self, model: nn.Module, *, device: str) -> None:
         self.model, self.device = model, torch.empty(0, device=device).device
@@ -615,6 +647,8 @@ class Streamed:
         self.units: dict[nn.Module, list[Slot]] = {}
 
         def slots(module: nn.Module) -> Iterator[Slot]:
+            """Yields the places of a module's own deferred weights, and puts a sealed one
+            there; moves its other buffers to the device."""
             for kind in ("_parameters", "_buffers"):
                 places = module.__dict__[kind]
                 for name, x in list(places.items()):
@@ -640,10 +674,15 @@ class Streamed:
             self._fill(list(slots(module)))
 
     def running(self) -> AbstractContextManager[None]:
+        """Returns a context in which each layer reads its weights before it runs, and
+        drops them afterwards."""
+
         def enter(unit: nn.Module, *_: object) -> None:
+            """Fills in the weights of a layer that is about to run."""
             self._fill(self.units[unit])
 
         def leave(unit: nn.Module, *_: object) -> None:
+            """Drops the weights of a layer that has run."""
             for places, name, _weight, empty in self.units[unit]:
                 places[name] = empty
 
@@ -651,6 +690,8 @@ class Streamed:
 
     @torch.no_grad()
     def _fill(self, slots: Sequence[Slot]) -> None:
+        """Computes the weights of these slots and puts them in place, parameters without
+        gradient."""
         for places, name, weight, empty in slots:
             value = weight.make(self.device)
             places[name] = (
@@ -659,7 +700,9 @@ class Streamed:
 
 
 def _divided(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the units, in the model's order; one may come twice."""
+    """Yields the modules whose weights come and go together, in the model's order: the
+    members of each outermost ModuleList, and modules without such a list inside. One may
+    come twice."""
     if isinstance(module, nn.ModuleList):
         yield from module
     elif any(isinstance(m, nn.ModuleList) for m in module.modules()):
@@ -671,8 +714,8 @@ def _divided(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class InMemory:
-    """A model that somebody has in memory, in place of opened weights, and what it is to
-    read."""
+    """A model that somebody has in memory, in place of opened weights, and the inputs
+    that it is run on."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
@@ -680,40 +723,48 @@ class InMemory:
 
     @property
     def name(self) -> str:
+        """Returns the name of the model's class, followed by `in memory`."""
         return f"{type(self.model).__name__} in memory"
 
     @property
     def reads(self) -> str:
+        """Returns the inputs in words: the name of each with its shape, or its value."""
         named = self.inputs.items()
         return ", ".join(
             f"{n} {list(x.shape) if isinstance(x, Tensor) else x}" for n, x in named
         )
 
     def describe(self) -> dict[str, object]:
+        """Returns what a report says of the model beside its name: a hash of the code of
+        its forward functions."""
         code = dict.fromkeys(type(module).forward for module in self.model.modules())
         return {"model_made_from": fingerprint(*code)}
 
     def identifying(self) -> Callable[[], str]:
+        """Returns `identity`, which hashes nothing before it is called."""
         return self.identity
 
     def identity(self) -> str:
-        """SHA-256 over the names and values of its parameters and buffers."""
+        """Returns 64 hex digits, SHA-256 over the names and values of its parameters and
+        buffers."""
         return digest_of({**dict(self.tensors()), **dict(self.model.named_buffers())})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters, each once."""
+        """Yields name and value of the model's parameters, each once."""
         return self.model.named_parameters()
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
-        """The model as it is."""
+        """Returns the model as it is; `dtype` and `device` have no effect."""
         return self.model
 
     def fitted(self, model: nn.Module) -> InMemory:
+        """Returns itself: the names are the model's."""
         return self
 
 
 def digest_of(tensors: Mapping[str, object]) -> str:
-    """SHA-256 over names, formats, shapes and values, in the order of names."""
+    """Returns 64 hex digits, SHA-256 over names, formats, shapes and values, in the order
+    of names; of what is no tensor over its repr."""
     whole = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         if isinstance(x, Tensor):

@@ -61,25 +61,29 @@ class Container(Protocol):
 
     def __init__(self, path: Path) -> None: ...
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """Returns the file or directory."""
+
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files whose names and contents identify it (`files.identity`)."""
+        """Returns the files whose names and contents identify it (`files.identity`)."""
 
     @property
     def nesting(self) -> str:
-        """The keys that stood before all its names, and were taken off."""
+        """Returns the keys that stood before all its names, each with a dot, and were
+        taken off; empty for none."""
 
     @classmethod
     def holds(cls, path: Path) -> bool:
         """Whether a path is of this kind, told by names alone."""
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Every tensor, in the order in which they are stored. Raises MeasurementError
-        for a container that is damaged."""
+        """Yields every tensor, in the order in which they are stored. Raises
+        MeasurementError for a container that is damaged."""
 
     def beside(self) -> Mapping[str, object] | None:
-        """What is saved with the tensors; None where a container holds nothing else."""
+        """Returns what is saved with the tensors, by key; None where a container holds
+        nothing else."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,17 @@ class _File:
 
     @property
     def files(self) -> tuple[Path, ...]:
+        """Returns the file itself."""
         return (self.path,)
 
     @property
     def nesting(self) -> str:
+        """Returns an empty string: no keys are taken off."""
         return ""
 
     @classmethod
     def holds(cls, path: Path) -> bool:
+        """Whether the name ends as that of such a file; the file need not exist."""
         return path.suffix in cls.suffixes
 
 
@@ -113,6 +120,8 @@ class SafetensorsFile(_File):
     is_joined: ClassVar[bool] = True
 
     def tensors(self) -> Iterator[StoredTensor]:
+        """Yields every tensor in the order of the file; its shape is read now, its values
+        later. Raises MeasurementError for a damaged file."""
         with open_safetensors(self.path) as file:
             names = file.offset_keys()
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
@@ -120,9 +129,11 @@ class SafetensorsFile(_File):
             yield StoredTensor(name=name, shape=shape, read=partial(self._read, name))
 
     def beside(self) -> Mapping[str, object] | None:
+        """Returns None: nothing but tensors is stored."""
         return None
 
     def _read(self, name: str) -> Tensor:
+        """Returns one tensor, mapped. Raises MeasurementError for a damaged file."""
         with open_safetensors(self.path) as file:
             value: Tensor = file.get_tensor(name)
             return value
@@ -138,6 +149,9 @@ class TorchFile(_File):
     is_joined: ClassVar[bool] = False
 
     def tensors(self) -> Iterator[StoredTensor]:
+        """Yields the tensors of the first state dict under a key of NESTED, else of the
+        file's own dict. Reads the whole file. Raises MeasurementError for a damaged file,
+        one with Python objects other than tensors, and one that holds no state dict."""
         content = read_pickle(self.path)
         for state in (*(content.get(key) for key in NESTED), content):
             named = state.items() if isinstance(state, dict) else ()
@@ -154,12 +168,14 @@ class TorchFile(_File):
         raise MeasurementError(what, hint=hint)
 
     def beside(self) -> Mapping[str, object]:
+        """Returns the whole dict that the file holds, tensors included; empty where it
+        holds no dict. Raises MeasurementError for a damaged file."""
         return read_pickle(self.path)
 
 
 def _tie(x: Tensor) -> tuple[object, ...] | None:
-    """What views of the same values have in common; None without elements or a plain
-    array."""
+    """Returns a value that is equal for views of the same memory, shape and dtype; None
+    for an empty tensor and for one that is no plain array."""
     if not is_plain(x) or x.numel() == 0:
         return None
     return (x.data_ptr(), x.shape, x.stride(), x.dtype)
@@ -178,28 +194,38 @@ class DistributedCheckpoint:
 
     @property
     def files(self) -> tuple[Path, ...]:
+        """Returns the metadata file, then the files of pieces. Raises MeasurementError
+        for damaged metadata."""
         _, _, files = self._opened
         return files
 
     @property
     def nesting(self) -> str:
+        """Returns the keys before the names of the model's weights, as `app.model.`;
+        empty for none."""
         nesting, _, _ = self._opened
         return nesting
 
     @classmethod
     def holds(cls, path: Path) -> bool:
+        """Whether a directory has such a checkpoint's metadata file."""
         return (path / METADATA).is_file()
 
     def tensors(self) -> Iterator[StoredTensor]:
+        """Yields every tensor of the model, its pieces not yet read. Raises
+        MeasurementError for damaged metadata."""
         _, tensors, _ = self._opened
         for name, x in tensors.items():
             yield StoredTensor(name=name, shape=x.shape, read=x.read)
 
     def beside(self) -> Mapping[str, object] | None:
+        """Returns None: the other values that are stored are not read."""
         return None
 
     @cached_property
     def _opened(self) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
+        """Returns the keys before all names, the tensors by name, and the files, read
+        once."""
         return open_distributed(self.path)
 
 
@@ -212,8 +238,8 @@ SUFFIXES = tuple(suffix for kind in CONTAINERS for suffix in kind.suffixes)
 
 
 def container_at(path: Path) -> Container | None:
-    """The container that a path is by its name, be it there or not; None for others. A
-    directory is one whatever its own name ends with."""
+    """Returns the container that a path is by its name, whether or not it exists; None
+    for other names. A directory is one by its metadata file, never by its own name."""
     for kind in CONTAINERS:
         if kind.holds(path) and not (kind.suffixes and path.is_dir()):
             return kind(path)
@@ -221,13 +247,14 @@ def container_at(path: Path) -> Container | None:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a path is of a container, or an index of several."""
+    """Whether a path is a container, or an index of several, by its name."""
     return container_at(path) is not None or path.name.endswith(INDEX)
 
 
 def containers_at(path: Path, *, lack: bool = False) -> tuple[Container, ...]:
-    """What is at a path that `is_weights`: a container, or those an index names; they are
-    there, unless they may `lack`."""
+    """Returns the container at a path that `is_weights`, or those that an index names.
+    Raises MeasurementError for a damaged index, and for a missing file of one unless
+    `lack`."""
     container = container_at(path)
     return shards(path, lack=lack) if container is None else (container,)
 
@@ -235,9 +262,9 @@ def containers_at(path: Path, *, lack: bool = False) -> tuple[Container, ...]:
 def containers_of_model(
     directory: Path, names: Sequence[str], hint: str
 ) -> tuple[Container, ...]:
-    """The weights in a model's directory: the directory itself where it is a container,
-    else the first of these files that is there, whole or sharded with an index. Raises
-    UsageError where there are none."""
+    """Returns the weights in a model's directory: the directory itself where it is a
+    container, else the first file of `names` that exists, whole or as the shards of its
+    index. Raises UsageError, with this hint, where there are none."""
     if container := container_at(directory):
         return (container,)
     for name in names:
@@ -248,8 +275,9 @@ def containers_of_model(
 
 
 def shards(index: Path, *, lack: bool = False) -> tuple[Container, ...]:
-    """The files an index names, all in its own directory, and present unless they may
-    `lack`."""
+    """Returns the files that an index names as containers, by name. Raises
+    MeasurementError where it has no weight_map, names a file elsewhere, or, unless
+    `lack`, one that is missing."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise MeasurementError(f"{index}: has no weight_map", hint=FETCH)
@@ -267,11 +295,12 @@ def shards(index: Path, *, lack: bool = False) -> tuple[Container, ...]:
 
 
 def read(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file and their names, in the file's order."""
+    """Yields name and tensor of a file, in the file's order. A file of an unknown kind is
+    read as safetensors. Raises MeasurementError for a damaged file."""
     for stored in _of_file(path).tensors():
         yield stored.name, stored.read()
 
 
 def _of_file(path: Path) -> Container:
-    """A file as a container; one of no known name is taken for safetensors."""
+    """Returns a file as a container; one of no known name is taken for safetensors."""
     return container_at(path) or SafetensorsFile(path)

@@ -68,9 +68,9 @@ class SplitTensor:
     pieces: tuple[Piece, ...]
 
     def read(self) -> Tensor:
-        """The whole tensor, in its stored format. Raises MeasurementError, naming the
-        file, where a piece is missing or damaged, and where the pieces do not make up the
-        tensor."""
+        """Returns the whole tensor, in its stored format. Raises MeasurementError, naming
+        the file, where a piece is missing or damaged, and where the pieces do not make up
+        the tensor."""
         if not _fills(self.shape, self.pieces):
             what = f"{self.directory}: {self.name}: its pieces do not make up the tensor"
             raise MeasurementError(what, hint=FETCH)
@@ -84,6 +84,8 @@ class SplitTensor:
         return whole
 
     def _read(self, piece: Piece) -> Tensor:
+        """Returns the tensor of one piece. Raises MeasurementError where its file is
+        missing or damaged, or holds another shape or dtype."""
         refuse_pointer(self.directory / piece.file)
         with naming(self.directory, f"{self.name}: {piece.file} is missing or damaged"):
             with (self.directory / piece.file).open("rb") as file:
@@ -101,7 +103,7 @@ class SplitTensor:
 
 def refuse_unfinished(path: Path) -> None:
     """Raises MeasurementError for a directory with pieces of tensors but no metadata,
-    which is written last."""
+    which is written last; returns for every other path."""
     if path.is_dir() and not (path / METADATA).is_file() and any(path.glob("*.distcp")):
         what = f"{path}: .metadata is missing, the last file of a distributed checkpoint"
         raise MeasurementError(what, hint=f"{FETCH}, or take one whose save has ended")
@@ -110,9 +112,10 @@ def refuse_unfinished(path: Path) -> None:
 def open_distributed(
     directory: Path,
 ) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
-    """The tensors of a distributed checkpoint by name: those under the first key of
-    NESTED that holds any, named as they are in it, after what stood before their names;
-    else all. And its files, the metadata first."""
+    """Returns three things: the keys that stood before all names, as `app.model.`; the
+    tensors of a distributed checkpoint by name, those under the first key of NESTED that
+    holds any, else all; and its files, the metadata first. Raises MeasurementError for
+    damaged metadata."""
     stored = read_metadata(directory)
     head = _head_of([x.path for x in stored])
     inside = [x for x in stored if x.path[: len(head)] == head]
@@ -122,8 +125,8 @@ def open_distributed(
 
 
 def _head_of(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The keys that lead to the model's weights, the first of NESTED that any path has
-    last; none where the weights stand alone."""
+    """Returns the keys that lead to the model's weights, up to the first of NESTED (or
+    `app`) that any path has before its last; none where the weights stand alone."""
     for key in (*NESTED, "app"):
         for path in paths:
             if key in path[:-1]:
@@ -149,9 +152,9 @@ def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
 
 
 def read_metadata(directory: Path) -> list[SplitTensor]:
-    """The tensors of a distributed checkpoint, in its order. Raises MeasurementError for
-    a file that asks for anything but metadata (nothing is run), is damaged, or names one
-    elsewhere."""
+    """Returns the tensors of a distributed checkpoint, in its order, their values not yet
+    read. Raises MeasurementError for metadata that asks for anything but metadata
+    (nothing is run), is damaged, names a file elsewhere, or has no tensor."""
     path = directory / METADATA
     places: dict[object, tuple[str, int, int]] = {}  # file, offset and length
     tensors = []
@@ -218,7 +221,8 @@ class _Unpickler(pickle.Unpickler):
         self._path, self._records = path, dict[str, type[_Record]]()
 
     def find_class(self, module: str, name: str) -> object:
-        """The stand-in for a name that metadata may use; raises for every other."""
+        """Returns the stand-in for a name that metadata may use; raises MeasurementError
+        for every other."""
         if name in _RECORDS.get(module, ()):
             # Made for this file alone: an instruction that writes into a class spoils no
             # other.
@@ -236,7 +240,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    """Whole numbers, none of them negative."""
+    """Returns the values as a tuple; raises ValueError unless all are ints and none
+    negative."""
     sizes = tuple(values)
     if not all(type(n) is int and n >= 0 for n in sizes):
         raise ValueError(f"{sizes!r} are not sizes")

@@ -37,8 +37,8 @@ PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataPara
 
 
 def name_of(directory: Path) -> str:
-    """The name of a directory, or what Hugging Face calls the model whose cache it is
-    in."""
+    """Returns the name of a directory; for a snapshot in Hugging Face's cache, the
+    model's name `owner/model`."""
     whole = directory.resolve()
     model = whole.parents[1].name if whole.parent.name == "snapshots" else ""
     return model.partition("--")[2].replace("--", "/") or whole.name
@@ -47,7 +47,9 @@ def name_of(directory: Path) -> str:
 def read_json(
     path: Path, made_of: Callable[[dict[str, object]], object] | None = None
 ) -> dict[str, Any]:
-    """A file that holds one JSON object; `made_of`: what stands for each object in it."""
+    """Returns the JSON object in a file. `made_of` replaces each object in it, the
+    innermost first. Raises MeasurementError for a missing file, invalid JSON, another
+    value than an object, and a pointer of git-lfs."""
     refuse_pointer(path)
     with naming(path, "is not valid JSON"):
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=made_of)
@@ -57,16 +59,17 @@ def read_json(
 
 
 def open_safetensors(path: Path) -> Any:
-    """The opened file; opening checks its header, and the header against the file's
-    length."""
+    """Opens a safetensors file, to be used as a context. Raises MeasurementError where
+    its header is damaged or does not match the file's length."""
     refuse_pointer(path)
     with naming(path, "is not a whole safetensors file"):
         return safe_open(path, framework="pt")
 
 
 def read_pickle(path: Path) -> dict[Any, Any]:
-    """The dict that torch.save wrote; tensors and plain values, no other object is ever
-    built."""
+    """Returns the dict that torch.save wrote, of tensors and plain values, mapped where
+    the file is a zip archive; empty for another value. Nothing else is unpickled: raises
+    MeasurementError for any other object, and for a damaged or compressed file."""
     refuse_pointer(path)
     try:  # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
         if mapped := zipfile.is_zipfile(path):
@@ -89,15 +92,17 @@ def read_pickle(path: Path) -> dict[Any, Any]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is an array of its values."""
+    """Whether a tensor is a dense array of its values: not sparse, nested, quantised or
+    on the meta device."""
     return not (
         x.layout is not torch.strided or x.is_nested or x.is_quantized or x.is_meta
     )
 
 
 def plain(path: Path, name: str, x: Tensor) -> Tensor:
-    """A stored tensor. Raises MeasurementError where it is no array, or a weight of no
-    reals."""
+    """Returns the stored tensor x unchanged. Raises MeasurementError unless it is a dense
+    array, and where it is a weight or bias by its `name` and holds no real numbers.
+    `path` is for the message."""
     # Old files' masks are called bias
     real = ("bias", "weight") if x.is_complex() else "weight"
     if not is_plain(x) or (not x.is_floating_point() and name.endswith(real)):
@@ -110,7 +115,8 @@ def plain(path: Path, name: str, x: Tensor) -> Tensor:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """The known prefixes that all names have, in whichever order they stand."""
+    """Returns the prefix, made of those in PREFIXES in any order, that all names have;
+    empty for none. `names`: at least one."""
     taken = ""
     while prefix := next(
         (p for p in PREFIXES if all(n.startswith(taken + p) for n in names)), None
@@ -120,14 +126,15 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def identity(files: Iterable[Path]) -> str:
-    """SHA-256 over the names of files, and over the SHA-256 of their pieces of 64 MiB, in
-    hexadecimal."""
+    """Returns 64 hex digits: SHA-256 over the names of files and the SHA-256 of their
+    pieces of 64 MiB. Raises OSError for a file that cannot be read."""
     return identifying(files)()
 
 
 def identifying(files: Iterable[Path]) -> Callable[[], str]:
-    """`identity`, begun: pieces are hashed in threads, beside whatever is done until it
-    is asked for. What cannot be read raises then."""
+    """Begins to hash these files in threads and returns a function that waits for the
+    result, the string that `identity` returns. A file that cannot be read raises OSError
+    only then."""
     sizes = {path: path.stat().st_size if path.exists() else 0 for path in files}
     pieces = [
         (path, start)
@@ -140,13 +147,15 @@ def identifying(files: Iterable[Path]) -> Callable[[], str]:
     pool.close()
 
     def done() -> str:
+        """Returns the hash, as soon as all pieces are hashed."""
         return hashlib.sha256("".join(hashed.get()).encode()).hexdigest()
 
     return done
 
 
 def _line_of(path: Path, start: int) -> str:
-    """The name of a file and the SHA-256 of a piece of it, as a line."""
+    """Returns the name of a file and the SHA-256 of 64 MiB of it from byte `start` on, as
+    a line."""
     digest, left = hashlib.sha256(), PIECE
     with path.open("rb") as file:
         file.seek(start)
@@ -157,6 +166,7 @@ def _line_of(path: Path, start: int) -> str:
 
 
 def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file's content, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -169,7 +179,8 @@ def refuse_misfits(
     misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
     """Raises MeasurementError, which names them, where weights at `path` do not fit their
-    model. `misshapen` has a weight's name, its stored shape and the model's."""
+    model. `misshapen` has a weight's name, its stored shape and the model's. Returns
+    where all three are empty."""
     problems = {
         "lacks weights": missing,
         "does not use": unused,
@@ -194,9 +205,9 @@ def naming(
     *,
     passing: type[Exception] = NumdevError,
 ) -> Iterator[None]:
-    """Whatever is raised on foreign data or by foreign code as one line that begins with
-    its file or name, be it no `Exception`; numdev's own errors, those of `passing` and
-    interrupts as they are."""
+    """Enters a context that turns whatever is raised in it, even what is no `Exception`,
+    into a MeasurementError `of: what: the error in one line`. numdev's own errors, those
+    of the type `passing`, and interrupts pass unchanged."""
     try:
         yield
     except (NumdevError, passing, KeyboardInterrupt, GeneratorExit):
@@ -206,15 +217,17 @@ def naming(
 
 
 def blaming(path: Path, what: str) -> AbstractContextManager[None]:
-    """The same, of a library that is to make something of a checkpoint."""
+    """Returns a context in which any error of a library becomes a MeasurementError `path:
+    cannot what: ...`; numdev's own errors and interrupts pass unchanged."""
     hint = "is the checkpoint complete, and made for the installed versions?"
     return naming(path, f"cannot {what}", hint)
 
 
 @contextmanager
 def quiet(*others: ModuleType) -> Iterator[None]:
-    """A context without log lines, warnings and progress bars of transformers and of
-    `others`."""
+    """Enters a context without log lines, warnings and progress bars of Python,
+    transformers and of `others`, modules with transformers' logging functions. Restored
+    at the end."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
@@ -236,6 +249,7 @@ def quiet(*others: ModuleType) -> Iterator[None]:
 
 
 def some(names: Sequence[str], shown: int = 4) -> str:
-    """The first few names, and how many more there are."""
+    """Returns the first `shown` names, and how many more there are: `a, b, c, d and 7
+    more`."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

@@ -51,7 +51,8 @@ FILES: Mapping[str, str] = {
 
 
 def refuse_directory(path: Path) -> None:
-    """Raises UsageError for a directory of a format that has a name and is not read."""
+    """Raises UsageError for a directory of a known format that numdev does not read, and
+    says what to do; returns for all others."""
     for pattern, (what, hint) in DIRECTORIES.items():
         if any(path.glob(pattern)):
             raise UsageError(
@@ -60,7 +61,8 @@ def refuse_directory(path: Path) -> None:
 
 
 def refuse_config(path: Path, config: Mapping[str, object]) -> None:
-    """Raises MeasurementError for a config.json that is none of transformers'."""
+    """Raises MeasurementError for a config.json without transformers' model_type, and
+    says whose it may be. `config`: its content."""
     if config.get("model_type"):
         return
     if "pretrained_cfg" in config or "num_features" in config:
@@ -81,8 +83,8 @@ def refuse_config(path: Path, config: Mapping[str, object]) -> None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises MeasurementError for what git-lfs leaves where the file itself was not
-    fetched."""
+    """Raises MeasurementError for the small text file that git-lfs leaves where the file
+    itself was not fetched; returns for all others, and where there is no file."""
     if not path.is_file() or path.stat().st_size > LONGEST_POINTER:
         return
     with path.open("rb") as file:
@@ -92,5 +94,6 @@ def refuse_pointer(path: Path) -> None:
 
 
 def file_format(path: Path) -> str:
-    """What a file of this name is, if that has a name."""
+    """Returns what a file of this name is, in words; empty for a name without a
+    suffix."""
     return FILES.get(path.suffix.lower(), f"a file *{path.suffix}" if path.suffix else "")

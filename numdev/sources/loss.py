@@ -41,14 +41,17 @@ class Upstream:
     why_not: str = ""  # Why the model's loss is not used, where it has one
 
     def describe(self) -> str:
+        """Returns where the gradients come from in words: which loss, or the seed that
+        they are drawn from and why there is no loss."""
         return self.loss or drawn_from(self.seed) + (
             f" ({self.why_not})" if self.why_not else ""
         )
 
 
 def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> Upstream:
-    """Where this model's upstream gradients on these inputs come from; runs it once to
-    see. A loss that raises, or is not finite, is none; `why_not` says so."""
+    """Returns where this model's upstream gradients on these inputs come from; runs it
+    once to see. A loss that raises, or is not finite, is not used; `why_not` says so.
+    Without a loss gradients are drawn from `seed`."""
     words, arguments = OWN, dict[str, object]()
     if hasattr(model, "get_output_embeddings"):  # a model of transformers
         asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
@@ -85,8 +88,8 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
 
 
 def loss_of(answer: object) -> Tensor | None:
-    """The loss a model returned: its `loss`, itself a number, or the one number of a
-    tuple."""
+    """Returns the loss a model returned: its `loss`, itself a number, or the one number
+    of a tuple; None where there is none or several."""
     loss = answer.get("loss") if type(answer) is dict else getattr(answer, "loss", answer)
     parts = loss if isinstance(loss, tuple | list) else [loss]
     numbers = [
@@ -98,14 +101,14 @@ def loss_of(answer: object) -> Tensor | None:
 
 
 def drawn_from(seed: int) -> str:
-    """A drawn gradient's origin in words."""
+    """Returns a drawn gradient's origin in words."""
     return f"random from N(0, 1), seed {seed}"
 
 
 def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:
-    """The case with dO; where it has none of N(0, 1) in its own format, drawn from `seed`
-    and its name, a view of [batch, length, heads, dim] where q is one. As it is where
-    there is no seed."""
+    """Returns the case with a grad_out; where it has none, one of N(0, 1) in its own
+    format, drawn from `seed` and its name, a view of [batch, length, heads, dim] where q
+    is one. The case itself where `seed` is None or it has one."""
     if seed is None or case.grad_out is not None:
         return case
     shape = (*case.q.shape[:3], case.v.shape[3])
@@ -116,7 +119,8 @@ def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:
 
 
 def at_home(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, Any]:
-    """The inputs where the model is, floating-point tensors as it computes."""
+    """Returns the inputs on the device of the model's first floating-point parameter,
+    floating-point tensors in its dtype; unchanged for a model without one."""
     home = dict(inputs)
     if (
         weight := next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -130,7 +134,7 @@ def at_home(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, Any]:
 
 
 class TrainingStep:
-    """The calls of one forward pass until their gradients are there."""
+    """The attention calls of one forward pass, until their gradients are computed."""
 
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
@@ -139,8 +143,8 @@ class TrainingStep:
         self.held: deque[tuple[AttentionCase, Any, tuple[int, ...]]] = deque()
 
     def hold(self, case: AttentionCase, out: Tensor) -> Tensor:
-        """Keep the call; the same output for the model to go on with, which has a
-        gradient."""
+        """Stores a call, and returns its output for the model to go on with, made to
+        require a gradient where grad mode is on."""
         edge = None
         if torch.is_grad_enabled():
             if not out.requires_grad:  # cloned, for a leaf must not be overwritten
@@ -151,8 +155,9 @@ class TrainingStep:
         return out
 
     def differentiate(self, loss: Tensor | None) -> None:
-        """The gradient of `loss` for every call; the graph is gone afterwards. Raises
-        MeasurementError where the model has since overwritten what it attended over."""
+        """Computes the gradient of `loss` at the output of every call; without a loss
+        there are none. The graph is freed. Raises MeasurementError where the model has
+        since overwritten what it attended over."""
         for case, _, versions in self.held:
             if versions != _versions(case):
                 what = f"{case.ref.module}: the model overwrites what it attended over"
@@ -167,9 +172,9 @@ class TrainingStep:
         )
 
     def hand_over(self, on_call: Callable[[AttentionCase], object]) -> tuple[str, ...]:
-        """Every call with its gradient, in the order they were made; none is kept. Where
-        the loss has none for a call, only zeros, or one not finite, it is drawn; returns
-        their names."""
+        """Calls `on_call` with every call and its gradient, in the order they were made;
+        none is kept. Where the loss has no gradient for a call, only zeros, or one not
+        finite, it is drawn; returns the names of these cases."""
         drawn = []
         while self.held:
             case, grad, _ = self.held.popleft()
@@ -187,8 +192,9 @@ class TrainingStep:
 
 @contextmanager
 def tracing(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
-    """Run the model with gradients but for its parameters: the graph begins at the first
-    attention's output. Without a step, run it without gradients."""
+    """Enters a context in which to run the model with gradients, except for its
+    parameters: the graph begins at the first attention's output. Without a step,
+    gradients are off. Parameters are as before at the end."""
     learning = [p for p in model.parameters() if p.requires_grad and step is not None]
     for parameter in learning:
         parameter.requires_grad_(False)
@@ -201,7 +207,7 @@ def tracing(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
 
 
 def _versions(case: AttentionCase) -> tuple[int, ...]:
-    """How often each tensor was written to. PyTorch counts over all views of one
-    memory."""
+    """Returns how often each tensor of a case was written to, which PyTorch counts over
+    all views of one memory. Tensors of inference mode are left out."""
     tensors = (case.q, case.k, case.v, case.mask, case.sinks)
     return tuple(x._version for x in tensors if x is not None and not x.is_inference())

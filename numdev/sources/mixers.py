@@ -22,9 +22,9 @@ PROJECTIONS = (nn.Linear, nn.Conv1d)
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module mixes tokens without a softmax: by the name of its class, or since
-    it holds a convolution along the sequence or the decay of a state. What holds layers
-    is none."""
+    """Whether a module mixes tokens without a softmax: an RNN of PyTorch; or a module
+    with a Linear or Conv1d among its children, and no ModuleList inside, whose class
+    name, depthwise convolution or state decay says so."""
     if isinstance(module, nn.RNNBase):
         return True
     children = dict(module.named_children())
@@ -42,12 +42,13 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def _is_depthwise(module: nn.Module) -> bool:
+    """Whether a module is a Conv1d that filters each of several channels by itself."""
     return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
 
 
 def _own_name(module: nn.Module) -> str:
-    """The name of its class without that of a family of transformers, which its file is
-    named after."""
+    """Returns the name of a module's class without that of its transformers family, as
+    its file `modeling_FAMILY` has it."""
     name, family = (
         type(module).__name__,
         type(module).__module__.rpartition(".modeling_")[2],
@@ -59,8 +60,8 @@ def _own_name(module: nn.Module) -> str:
 def mixers(
     model: nn.Module, attends: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost of them, with their names, in the model's order; what is part of a
-    module that `attends` is its own affair."""
+    """Yields (name, module) of the outermost mixers, in the model's order. What is inside
+    a mixer, or inside a module for which `attends` is true, is left out."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(f"{other}.") for other in outer if other):
@@ -72,8 +73,9 @@ def mixers(
 
 
 def in_words(mixers: Iterator[tuple[int | None, str, nn.Module]]) -> str:
-    """`layers 0, 1, 2 (MambaMixer)`: the layers of mixers, each with its name, by their
-    kinds."""
+    """Returns `layers 0, 1, 2 (MambaMixer) and ...`, by class, for (layer, name, module)
+    of each mixer. A class of which any layer is None is told by the names of its modules.
+    Empty for none."""
     parts = []
     for kind, members in grouped(mixers, lambda of: type(of[2]).__name__).items():
         numbers = [layer for layer, _, _ in members]

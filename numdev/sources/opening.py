@@ -47,42 +47,55 @@ FOR_CHECKPOINTS = {*FOR_MODELS, "model_dtype", "length", "sequences"} - {"genera
 
 
 class Located(Protocol):
-    """A case whose name is known; its tensors are made or taken when it is loaded."""
+    """A case whose name is known before its tensors: `ref` names it, `axes` is its place
+    on a grid (empty without one), and `load()` makes or reads its tensors."""
 
     @property
-    def ref(self) -> CaseRef: ...
+    def ref(self) -> CaseRef:
+        """Returns the name of the case."""
+
     @property
-    def axes(self) -> dict[str, object]: ...
-    def load(self) -> AttentionCase: ...
+    def axes(self) -> dict[str, object]:
+        """Returns the case's place on a grid, by the names of the axes; empty without a
+        grid."""
+
+    def load(self) -> AttentionCase:
+        """Returns the case with its tensors. One out of a running model can be loaded
+        only until the next case is asked for."""
 
 
 class Source(Protocol):
-    """An iterable of cases, which gives one at a time and keeps none."""
+    """An iterable of cases, which gives one at a time and keeps none of their tensors."""
 
     # For the user; some are known only when all cases were met
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()  # what a report says of the inputs
     cases: Sequence[Located] = ()  # those that are known before a model runs
 
-    def describe(self) -> dict[str, object]: ...
+    def describe(self) -> dict[str, object]:
+        """Returns what a report says of the source, by the report's field names."""
+
     def count(self) -> int:
+        """Returns how many cases there will be, an estimate where a model has to run
+        first."""
         return len(self.cases)
 
     def __iter__(self) -> Iterator[Located]:
         return iter(self.cases)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's stored weights, where there is a model."""
+        """Yields name and tensor of the model's stored weights; none where there is no
+        model."""
         return iter(())
 
 
 def open_source(
     request: AuditRequest, system: System, *, projections: bool = False
 ) -> Source:
-    """The request's source, opened and checked, with nothing measured. Its cases carry
-    grad_out where the request is for gradients; with `projections`, those of a running
-    model know the layer that made their queries. Raises UsageError for an option without
-    meaning for this source."""
+    """Opens and checks the source that the request names, with nothing measured. Its
+    cases carry grad_out where the request is for gradients; with `projections`, those of
+    a running model know the linear layer of their queries. Raises UsageError for an
+    option without meaning for this source, and whatever opening it raises."""
     path = _path(request)
     if request.cases:
         refuse_options(request, "a configuration", ("layers", *FOR_MODELS))
@@ -99,8 +112,8 @@ def open_source(
 
 
 def refuse_options(request: Any, kind: str, meaningless: Collection[str]) -> None:
-    """Raises UsageError for an option that was set and means nothing for a target of this
-    kind."""
+    """Raises UsageError if any of the fields `meaningless` of the request is not at its
+    default. `kind`: what the target is, in words."""
     for name in meaningless:
         if getattr(request, name) != type(request).model_fields[name].default:
             what = f"{name!r} does not apply: {request.target} is {kind}"
@@ -108,6 +121,8 @@ def refuse_options(request: Any, kind: str, meaningless: Collection[str]) -> Non
 
 
 def _path(request: AuditRequest) -> Path:
+    """Returns the path of the request's checkpoint, that of the bundled one for
+    `demo`."""
     return (
         demo_checkpoint()
         if request.checkpoint == "demo"
@@ -117,8 +132,8 @@ def _path(request: AuditRequest) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A case a configuration describes. Plain data until it is loaded, so any worker
-    can."""
+    """A case that a configuration describes. It is plain data until it is loaded, so that
+    any worker process can load it."""
 
     config: CaseConfig
     seed: int
@@ -128,16 +143,19 @@ class Drawn:
 
     @property
     def ref(self) -> CaseRef:
+        """Returns the name of the case, with its seed."""
         name = self.config.name
         return CaseRef(case=name, source=self.source, module=name, seed=self.seed)
 
     @property
     def axes(self) -> dict[str, object]:
+        """Returns the cell of the configuration's grid that the case is."""
         return dict(self.config.axes)
 
     def load(self) -> AttentionCase:
-        """Draw it, in fp32, from the seed and the name of the grid's entry: cells that
-        differ only in how attention is computed share their inputs."""
+        """Returns the case with tensors drawn in fp32 from the seed and the name of the
+        grid's entry: cells that differ only in how attention is computed share their
+        inputs. Raises UsageError for values that its regime cannot draw with."""
         config, inputs = self.config, self.config.inputs
         shapes = Shapes(
             batch=config.batch,
@@ -188,7 +206,7 @@ class Drawn:
 
 class ConfigSource(Source):
     """Cases drawn from a configuration's shapes, each with every seed; with grad_out if
-    wanted."""
+    `gradients`. Raises UsageError for an unknown input regime or parameter."""
 
     def __init__(
         self,
@@ -206,12 +224,13 @@ class ConfigSource(Source):
         self.cases = [drawn(config=config, seed=s) for config in configs for s in seeds]
 
     def describe(self) -> dict[str, object]:
+        """Returns the configuration's name and the number of cases."""
         return {"config": self.target, "cases": len(self.cases)}
 
 
 class TensorFileSource(Source):
-    """Cases on disk, with a drawn grad_out where gradients are asked for and none is
-    stored."""
+    """Cases in captured-tensor files, with a drawn grad_out where gradients are asked for
+    and none is stored. Raises what `open_cases` raises."""
 
     def __init__(self, request: AuditRequest, system: System) -> None:
         seed = request.seed if request.backward else None
@@ -231,6 +250,8 @@ class TensorFileSource(Source):
         self.notes += layers.notes(request.target)
 
     def describe(self) -> dict[str, object]:
+        """Returns the file's name, hash and origin, how many cases it has, and where
+        grad_out comes from. Reads the whole file for the hash."""
         captured = dict.fromkeys(case.ref.source for case in self.stored.cases)
         return {
             "tensors": self.stored.path.name,
@@ -243,8 +264,8 @@ class TensorFileSource(Source):
 
 
 class CallsSource(Source):
-    """Calls in memory; with a drawn grad_out where gradients are asked for and a call has
-    none."""
+    """Attention calls in memory, with a drawn grad_out where gradients are asked for and
+    a call has none. Raises UsageError for two calls of one name."""
 
     def __init__(
         self, request: AuditRequest, system: System, *, calls: Sequence[AttentionCase]
@@ -258,6 +279,8 @@ class CallsSource(Source):
         seed = request.seed if request.backward else None
 
         def loaded(case: AttentionCase) -> AttentionCase:
+            """Returns the call on the device of the audit, without a graph, with a drawn
+            grad_out if it needs one."""
             return with_drawn(case.detached(system.device), seed)
 
         self.cases = [
@@ -268,6 +291,7 @@ class CallsSource(Source):
         self.notes = layers.notes(request.target)
 
     def describe(self) -> dict[str, object]:
+        """Returns what a report says of the calls; hashes all their tensors."""
         parts = {
             f"{case.ref.case} {field.name}": getattr(case, field.name)
             for case in self.calls
@@ -285,8 +309,10 @@ class CallsSource(Source):
 
 class CheckpointSource(Source):
     """The attention calls of a model: of one forward pass, a generation, or with
-    gradients of one training step. Once iterated, `notes` says which calls the loss does
-    not reach."""
+    gradients of one training step. It loads the model when it is made, and runs it when
+    it is iterated; then `notes` also says which calls the loss does not reach. Raises
+    UsageError for options that exclude each other, MeasurementError for weights that
+    cannot be loaded."""
 
     def __init__(
         self,
@@ -331,8 +357,9 @@ class CheckpointSource(Source):
     def _model_of(
         self, opened: stored.Checkpoint | stored.StateDict | stored.InMemory
     ) -> nn.Module:
-        """The model of opened weights; with --stream, one to be run within
-        `Streamed.running`."""
+        """Returns the model of opened weights, in the request's `model_dtype`; with
+        `stream`, one that can run only within `Streamed.running`, and sets
+        `self.streamed`."""
         dtype = dtype_of(format_named(self.request.model_dtype))
         if self.request.stream and isinstance(opened, stored.Checkpoint):
             deferred = opened.deferred_model(dtype=dtype)
@@ -341,7 +368,8 @@ class CheckpointSource(Source):
         return opened.load_model(dtype=dtype, device=self.device)
 
     def _upstream_of(self, request: AuditRequest) -> Upstream | None:
-        """Where gradients of outputs come from; None where none are asked for."""
+        """Returns where gradients of outputs come from; None where none are asked for.
+        Runs the model once to see whether it has a loss, unless it is streamed."""
         if not request.backward:
             return None
         if not self.streamed:
@@ -352,7 +380,8 @@ class CheckpointSource(Source):
         return Upstream(seed=request.seed, why_not=why_not)
 
     def _notes(self) -> Iterator[str]:
-        """What the user is told before the model runs."""
+        """Yields what the user is told before the model runs: streaming, code that is not
+        run, a removed prefix, and where gradients come from."""
         described = self.checkpoint.describe()
         if self.streamed:
             yield "The model's weights are streamed from disk, layer by layer."
@@ -373,7 +402,8 @@ class CheckpointSource(Source):
             yield f"Upstream gradients: {self.upstream.describe()}{mode}."
 
     def describe(self) -> dict[str, object]:
-        """What a report says of the source."""
+        """Returns what a report says of the source: the checkpoint's name and hash, the
+        model and its prompt. Waits until the weights are hashed."""
         described: dict[str, object] = {"checkpoint": self.checkpoint.name}
         if self.streamed:
             described["streamed"] = "layer by layer"
@@ -392,13 +422,15 @@ class CheckpointSource(Source):
         return described
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """The model once more, in another format; with deferred weights where it is
-        streamed."""
+        """Returns the model once more, in another format; with deferred weights where it
+        is streamed. A model in memory is returned as it is."""
         if self.streamed and isinstance(self.checkpoint, stored.Checkpoint):
             return self.checkpoint.deferred_model(dtype=dtype)
         return self.checkpoint.load_model(dtype=dtype, device=self.device)
 
     def count(self) -> int:
+        """Returns how many calls there should be: one for every attention module, or
+        chosen layer, in each pass; an estimate."""
         chosen = self.request.layers
         calls = (
             len(self.modules) if chosen is None else min(len(chosen), len(self.modules))
@@ -409,6 +441,9 @@ class CheckpointSource(Source):
         return capturing.handed_over(self._run)
 
     def _run(self, handle: Callable[[Located], None]) -> None:
+        """Runs the model and calls `handle` with every call of the chosen layers; adds to
+        `self.notes`. A streamed run ends with the last wanted layer where each runs
+        once."""
         projections, layers = Projections(), capturing.Layers(self.request.layers)
         numbers, ends = set(self.numbers), False
         # A streamed run ends with its last call, so that no later weight is read: unless
@@ -420,6 +455,8 @@ class CheckpointSource(Source):
         wanted = set(self.request.layers or numbers)
 
         def chosen(case: AttentionCase) -> None:
+            """Hands over a call of a chosen layer; raises Enough once no later call is
+            wanted."""
             if layers.choose(case.ref.layer):
                 projection = partial(projections.of, case) if self.projections else None
                 load = partial(case.detached, self.device)
@@ -444,8 +481,9 @@ class CheckpointSource(Source):
             self.notes += (f"{missed} ({some(drawn)}); theirs is {origin}.",)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the layers asked for, where these are numbered in names, and what is
-        in none."""
+        """Yields name and tensor of the stored weights of the chosen layers, and of those
+        outside of any numbered layer; all where no layers are chosen or they have no
+        numbers."""
         asked = self.request.layers if self.numbers else None
         for name, tensor in self.checkpoint.tensors():
             layer = re.search(r"(?:^|\.)(\d+)\.", name)
@@ -453,8 +491,11 @@ class CheckpointSource(Source):
                 yield name, tensor
 
     def _opened(self) -> stored.Checkpoint | stored.StateDict:
-        """The request's weights, not loaded. A directory says itself which model it is; a
-        file or a bare directory of weights needs a factory."""
+        """Opens the request's weights without loading them: a Hugging Face directory as a
+        Checkpoint; a file, or a directory of bare weights, as a StateDict with the
+        factory `model`. Raises UsageError for a factory where the directory names its
+        model itself, and for `stream` with a factory, MeasurementError for an unfinished
+        distributed checkpoint."""
         path, request = _path(self.request), self.request
         refuse_unfinished(path)
         is_container = path.is_dir() and container_at(path) is not None

@@ -62,6 +62,7 @@ PROMPT_TOKENS = 16  # Of a drawn prompt, at most
 
 
 def is_pipeline(path: Path) -> bool:
+    """Whether a directory has a model_index.json, as diffusers writes it."""
     return (path / INDEX).is_file()
 
 
@@ -122,7 +123,8 @@ class PipelineSource:
             self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
 
     def describe(self) -> dict[str, object]:
-        """What a report says of the source."""
+        """Returns what a report says of the source: the pipeline's name and hash, its
+        denoiser and its prompt. Reads all of its files for the hash."""
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
         described: dict[str, object] = {
             "checkpoint": name_of(self.path),
@@ -146,16 +148,19 @@ class PipelineSource:
         return described
 
     def _files(self) -> list[Path]:
-        """The files of its parts that decide what it computes."""
+        """Returns the files of its parts that decide what it computes, sorted."""
         kinds = (".json", ".safetensors", ".txt", ".model")
         parts = (self.path / name for name in sorted(self.parts))
         every = sorted(file for part in parts for file in part.iterdir())
         return [file for file in every if file.is_file() and file.suffix in kinds]
 
     def count(self) -> int:
+        """Returns how many calls there should be: one for every attention module of the
+        denoiser in each chosen step; an estimate."""
         return len(self.modules) * len(self.request.steps or range(self.steps))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and tensor of the denoiser's stored weights."""
         for container in containers_of_model(self.path / self.part, WEIGHTS, WRITTEN_BY):
             for stored in container.tensors():
                 yield stored.name, stored.read()
@@ -164,7 +169,9 @@ class PipelineSource:
         return capturing.handed_over(self._run)
 
     def _part(self, name: str, dtype: torch.dtype) -> object:
-        """A part of the pipeline, loaded; a model in eval mode and cast to `dtype`."""
+        """Returns a part of the pipeline, loaded; a model in eval mode and cast to
+        `dtype`. Raises UsageError without safetensors files, MeasurementError for a class
+        that is not allowed, and for weights that are damaged or do not fit."""
         directory, (library, kind) = self.path / name, self.parts[name]
         for file in sorted(directory.glob("*")):
             refuse_pointer(file)
@@ -192,9 +199,10 @@ class PipelineSource:
         return model.eval()
 
     def _read(self) -> tuple[dict[str, list[str] | list[int]], str]:
-        """What images are made of, as arguments of the pipeline's call and in words: the
-        lines of text files, in turn; else drawn words of its tokenizer, or drawn
-        classes."""
+        """Returns what images are made of, as arguments of the pipeline's call, and the
+        same in words: the lines of text files, in turn; else drawn words of its
+        tokenizer, or drawn classes. Raises UsageError where the pipeline needs anything
+        else, and for a text without a line."""
         takes = inspect.signature(type(self.pipeline).__call__).parameters
         count, seed = self.request.sequences, self.request.seed
         needed = [
@@ -244,13 +252,15 @@ class PipelineSource:
         return {"class_labels": labels}, f"{count} images of random classes, seed {seed}"
 
     def _run(self, handle: Callable[[capturing.Captured], None]) -> None:
-        """Hand over the calls of chosen steps; latents are drawn on the CPU for every
-        device."""
+        """Runs the pipeline and calls `handle` with the calls of chosen steps and layers;
+        latents are drawn on the CPU for every device. Adds to `self.notes`."""
         scheduler, wanted, now = self.pipeline.scheduler, self.request.steps, 0
         own_step = scheduler.step
         layers, seed = capturing.Layers(self.request.layers), self.request.seed
 
         def step(*args: object, **kwargs: object) -> object:
+            """Does the scheduler's step, and ends the run after the last one that is
+            wanted."""
             nonlocal now
             answer = own_step(*args, **kwargs)
             now += 1
@@ -259,6 +269,7 @@ class PipelineSource:
             return answer
 
         def on_call(case: AttentionCase) -> None:
+            """Hands over a call of a chosen step and layer."""
             if (wanted is None or now in wanted) and layers.choose(case.ref.layer):
                 ref = dataclasses.replace(
                     case.ref, attends=_attends(case, watch.running[-1])
@@ -268,6 +279,7 @@ class PipelineSource:
                 handle(capturing.Captured(ref=ref, load=case.detached))
 
         def run() -> None:
+            """Runs the pipeline, with the scheduler's step replaced."""
             scheduler.step = step
             generator = torch.Generator().manual_seed(seed)
             arguments = {
@@ -295,8 +307,8 @@ class PipelineSource:
 
 @dataclass
 class Picture:
-    """What it returns, [images, 1, numbers]: an image is one position, for the relative
-    error of a single value near 0 says nothing."""
+    """The output of a `Painter`, [images, 1, numbers]: an image is one position, for the
+    relative error of a single value near 0 says nothing."""
 
     last_hidden_state: Tensor  # the denoised latents
     image: Tensor  # as the VAE decodes it, before it is clamped to what can be shown
@@ -313,6 +325,9 @@ class Painter(nn.Module):
                 self.add_module(name, part)
 
     def forward(self, number: Tensor) -> Picture:
+        """Returns the denoised latents and the decoded image of the prompts with these
+        numbers, int64 [images]. The noise depends on the first number. Raises
+        MeasurementError where the pipeline fails."""
         scheduler, vae, chosen = (
             self.pipeline.scheduler,
             self.pipeline.vae,
@@ -328,17 +343,20 @@ class Painter(nn.Module):
 
         @functools.wraps(own_table)  # pipelines look at what it takes
         def table(*args: object, **kwargs: object) -> object:
+            """Makes the scheduler's table of steps with NumPy, outside of any mode."""
             # It makes arrays of NumPy, as it does in every run
             with _disable_current_modes():
                 return own_table(*args, **kwargs)
 
         @functools.wraps(own_step)
         def step(*args: object, **kwargs: object) -> object:
+            """Does the scheduler's step, and keeps its latents."""
             answer = own_step(*args, **kwargs)
             outs["latents"] = answer[0]
             return answer
 
         def decode(*args: object, **kwargs: object) -> object:
+            """Decodes the image, keeps it, and ends the run."""
             outs["image"] = own_decode(*args, **kwargs)[0]
             raise capturing.Enough
 
@@ -362,7 +380,8 @@ class Painter(nn.Module):
 
 
 class _Noise(TorchFunctionMode):
-    """Normal noise is drawn in fp64 on the CPU, whatever is asked for, and cast."""
+    """A mode in which `torch.randn` draws in fp64 on the CPU, whatever is asked for, and
+    casts."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -386,7 +405,8 @@ class _Noise(TorchFunctionMode):
 
 
 class PictureSource:
-    """An opened pipeline in the place of a checkpoint: its model is a `Painter`."""
+    """An opened pipeline in the place of a checkpoint: its model is a `Painter`. Raises
+    UsageError for a pipeline without a VAE."""
 
     notes: tuple[str, ...] = ()
     streamed = None
@@ -402,13 +422,15 @@ class PictureSource:
         self.prompt = Prompt(inputs=inputs, description=opened.prompt)
 
     def describe(self) -> dict[str, object]:
+        """Returns what a report says of the pipeline; all of it is measured."""
         return {n: x for n, x in self.opened.describe().items() if n != "not_audited"}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and tensor of the denoiser's stored weights."""
         return self.opened.weights()
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """The pipeline once more, its models in another format."""
+        """Returns the pipeline as a model once more, loaded in another format."""
         named = self.opened.request.model_copy(
             update={"model_dtype": format_of(dtype).name}
         )
@@ -416,8 +438,9 @@ class PictureSource:
 
 
 def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, object]]:
-    """A pipeline's class; library and class of its parts that are needed; its plain
-    settings."""
+    """Returns the class of a pipeline; of its parts that are needed, (library, class) by
+    name; and its plain settings. Raises UsageError without diffusers, and for a class of
+    another library, MeasurementError for a damaged index or a missing part."""
     if find_spec("diffusers") is None:
         raise UsageError(
             "a pipeline needs diffusers", hint="pip install 'numdev[diffusers]'"
@@ -445,9 +468,9 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
 
 
 def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
-    """What a call attends to, by what its module was given: nothing beside the image, or
-    something, which joins it as keys, or stands in its place. Both are [batch, positions,
-    channels], or pictures."""
+    """Returns what a call attends to, by what its module (`frame`) was given beside the
+    image: nothing (`self`), something that joins it as keys (`joint`), or that stands in
+    its place (`cross`). Both are [batch, positions, channels], or pictures."""
     arguments = (
         inspect.signature(frame.module.forward)
         .bind(*frame.arguments, **frame.named)
@@ -468,8 +491,9 @@ def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
 
 
 def _class(path: Path, library: str, kind: str, allowed: tuple[str, ...]) -> Any:
-    """The class of that library, if it is of one of these kinds, and no other thing it
-    has."""
+    """Returns the class `kind` of the library. Raises MeasurementError where it does not
+    exist, or is no subclass of any class named in `allowed`. `path` is for the
+    message."""
     module: Any = importlib.import_module(library)
     with blaming(path, f"find {kind}"):
         cls = getattr(module, kind, None)

@@ -39,23 +39,24 @@ class Projection:
 
 
 class Projections:
-    """What modules of a running model were called with, until a call's projection is
-    asked for."""
+    """Records what the modules of a running model were called with, until a call's
+    projection is asked for."""
 
     def __init__(self) -> None:
         self.frames: dict[str, list[Frame]] = {}
 
     def met(self, ref: CaseRef, running: Sequence[Frame]) -> None:
-        """A call is made while these modules run: by the innermost, for which it is the
-        first."""
+        """Records that a call is made while these modules run (the innermost last): by
+        the innermost, for which it is the first."""
         new = [frame for frame in reversed(running) if not frame.calls]
         self.frames[ref.case] = [_detached(frame) for frame in new]
         for frame in running:
             frame.calls += 1
 
     def of(self, case: AttentionCase) -> Projection:
-        """The projection of a call that was met. Raises MeasurementError where there is
-        none."""
+        """Returns the projection of a call that was met, and forgets what was recorded
+        for it. Runs its module again in fp64. Raises MeasurementError where the call has
+        no projection."""
         for frame in self.frames.pop(case.ref.case, ()):
             if any(map(_is_linear, frame.module.modules())):
                 return _replayed(frame, case)
@@ -65,6 +66,8 @@ class Projections:
 
 
 def _none(case: AttentionCase, why: str) -> MeasurementError:
+    """Returns (does not raise) the error that a call has no projection. `why`: the
+    reason, as a clause."""
     return MeasurementError(
         f"{case.ref.case}: {why}", hint="dW_Q is not measured for this call"
     )
@@ -75,8 +78,10 @@ Run = tuple[str, nn.Module, Tensor, Tensor]
 
 
 def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
-    """A copy of the frame's module, run in fp64 and without its hooks up to the call: the
-    call's queries, which must be the case's, and the linear layers that ran."""
+    """Runs a copy of the frame's module in fp64, without its hooks, up to the attention
+    call. Returns the queries of that call and the linear layers that ran. Raises
+    MeasurementError where the module fails in fp64, makes no call, or makes other queries
+    than the case has."""
     ran: list[Run] = []
     kind = type(frame.module).__name__
     arguments, named = _changed(
@@ -84,7 +89,8 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
     )
 
     def cut(name: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """Note a linear layer's run; the module goes on with its output alone."""
+        """Records the run of a linear layer and returns its output, cut off from its
+        graph."""
         leaf = out.detach().requires_grad_()
         ran.append((name, layer, args[0].detach(), leaf))
         # A leaf that requires gradients must not be overwritten
@@ -117,7 +123,9 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
 
 
 def _replayed(frame: Frame, case: AttentionCase) -> Projection:
-    """The one linear layer that makes the call's queries."""
+    """Returns the projection of the one linear layer that makes the call's queries.
+    Raises MeasurementError where none or several do, and where heads are not parts of its
+    output."""
     q, ran = _run_again(frame, case)
     # The gradient that shows on which q depends has no pattern, so that no sum of it is
     # zero.
@@ -139,6 +147,8 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
         raise _none(case, f"the heads are not parts of the output of {name}")
 
     def pull(dq: Tensor) -> Tensor:
+        """Returns the gradient at the layer's output, [batch, q_len, heads, head_dim],
+        for one at q."""
         back = cast(Tensor, _vjp(q, [out], dq.to(q.device, q.dtype))[0])
         return back[..., features].reshape(batch, length, heads, head_dim)
 
@@ -148,8 +158,10 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
 
 
 def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor | None:
-    """The features of the layer's output that make q, head by head; None where they are
-    not `head_dim` for each. Where each depends on all (a norm over them), in order."""
+    """Returns the indices of the features of the layer's output that make q, head by
+    head; None where they are not `head_dim` for each. Where every head depends on all of
+    them (a norm over heads) they are in ascending order. `spread`: a gradient at q;
+    `touched`: the features on which all of q depends."""
     if touched.numel() != q.shape[1] * q.shape[3]:
         return None
     each = []
@@ -164,26 +176,33 @@ def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor 
 
 
 def _vjp(q: Tensor, outputs: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradient of each of `outputs` for the gradient `grad` at q; None for
+    one that q does not depend on. The graph is kept."""
     if not q.requires_grad:
         return (None,) * len(outputs)
     return torch.autograd.grad(q, outputs, grad, retain_graph=True, allow_unused=True)
 
 
 def _touched(grad: Tensor) -> Tensor:
-    """The features at which a gradient is not zero throughout."""
+    """Returns the indices of the last axis at which a gradient is not zero everywhere,
+    int64, ascending."""
     return grad.flatten(0, -2).ne(0).any(dim=0).nonzero().flatten()
 
 
 def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: `nn.Linear`, or transformers' `Conv1D`."""
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' `Conv1D`: `nn.Linear` with its weight transposed."""
+    """Whether a module is transformers' `Conv1D`, a linear layer with its weight
+    transposed."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _detached(frame: Frame) -> Frame:
+    """Returns the frame with its tensors cut off from their graph, and without its count
+    of calls."""
     arguments, named = _changed(Tensor.detach, frame)
     return Frame(module=frame.module, arguments=arguments, named=named)
 
@@ -191,13 +210,15 @@ def _detached(frame: Frame) -> Frame:
 def _changed(
     change: Callable[[Tensor], Tensor], frame: Frame
 ) -> tuple[tuple[object, ...], Mapping[str, object]]:
-    """What the module was called with, tensors changed; caches, changed since, left
-    out."""
+    """Returns a frame's arguments and keywords with `change` applied to every tensor in
+    them. Caches become None, since the model has changed them by now."""
 
     def is_cache(x: object) -> bool:
+        """Whether x is a key-value cache of transformers."""
         return hasattr(x, "get_seq_length")
 
     def leaf(x: object) -> object:
+        """Returns a tensor changed, None for a cache, and anything else as it is."""
         return change(x) if isinstance(x, Tensor) else None if is_cache(x) else x
 
     arguments = tree_map(leaf, frame.arguments, is_leaf=is_cache)

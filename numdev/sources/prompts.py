@@ -46,9 +46,10 @@ class Prompt:
     tokens_asked: int | None = None
 
     def counts(self) -> dict[str, int]:
-        """How many sequences were asked for and are read, and how many tokens a sequence:
-        of those read, the shortest one's, without padding. What does not apply is left
-        out."""
+        """Returns how many sequences were asked for and are read, and how many tokens a
+        sequence: of those read, the shortest one's, without padding. Keys:
+        `sequences_asked`, `sequences_read`, `tokens_asked`, `tokens_read`; what does not
+        apply is left out."""
         tensors = [x for x in self.inputs.values() if isinstance(x, Tensor) and x.ndim]
         tokens = [x for x in tensors if x.dtype == torch.int64 and x.ndim == 2]
         shown = self.inputs.get("attention_mask")
@@ -68,9 +69,9 @@ class Prompt:
 def model_inputs(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
-    """Everything one run of the model needs: what the request gives, and the rest drawn.
-    Raises UsageError for text where it would not be read, and for an input that must be
-    given."""
+    """Returns everything one run of the model needs: the inputs that the request gives,
+    and the others drawn. Raises UsageError for text where it would not be read, and for
+    an input that cannot be drawn."""
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer is used only with --text", hint="give --text too")
     parts = [read(Path(request.inputs), model)] if request.inputs else []
@@ -125,8 +126,10 @@ def model_inputs(
 def _text(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
-    """What a text model reads: the request's text files (the demo's own), else drawn
-    ids."""
+    """Returns what a text model reads: the request's text files (for the demo its own),
+    else drawn token ids, no longer than the model's positions. Raises UsageError without
+    a tokenizer for a text, for token ids outside the vocabulary, and where the
+    vocabulary's size is unknown."""
     texts = [Path(t) for t in request.text]
     if not texts and request.checkpoint == "demo":
         texts = [demo_checkpoint() / PROMPT]
@@ -180,11 +183,11 @@ def _text(
 def from_text(
     files: Sequence[Path], tokenizer: Any, *, length: int, sequences: int
 ) -> Prompt:
-    """Up to `sequences` chunks of `length` tokens, special ones included, taken in turn
-    from the beginnings of UTF-8 files; every file gives at least one. A file shorter than
-    `length` gives one shorter chunk, and the batch is padded on the tokenizer's side.
-    Raises UsageError for a file that cannot be read or holds no token, and where `length`
-    leaves no room."""
+    """Returns up to `sequences` chunks of `length` tokens, special ones included, taken
+    in turn from the beginnings of UTF-8 files; every file gives at least one, even where
+    these are more than `sequences`. A file shorter than `length` gives one shorter chunk,
+    and the batch is padded on the tokenizer's side. Raises UsageError for a file that
+    cannot be read or holds no token, and where `length` leaves no room."""
     special = len(tokenizer("")["input_ids"])
     if length <= special:
         raise UsageError(
@@ -221,9 +224,9 @@ def from_text(
 
 
 def _chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """The token ids of a text, tokenised once and cut: each chunk has up to `length`
-    tokens, among them the special ones that the tokenizer puts before and after a text.
-    None without a token."""
+    """Yields the token ids of a text, tokenised once and divided: each chunk has up to
+    `length` tokens, among them the special ones that the tokenizer puts before and after
+    a text. Nothing for a text without a token."""
     # transformers' own cutting (return_overflowing_tokens) gives a single chunk in some
     # versions.
     encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
@@ -237,7 +240,7 @@ def _chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
 
 
 def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
-    """Token ids drawn uniformly from [0, vocab_size), without padding or special
+    """Returns token ids drawn uniformly from [0, vocab_size), without padding or special
     tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
@@ -251,7 +254,8 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file. Raises UsageError where it is none."""
+    """Returns the content of a UTF-8 text file. Raises UsageError where it is none,
+    MeasurementError for a pointer of git-lfs."""
     refuse_pointer(file)
     try:
         return file.read_text(encoding="utf-8")
@@ -264,7 +268,8 @@ def read_text(file: Path) -> str:
 def wanted(
     model: nn.Module, *, present: Collection[str] = (), generates: bool = False
 ) -> list[str]:
-    """The arguments that a transformers model needs beside those that are `present`."""
+    """Returns the names of the tensors that a transformers model needs beside those that
+    are `present`. `generates`: whether it writes, and makes its decoder's ids itself."""
     takes, _ = arguments(model.forward)
     config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
     # In a model of text and vision without two towers side by side, images replace
@@ -279,8 +284,10 @@ def wanted(
 
 
 def read(path: Path, model: nn.Module) -> Prompt:
-    """The tensors of a safetensors file, named after arguments of the model's forward.
-    Raises UsageError where there is no such file, no tensor, or no such argument."""
+    """Returns the tensors of a safetensors file as inputs; each is named after an
+    argument that the model's forward declares (`**kwargs` does not count) and is [batch,
+    ...]. Raises UsageError where there is no such file, no tensor, no such argument, or a
+    tensor of no dimension or element, MeasurementError for a damaged file."""
     if not path.is_file():
         raise UsageError(
             f"{path}: no such file", hint="--inputs takes a safetensors file"
@@ -303,8 +310,9 @@ def read(path: Path, model: nn.Module) -> Prompt:
 
 
 def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> Prompt:
-    """The argument `name` of the model, for `count` sequences; `length` is the most a
-    decoder reads. Raises UsageError for one that cannot be drawn."""
+    """Returns the argument `name` of the model for `count` sequences, drawn with a seed:
+    token ids of a decoder, at most `length` of them, or images and spectrograms of N(0,
+    1). Raises UsageError for one that cannot be drawn."""
     config: Any = getattr(model, "config", None)
     if name == "decoder_input_ids":
         text = config.get_text_config(decoder=True)
@@ -340,7 +348,8 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
 
 
 def arguments(forward: Callable[..., object]) -> tuple[list[str], bool]:
-    """The names of a function's arguments, and whether it takes any other by name."""
+    """Returns the names of a function's arguments, without `*args` and `**kwargs`, and
+    whether it takes any other by name."""
     parameters = inspect.signature(forward).parameters.values()
     named = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)

@@ -40,30 +40,34 @@ class Draws:
     label: str = ""
 
     def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """N(0, 1) in fp32, drawn in fp64 and rounded: the last bits of the tails'
-        logarithms differ between processors, which in fp64 reaches the result once in
-        some 10^8 of them."""
+        """Returns N(0, 1) in fp32 of this shape, drawn in fp64 and rounded: the last bits
+        of the tails' logarithms differ between processors, which in fp64 reaches the
+        result once in some 10^8 of them."""
         return self._by_head("standard_normal", name, shape, np.float32)
 
     def uniform(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Uniform in [0, 1), fp64."""
+        """Returns numbers uniform in [0, 1), fp64, of this shape."""
         return self._by_head("random", name, shape, np.float64)
 
     def integers(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
-        """Uniform over low, ..., high - 1, int64."""
+        """Returns integers uniform over low, ..., high - 1, int64, of this shape."""
         return self._by_head("integers", name, shape, np.int64, low, high)
 
     def permutation(self, name: str, count: int) -> Tensor:
-        """0, ..., count - 1 in random order, int64 [count]; the same for all heads."""
+        """Returns 0, ..., count - 1 in random order, int64 [count]; the same for all
+        heads."""
         return torch.from_numpy(self._stream(name, 0).permutation(count))
 
     def _by_head(
         self, law: str, name: str, shape: tuple[int, ...], dtype: DTypeLike, *of: int
     ) -> Tensor:
+        """Returns numbers of numpy's distribution `law`, with parameters `of`, in this
+        shape; each head has a stream of its own. Heads are drawn in threads."""
         batch, heads, *trailing = shape
         numbers = np.empty(shape, dtype=dtype)
 
         def fill(head: int) -> None:
+            """Draws the numbers of one head, in place."""
             numbers[:, head] = getattr(self._stream(name, head), law)(
                 *of, size=(batch, *trailing)
             )
@@ -74,6 +78,8 @@ class Draws:
         return torch.from_numpy(numbers)
 
     def _stream(self, name: str, head: int) -> np.random.Generator:
+        """Returns the generator of one name and head, which depends on label, seed, name
+        and head alone."""
         digest = hashlib.sha256(f"{self.label}/{self.seed}/{name}".encode()).digest()
         sequence = np.random.SeedSequence(
             int.from_bytes(digest[:16], "big"), spawn_key=(head,)
@@ -102,8 +108,8 @@ class Shapes:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What is drawn for one attention call: `q, k, v = inputs` are those of its forward
-    pass."""
+    """The tensors drawn for one attention call: `q, k, v = inputs` are those of its
+    forward pass."""
 
     q: Tensor
     k: Tensor
@@ -116,18 +122,19 @@ class Inputs:
 
 
 def of_each(shapes: Shapes, draw: Callable[[str, tuple[int, ...]], Tensor]) -> Inputs:
-    """q, k and v, each drawn alike from its name and shape."""
+    """Returns q, k and v, each as `draw` returns it for its name and shape."""
     return Inputs(*(draw(name, getattr(shapes, name)) for name in "qkv"))
 
 
 def plain(shapes: Shapes, draws: Draws) -> Inputs:
+    """Returns q, k and v of independent N(0, 1)."""
     return of_each(shapes, draws.normal)  # N(0, 1)
 
 
 def normal(
     shapes: Shapes, draws: Draws, *, logits: float = 1.0, values: float = 1.0
 ) -> Inputs:
-    """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores;
+    """Draws independent N(0, 1). `logits` multiplies q, and so the spread of the scores;
     `values`, v."""
     q, k, v = plain(shapes, draws)
     return Inputs(q * logits, k, v * values)
@@ -136,11 +143,12 @@ def normal(
 def outliers(
     shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: float = 100.0
 ) -> Inputs:
-    """N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as activations
-    have."""
+    """Draws N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as
+    activations have."""
     deviation = math.sqrt(variance)
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns one tensor of the regime."""
         rare = draws.uniform(f"{name} rare", shape) < rate
         return draws.normal(name, shape) + rare * (
             draws.normal(f"{name} extra", shape) * deviation
@@ -152,7 +160,8 @@ def outliers(
 def sink(
     shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1
 ) -> Inputs:
-    """Key 0 scores higher by about `strength`, and its V is `value` times N(0, 1)."""
+    """Draws N(0, 1) such that key 0 scores higher by about `strength` in every row, and
+    its V is `value` times N(0, 1)."""
     q, k, v = plain(shapes, draws)
     dim = shapes.head_dim
     direction = torch.full((dim,), dim**-0.5, dtype=torch.float32, device="cpu")
@@ -167,8 +176,8 @@ def sink(
 def ties(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
-    """The first `count` keys are one, above others by about `strength`; V has one sign
-    there."""
+    """Draws inputs whose first `count` keys are equal and score higher than all others by
+    about `strength`; V is negative there. Raises ValueError for a `count` below 1."""
     if count < 1:
         raise ValueError("count must be at least 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
@@ -180,8 +189,8 @@ def ties(
 def border_ties(
     shapes: Shapes, draws: Draws, *, every: int = 64, strength: float = 8.0
 ) -> Inputs:
-    """The keys on either side of every border of `every` keys are one, with the largest
-    score."""
+    """Draws inputs in which the keys on both sides of every multiple of `every` are equal
+    to key 0, which has the largest score. Raises ValueError for `every` below 1."""
     if every < 1:
         raise ValueError("every must be at least 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
@@ -194,8 +203,8 @@ def border_ties(
 def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
-    """`ties` (`count` 0: nothing ties) with all of V and of dO negative, -1 - |N(0,
-    1)|."""
+    """Draws q and k as `ties` does (`count` 0: N(0, 1) without ties), with all of V and
+    of dO negative, -1 - |N(0, 1)|."""
     inputs = (
         ties(shapes, draws, count=count, strength=strength)
         if count
@@ -207,7 +216,7 @@ def one_signed_gradient(
 
 
 def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
-    """N(0, 1) but for V, which is `least` + |N(0, 1)|."""
+    """Draws N(0, 1) but for V, which is `least` + |N(0, 1)|."""
     q, k, v = plain(shapes, draws)
     return Inputs(q, k, v.abs() + least)
 
@@ -215,8 +224,8 @@ def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
 def far_below(
     shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0
 ) -> Inputs:
-    """The log-sum-exp of every row is about `lse`: feature 0 of q is `q`, that of k the
-    rest."""
+    """Draws inputs whose log-sum-exp is about `lse` in every row: feature 0 of every
+    query is `q`, and that of every key such that their product makes it so."""
     queries, keys, values = plain(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
     score = lse - math.log(shapes.kv_len) - 0.5
@@ -228,8 +237,8 @@ def far_below(
 def massive_channel(
     shapes: Shapes, draws: Draws, *, q: float = 448.0, k: float = 1880.0
 ) -> Inputs:
-    """One feature is the constant `q` in every query and `k` in every key; the rest is
-    N(0, 1)."""
+    """Draws N(0, 1) with one feature, in the middle, that is the constant `q` in every
+    query and `k` in every key."""
     queries, keys, values = plain(shapes, draws)
     channel = shapes.head_dim // 2
     queries[..., channel], keys[..., channel] = q, k
@@ -237,18 +246,19 @@ def massive_channel(
 
 
 def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) -> Inputs:
-    """All keys of a head are one N(0, 1) vector plus `spread` times N(0, 1) of their
-    own."""
+    """Draws N(0, 1), where all keys of a head are one common vector plus `spread` times
+    N(0, 1)."""
     q, k, v = plain(shapes, draws)
     common = draws.normal("k common", (*shapes.k[:2], 1, shapes.head_dim))
     return Inputs(q, common + spread * k, v)
 
 
 def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
-    """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance
-    1."""
+    """Draws K and V of rank `rank`: sums of that many outer products of N(0, 1), of
+    variance 1; q is N(0, 1)."""
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns one tensor of the regime."""
         if name == "q":
             return draws.normal(name, shape)
         left = draws.normal(f"{name} left", (*shape[:3], rank)).double()
@@ -262,9 +272,11 @@ def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
 
 
 def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
-    """N(0, 1) entries; the tokens of a head are correlated, `rho` between any two."""
+    """Draws N(0, 1) entries; the tokens of a head are correlated, `rho` between any
+    two."""
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns one tensor of the regime."""
         common = draws.normal(f"{name} common", (*shape[:2], 1, shape[3]))
         return common * math.sqrt(rho) + draws.normal(name, shape) * math.sqrt(1 - rho)
 
@@ -272,8 +284,8 @@ def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
 
 
 def near_overflow(shapes: Shapes, draws: Draws, *, peak: float = 6e4) -> Inputs:
-    """N(0, 1) but for V, which is N(0, 1) cut off at 3 and scaled so that 3 becomes
-    `peak`."""
+    """Draws N(0, 1) but for V, which is N(0, 1) limited to [-3, 3] and scaled so that 3
+    becomes `peak`."""
     q, k, v = plain(shapes, draws)
     return Inputs(q, k, v.clamp(-3.0, 3.0) * (peak / 3.0))
 
@@ -301,7 +313,9 @@ def biased_rounding(
     grad_sign: int = 1,
     v_bits: int = 8,
 ) -> Inputs:
-    """Each link as its parameter says: docs/hazards.md#biased_rounding."""
+    """Draws inputs that have each condition of the biased-rounding chain to the degree
+    its parameter says: docs/hazards.md#biased_rounding. With grad_out. Raises ValueError
+    for a parameter out of range."""
     if count < 1 or tail < 0 or value <= 0 or not 0 <= share <= 1:
         raise ValueError(
             "expected count >= 1, tail >= 0, value > 0 and share within [0, 1]"
@@ -331,13 +345,15 @@ def biased_rounding(
 
 
 def _significands(name: str, shape: tuple[int, ...], bits: int, draws: Draws) -> Tensor:
-    """Uniform over the numbers of so many significant bits in [1, 2)."""
+    """Returns numbers uniform over those of so many significant bits in [1, 2), fp32."""
     first = 1 << (bits - 1)
     return draws.integers(name, shape, first, 2 * first).float() / first
 
 
 def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor:
-    """-1 everywhere for `sign` 1, 1 for -1, either at random for 0."""
+    """Returns -1 everywhere for `sign` 1, 1 everywhere for -1, either at random for 0,
+    fp32: in `biased_rounding` sign 1 means negative numbers. Raises ValueError for
+    another sign."""
     if sign not in (-1, 0, 1):
         raise ValueError("a sign is 1, 0 or -1")
     if sign:
@@ -346,47 +362,50 @@ def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor
 
 
 def _exact(x: Tensor, bits: int = 8) -> Tensor:
-    """x in so many significant bits; with 8, numbers that are bf16's and float16's."""
+    """Returns x rounded to so many significant bits, 0 below 2^-16 in magnitude; with 8
+    bits every number is exact in bfloat16 and in float16."""
     rounded = round_to(x, format_named(f"e8m{bits - 1}"))
     return rounded.masked_fill(rounded.abs() < SMALLEST, 0.0)
 
 
 def ones(shapes: Shapes, draws: Draws) -> Inputs:
-    """N(0, 1) but for V = 1: every output is 1."""
+    """Draws N(0, 1) but for V = 1: every output is 1."""
     q, k, v = plain(shapes, draws)
     return Inputs(q, k, torch.ones_like(v))
 
 
 def one_key(shapes: Shapes, draws: Draws) -> Inputs:
-    """One key and its value, kv_len times over: every output is that value."""
+    """Draws one key and its value, repeated kv_len times: every output is that value."""
     q, k, v = plain(shapes, draws)
     return Inputs(q, k[:, :, :1].expand_as(k).clone(), v[:, :, :1].expand_as(v).clone())
 
 
 def uniform(shapes: Shapes, draws: Draws) -> Inputs:
-    """All keys are the same, so that the scores of a row are: out is the mean of V."""
+    """Draws one key, repeated kv_len times, with V of N(0, 1): all scores of a row are
+    equal, and the output is the mean of V."""
     q, k, v = plain(shapes, draws)
     return Inputs(q, k[:, :, :1].expand_as(k).clone(), v)
 
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """One key of every query, drawn among those before it, scores highest by `margin` or
-    more."""
+    """Draws inputs in which one key of every query, drawn among those that a causal mask
+    shows it, scores higher than all others by `margin` or more."""
     return _coded(shapes, draws, 1, margin)
 
 
 def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """`one_hot` with every key there twice, half the length apart: out is a mean of
-    two."""
+    """Draws inputs in which two equal keys of every query, half the length apart, score
+    higher than all others by `margin` or more: the output is the mean of two values."""
     return _coded(shapes, draws, 2, margin)
 
 
 def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
-    """Keys are sign patterns of their own, and a query is the pattern of its key: its
-    number in binary, each bit repeated in as many features as there are, so that two
-    keys' scores differ by a multiple of 2 * repeats * (size of the entries) / sqrt(d).
-    The entries are powers of two: exact in every format. Where head_dim has too few
-    features, the keys that get no pattern are 0."""
+    """Returns inputs whose keys are different sign patterns, each repeated `copies`
+    times, and whose queries are the patterns of their keys. A pattern is the key's number
+    in binary, each bit repeated in as many features as there are, so that two keys'
+    scores differ by a multiple of 2 * repeats * (size of the entries) / sqrt(d). The
+    entries are powers of two: exact in every format. Where head_dim has too few features,
+    the keys that get no pattern are 0."""
     distinct = -(-shapes.kv_len // copies)
     bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
     repeats = shapes.head_dim // bits
@@ -437,8 +456,8 @@ REGIMES = {regime.__name__: regime for regime in _ALL}
 
 
 def check(name: str, options: Mapping[str, object]) -> Callable[..., Inputs]:
-    """The regime `name`, when it takes these options; UsageError, naming the closest,
-    when not."""
+    """Returns the regime `name`, a function of shapes and draws. Raises UsageError,
+    naming the closest, for an unknown regime, and for an option that it does not have."""
     regime = REGIMES.get(name)
     if regime is None:
         raise UsageError(f"unknown input regime {name!r}", hint=closest(name, REGIMES))
@@ -461,10 +480,10 @@ def draw(
     label: str = "",
     gradients: bool = False,
 ) -> Inputs:
-    """The inputs of the regime `name`, on the CPU; `label` gives cases of one audit
-    different draws. With `gradients` also grad_out, which changes no q, k or v: the
-    regime's own, else N(0, 1). Raises UsageError for an unknown regime or parameter, and
-    values it cannot draw with."""
+    """Returns the inputs of the regime `name`, fp32, on the CPU; `label` gives cases of
+    one audit different draws. With `gradients` also grad_out, which changes no q, k or v:
+    the regime's own, else N(0, 1). Raises UsageError for an unknown regime or parameter,
+    and values it cannot draw with."""
     regime, draws = check(name, options), Draws(seed, label)
     try:
         inputs = regime(shapes, draws, **options)
@@ -479,8 +498,9 @@ def draw(
 
 
 def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:
-    """The mask called `kind` (docs/hazards.md), on the CPU: it broadcasts to [batch,
-    heads, q_len, kv_len]; bool (True: seen), or additive in fp32."""
+    """Returns the mask called `kind` (docs/hazards.md), on the CPU: it broadcasts to
+    [batch, heads, q_len, kv_len]; bool (True: seen), or additive in fp32. An unknown kind
+    is drawn as `bias_inf`."""
     draws, rows, keys = (
         Draws(seed, label),
         torch.arange(shapes.q_len),

@@ -57,6 +57,8 @@ DTYPES = {
 
 
 def _checked(layouts: str | dict[str, str]) -> str | dict[str, str]:
+    """Returns the layout, one for all tensors or one by tensor's name, unchanged. Raises
+    ValueError for one that is no order of its tensor's axes."""
     for name, layout in (
         layouts.items() if isinstance(layouts, dict) else [("q", layouts)]
     ):
@@ -67,6 +69,8 @@ def _checked(layouts: str | dict[str, str]) -> str | dict[str, str]:
 
 
 def _axes(name: str, count: int) -> str:
+    """Returns the letters of a tensor's axes in a case, `bhsd`, or the last `count` of
+    `bhqk` for a mask."""
     return MASK_AXES[-count:] if name == "mask" else AXES
 
 
@@ -75,7 +79,7 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 
 
 class CallHeader(Strict):
-    """What a header says of one call. Defaults: docs/inputs.md."""
+    """The header of one call. Defaults: docs/inputs.md."""
 
     case: str | None = None  # `MODULE#CALL` where there is a module, else `FILE#INDEX`
     module: str | None = None  # the case's name
@@ -100,7 +104,7 @@ class CallHeader(Strict):
 
 
 class Header(Strict):
-    """What the metadata of a captured-tensor file says."""
+    """The metadata of a captured-tensor file."""
 
     version: Literal[1]
     source: str | None = None  # the file's name
@@ -113,7 +117,8 @@ class Header(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCase:
-    """A case in a file. Plain data until it is loaded, so any worker can."""
+    """A case in a file. It is plain data until it is loaded, so that any worker process
+    can load it."""
 
     path: Path
     index: int
@@ -126,6 +131,8 @@ class StoredCase:
 
     @property
     def ref(self) -> CaseRef:
+        """Returns the name of the case: what its header says, else `MODULE#CALL`, else
+        `FILE#INDEX`."""
         call, fields = (
             self.call,
             {f.name: getattr(self.call, f.name) for f in fields_of(CaseRef)},
@@ -142,16 +149,19 @@ class StoredCase:
 
     @property
     def axes(self) -> dict[str, object]:
+        """Returns the case's place on a grid, as its header has it; empty without one."""
         return dict(self.call.axes)
 
     @property
     def upstream_from(self) -> str:
+        """Returns where its grad_out comes from, in words; empty where it has none."""
         if "grad_out" in self.tensors:
             return self.call.grad_out or "stored in the file"
         return "" if self.upstream is None else drawn_from(self.upstream)
 
     def load(self) -> AttentionCase:
-        """Read the tensors. Raises MeasurementError where the file has changed since,
+        """Reads the tensors and returns the case, with a drawn grad_out where one is
+        wanted and not stored. Raises MeasurementError where the file has changed since,
         UsageError, naming file and call, where they do not fit together or the header."""
         changed = storage.naming(
             self.path, "cannot be read", "was it changed during the audit?"
@@ -206,8 +216,9 @@ class StoredCase:
         return with_drawn(case, self.upstream)
 
     def _arranged(self, name: str, tensor: Tensor) -> Tensor:
-        """A view with a case's axes of a tensor whose axes are in the order of its
-        layout."""
+        """Returns a view of a stored tensor with its axes in a case's order; unchanged
+        without a layout for it, and for a wrong number of axes, which the case
+        refuses."""
         layout, all_but = self.call.layout, ("mask", "sinks")
         by_name = (
             layout
@@ -223,12 +234,13 @@ class StoredCase:
         return tensor.permute([order.index(axis) for axis in _axes(name, len(order))])
 
     def _problem(self, what: str, hint: str) -> UsageError:
+        """Returns (does not raise) the error `file: call: what` with a hint."""
         return UsageError(f"{self.path}: call {self.index}: {what}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFile:
-    """An opened file, or directory of files, of captured tensors; all its headers are
+    """An opened captured-tensor file, or directory of such files; all its headers are
     read."""
 
     path: Path
@@ -237,8 +249,8 @@ class CaseFile:
     versions: Mapping[str, str]  # as the first file has them
 
     def identity(self) -> str:
-        """SHA-256 of the file; of a directory, over the names and contents of its
-        files."""
+        """Returns the SHA-256 of the file, 64 hex digits; for a directory, over the names
+        and contents of its files."""
         return (
             storage.sha256(self.path)
             if self.path.is_file()
@@ -248,7 +260,8 @@ class CaseFile:
 
 def holds_cases(path: Path) -> bool:
     """Whether this is a captured-tensor file (by its header), or a directory of such
-    files."""
+    files without a config.json. Raises MeasurementError for a damaged safetensors
+    file."""
     if path.is_dir():
         if (path / "config.json").exists():
             return False
@@ -264,10 +277,10 @@ def holds_cases(path: Path) -> bool:
 def open_cases(
     path: Path, *, device: str = "cpu", upstream: int | None = None
 ) -> CaseFile:
-    """Open a captured-tensor file or a directory of them, and check every call; loads no
-    tensor. With the seed `upstream` a call without grad_out is loaded with a drawn one.
-    Raises UsageError, naming file and call, for what is not as docs/inputs.md has it, and
-    MeasurementError for a damaged file."""
+    """Opens a captured-tensor file or a directory of them, and checks every call; loads
+    no tensor. With the seed `upstream` a call without grad_out is loaded with a drawn
+    one. Raises UsageError, naming file and call, for what is not as docs/inputs.md has
+    it, and MeasurementError for a damaged file."""
     files: tuple[Path, ...] = (path,)
     if path.is_dir() and not (path / INDEX).is_file():
         files = tuple(sorted(path.glob("*.safetensors")))
@@ -294,6 +307,9 @@ def open_cases(
 def _open_file(
     path: Path, *, device: str, upstream: int | None
 ) -> tuple[Header, list[StoredCase]]:
+    """Returns the header and the calls of one file, each call built once to check that
+    its tensors fit. Raises UsageError for what is not as docs/inputs.md has it,
+    MeasurementError for a damaged file."""
     with storage.open_safetensors(path) as file:
         raw = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -346,9 +362,9 @@ def write(
     cases: Sequence[AttentionCase],
     axes: Sequence[Mapping[str, object]] | None = None,
 ) -> None:
-    """Write cases to one captured-tensor file, whole or not at all: unrounded, each
+    """Writes cases to one captured-tensor file, whole or not at all: unrounded, each
     tensor with its axes in the order they have in memory. `axes`: every case's place on a
-    grid."""
+    grid. Raises MeasurementError or OSError where it cannot be written."""
     tensors, calls = {}, []
     for index, case in enumerate(cases):
         layout: dict[str, str] = {}
@@ -385,7 +401,7 @@ def write(
 
 @checked
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
-    """Write cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded,
+    """Writes cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded,
     whole or not at all. Raises UsageError for a name that does not end in `.safetensors`,
     for no case, and for two of one name; MeasurementError where it cannot be written."""
     path, names = Path(path), {case.ref.case for case in cases}
@@ -401,15 +417,16 @@ Add = Callable[[AttentionCase, Mapping[str, object]], None]
 
 @contextlib.contextmanager
 def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
-    """Gives what writes one more case, and its place on a grid, into a directory, which
-    appears, whole, when all are written; left by an exception, or without a case, it
-    leaves nothing. Raises UsageError where the directory exists; with `overwrite` only if
-    it holds no saved cases."""
+    """Enters a context that yields a function of (case, its place on a grid), which
+    writes one more case. The directory appears at the end, whole; after an exception, or
+    without a case, it does not. Raises UsageError where the directory exists (with
+    `overwrite`: and holds no saved cases), or cannot be written to."""
     if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
         raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
     names = list[str]()
 
     def add(case: AttentionCase, axes: Mapping[str, object]) -> None:
+        """Writes one more case."""
         names.append(f"{len(names):05d}.safetensors")
         write(partial / names[-1], [case], [axes])
 
@@ -432,13 +449,14 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
 
 
 def kind_of(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
-    """What a mask is to a kernel, as files and reports say it."""
+    """Returns what a mask is to a kernel, as files and reports name it: `none`, `bool` or
+    `additive`."""
     return "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
 
 
 def storage_order(tensor: Tensor) -> list[int]:
-    """The axes from slowest to fastest, as a dense copy has them: by PyTorch's own
-    rule."""
+    """Returns the axes from slowest to fastest, as a dense copy has them: by PyTorch's
+    own rule."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))
 
@@ -469,7 +487,8 @@ def varlen_cases(
     call: int = 0,
     source: str = "",
 ) -> list[AttentionCase]:
-    """One case for each sequence of a packed call that has rows, in copies on the CPU.
+    """Returns one case for each sequence of a packed call that has rows, in copies on the
+    CPU.
 
     q is [tokens, heads, head_dim], packed by `cu_seqlens_q`; k and v likewise by
     `cu_seqlens_k`, or paged ([pages, page_size, kv_heads, dim]): then `block_table`
@@ -513,8 +532,8 @@ def varlen_cases(
 
 @dataclass(frozen=True)
 class _Packing:
-    """Where the sequences of a packed call lie: in q their rows begin at `rows`, in k and
-    v their keys at `starts`, or in the pages of `block_table`."""
+    """The places of the sequences of a packed call: in q their rows begin at `rows`, in k
+    and v their keys at `starts`, or in the pages of `block_table`."""
 
     rows: Sequence[int]
     starts: Sequence[int]
@@ -532,7 +551,8 @@ class _Packing:
         seqused_k: Tensor | None,
         block_table: Tensor | None,
     ) -> _Packing:
-        """Raises UsageError for what does not fit together."""
+        """Returns the places of a call's sequences. Raises UsageError for shapes and
+        numbers that do not fit together."""
         paged = block_table is not None
         rows, starts = _begins(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
         if cu_seqlens_k is not None:
@@ -558,7 +578,9 @@ class _Packing:
     def sequences(
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Number, queries, keys and values of each sequence that has queries."""
+        """Yields (number, queries, keys, values) of each sequence that has queries,
+        [length, heads, dim]. Raises UsageError where there are fewer keys than are to
+        count."""
         for i, (start, end) in enumerate(itertools.pairwise(self.rows)):
             if start == end:
                 continue
@@ -569,7 +591,7 @@ class _Packing:
             yield i, q[start:end], keys, values
 
     def _of_sequence(self, x: Tensor, i: int) -> Tensor:
-        """The keys or values of a sequence, [keys, kv_heads, dim]."""
+        """Returns the keys or values of sequence i, [keys, kv_heads, dim]."""
         if self.block_table is not None:
             return _gathered(x, self.block_table[i], self.counts[i])
         return x[self.starts[i] : self.starts[i + 1]][: self.counts[i]]
@@ -582,7 +604,9 @@ def _refuse_misshapen(
     places: Mapping[str, Tensor | None],
     sinks: Tensor | None,
 ) -> None:
-    """Raises UsageError for tensors that are not dense, or have other axes."""
+    """Raises UsageError for tensors that are not dense, are empty, or have other axes,
+    and for `places` (cu_seqlens_q and so on, by name; None: absent) that hold no
+    integers."""
     paged = places["block_table"] is not None
     for name, x, axes in (("q", q, 3), ("k", k, 3 + paged), ("v", v, 3 + paged)):
         dense = x.layout is torch.strided and not x.is_meta
@@ -597,7 +621,8 @@ def _refuse_misshapen(
 
 
 def _window(window_size: Sequence[int] | None, *, causal: bool) -> Window | None:
-    """flash-attention's window (left, right), where a negative side is no limit."""
+    """Returns a case's window from flash-attention's (left, right), where a negative side
+    is no limit; None without any limit. Raises UsageError for another number of sides."""
     if window_size is None or not any(side >= 0 for side in window_size):
         return None
     if len(window_size) != 2:
@@ -618,7 +643,8 @@ def _refuse_no_integers(name: str, x: Tensor, axes: int) -> None:
 
 
 def _begins(places: Tensor, name: str, tokens: float) -> list[int]:
-    """Where sequences begin, and the last one ends."""
+    """Returns where sequences begin, and the last one ends, as ints. Raises UsageError
+    unless they ascend from 0 to at most `tokens`; `name` is for the message."""
     numbers = [int(x) for x in places]
     ascends = numbers == sorted(numbers) and numbers[:1] == [0] and numbers[-1] <= tokens
     if not ascends:
@@ -629,8 +655,8 @@ def _begins(places: Tensor, name: str, tokens: float) -> list[int]:
 
 
 def _gathered(cache: Tensor, pages: Tensor, count: int) -> Tensor:
-    """The first `count` keys of the pages, [count, kv_heads, dim]; fewer where pages
-    lack."""
+    """Returns the first `count` keys of the pages, [count, kv_heads, dim]; fewer where
+    pages lack. Raises UsageError for a page that is not in the cache."""
     size = cache.shape[1]
     needed = pages[: -(-count // size)].long().to(cache.device)
     if bool(((needed < 0) | (needed >= len(cache))).any()):
@@ -641,6 +667,7 @@ def _gathered(cache: Tensor, pages: Tensor, count: int) -> Tensor:
 
 
 def _alone(x: Tensor) -> Tensor:
-    """[length, heads, dim] as a case has it, [1, heads, length, dim], lying as it did."""
+    """Returns a copy on the CPU of [length, heads, dim] as a case has it, [1, heads,
+    length, dim], with the same order in memory."""
     copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy.transpose(0, 1).unsqueeze(0)
