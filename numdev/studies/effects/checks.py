@@ -75,10 +75,11 @@ def checks_of(
     request: EffectsRequest,
     before: Sequence[Check] = (),
 ) -> Iterator[Check]:
-    """Exactly one check for each name that `check_names` has for the subject's format, in
-    that order. `before`: the checks of earlier formats; what has nothing to do with the
-    format is tried in the first one. Where the model does not repeat itself, nothing else
-    is tried."""
+    """Yields exactly one check for each name that `check_names` has for the subject's
+    format, in that order. `before`: the checks of earlier formats; those that have
+    nothing to do with a format are tried in the first one alone. Where the model does not
+    repeat itself, nothing else is tried. `inputs`: tensors by name, of the first part of
+    the text."""
     checks = Checks(subject, inputs, request)
     repeat = next((check for check in before if check.name == "repeat"), None)
     for name, fmt in check_names(request, [subject.format.name]):
@@ -99,8 +100,9 @@ class Checks:
         self.text = text_of(inputs)
 
     def tried(self, name: str, repeat: Check | None) -> Check:
-        """The check of this name, given that whether the model repeats itself was tried
-        before."""
+        """Returns the check of this name. `holds` is None with a reason where it does not
+        apply, was not asked for, raised an error, or where `repeat`, if it was tried
+        before, does not hold."""
         untried = Check(name=name, holds=None)
         if why := unasked(self.request, name) or self.inapplicable(name):
             return untried.model_copy(update={"applies": False, "reason": why})
@@ -117,8 +119,8 @@ class Checks:
         return check
 
     def inapplicable(self, name: str) -> str:
-        """Why the check does not apply to this model or its inputs, as far as that shows
-        before it runs; empty where it applies."""
+        """Returns why the check does not apply to this model or its inputs, as far as
+        that shows before it runs; empty where it applies."""
         model: Any = self.model
         if name in ("eager", "sdpa", "compiled eager"):
             if self.subject.by_hand:
@@ -144,7 +146,9 @@ class Checks:
         return ""
 
     def attempt(self, name: str) -> Check | str:
-        """The check, tried; or why it does not apply, where only the run shows that."""
+        """Returns the check of this name, tried; or why it does not apply, where only the
+        run shows that. Raises what the model raises, and MeasurementError where nothing
+        can be compared."""
         if name == "repeat":
             return self.repeat()
         if name in ("eager", "sdpa"):
@@ -164,31 +168,34 @@ class Checks:
 
     @property
     def sequences(self) -> int:
-        """How many sequences the inputs hold."""
+        """Returns how many sequences the inputs hold."""
         return next(len(x) for x in self.inputs.values() if isinstance(x, Tensor))
 
     @cached_property
     def followed(self) -> dict[nn.Module, str]:
-        """The modules whose outputs tell where two runs part, with their names:
-        attention, other mixers, and whole layers."""
+        """Returns the modules whose outputs show where two runs first differ, with their
+        names: attention, other modules that mix tokens, and whole layers."""
         names = attention_modules(self.model) + [
             name for _, name, _ in unaudited(self.model)
         ]
         return {self.model.get_submodule(n): n for n in (*names, *layers_of(self.model))}
 
     def exact(self, inputs: Inputs, **how: Any) -> Exact:
-        """The output of one exact run, and that of each module in `followed`, in the
-        order in which they ended; before these, as BEFORE, the input of the first
-        layer."""
+        """Returns the output of one exact run, and the output of each module of
+        `followed_modules` by name, in the order in which they ended. Before these, under
+        the name BEFORE, is the input of the first layer. `how`: further arguments of the
+        subject's `run_exactly`."""
         outs: dict[str, Tensor] = {}
         layers = set(layers_of(self.model))
 
         def enter(module: nn.Module, args: tuple[object, ...]) -> None:
+            """Keeps the input of the first layer."""
             is_first = not outs and self.followed.get(module) in layers
             if is_first and args and is_floating(args[0]):
                 outs[BEFORE] = widened(args[0])
 
         def keep(module: nn.Module, _inputs: object, out: object) -> None:
+            """Keeps the output of a followed module."""
             x = out[0] if isinstance(out, tuple) else out
             if module in self.followed and is_floating(x):
                 outs[self.followed[module]] = widened(x)
@@ -198,16 +205,19 @@ class Checks:
 
     @cached_property
     def whole(self) -> Exact:
-        """The exact run that others are compared with."""
+        """Returns the exact run, made once, that others are compared with: the output,
+        and outputs by module."""
         return self.exact(self.inputs)
 
     def compared(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
-        """Whether two exact runs agree at the positions that count, and where they part.
-        Raises MeasurementError where there is nothing to compare."""
+        """Returns the check `name`: it holds where two exact runs agree within LIMIT at
+        the positions that count (`counts`, bool [sequences, positions]); else its reason
+        says in which layer they first differ. Raises MeasurementError where shapes
+        differ, no position counts or `one` is not finite."""
 
         def difference(a: Tensor, b: Tensor) -> float:
-            """The largest difference over the rms of `a`; 0 for tensors that are not of
-            one shape, or have no positions."""
+            """Returns the largest difference over the rms of `a`; 0 for tensors that are
+            not of one shape, or have no positions."""
             if a.shape != b.shape or a.shape[:2] != counts.shape:
                 return 0.0
             a, b = a[counts], b[counts]
@@ -240,7 +250,8 @@ class Checks:
         )
 
     def place(self, name: str) -> str:
-        """The clause of a sentence that says where two runs first differ."""
+        """Returns a clause that says where two runs first differ, by the name of a module
+        or BEFORE; empty for a module without a layer."""
         if name == BEFORE:
             return "; they differ before the first layer"
         module = self.model.get_submodule(name)
@@ -256,14 +267,15 @@ class Checks:
         return f"; layer {layer} is the first whose {what} differs"
 
     def again(self, name: str, **how: object) -> Check:
-        """Whether the exact run agrees with one that is made another way: `how` are
-        arguments of `exact`. Without any it is the same run again."""
+        """Returns the check of whether the exact run agrees with one that is made another
+        way. `how`: arguments of `run_exactly`; without any it is the same run again."""
         counts = counted(self.inputs, self.whole[0])
         return self.compared(name, self.whole, self.exact(self.inputs, **how), counts)
 
     def repeat(self) -> Check:
-        """Whether the model gives the same output again. Raises MeasurementError where
-        the exact output is not finite, since NaN does not differ from NaN."""
+        """Returns the check of whether the model gives the same output again. Raises
+        MeasurementError where the exact output is not finite, since NaN does not differ
+        from NaN."""
         if bad_positions(self.whole[0], counted(self.inputs, self.whole[0])):
             with first_nonfinite(self.model, len(self.whole[0])) as first:
                 self.subject.exactly(self.inputs)
@@ -273,7 +285,8 @@ class Checks:
         return self.again("repeat")
 
     def own_format(self) -> Check:
-        """Whether the model computes in its own format, or a wider one, at every site."""
+        """Returns the check of whether the model computes in its own format, or a wider
+        one, at every site."""
         if not self.subject.ran_exactly:  # elsewhere, or before it was interrupted
             self.subject.exactly(self.inputs)
         fmt, sites = self.subject.format.name, self.subject.narrower
@@ -286,8 +299,9 @@ class Checks:
         )
 
     def own_code(self, way: str) -> Check:
-        """Whether the model's own code for attention, eager or SDPA, computes what it
-        asks the attention interface to compute."""
+        """Returns the check of whether the model's own code for attention, `eager` or
+        `sdpa`, computes what it asks the attention interface to compute. Raises
+        MeasurementError where the model cannot be switched to it."""
         model: Any = self.model
         with led(model, way):
             if model.config._attn_implementation != way:
@@ -295,11 +309,14 @@ class Checks:
             return self.again(way, attention=None)
 
     def causality(self, name: str) -> Check | str:
-        """Whether later tokens change nothing before them. It applies to a model for text
-        generation, and to one most of whose calls hide later keys."""
+        """Returns the check of whether later tokens change nothing before them; or why it
+        does not apply. It applies to a model for text generation, and to one most of
+        whose calls hide later keys. `name`: the input that holds the token ids."""
         hides: list[bool] = []
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
+            """Returns the exact attention of a call; notes whether its first query sees
+            later keys."""
             shown = visible(case, slice(0, 1), slice(0, case.kv_len))
             if case.q_len == case.kv_len:
                 hides.append(shown is not None and not bool(shown[..., 1:].any()))
@@ -325,8 +342,9 @@ class Checks:
         return self.compared("causality", one, other, counts)
 
     def changed(self, ids: Tensor, where: slice) -> Tensor:
-        """The ids with another token of the text in these places; padding stays, since
-        models count it. Raises MeasurementError where no id would change."""
+        """Returns a copy of the ids with another token of the text at each position of
+        `where`; padding stays, since models count it. Raises MeasurementError where no id
+        would change."""
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         pads = torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
         tokens, changed = ids[~pads].unique(), ids.clone()
@@ -341,7 +359,9 @@ class Checks:
         return changed
 
     def mask(self, *, decodes: bool) -> Check | str:
-        """Whether tokens that the attention mask hides change nothing at the others."""
+        """Returns the check of whether tokens that the attention mask hides change
+        nothing at the others; or why it does not apply. `decodes`: the output is about
+        other tokens than `input_ids`."""
         ids = self.inputs["input_ids"]
         mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
         mask[:, :HIDDEN] = 0
@@ -355,7 +375,9 @@ class Checks:
         )
 
     def batch(self) -> Check:
-        """Whether the first sequence has the same output alone and in the batch."""
+        """Returns the check of whether the first sequence has the same output alone and
+        in the batch. Raises MeasurementError where the output has another number of
+        sequences."""
         count = self.sequences
         alone = {
             name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
@@ -370,14 +392,17 @@ class Checks:
         return self.compared("batch", first, self.exact(alone), counted(alone, out[:1]))
 
     def cache(self, steps: int) -> Check:
-        """Whether decoding the last `steps` tokens one at a time, with a cache, gives the
-        outputs of one pass over all tokens."""
+        """Returns the check of whether decoding the last `steps` tokens one at a time,
+        with a cache, gives the outputs of one pass over all tokens. Raises
+        MeasurementError where the text is not in `input_ids`."""
         if self.text != "input_ids":
             raise MeasurementError("a model that encodes is not decoded with a cache")
         length = self.inputs["input_ids"].shape[1]
         first = max(1, length - steps)
 
         def decoded(**wide: Tensor) -> Tensor:
+            """Returns the outputs of a model that reads the last tokens one at a time,
+            joined along positions."""
             answers = in_parts(self.model, wide, range(first, length + 1))
             return torch.cat([output_of(answer) for answer in answers], dim=1)
 
@@ -387,8 +412,8 @@ class Checks:
         return self.compared("cache", self.whole, (out, {}), counts)
 
     def compiled(self, name: str, way: str) -> Check:
-        """Whether torch.compile leaves the model's error as it is. `way`: which of the
-        model's own codes for attention runs, where it has several."""
+        """Returns the check of whether torch.compile leaves the model's error as it is.
+        `way`: which of the model's own codes for attention runs, where it has several."""
         model: nn.Module = self.subject.real
         with torch.no_grad(), led(model, way):
             home = at_home(model, self.inputs)
@@ -398,8 +423,9 @@ class Checks:
         return self.compared_with_compiled(name, as_is, compiled)
 
     def compared_with_compiled(self, name: str, as_is: Tensor, compiled: Tensor) -> Check:
-        """Whether a compiled model's output errs at most COMPILED times as much as that
-        of the model as it is."""
+        """Returns the check of whether a compiled model's output errs at most COMPILED
+        times as much as that of the model as it is. Raises MeasurementError where shapes
+        differ, no position counts or `as_is` is not finite."""
         exact = self.whole[0]
         counts = counted(self.inputs, exact)
         if not as_is.shape == compiled.shape == exact.shape:
@@ -421,18 +447,23 @@ class Checks:
 
 
 def _nonfinite(bad: int, counts: Tensor) -> str:
+    """Returns a clause on `bad`, the number of positions with NaN or infinity, of those
+    that count."""
     return f"NaN or infinity at {bad} of {int(counts.sum())} positions"
 
 
 def reproducers(report: EffectsReport, directory: Path, **_: object) -> list[Path]:
-    """A script for each finding that one can be written for; it needs torch and
-    transformers."""
+    """Writes a script, which needs torch and transformers, for each finding on the
+    model's own code, causality, masks and the cache; returns their paths. None where the
+    checkpoint is no folder with a config.json, or the model reads no tokens."""
     path = report.request["checkpoint"]
     path = demo_checkpoint() if path == "demo" else Path(path).resolve()
     if not ((path / "config.json").is_file() and report.tokens):
         return []
 
     def facts(finding: Finding) -> dict[str, object] | None:
+        """Returns what the script of a finding needs, by name; None for a finding of
+        another rule."""
         if finding.rule not in ("eager", "sdpa", "causality", "mask", "cache"):
             return None
         model = {

@@ -1,4 +1,4 @@
-"""Two reports of `numdev effects`: what moved.
+"""Compares two reports of `numdev effects`: which numbers moved from A to B.
 
 A number of a run in B over that in A is taken for each sequence. Its logarithm scatters
 about 0 where only the order of roundings changed; it moved where Student's t says
@@ -69,24 +69,27 @@ class EffectsNames:
     for an audit's."""
 
     def kernel(self, row: OutputRow) -> Key:
-        """What identifies the kernel and the format of a row."""
+        """Returns what identifies the kernel and the format of a row."""
         return label(row), row.format
 
     def step(self, row: OutputRow) -> tuple[Key, Key, bool]:
-        """What identifies a row: its kernel, its run and its sequence."""
+        """Returns what identifies a row: its kernel and format, its run and sequence, and
+        False, since no row is of a backward pass."""
         return self.kernel(row), (row.run, row.sequence), False
 
     row = step
 
     def lost(self, a: OutputRow, b: OutputRow) -> list[str]:
-        """The numbers that a row has in A and lacks in B."""
+        """Returns the names of the numbers that row A has and row B lacks."""
         return [
             *lost_numbers(a, b, COSTS),
             *(["growth"] if a.growth and not b.growth else []),
         ]
 
     def about(self, row: OutputRow) -> About:
-        """The fields of a move that say which row it is about."""
+        """Returns the fields of a move that say which row it is about: role, kernel
+        (`model` for none), options, format, and as `tensor` the kind, site, layer and
+        output of the run."""
         layer = "" if row.layer is None else f"L{row.layer}"
         where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
         return {
@@ -98,13 +101,16 @@ class EffectsNames:
         }
 
     def place(self, row: OutputRow) -> Place:
-        """The place of a row, in a report whose rows are of no call."""
+        """Returns the place of a row, which names its run: a model's output belongs to no
+        call, layer or head."""
         return nowhere(self.about(row)["tensor"])
 
 
 def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compared]:
-    """Every run that both reports have, which of them moved, and the checks that hold in
-    one report alone. A cost that is 0 in one report alone moved, whatever chance does."""
+    """Returns the names by which rows are paired, and what changed from `old` to `new`: a
+    group for every run that both reports have, a move for each of its numbers that
+    changed beyond chance, and the checks whose result changed or that one report alone
+    could try. A number that is 0 in one report alone moved, whatever chance does."""
     names = EffectsNames()
     pairs = grouped(measured_pairs(names, old.rows, new.rows), lambda pair: pair[1].run)
     ratios = {
@@ -154,13 +160,14 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
 
 
 def _log_ratios(rows: Sequence[Pair], metric: str) -> list[float]:
-    """The logarithm of a number in B over that in A, for each sequence that has one."""
+    """Returns ln(B / A) of a number, one for each pair in which both are above 0."""
     logs = (log_ratio(a, b) for a, b in both_numbers(rows, metric))
     return [log for log in logs if log is not None]
 
 
 def _surely(logs: Sequence[float]) -> bool:
-    """Whether every sequence has changed by more than SURELY, the same way."""
+    """Whether every logarithm is beyond ln(SURELY), all in one direction; False without
+    any."""
     return bool(logs) and (min(logs) > math.log(SURELY) or max(logs) < -math.log(SURELY))
 
 
@@ -168,8 +175,10 @@ def _run_group(
     about: About, rows: Sequence[Pair], logs: Sequence[float],
     moves: Sequence[Move],
 ) -> Group:  # fmt: skip
-    """One run. It is judged where its costs are equal, where they moved, or where chance
-    is known from the ratios of enough of them."""
+    """Returns the group of one run, from its pairs of rows: the median cost in A and in
+    B, their ratio, and how many pairs are equal, moved or not judged. It is judged where
+    its costs are equal, where `moves` has any, or where `logs` (ln ratios of its costs)
+    are at least LEAST."""
     both = both_numbers(rows, "cost")
     a, b = map(statistics.median, zip(*both, strict=True)) if both else (None, None)
     same = sum(x == y for x, y in both)
@@ -188,8 +197,9 @@ def _run_group(
 
 
 def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
-    """The fields of a move for each count of a run that changed, summed over its
-    sequences."""
+    """Yields the fields of a move for each count of a run (positions, flips, unexplained
+    flips) whose sum over sequences changed beyond chance. Positions may not change at
+    all."""
     for metric, what in (
         ("positions", "positions"), ("flips", "top tokens that flip"),
         ("unexplained", "flips that are no near ties"),
@@ -212,7 +222,8 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
 
 
 def _p(logs: Sequence[float]) -> float:
-    """The two-sided p of the mean of logarithms, 1 where all are 0."""
+    """Returns the two-sided p of Student's t that the mean of the logarithms is 0; 1
+    where all are 0, and 0 where all are the same other number. `logs`: at least two."""
     spread = statistics.stdev(logs) / math.sqrt(len(logs))
     if spread == 0:
         return 0.0 if any(logs) else 1.0
@@ -222,7 +233,8 @@ def _p(logs: Sequence[float]) -> float:
 def _check_moves(
     old: Sequence[Check], new: Sequence[Check]
 ) -> tuple[list[Move], list[Presence]]:
-    """Checks that hold in one report alone, and those that one report alone could try."""
+    """Returns the moves of checks whose result changed, or that fail and are new, and the
+    presences of checks that only one report could try."""
     sides = [
         {(check.name, check.format): check for check in checks} for checks in (old, new)
     ]

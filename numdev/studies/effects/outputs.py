@@ -26,9 +26,11 @@ TINY = 1e-300  # a divisor that is never 0
 
 
 def output_of(answer: object) -> Tensor:
-    """The tensor by which two answers of a model are compared, [sequences, positions,
-    width] in fp64: its logits, else its last hidden state, else what it returns first.
-    Raises MeasurementError for anything else."""
+    """Returns the tensor by which answers of a model are compared, [sequences, positions,
+    width] in fp64: its logits, else its last hidden state, else the first tensor it
+    returns. An output [sequences, width] has one position; further axes between the first
+    and last become positions. Raises MeasurementError where there is no floating-point
+    tensor of two axes or more."""
     parts = answer if isinstance(answer, Mapping) else getattr(answer, "__dict__", {})
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
     x: object = next((x for x in named if isinstance(x, Tensor)), answer)
@@ -43,14 +45,18 @@ def output_of(answer: object) -> Tensor:
 
 
 def outputs_of(answer: object) -> dict[str, Tensor]:
-    """The tensors by which two answers are compared, by the name of the output: the one
-    `output_of` it, or both outputs of a pipeline."""
+    """Returns the tensors by which answers of a model are compared, each [sequences,
+    positions, width] in fp64, by the name of the output: "" for a model's only one,
+    `latents` and `image` for a pipeline's. Raises MeasurementError where an answer has no
+    such tensor."""
     x, image = output_of(answer), getattr(answer, "image", None)
     return {"": x} if image is None else {"latents": x, "image": output_of(image)}
 
 
 def text_of(inputs: Mapping[str, object]) -> str | None:
-    """The name of the input that the model's output is about, if that is token ids."""
+    """Returns the name of the input whose tokens the model's output is about:
+    `decoder_input_ids`, `input_ids`, or the first int64 tensor [sequences, positions];
+    None without one."""
     tensors = ((n, x) for n, x in inputs.items() if isinstance(x, Tensor))
     tokens = [n for n, x in tensors if x.dtype == torch.int64 and x.ndim == 2]
     return next(
@@ -61,7 +67,9 @@ def text_of(inputs: Mapping[str, object]) -> str | None:
 def counted(
     inputs: Mapping[str, object], out: Tensor, mask: str = "attention_mask"
 ) -> Tensor:
-    """The positions of an output that are no padding, bool [sequences, positions]."""
+    """Returns the positions of an output that are no padding, bool [sequences, positions]
+    on its device, by the input that `mask` names; all of them where there is no such
+    input, or it has another shape."""
     shown = inputs.get(mask)
     if isinstance(shown, Tensor) and shown.shape == out.shape[:2]:
         return shown.to(out.device).bool()
@@ -78,6 +86,10 @@ class Scored(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, answer: object, inputs: Mapping[str, Any]) -> Scored:
+        """Returns how to score an answer of the model on `inputs`: as logits if the width
+        of its output is the size of a vocabulary or the number of labels, and which
+        positions count. `targets` is -1 everywhere but for logits over tokens. Raises
+        MeasurementError for an answer without a tensor."""
         out, name = output_of(answer), text_of(inputs)
         config: object = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -105,14 +117,15 @@ class Scored(NamedTuple):
 
 
 def bad_positions(x: Tensor, counts: Tensor) -> int:
-    """How many of the positions that count [sequences, positions] hold NaN or
-    infinity."""
+    """Returns at how many of the positions that count `x` [sequences, positions, width]
+    has NaN or infinity. `counts`: bool [sequences, positions]."""
     return int((~x.isfinite().all(dim=-1) & counts).sum())
 
 
 def largest_error(x: Tensor, truth: Tensor) -> Tensor:
-    """[sequences, positions]: the largest error of a logit, less the mean error of the
-    position."""
+    """Returns the largest |error| of a logit at each position, [sequences, positions],
+    each position's mean error taken off first. `x`, `truth`: [sequences, positions,
+    tokens]."""
     return _centred(x - truth).abs().amax(dim=-1)
 
 
@@ -124,10 +137,15 @@ def compared(
     beside: Tensor | None,
     first: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Fields]:
-    """For each sequence, the numbers of an `OutputRow`. `by_chance`: the `largest_error`
-    that roundings make; `beside`: the output of the run to take `from_against` from. A
-    sequence with NaN or infinity has a `reason` and no numbers; `first` says where it
-    came up, by sequence."""
+    """Returns the numbers of an `OutputRow` for each sequence, as dicts of its fields.
+    `x`, `truth`, `beside`: [sequences, positions, width].
+
+    `by_chance` [sequences, positions]: the `largest_error` that roundings make, by which
+    flips are told from near ties; None leaves `unexplained` out. `beside`: the output
+    that `apart` is measured from; None, or one that is not finite, leaves it out. A
+    sequence that is all padding, or has NaN or infinity in `x` or `truth`, has a status
+    and a `reason` in place of numbers, with the entry of `first` on where they came
+    up."""
     rows: list[Fields] = []
     for i, counts in enumerate(how.counted):
         values, exact = x[i][counts], truth[i][counts]
@@ -166,8 +184,8 @@ def compared(
 
 
 def _spread(name: str, x: Tensor) -> dict[str, float]:
-    """The fields `name`, `name_p999` and `name_max` of a row: the mean over positions,
-    the 99.9 % point and the largest."""
+    """Returns the fields `name`, `name_p999` and `name_max` of a row: the mean of `x`
+    [positions], its 99.9 % point and its largest value. `x`: at least one."""
     point = x.kthvalue(math.ceil(0.999 * len(x))).values
     return {
         name: float(x.mean()),
@@ -177,13 +195,15 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
 
 
 def _centred(x: Tensor) -> Tensor:
-    """The logits of each position less their mean."""
+    """Returns the logits with the mean of each position taken off, since what is added to
+    all logits of a position changes no probability."""
     return x - x.mean(dim=-1, keepdim=True)
 
 
 def _score_states(x: Tensor, exact: Tensor) -> tuple[Tensor, Fields]:
-    """The cost of each position of final states [positions, width], and the field `angle`
-    of the row."""
+    """Returns the cost of each position [positions], the squared error over the squared
+    norm of the exact state, and the field `angle` of the row: the mean angle in degrees.
+    `x`, `exact`: final states [positions, width]."""
     size = exact.square().sum(dim=-1).clamp_min(TINY)
     cost = (x - exact).square().sum(dim=-1) / size
     cosine = torch.cosine_similarity(x, exact, dim=-1, eps=TINY).clamp(-1, 1)
@@ -193,8 +213,10 @@ def _score_states(x: Tensor, exact: Tensor) -> tuple[Tensor, Fields]:
 def _score_logits(
     x: Tensor, exact: Tensor, targets: Tensor, by_chance: Tensor | None
 ) -> tuple[Tensor, Fields]:
-    """The cost of each position of logits [positions, tokens], and the fields of the row
-    that only logits have."""
+    """Returns the cost of each position [positions], KL(exact || x) in nats, and the
+    fields of the row that only logits have: flips, `unexplained` if `by_chance`
+    [positions] is given, and the changes of log-probabilities if any of `targets`
+    [positions] is a token, not -1. `x`, `exact`: [positions, tokens]."""
     step = max(1, BLOCK // x.shape[-1])
     parts = []
     for logits, exact_logits, token in zip(

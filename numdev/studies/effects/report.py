@@ -34,9 +34,9 @@ USED = "sdpa-default"  # what a model calls that asks for no backend
 
 
 def stands_for_use(kernel: str, against: str) -> int:
-    """A sort key: the kernel with the lowest stands for what a user runs. First comes the
-    one that a model calls if it asks for no backend, last the one that others are
-    compared with."""
+    """Returns a sort key for the kernels of a study, of which the lowest stands for what
+    a user runs: 2 for `against`, that others are compared with; else 0 for
+    `sdpa-default`, which a model calls if it asks for no backend; 1 for any other."""
     return {USED: 0, against: 2}.get(kernel, 1)
 
 
@@ -59,7 +59,8 @@ class PlannedRun(Record):
 
     @property
     def run(self) -> tuple[str, str, str, str, int | None]:
-        """What identifies the run: `RunFields.run` without the format and the output."""
+        """Returns what identifies the run: kind, kernel, options as text, site and layer,
+        as in `RunFields.run` but without the format and the output."""
         return self.kind, self.kernel, str(self.options), self.site, self.layer
 
 
@@ -120,12 +121,14 @@ class RunFields(Record):
 
     @property
     def place(self) -> str:
-        """The output that the run is about, in words."""
+        """Returns the output that the run is about, in words: `output` of a model,
+        `denoised latents` or `image` of a pipeline."""
         return {"": "output", "latents": "denoised latents"}.get(self.at, self.at)
 
     @property
     def run(self) -> tuple[str, str, str, str, str, str, int | None]:
-        """What identifies the run in a report."""
+        """Returns what identifies the run in a report: kind, format, output (`at`),
+        kernel, options as text, site and layer."""
         which = (self.kernel, str(self.options), self.site, self.layer)
         return self.kind, self.format, self.at, *which
 
@@ -169,6 +172,8 @@ class RunSummary(RunFields):
 
     @model_validator(mode="after")
     def _is_over_something(self) -> Self:
+        """Returns the record as it is. Raises ValueError where it has a ratio (`over` or
+        `over_worst`) and does not say in `beside` to what."""
         if self.beside is None and (self.over is not None or self.over_worst is not None):
             raise ValueError("beside: expected what `over` is held against, got null")
         return self
@@ -208,9 +213,10 @@ ASKED_BY = {"cache": "generate", "compiled": "compile", "compiled eager": "compi
 def check_names(
     _request: EffectsRequest, formats: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """The name and format ("" for none) of each check of a report, in its order. Every
-    report has them all, whatever was asked for: `Check.applies` says which are not of
-    this one."""
+    """Returns (name, format) of every check of a report, in the report's order: those
+    tried in fp64, with the format "", then for each of `formats` those tried in a format.
+    The request plays no part: a check that was not asked for is listed too
+    (`Check.applies` is False there)."""
     return [
         *((name, "") for name in IN_FP64),
         *((name, fmt) for fmt in formats for name in IN_FORMAT),
@@ -218,7 +224,8 @@ def check_names(
 
 
 def unasked(request: EffectsRequest, name: str) -> str:
-    """The reason of a check that was not asked for; empty where it was."""
+    """Returns why the request leaves out the check `name`, with the option that asks for
+    it; empty for one that was asked for or needs no option."""
     option = ASKED_BY.get(name)
     asked = {"generate": request.generate, "compile": request.compile}
     return "" if option is None or asked[option] else f"not asked for: --{option}"
@@ -247,16 +254,18 @@ class EffectsReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether the model ran in any format with any kernel, or was checked as a
-        whole."""
+        """Whether the whole model ran in any format with any kernel, or any check could
+        be tried."""
         ran = any(row.kind == "whole" and row.status == "ok" for row in self.rows)
         return ran or any(check.holds is not None for check in self.checks)
 
     @property
     def unmeasured(self) -> str:
-        """A sentence that says why the model ran with no kernel."""
+        """Returns a sentence that says why the model ran with no kernel: the reasons of
+        all rows."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"the model ran with no kernel: {', or '.join(reasons)}"
 
     def tables(self) -> dict[str, Sequence[Record]]:
+        """Returns the tables that are written as CSV files, by file name: `rows`."""
         return {"rows": self.rows}

@@ -86,8 +86,8 @@ class AtSites:
         self.narrower: dict[str, str] = {}  # by site, the narrower format it computes in
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
-        """The values that an operation reads from a tensor: a parameter's are rounded at
-        the site `weights`."""
+        """Returns the values that an operation reads from a tensor of this dtype: a
+        parameter's are rounded where `weights` is one of the sites."""
         if is_weight and "weights" in self.sites:
             return self._rounded(values, values_format(dtype))
         return values
@@ -95,7 +95,8 @@ class AtSites:
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
-        """A number that an operation brings in, rounded at the operation's site."""
+        """Returns a Python number that an operation brings in: rounded at the operation's
+        site if that is chosen and the operation only moves values; as it is otherwise."""
         fmt = values_format(dtype)
         if not moves(func) or fmt.precision > self.format.precision:
             return value
@@ -109,7 +110,9 @@ class AtSites:
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The values that an operation returns, rounded at its site."""
+        """Returns the values that an operation computed for a result of this dtype:
+        rounded if its site is chosen, and as they are if it only moves values. Notes in
+        `narrower` a site that computes in less than the model's format."""
         if moves(func) and not brings_other_numbers(func, args, dtype):
             return values
         fmt, site = values_format(dtype), self.places.site_of(func, args)
@@ -118,7 +121,8 @@ class AtSites:
         return self._rounded(values, fmt) if site in self.sites else values
 
     def _rounded(self, values: Tensor, fmt: Format) -> Tensor:
-        """The values rounded to a format, if that is no wider than the model's."""
+        """Returns the values rounded to a format; as they are where it is wider than the
+        model's."""
         if fmt.precision > self.format.precision:
             return values
         return rounded(values, fmt, self.generator)
@@ -153,8 +157,8 @@ def moves(func: OpOverload) -> bool:
 def brings_other_numbers(
     func: OpOverload, args: tuple[object, ...], dtype: torch.dtype
 ) -> bool:
-    """Whether an operator that moves values adds some up, casts those of a wider tensor
-    down to `dtype`, or puts integers among them."""
+    """Whether an operator that moves values also computes: it adds some up, casts those
+    of a wider tensor down to `dtype`, or puts integers among them."""
     name = func.overloadpacket.__name__
     if name in ("index_put", "index_put_") and len(args) > 3 and args[3]:
         return True
@@ -185,12 +189,15 @@ class SiteTracker:
         self.begun = False  # whether a layer has run
 
     def following(self) -> AbstractContextManager[None]:
-        """A context in which the model runs, so that its modules are followed."""
+        """Returns a context in which the model runs, so that its modules are followed. It
+        begins anew each time."""
         self.running, self.attended, self.begun = [], set(), False
 
         def enter(
             module: nn.Module, args: tuple[object, ...], named: Mapping[str, object]
         ) -> None:
+            """Puts a module on top of those that run; notes the width of the states that
+            a layer reads."""
             self.running.append(module)
             self.attended.discard(module)
             self.by_hand.pop(module, None)
@@ -200,17 +207,21 @@ class SiteTracker:
                 self.widths[module] = 0 if states is None else states.shape[-1]
 
         def leave(module: nn.Module, *_: object) -> None:
+            """Takes a module that ends off the top of those that run."""
             if self.running and self.running[-1] is module:
                 self.running.pop()
 
         return followed(self.kinds, enter, leave)
 
     def met(self) -> None:
-        """Note that the running module's attention was called."""
+        """Notes that the attention of the running modules was called: what they compute
+        from here on comes after it."""
         self.attended.update(m for m in self.running if m in self.owners)
 
     def site_of(self, func: OpOverload, args: tuple[object, ...]) -> str:
-        """The site of an operation of the module that runs."""
+        """Returns the site, one of SITES, of an operation of the module that runs.
+        `args`: the operation's arguments, whose shapes tell a residual sum from an
+        activation."""
         module = self.running[-1] if self.running else None
         kind = self.kinds[module] if module is not None else "outside"
         name = func.overloadpacket.__name__
@@ -243,8 +254,9 @@ class SiteTracker:
         return has_parts and (not width or shape[-1:] == (width,))
 
     def _by_hand(self, module: nn.Module, name: str) -> str:
-        """The site of an operation of attention that a module computes itself: scores up
-        to the softmax, P from there, and the output; empty for any other."""
+        """Returns the site of an operator, by name, in a module that computes attention
+        itself: scores up to the softmax, P from there, then the output; empty for any
+        other. Notes how far the module has come."""
         stage = self.by_hand.get(module, "")
         if name in SOFTMAX:
             self.by_hand[module] = "attention P"
@@ -258,7 +270,8 @@ class SiteTracker:
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """The names of the members of the outermost lists of modules that have parts."""
+    """Returns the names of a model's layers: the members of its outermost lists of
+    modules, where all of a list have parts. Empty without such a list."""
     layers: list[str] = []
     for name, m in model.named_modules():
         if isinstance(m, nn.ModuleList | nn.Sequential) and not _within(name, layers):
@@ -269,13 +282,15 @@ def layers_of(model: nn.Module) -> list[str]:
 
 
 def _within(name: str, modules: Iterable[str]) -> str | None:
-    """The one of these modules in which, or as which, a module of this name stands."""
+    """Returns the first of these module names that a module of this name is, or lies
+    within; None without one."""
     return next((m for m in modules if f"{name}.".startswith(f"{m}.")), None)
 
 
 def _kind(name: str, module: nn.Module, owners: list[str], layers: list[str]) -> str:
-    """The site that a module's operations have, or `owner` (of projections), `layer` or
-    `outside`, where that depends on the operation."""
+    """Returns the site that all operations of a module have, or, where it depends on the
+    operation, `owner` (of attention's projections), `layer` or `outside`. `owners`,
+    `layers`: names of the modules with attention, and of layers."""
     leaf, layer = name.rpartition(".")[2].lower(), _within(name, layers)
     described = f"{leaf} {type(module).__name__.lower()}"
     if "norm" in described:

@@ -55,7 +55,8 @@ Source = CheckpointSource | PictureSource
 
 
 def exact(case: AttentionCase, _fmt: Format) -> Tensor:
-    """The output of a call in fp64."""
+    """Returns the output of a call computed in fp64, [batch, heads, q_len, v_dim]. It
+    takes a format as every `Attention` does, and ignores it."""
     return attend(case).out
 
 
@@ -89,10 +90,13 @@ class Subject:
     def as_used(
         self, inputs: Inputs, attention: Attention, moved: int | None = None
     ) -> object:
-        """What the model returns as it computes in its format. With the seed `moved` its
-        embedded inputs lie one unit in the last place off, up or down."""
+        """Returns what the model returns as it computes in its format, its attention
+        answered by `attention`. With the seed `moved` its embedded inputs lie one unit in
+        the last place off, up or down at random. Raises what the model and `attention`
+        raise."""
 
         def answer(case: AttentionCase) -> Tensor:
+            """Returns the attention of a call in the call's own dtype."""
             return attention(case, format_of(case.q.dtype)).to(case.q.dtype)
 
         moving = (
@@ -111,11 +115,12 @@ class Subject:
         drawn: int | None = None,
         run: Callable[..., object] | None = None,
     ) -> object:
-        """What the model returns, or `run` in its place, computed in fp64 but for
-        roundings at `sites` (up or down at random with the seed `drawn`, where there is
-        one). Its attention is answered by `attention`; None: by the model's own code,
-        which is as exact in fp64 and stands in for `exact` in a model that attends by
-        hand."""
+        """Returns what the model, or `run` in its place, returns on `inputs`, computed in
+        fp64 but for roundings at `sites` (up or down at random with the seed `drawn`, if
+        there is one). Its attention is answered by `attention`; None: by the model's own
+        code, which is as exact in fp64. The own code also answers for `exact_attention`
+        in a model that attends by hand; `by_hand` then says so. Raises what the model
+        raises."""
         if attention is exact:
             if not self.by_hand:
                 try:
@@ -129,7 +134,10 @@ class Subject:
         self, inputs: Inputs, attention: Attention | None, sites: Collection[str],
         drawn: int | None, run: Callable[..., object] | None,
     ) -> object:  # fmt: skip
-        """As `exactly`, with attention answered as `attention` says."""
+        """Runs the model once in fp64, rounded at `sites`, with attention answered by
+        `attention` (None: the model's own code), and notes in `narrower` and `routes`
+        what it shows. Raises Unseen where it makes no call of attention that `attention`
+        could answer."""
         generator = (
             None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         )
@@ -137,6 +145,8 @@ class Subject:
         running = Running(rounding)
 
         def answer(case: AttentionCase) -> Tensor:
+            """Returns the attention of a call, in fp64 under the call's dtype; notes a
+            narrower dtype that the model's own autocast asks for."""
             self.places.met()
             kind, dtype = case.q.device.type, case.q.dtype
             if torch.is_autocast_enabled(kind):  # the model's own
@@ -168,12 +178,15 @@ class Subject:
         site: str = "",
         drawn: int | None = None,
     ) -> object:
-        """What the model returns, rounded at one site, or at all, but computed in fp64.
-        Attention rounds as the first of the kernels with a rounding model does, else as
-        FlashAttention-2."""
+        """Returns what the model returns, rounded at one site, or at all for "", but
+        computed in fp64. Attention rounds as the first of `kernels` that has a rounding
+        model for the call, else as FlashAttention-2. `drawn`, for all sites: a seed, with
+        which every rounding goes up or down at random."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
+            """Returns a call's attention, with only those of its rounding sites rounded
+            that belong to `site`."""
             claim: Mapping[str, Any] = {"preset": "fa2"}
             for planned in kernels:
                 with suppress(Refused, MeasurementError):
@@ -198,7 +211,8 @@ class Subject:
         )
 
     def _inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
-        """The inputs as the model takes them, floating-point ones wide."""
+        """Returns the inputs on the model's device, floating-point ones as fp64 tensors
+        of the model's dtype; those are rounded to its format where `rounded`."""
         home = {
             name: x.to(self.device) if isinstance(x, Tensor) else x
             for name, x in inputs.items()
@@ -214,23 +228,26 @@ class Subject:
     def kernel(
         self, planned: Planned, layer: int | None, case: AttentionCase, fmt: Format
     ) -> Tensor:
-        """Attention by a kernel, on inputs rounded to the format of the call; with a
-        `layer` (else None) in this one alone, and exactly in all others."""
+        """Returns the output of a kernel on a call rounded to `fmt`, [batch, heads,
+        q_len, v_dim]. With a `layer` only that one's calls go to the kernel and all
+        others are exact. Raises Refused where the kernel cannot run here or declines,
+        MeasurementError where it fails."""
         if layer not in (None, case.ref.layer):
             return exact(case, fmt)
         return self._run_kernel(planned, case.rounded_to(fmt)).out
 
     def predicted(self, planned: Planned, case: AttentionCase, fmt: Format) -> Tensor:
-        """The same as the kernel's rounding model has it; exactly, where a call comes in
-        a wider format than the model's, for which there is none."""
+        """Returns what the kernel's rounding model gives on a call rounded to `fmt`; the
+        exact output where the call comes in a wider format than the model's. Raises
+        Refused where the kernel has no rounding model for it or declines."""
         if fmt.precision > self.format.precision:
             return exact(case, fmt)
         case = case.rounded_to(fmt)
         return find("emulated").attend(case, **self._claim(planned, case)).out
 
     def _run_kernel(self, planned: Planned, case: AttentionCase) -> Output:
-        """The kernel's output on a case. Raises Refused where it cannot run here or
-        declines, and MeasurementError where it fails."""
+        """Returns the kernel's output on a case. Raises Refused where it cannot run here
+        or declines, and MeasurementError where it fails."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             raise Refused(missing)
@@ -242,7 +259,9 @@ class Subject:
         return output
 
     def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, object]:
-        """The options of `emulated` that the kernel rounds like on a rounded case."""
+        """Returns the options of `emulated` that round as the kernel does on a rounded
+        case. Runs the kernel for it. Raises Refused where it has none for the case's
+        format, cannot run here or declines; MeasurementError where it fails."""
         claim = planned.kernel.claims(case, self._run_kernel(planned, case), self.system)
         if claim is None or case.format.precision > MOST_BITS:
             raise Refused(
@@ -255,17 +274,19 @@ class Subject:
 def first_nonfinite(
     model: nn.Module, count: int, cast_to: Format | None = None
 ) -> Iterator[dict[int, str]]:
-    """A context in which the model runs on `count` sequences. It fills a dict: by the
-    number of a sequence the first module that gives NaN or infinity, with its weight that
-    holds some; or that gets some from what is no module, such as attention. A module that
-    mixes sequences counts for all of them. `cast_to`: the format that the weights were
-    cast to, which they may overflow."""
+    """Returns a context in which the model runs on `count` sequences. It fills a dict: by
+    the number of a sequence the first module that gives NaN or infinity, in words and
+    with its weight that has some; or that gets some from what is no module, such as
+    attention. A module that mixes sequences counts for all of them. `cast_to`: the format
+    that the weights were cast to, which they may overflow."""
     first: dict[int, str] = {}
     names = {
         module: name or type(module).__name__ for name, module in model.named_modules()
     }
 
     def note(x: object, where: Callable[[], str]) -> None:
+        """Adds the place `where` to `first`, for each sequence that has NaN or infinity
+        in a tensor of `x` and none so far."""
         for tensor in (widened(y) for y in tree_leaves(x) if is_floating(y)):
             bad = ~tensor.isfinite()
             if tensor.ndim and len(tensor) == count:
@@ -275,12 +296,15 @@ def first_nonfinite(
             first.update({i: where() for i in at if i not in first})
 
     def enter(module: nn.Module, args: tuple[object, ...], _named: object) -> None:
+        """Looks at what a module without parts reads first. Others may get masks, which
+        hold -inf."""
         # Others may get masks, which hold -inf
         if not any(True for _ in module.children()):
             with _disable_current_modes():
                 note(args[:1], lambda: f"the input of {names[module]}")
 
     def leave(module: nn.Module, _args: object, out: object) -> None:
+        """Looks at what a module returns."""
         with _disable_current_modes():
             note(out, lambda: names[module] + _bad_weight(module, cast_to))
 
@@ -289,8 +313,8 @@ def first_nonfinite(
 
 
 def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
-    """A clause about the first weight of a module that holds NaN or infinity; empty
-    without one."""
+    """Returns a clause about the first weight of a module that has NaN or infinity; empty
+    without one. Weights that stay on disk are not looked at."""
     cast = f" (cast to {cast_to.name})" if cast_to else ""
     for name, x in module.named_parameters():
         if not isinstance(x, Deferred) and (count := int((~widened(x).isfinite()).sum())):
@@ -302,8 +326,9 @@ def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
 
 
 def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
-    """Replace the model's floating-point tensors by `Wide` ones with the source's values;
-    a tensor that stays on disk by one that makes it when it is read."""
+    """Replaces the floating-point tensors of `model`, in place, by `Wide` ones with the
+    values of `source`, a module of the same names; a tensor that stays on disk by one
+    that is made when it is read. Tied weights stay one."""
     widened_by_id: dict[int, Tensor] = {}  # a tied weight stays one
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
@@ -325,7 +350,8 @@ def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
 def _wide(
     values: Tensor, dtype: torch.dtype, is_parameter: bool, device: str | torch.device
 ) -> Tensor:
-    """A parameter or buffer in fp64 under the dtype that the model has it in."""
+    """Returns a parameter or buffer in fp64 on `device`, under the dtype that the model
+    has it in. `values`: the source's tensor, read from disk if it stays there."""
     with _disable_current_modes():  # it may be read from disk while the model runs
         values = (
             values.make(torch.device(device))
@@ -337,8 +363,8 @@ def _wide(
 
 
 def _unwrapped(case: AttentionCase) -> AttentionCase:
-    """The call with its values in fp64. The lowest number of a mask's dtype, which hides
-    a key, becomes that of fp64."""
+    """Returns the call with its tensors as plain fp64 tensors. The lowest number of a
+    mask's dtype, which hides a key, becomes that of fp64."""
     mask = case.mask
     if mask is not None and is_floating(mask):
         values = widened(mask)
@@ -357,10 +383,13 @@ def _unwrapped(case: AttentionCase) -> AttentionCase:
 
 @contextmanager
 def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
-    """A context in which the output of the first table or layer to run is one unit in the
-    last place off, up or down at random."""
+    """Returns a context in which the output of the first embedding, convolution or linear
+    layer to run is one unit in the last place off, up or down at random with this
+    seed."""
 
     def move(_module: nn.Module, _args: object, x: Tensor) -> Tensor:
+        """Returns the output of a layer, moved; a forward hook, which removes itself and
+        all others like it."""
         stack.close()  # the first to run is moved, and no other
         generator = torch.Generator(x.device).manual_seed(seed)
         up = torch.rand(x.shape, generator=generator, device=x.device) < 0.5

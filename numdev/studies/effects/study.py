@@ -1,5 +1,5 @@
-"""`numdev effects`: the model's output in each format with each kernel beside the exact
-one, and what single rounding sites do to it."""
+"""`numdev effects`: runs the model in each format with each kernel, and exactly but for
+single rounding sites; compares its output with the exact one and writes the report."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Run(NamedTuple):
     layer: int | None = None
 
     def row(self, fmt: Format) -> Fields:
-        """The fields of an `OutputRow` that identify the run, in a format."""
+        """Returns the fields of an `OutputRow` that identify the run in a format, by
+        name."""
         fields: Fields = {
             "kind": self.kind,
             "format": fmt.name,
@@ -81,7 +82,7 @@ class Run(NamedTuple):
 
     @property
     def planned_run(self) -> PlannedRun:
-        """The run as the plan of a report records it."""
+        """Returns the run as the plan of a report records it."""
         p = self.planned
         return PlannedRun(
             kind=self.kind,
@@ -103,8 +104,11 @@ def effects(
     command: str = "",
     rules: Rules | None = None,
 ) -> EffectsReport:
-    """Run `request`, journalling into `directory`; returns the report, judged by the
-    rules (the default ones). Raises UsageError for what cannot be run here, and
+    """Runs `request` and returns its report, judged by `rules` (None: the default ones).
+    What is measured goes to a journal in `directory`, so that an interrupted run goes on
+    from there; `overwrite` replaces a damaged journal or one of another request.
+    `workers`: share the runs among Dask workers; `say` gets notes on the source,
+    `progress` (what, done, total). Raises UsageError for what cannot be run here, and
     MeasurementError where the model cannot be run exactly."""
     rules = rules or default_rules()
     check_system(System.probe(request.device).as_dict(), rules)
@@ -147,7 +151,9 @@ def _finish(
     watch: Stopwatch,
     progress: Progress,
 ) -> None:
-    """Bring into the journal every run and every check that it lacks."""
+    """Measures every run and check that the journal lacks and appends them to it.
+    `measure` yields the rows of runs; the time spent goes to `watch` under `runs` and
+    `checks`."""
     done, total = 0, len(study.formats) * len(study.chunks) * len(study.runs)
     for fmt in study.formats:
         for number in range(len(study.chunks)):
@@ -177,7 +183,8 @@ def _report(
     provenance: Provenance,
     timings: dict[str, float],
 ) -> EffectsReport:
-    """The report of what is journalled, not yet judged."""
+    """Returns the report of what the journal has, without summary and verdict. `request`:
+    the request as it was run, in JSON's types."""
     rows = journal.records("row", OutputRow)
     checks = journal.records("check", Check)
     logits = any(row.flips is not None for row in rows)
@@ -239,7 +246,8 @@ class EffectsStudy:
         self._subject: Subject | None = None
 
     def subject(self, fmt: Format) -> Subject:
-        """The model in a format. It stays loaded until another format is asked for."""
+        """Returns the model in a format, loading it unless it was the last one asked for:
+        one format is loaded at a time."""
         if self._subject is None or self._subject.format != fmt:
             self._subject = None
             self._subject = Subject(self.source, fmt, self.run, self.system)
@@ -247,7 +255,8 @@ class EffectsStudy:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The runs in any format: first those that others are compared with."""
+        """Returns the runs to make in each format, in order: first those that others are
+        compared with, up to and with the first of the whole model."""
         floor = Planned(role="floor", kernel=find("floor"), options={})
         has_sites = isinstance(self.source, CheckpointSource)
         main = (*self.mine, self.against)[0]
@@ -263,7 +272,8 @@ class EffectsStudy:
         return runs
 
     def _layers(self) -> list[int]:
-        """The numbers of the layers that have attention, ascending."""
+        """Returns the numbers of the layers that have attention, ascending; those of
+        modules without a number are left out."""
         model = self.source.model
         layers = {
             layer_of(model.get_submodule(name), name) for name in attention_modules(model)
@@ -272,8 +282,8 @@ class EffectsStudy:
 
     @property
     def used(self) -> Planned:
-        """The kernel that stands for what a user runs: attention's sites round as it
-        does."""
+        """Returns the kernel that stands for what a user runs. Attention's sites round as
+        it does."""
         return min(
             (*self.mine, self.against),
             key=lambda p: stands_for_use(p.kernel.name, self.against.kernel.name),
@@ -281,12 +291,13 @@ class EffectsStudy:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences that the model reads."""
+        """Returns the number of sequences that the model reads."""
         return sum(len(next(iter(x.values()))) for x in self.chunks)
 
     @cached_property
     def chunks(self) -> list[dict[str, Tensor]]:
-        """The inputs, as many sequences at a time as a gigabyte of logits holds; one
+        """Returns the inputs in parts, each a dict of tensors by name: as many sequences
+        in a part as have a gigabyte of logits in fp64, at least one; of a pipeline one
         image."""
         inputs, step = self.source.prompt.inputs, 1
         count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
@@ -302,8 +313,10 @@ class EffectsStudy:
     def measured(
         self, fmt: Format, number: int, todo: Sequence[int]
     ) -> Iterator[Measured]:
-        """The rows of these runs on one part of the inputs, each with the number of its
-        run."""
+        """Yields (number of a run, its rows) for each run of `todo`, on part `number` of
+        the inputs, in a format. A run that fails has rows with a reason, and so has every
+        run of a model that attends by hand. Raises MeasurementError where the exact run
+        fails."""
         subject, inputs = self.subject(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, None)
@@ -345,7 +358,8 @@ class EffectsStudy:
     def _outputs(
         self, subject: Subject, inputs: Inputs, run: Run
     ) -> dict[str, Tensor] | Failure:
-        """The outputs of one run by name, or why it gave none."""
+        """Returns the outputs of one run by name; a Failure where a kernel declines
+        (`skipped`, from Refused) or the run fails (`failed`, from MeasurementError)."""
         try:
             return outputs_of(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
@@ -356,8 +370,9 @@ class EffectsStudy:
     def _first_nonfinite(
         self, subject: Subject, inputs: Inputs, run: Run | None
     ) -> dict[int, str]:
-        """By sequence of these inputs, where a run, or None for the exact one, first
-        gives NaN or infinity."""
+        """Runs the model once more and returns, by the number of a sequence in `inputs`,
+        where NaN or infinity first comes up, in words; without sequences that are finite.
+        `run`: None for the exact run."""
         count = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
         following = (
             first_nonfinite(subject.real, count, subject.format)
@@ -369,8 +384,9 @@ class EffectsStudy:
         return first
 
     def _answer(self, subject: Subject, inputs: Inputs, run: Run | None) -> object:
-        """What the model returns in one run, or exactly for None. An error of the model's
-        own code becomes one of one line."""
+        """Returns what the model returns in one run, or in the exact one for None. Raises
+        MeasurementError of one line for an error of the model's own code; Refused where a
+        kernel declines."""
         seed = self.request.seed
         with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
             if run is None:
@@ -391,7 +407,8 @@ class EffectsStudy:
 
 
 def _rows(about: Fields, numbers: Sequence[Fields], first: int) -> list[OutputRow]:
-    """A row for each sequence, of which the first has the number `first`."""
+    """Returns a row for each dict of `numbers`, with the fields `about` of its run;
+    sequences are numbered from `first`."""
     return [
         OutputRow.model_validate({**about, "sequence": sequence, **fields})
         for sequence, fields in enumerate(numbers, first)
@@ -401,14 +418,16 @@ def _rows(about: Fields, numbers: Sequence[Fields], first: int) -> list[OutputRo
 def _largest_errors(
     roundings: Iterable[Mapping[str, Tensor]], truths: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """[sequences, positions]: the largest error of a logit in any of the runs with all
-    roundings; None where none of them gave an output."""
+    """Returns the largest error of a logit at each position, [sequences, positions], over
+    the runs in which everything rounds (`roundings`: their outputs by name, empty for one
+    that failed); None where none has an output."""
     errors = [largest_error(outputs[""], truths[""]) for outputs in roundings if outputs]
     return torch.stack(errors).amax(dim=0) if errors else None
 
 
 def _overflows(outputs: Mapping[str, Tensor], truths: Mapping[str, Tensor]) -> bool:
-    """Whether an output has NaN or infinity where the exact one is finite."""
+    """Whether an output has NaN or infinity where the exact one is finite. `outputs`,
+    `truths`: tensors of one shape by the name of the output."""
     return any(
         bool((truth.isfinite() & ~outputs[at].isfinite()).any())
         for at, truth in truths.items()
@@ -416,8 +435,9 @@ def _overflows(outputs: Mapping[str, Tensor], truths: Mapping[str, Tensor]) -> b
 
 
 def _opened_source(request: EffectsRequest, system: System) -> Source:
-    """The model of a request. Raises UsageError for what is no model, and for an option
-    that means nothing for it."""
+    """Opens the model of a request: a checkpoint or a pipeline. Raises UsageError for
+    captured tensors, a configuration, or anything else that is no model, and for an
+    option that has no effect on a pipeline."""
     path, target = Path(request.checkpoint), request.target
     what = "captured tensors" if holds_cases(path) else ""
     if path.suffix in (".yaml", ".yml"):
@@ -449,7 +469,10 @@ def measured_on(
     number: int,
     todo: Sequence[int],
 ) -> Iterator[Measured]:
-    """As `EffectsStudy.measured`, the runs shared out among the workers of a client."""
+    """Yields (number of a run, its rows) for the runs of `todo`, on part `number` of the
+    inputs, shared out among the workers of a Dask client, as they come. `expected`: the
+    versions and settings, as JSON, that each worker must have too. Raises what a worker
+    raises."""
     count = min(max(1, len(client.nthreads())), len(todo))
     parts = [
         (request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)
@@ -461,11 +484,13 @@ def measured_on(
 def _on_worker(
     request: str, fmt: Format, number: int, todo: Sequence[int]
 ) -> list[Measured]:
-    """As `EffectsStudy.measured`, on a worker that opens the model once."""
+    """Returns (number of a run, its rows) for the runs of `todo`, measured in this worker
+    process. `request`: an EffectsRequest in JSON; its model is opened once in a
+    process."""
     return list(_opened(request).measured(fmt, number, todo))
 
 
 @cache
 def _opened(request: str) -> EffectsStudy:
-    """The study of a request in JSON."""
+    """Returns the study of a request in JSON, opened once in a process."""
     return EffectsStudy(EffectsRequest.model_validate_json(request), attempt)

@@ -1,5 +1,5 @@
-"""From rows to runs over all sequences: shares, the budget of sites, the answer. Needs no
-torch."""
+"""Computes the summary of a report of effects from its rows: runs over all sequences,
+their shares, the budget of sites, and the answer in sentences. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ Runs = Sequence[RunSummary]
 
 
 def summary_of(report: EffectsReport) -> EffectsSummary:
-    """The summary that the rows of a report give."""
+    """Returns the summary that the rows and the plan of a report give; its stored one is
+    not read."""
     return summarise(report.rows, report.plan.against, logits=report.plan.logits)
 
 
 def summarised(report: EffectsReport) -> EffectsReport:
-    """The report with the summary that its rows give."""
+    """Returns a copy of the report with the summary that its rows give."""
     return report.model_copy(update={"summary": summary_of(report)})
 
 
 def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
-    """The runs over their sequences, the budgets of the formats, the answer, and
-    notes."""
+    """Returns the summary of rows: every run over its sequences, the budget of each
+    format, the answer and notes. `against`: the kernel that others are compared with;
+    `logits`: whether costs are of logits."""
     by_output = grouped(rows, lambda row: (row.format, row.at)).values()
     outputs = [
         OutputRuns(rows_of_output, against, logits=logits) for rows_of_output in by_output
@@ -80,7 +82,8 @@ class OutputRuns:
         self.budget = self._budget(self.main) if self.main and self.sites else None
 
     def _summary(self, rows: Sequence[OutputRow]) -> RunSummary:
-        """One run over its sequences."""
+        """Returns one run over its sequences. `rows`: its rows, at least one. Numbers are
+        over the sequences that have a cost; null where none has."""
         fields: Fields = {name: getattr(rows[0], name) for name in ABOUT}
         for name, over_sequences in OVER_SEQUENCES.items():
             values = [getattr(row, name) for row in rows if row.cost is not None]
@@ -105,10 +108,14 @@ class OutputRuns:
         return RunSummary.model_validate(fields)
 
     def _yardstick(self, run: OutputRow) -> tuple[Beside | None, Costs]:
-        """The costs with which a run's are compared, and their name in
-        `RunSummary.beside`; none for a run that is compared with no other."""
+        """Returns the name, as in `RunSummary.beside`, and the costs by sequence of what
+        a run is compared with: for the whole model all sites together, for attention
+        alone what its rounding model predicts, or eager attention where nothing is
+        predicted. (None, {}) for any other run."""
 
         def of(**changes: object) -> Costs:
+            """Returns the costs by sequence of the run that differs from `run` in these
+            fields; empty if there is none."""
             return self.costs.get(run.model_copy(update=changes).run, {})
 
         if run.kind == "whole":
@@ -121,7 +128,8 @@ class OutputRuns:
         return "eager", of(kernel=self.against, options={})
 
     def _budget(self, main: RunSummary) -> Budget:
-        """The sum of the sites' costs beside that of the whole model."""
+        """Returns the sum of the sites' costs over that of the whole model, in ratio; it
+        adds up from 0.9 to 1.1."""
         sites = [self.costs[run.run] for run in self.sites]
         sums = {i: sum(costs.get(i, 0.0) for costs in sites) for i in self.whole}
         ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
@@ -132,8 +140,9 @@ class OutputRuns:
         )
 
     def answer(self) -> Iterator[str]:
-        """The sentences on the run that stands for what a user runs, in the order in
-        which a reader asks: attention's part, the whole error, what it changes."""
+        """Yields the sentences on the run that stands for what a user runs, in the order
+        in which a reader asks: attention's part, the whole error, what it changes. Yields
+        nothing where no run has a cost."""
         main = self.main
         if main is None or main.cost is None:
             return
@@ -146,18 +155,21 @@ class OutputRuns:
             yield self._flips_sentence(main)
 
     def _run_name(self, main: RunSummary) -> str:
-        """The run in words, with its output where a model has several."""
+        """Returns the run in words: format, kernel, and the output of a pipeline."""
         fmt = f"{main.format} with {labelled(main.kernel, main.options)}"
         return f"{fmt}, {main.place}" if main.at else fmt
 
     def _tensors_name(self, main: RunSummary) -> str:
-        """The tensors whose error is meant, in words."""
+        """Returns what the error is of, in words: `logits`, `final states`, or an output
+        of a pipeline."""
         return main.place if main.at else "logits" if self.logits else "final states"
 
     def _attention_sentence(
         self, main: RunSummary, difference: float, share: Estimate
     ) -> str:
-        """Attention's share of the error, and the difference between two kernels."""
+        """Returns the sentence on attention's share of the error and on how far the
+        output is from that of the kernel `against`. `difference`: that distance, over the
+        rms of the exact output."""
         size = main.error or 1.0
         again = (r.from_against for r in self.runs if r.kind == "moved")
         moved = next(filter(None, again), None)
@@ -174,7 +186,8 @@ class OutputRuns:
         )
 
     def _cost_sentence(self, main: RunSummary, cost: Estimate) -> str:
-        """The size of the error, and the sites that make most of it."""
+        """Returns the sentence on the size of the error and, if the sites add up to it,
+        the three that make most of it."""
         unit = " nats a position" if self.logits else ", relative and squared"
         text = (
             f"{self._run_name(main)}: the error of the {self._tensors_name(main)} is "
@@ -189,7 +202,8 @@ class OutputRuns:
         return f"{text}."
 
     def _flips_sentence(self, main: RunSummary) -> str:
-        """How often the top token changes, here and with another kernel."""
+        """Returns the sentence on how often the top token changes, with the count of
+        another kernel in brackets if it has any."""
         other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
         beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
         name = f"{main.format} with {labelled(main.kernel, main.options)}"
@@ -197,26 +211,27 @@ class OutputRuns:
 
 
 def _costs(rows: Sequence[OutputRow]) -> Costs:
-    """The cost of each sequence that has one."""
+    """Returns the cost by the number of the sequence, of the rows that have one."""
     return {row.sequence: row.cost for row in rows if row.cost is not None}
 
 
 def _ratios(above: Costs, below: Costs) -> list[float]:
-    """The ratio of two costs in every sequence where the lower one is above 0."""
+    """Returns above / below for each sequence of `above` where `below` is more than 0."""
     return [above[i] / below[i] for i in above if below.get(i, 0.0) > 0]
 
 
 def _geometric(values: Sequence[float]) -> Estimate | None:
-    """The geometric mean with the interval of the logarithms' mean, which takes LEAST
-    values; None without a value."""
+    """Returns the geometric mean of ratios with its 95 % interval, which takes LEAST
+    values; the arithmetic mean where a value is 0. None without a value."""
     mean, low, high = factor(values) if values else (0.0, None, None)
     low, high = (low, high) if len(values) >= LEAST else (None, None)
     return Estimate(mean=mean, low=low, high=high) if values else None
 
 
 def _mean(values: Sequence[float]) -> Estimate:
-    """The mean of values above 0, its interval that of the geometric mean, in
-    proportion."""
+    """Returns the arithmetic mean of costs; its interval is that of the geometric mean,
+    in proportion. None for the ends where there are fewer than LEAST values. `values`: at
+    least one."""
     mean, middle = _average(values), _geometric(values)
     if not middle or not middle.mean or middle.low is None or middle.high is None:
         return Estimate(mean=mean)
@@ -225,7 +240,7 @@ def _mean(values: Sequence[float]) -> Estimate:
 
 
 def _average(values: Sequence[float]) -> float:
-    """The arithmetic mean."""
+    """Returns the arithmetic mean. `values`: at least one."""
     return sum(values) / len(values)
 
 
@@ -241,24 +256,28 @@ OVER_SEQUENCES: Mapping[str, Callable[[Any], object]] = {
 
 
 def alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
-    """The run with attention alone in the format that belongs to one of the whole."""
+    """Returns the run with attention alone in the format that has the kernel, options,
+    format and output of `whole`; None where there is none."""
     return next((run for run in runs if run.run == ("attention", *whole.run[1:])), None)
 
 
 def interval_in_words(x: Estimate, write: Callable[[float | None], str]) -> str:
-    """The ends of an interval; empty without one, and where both are written alike."""
+    """Returns the ends of an interval, each written by `write`; empty without an
+    interval, and where both ends are written alike."""
     low, high = write(x.low), write(x.high)
     return "" if x.low is None or low == high else f"{low} to {high}"
 
 
 def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
-    """The mean with its interval in brackets, if it has one."""
+    """Returns the mean with its interval in brackets, if it has one, each number written
+    by `write`."""
     within = interval_in_words(x, write)
     return write(x.mean) + (f" ({within})" if within else "")
 
 
 def flips_in_words(run: RunSummary) -> str:
-    """The clause of a sentence that says how often a run changes the top token."""
+    """Returns a clause that says how often a run changes the top token, and how many of
+    these are near ties, if that is known."""
     if run.flips == 0:
         return f"changes no top token ({run.positions:,} positions)"
     text = f"changes the top token at {run.flips} of {run.positions:,} positions"

@@ -1,5 +1,5 @@
-"""What is judged of a model's output: a test for everything planned, and its sentences.
-Needs no torch."""
+"""Judges a model's output: a test for everything planned, findings on what exceeds its
+limit, and the sentence on what passed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -66,10 +66,11 @@ RATIO_RULES = {
 
 
 def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
-    """The tests of a report. For the model: each planned check, and whether the exact
-    output is finite. For each planned kernel in each format: whether it ran, whether it
-    is finite, its own share of the error, the whole error and the flips; a test that
-    cannot be made has its reason."""
+    """Yields the tests of a report. For the model: each check, and whether the exact
+    output is finite. For each planned kernel in each format: whether it ran, and for each
+    output whether it is finite, attention's own share of the error, the whole error and
+    the flips. A test that cannot be made has its reason. Where the model does not repeat
+    itself, what would be judged is undecided."""
     plan = report.plan
     limits: EffectsLimits = rules.limits_of("effects")
     runs = summary_of(report).runs
@@ -107,14 +108,17 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
 
 
 def _is_whole(run: RunSummary, kernel: PlannedKernel, fmt: str, at: str) -> bool:
-    """Whether a run is that of the whole model with a kernel."""
+    """Whether a run is that of the whole model with a kernel and its options, in a
+    format, of the output `at`."""
     if (run.kind, run.format, run.at) != ("whole", fmt, at):
         return False
     return (run.kernel, str(run.options)) == (kernel.kernel, str(kernel.options))
 
 
 def _check_tests(report: EffectsReport) -> Iterator[Test]:
-    """A test for every check of the model."""
+    """Yields a test for every check of the model: exceeded where it does not hold,
+    undecided where it could not be tried, not applicable where the model need not have
+    it."""
     formats = ", ".join(report.plan.formats)
     for check in report.checks:
         standing = Standing.HELD if check.holds else Standing.EXCEEDED
@@ -139,8 +143,9 @@ def _check_tests(report: EffectsReport) -> Iterator[Test]:
 
 
 def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
-    """The test of how many sequences the model ran on with a kernel, alone and as a
-    whole. A run whose output is not finite counts as one: another rule judges that."""
+    """Returns the test of on how many sequences the model ran with a kernel, alone and as
+    a whole. A run with NaN or infinity counts as one: another rule judges that. Not
+    applicable where no exact output is finite."""
     rows = [
         row
         for row in report.rows
@@ -166,7 +171,7 @@ def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
 
 
 def _same_kernel(row: OutputRow, who: Who) -> bool:
-    """Whether a row is one of the kernel, options and format of a test."""
+    """Whether a row is one of the kernel, options and format of a test's `who`."""
     expected = (who["kernel"], str(who["options"]), who["format"])
     return (row.kernel, str(row.options), row.format) == expected
 
@@ -177,8 +182,10 @@ def _output_tests(
     runs: Sequence[RunSummary],
     limits: EffectsLimits,
 ) -> Iterator[TestFields]:
-    """The fields of the tests of one output of the model, with one kernel in one
-    format."""
+    """Yields the fields of the tests of one output of the model, with one kernel in one
+    format: `finite`, `own share`, `model`, `flips`. Without the costs of both `whole` and
+    attention alone, the last three have a reason: not applicable where both lack one,
+    missing where one has it."""
     attention = alone(whole, runs)
     yield _finite_test(whole, attention, runs)
     if whole.cost is None or attention is None or attention.cost is None:
@@ -214,7 +221,7 @@ def _output_tests(
 
 
 def _no_flips(plan: EffectsPlan) -> str:
-    """Why no flip can be called unexplained."""
+    """Returns why no flip can be called unexplained, by the plan."""
     if not plan.logits:
         return "its output is no distribution"
     if plan.routes:
@@ -223,15 +230,16 @@ def _no_flips(plan: EffectsPlan) -> str:
 
 
 def _emulated(plan: EffectsPlan) -> bool:
-    """Whether single rounding sites are placed in the model."""
+    """Whether the plan has the run with all rounding sites, which a pipeline lacks."""
     return any(run.kind == "emulated" for run in plan.runs)
 
 
 def _finite_test(
     whole: RunSummary, attention: RunSummary | None, runs: Sequence[RunSummary]
 ) -> TestFields:
-    """The fields of the test of a finite output. NaN and infinity are the kernel's fault
-    where the model is finite with another one."""
+    """Returns the fields of the test of a finite output. NaN and infinity exceed the
+    limit where another kernel gives a finite output in `runs`, and are undecided where
+    none does. `attention`: the run with attention alone, if there is one."""
     bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
     others = [
         run for run in runs
@@ -263,11 +271,12 @@ def _finite_test(
 def _ratio_test(
     plan: EffectsPlan, run: RunSummary, limits: EffectsLimits, *, steady: bool
 ) -> TestFields:
-    """The fields of the test of a ratio. It is exceeded where the lower end of its
-    interval is beyond the limit; also where the ratio is SURELY times the limit and has
-    no interval, or is so in one sequence that has many positions, in a model without a
-    router (`steady`). It is held where the ratio is within the limit and has an
-    interval."""
+    """Returns the fields of the test of a ratio: a run's cost over that of what it is
+    compared with. It is exceeded where the lower end of its interval is beyond the limit;
+    also where the ratio is SURELY times the limit and has no interval, or is so in one
+    sequence of a model without a router that reads many positions (`steady`). It is held
+    where the ratio is within the limit and has an interval. Otherwise it is undecided, or
+    not applicable where nothing is there to compare with."""
     by = RATIO_RULES[run.beside or "sites"]
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
@@ -318,7 +327,8 @@ def _ratio_test(
 def findings(
     judgement: Judgement, report: EffectsReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """A finding for each limit that is exceeded, the farthest first; and no notes."""
+    """Returns a finding for each limit that is exceeded, kernel by kernel and the
+    farthest first, and for each kernel that did not run; and no notes."""
     wrong = [test for test in judgement.tests if test.beyond]
     sentences = []
     for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
@@ -344,7 +354,8 @@ def findings(
 
 
 def _sentence(test: Test) -> str:
-    """What a test says, made of its numbers, to follow the kernel's name."""
+    """Returns what an exceeded test says, from its numbers, as a clause that follows the
+    kernel's name. `test`: one with a run or a check in `beyond`."""
     subject: Any = test.beyond[0]
     if isinstance(subject, Check):
         return subject.reason
@@ -356,7 +367,8 @@ def _sentence(test: Test) -> str:
 
 
 def _ratio_clause(test: Test, run: RunSummary) -> str:
-    """The clause of a sentence on a ratio, with its interval and limit."""
+    """Returns the clause on a ratio, with its interval, its limit and attention's share
+    of the whole error."""
     by = RATIO_RULES[run.beside or "sites"]
     with_all = "" if by.rule == "model" else "with all else exact, "
     place = f"the {'pipeline' if run.at else 'model'}'s {run.place}"
@@ -379,8 +391,9 @@ def _ratio_clause(test: Test, run: RunSummary) -> str:
 
 
 def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
-    """What a kernel passed: the number nearest to its limit. Of the model, whose tests
-    have no kernel: which checks hold, and which were not tested and why."""
+    """Returns what to say of the passed `tests` of one kernel: its number nearest to a
+    limit, None where no number was judged. Of the model, whose tests have no kernel:
+    which checks hold, and which were not tested and why. `tests`: at least one."""
     if tests[0].kernel != MODEL:
         return _nearest(report, tests)
     holding = [
@@ -396,8 +409,8 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
 
 
 def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
-    """The clause on the passed test whose number is nearest to its limit; None where no
-    number was judged."""
+    """Returns the clause on the passed test whose number is nearest to its limit; None
+    where no number was judged."""
     passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
     test = max(passed, key=lambda test: test.nearness, default=None)
     if test is None:

@@ -1,5 +1,5 @@
-"""What rounding does to a model's output, shown: the kernels, the budget of sites, how
-the error grows with position, layers, and the model's own checks."""
+"""Shows a report of effects: the kernels, the budget of sites, how the error grows with
+position, layers, and the model's own checks."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ BAR = 24  # the width of the longest bar
 
 
 def blocks(report: EffectsReport) -> Iterator[doc.Node]:
+    """Yields what is shown below the verdicts: for each format and output a table of
+    kernels, then of sites, layers and positions if they were measured, and of checks."""
     runs, logits = report.summary.runs, report.output == "logits"
     for (fmt, at), of_output in grouped(runs, lambda run: (run.format, run.at)).items():
         place = f"{of_output[0].place.capitalize()} in {fmt}" if at else fmt
@@ -87,18 +89,24 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
 
 
 def _mean(x: Estimate | None) -> float | None:
+    """Returns the mean of an estimate; None without one."""
     return None if x is None else x.mean
 
 
 def _name(run: RunSummary) -> str:
+    """Returns what a run is called in a table: its kernel with options, or what it is
+    otherwise."""
     return STANDARD.get(run.kind, "{}").format(labelled(run.kernel, run.options))
 
 
 def _share(run: RunSummary | None) -> str:
+    """Returns a run's share of the whole error in per cent; a dash without one."""
     return NONE if run is None or run.share is None else percent(run.share.mean)
 
 
 def _state(check: Check) -> doc.Cell:
+    """Returns the result of a check as a cell: `agree`, `DIFFER`, `COULD NOT BE TRIED`,
+    or `not tested` for one that does not apply."""
     if check.holds is None:
         word = "COULD NOT BE TRIED" if check.applies else "not tested"
         return doc.Cell(word, style="warn" if check.applies else "soft")
@@ -109,7 +117,9 @@ def _state(check: Check) -> doc.Cell:
 def _kernels(
     fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool
 ) -> doc.Table:
-    """The model with each kernel, and below them the runs that they are compared with."""
+    """Returns the table of the model with each kernel in a format, and below them the
+    runs that they are compared with. Runs of the whole model without numbers are left
+    out."""
     alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
     wholes = [run for run in runs if run.kind == "whole" and run.cost]
     present = {alone[r.run[1:]].beside for r in wholes if r.run[1:] in alone}
@@ -119,6 +129,7 @@ def _kernels(
     shown = [*wholes, *standards]
 
     def cells(run: RunSummary) -> Iterator[str | doc.Cell]:
+        """Yields the cells of a run, one for each column."""
         attention = alone.get(run.run[1:]) if run.kind == "whole" else None
         yield doc.Cell(_name(run), style="strong", title=run.reason or "")
         yield si(_mean(run.cost))
@@ -139,12 +150,14 @@ def _kernels(
 
 
 def _beside(run: RunSummary | None, what: str) -> str:
-    """A run's cost over that of the run it is compared with, if that is `what`."""
+    """Returns a run's cost over that of the run it is compared with, if that is `what`; a
+    dash otherwise."""
     return ratio(run.over.mean) if run and run.over and run.beside == what else NONE
 
 
 def _sites(runs: Sequence[RunSummary], title: str) -> doc.Table:
-    """The sites as bars, the largest first; those that change nothing are left out."""
+    """Returns the table of sites with their shares as bars, the largest first. Those
+    below 0.005 % are left out."""
     shares = {
         run.site: run.share.mean for run in runs if run.share and run.share.mean >= 5e-5
     }

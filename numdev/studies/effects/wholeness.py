@@ -1,5 +1,5 @@
-"""Whether a report of effects holds what its plan says, and whether its numbers fit
-together."""
+"""Checks that a report of effects has the rows that its plan says, and that its numbers
+do not contradict each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ STEADY = ("whole", "repeat", "moved")
 
 def check(report: EffectsReport) -> None:
     """Raises MeasurementError for rows or checks that nobody planned, that are missing,
-    or whose numbers contradict each other. A missing row would exceed no limit."""
+    or whose numbers contradict each other, with the first contradiction. A missing row
+    would exceed no limit."""
     wrong = next(
         itertools.chain(
             _plan_contradictions(report),
@@ -51,7 +52,8 @@ def check(report: EffectsReport) -> None:
 
 
 def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Where the plan is not what the request asked for."""
+    """Yields a sentence for each way in which the plan is not what the request asked for,
+    or contradicts itself."""
     plan, request = report.plan, report.request
     yield from other_formats(request, plan.formats)
     read = report.provenance.source.get("sequences_read")
@@ -97,7 +99,8 @@ def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _check_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Where the checks are not those of the plan, or contradict themselves."""
+    """Yields a sentence for each check that was not planned, is missing, or contradicts
+    itself."""
     present = [(check.name, check.format, check.applies) for check in report.checks]
     planned = [(check.name, check.format, check.applies) for check in report.plan.checks]
     if present != planned or len({name[:2] for name in present}) < len(present):
@@ -114,7 +117,8 @@ def _check_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _check_contradiction(check: Check) -> str:
-    """What is wrong with a check; empty where its fields fit together."""
+    """Returns what is wrong with a check, as a clause that follows its name; empty where
+    its fields fit together."""
     limit = LIMITS.get(check.name, LIMIT)
     if check.limit not in (None, limit):
         return f"has another limit than {limit:g}"
@@ -137,7 +141,8 @@ def _check_contradiction(check: Check) -> str:
 
 
 def _row_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Where rows are not those of the plan, or contradict themselves or each other."""
+    """Yields a sentence for each planned row that is missing or there twice, each row
+    that nobody planned, and each that contradicts itself or the others."""
     plan = report.plan
     rows = grouped(report.rows, lambda r: (r.run, r.sequence))
     wanted = itertools.product(
@@ -163,8 +168,9 @@ def _row_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _floor_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Where the floor errs far more than a kernel: it is the exact result, rounded once,
-    so that no kernel errs much less in its format."""
+    """Yields a sentence for each sequence where the floor errs FAR times as much as a
+    kernel. It is the exact result rounded once, so that no kernel of its format errs much
+    less."""
     alone = [
         r for r in report.rows if r.kind == "attention" and r.layer is None and r.error
     ]
@@ -176,7 +182,8 @@ def _floor_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _row_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
-    """What is wrong with a row; empty where its fields fit together."""
+    """Returns what is wrong with a row, as a clause; empty where its fields fit
+    together."""
     sizes = [x for name in SIZES if (x := getattr(row, name)) is not None]
     if row.status != "ok":
         return _unmeasured_contradiction(row, sizes)
@@ -199,7 +206,9 @@ def _row_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
 
 
 def _unmeasured_contradiction(row: OutputRow, sizes: Sequence[float]) -> str:
-    """What is wrong with a row that should have no numbers."""
+    """Returns what is wrong with a row that is not `ok`, which may have no numbers and
+    must have a reason; empty where nothing is. `sizes`: those of its numbers that are not
+    null."""
     counts = (row.flips, row.unexplained, row.first_flip, row.log_perplexity)
     has_numbers = sizes or row.positions or row.growth
     if has_numbers or any(x is not None for x in counts):
@@ -212,15 +221,16 @@ def _unmeasured_contradiction(row: OutputRow, sizes: Sequence[float]) -> str:
 
 
 def _ordered(mean: float | None, point: float | None, largest: float | None) -> bool:
-    """Whether a mean and the 99.9 % point over positions are at most the largest value;
-    true where all three are null, false where some are."""
+    """Whether a mean and the 99.9 % point over positions are at most the largest value.
+    True where all three are None, False where some are."""
     if mean is None or point is None or largest is None:
         return mean is None and point is None and largest is None
     return max(mean, point) <= largest * (1 + 1e-9)
 
 
 def _flips_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
-    """What is wrong with the flips of a row of logits."""
+    """Returns what is wrong with the flips of a row of logits, as a clause; empty where
+    nothing is."""
     if row.flips is None or not 0 <= row.flips <= row.positions:
         return "has more flips than positions"
     if (row.first_flip is None) != (row.flips == 0):
