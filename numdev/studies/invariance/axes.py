@@ -1,11 +1,12 @@
-"""The ways in which a call can change while some rows' exact answer stays: axes, as data.
+"""The axes along which a call can change while the exact answer of some rows stays, as
+data.
 
-An axis gives variants of a case: one or more calls, and where their rows stand in the
-call that they are held against, the case itself or, where it has too little around it
-(one sequence has no order), a base of the variant's own. The study checks in fp64 that
-the rows' answer is the same. What stands around a sequence (neighbours, tokens that are
-added) is the case's own, rolled along its length with alternating sign: numbers of the
-same size, the same on every machine."""
+An axis gives variants of a case: one or more calls, and which of their rows are compared
+with which rows of the base. The base is the case itself or, where that has too little
+around it (one sequence has no order), a larger call of the variant's own. The study
+checks in fp64 that the rows' answer is the same. What is added around a sequence (other
+sequences, tokens) is the case's own, rolled along its length with alternating sign:
+numbers of the same size, the same on every machine."""
 
 from __future__ import annotations
 
@@ -46,12 +47,14 @@ class Part(NamedTuple):
     key: slice | None = slice(None)
 
     def of(self, tensor: str, x: Tensor | None) -> Tensor | None:
-        """These rows of `out`, `lse`, `dq`, `dk` or `dv`."""
+        """Returns the part of a tensor `x` of this name (`out`, `lse`, `dq`, `dk` or
+        `dv`), a view; None for None, and for dk and dv where these are not compared."""
         at = (self.kv_head, self.key) if tensor in ("dk", "dv") else (self.head, self.row)
         return None if x is None or at[1] is None else x[self.batch, *at]
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """These rows of `out`, or of what has a row for each query: never none."""
+        """Returns the part of `out`, or of any tensor [batch, heads, q_len, ...]; never
+        None."""
         return x[self.batch, self.head, self.row]
 
 
@@ -68,7 +71,7 @@ class VariantCall(NamedTuple):
 
     @property
     def moves_keys(self) -> bool:
-        """Whether the same keys stand elsewhere in this call than in the base."""
+        """Whether the same keys begin at another index in this call than in the base."""
         keys, keys_of_base = self.in_call.key, self.in_base.key
         start = keys.start or 0 if keys else 0
         start_in_base = keys_of_base.start or 0 if keys_of_base else 0
@@ -89,7 +92,7 @@ class Variant(NamedTuple):
     part: str = ""  # what of the case it is about, where that is not all
 
     def masks(self, case: AttentionCase) -> bool:
-        """Whether a call has a mask, and the case has none."""
+        """Whether a call, or the base, has a mask, and the case has none."""
         called = (self.base or case, *(call.case for call in self.calls))
         return case.mask is None and any(c.mask is not None for c in called)
 
@@ -116,13 +119,14 @@ def again(
     in_base: Part = WHOLE,
     **fields: Unpack[VariantFields],
 ) -> Variant:
-    """A variant of one call; `fields` are others of the variant."""
+    """Returns a variant of one call, of which the rows `in_call` are compared with the
+    rows `in_base` of the base. `fields`: others of the variant."""
     return Variant(name=name, calls=(VariantCall(case, in_call, in_base),), **fields)
 
 
 def alike(x: Tensor, like: Tensor) -> Tensor:
-    """`x`, dense, with its axes in memory in the order of `like`'s: kernels choose by
-    it."""
+    """Returns `x`, dense, with its axes in memory in the order of those of `like`, since
+    kernels choose by it. `like`: as many axes."""
     strides = like.stride()
     order = sorted(range(like.ndim), key=lambda dim: (-strides[dim], dim))
     back = [order.index(dim) for dim in range(like.ndim)]
@@ -130,15 +134,17 @@ def alike(x: Tensor, like: Tensor) -> Tensor:
 
 
 def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
-    """The batch of these sequences of the case. A number beyond its batch gives a
-    neighbour: a sequence of the case, rolled along its length."""
+    """Returns the batch of these sequences of the case, numbered from 0. A number beyond
+    its batch gives a neighbour: a sequence of the case, rolled along its length."""
     count = case.q.shape[0]
 
     def one(x: Tensor, index: int) -> Tensor:
+        """Returns one sequence, [1, ...]."""
         sequence, times = x[index % count : index % count + 1], index // count
         return sequence.roll(times, dims=2) * (-1.0) ** times if times else sequence
 
     def several(x: Tensor) -> Tensor:
+        """Returns all of the sequences, with the tensor's own order of axes in memory."""
         return alike(torch.cat([one(x, i) for i in sequences]), x)
 
     mask = case.mask
@@ -161,12 +167,15 @@ def grown(
     keys: tuple[int, int] = (0, 0),
     hidden: bool = False,
 ) -> AttentionCase:
-    """The case with more query rows and keys: `rows` and `keys` say how many before and
-    how many behind. The case's rows see what they saw by causality, window and mask;
-    where keys are `hidden`, a mask hides the new ones from them, and a new row before
-    them sees the first key alone. The gradient of the output is 0 in new rows."""
+    """Returns the case with more query rows and keys: `rows` and `keys` say how many
+    before and how many behind. The case's rows see what they saw by causality, window and
+    mask; where the new keys are `hidden`, a mask hides them from those rows, and a new
+    row before them sees the first key alone. The gradient of the output is 0 in new
+    rows."""
 
     def around(x: Tensor, before: int, behind: int, *, zero: bool = False) -> Tensor:
+        """Returns a tensor with new tokens before and behind its own: rolled copies, or
+        zeros."""
         times = -(-max(before, behind) // x.shape[2])
         other = [x.roll(i, dims=2) * (-1.0) ** i for i in range(1, times + 1)]
         tokens = torch.cat([x[:, :, :0], *other], dim=2) * float(not zero)
@@ -196,8 +205,9 @@ def grown(
 
 
 def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
-    """A mask for more rows, which see every key, and more keys, which no other row
-    sees."""
+    """Returns a mask, of 4 axes, for more rows, which see every key, and more keys, which
+    no other row sees. `rows`, `keys`: how many before and behind; an axis of length 1
+    stays."""
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     bool_ = mask.dtype == torch.bool
     if mask.shape[-1] > 1:
@@ -209,19 +219,22 @@ def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tens
 
 
 def _together(mask: Tensor | None, shown: Tensor) -> Tensor:
-    """A mask that hides what `mask` hides and what is not `shown`, bool."""
+    """Returns a mask that hides what `mask` hides and what is not `shown`, bool. It is
+    bool where `mask` is, or is None; else it is one that is added to the scores."""
     if mask is None or mask.dtype == torch.bool:
         return shown if mask is None else mask & shown
     return torch.where(shown, mask, torch.finfo(mask.dtype).min)
 
 
 def without_positions(case: AttentionCase) -> AttentionCase:
-    """The case without causality and window, so that every row sees every key."""
+    """Returns the case without causality and window, so that every row sees every key
+    that its mask shows."""
     return dataclasses.replace(case, is_causal=False, causal_offset=0, window=None)
 
 
 def _some_rows(case: AttentionCase) -> list[int]:
-    """The last row, one that begins a tile, and one amid one."""
+    """Returns the indices of up to three rows, ascending: the last row, one that begins a
+    tile, and one amid one."""
     n, tile = case.q_len, 128 if case.q_len > 256 else 16
     return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
 
@@ -229,7 +242,8 @@ def _some_rows(case: AttentionCase) -> list[int]:
 def _cut(
     case: AttentionCase, first: int, last: int, keys: range | None = None
 ) -> VariantCall:
-    """A call of these rows alone. dk and dv are compared where these are all rows."""
+    """Returns the call of the rows from `first` up to `last`, without that one, and with
+    these keys alone (None: all). dk and dv are compared where these are all rows."""
     ranges = {"row": range(first, last)} | ({} if keys is None else {"key": keys})
     whole = (first, last) == (0, case.q_len)
     in_base = Part(row=slice(first, last), key=slice(None) if whole else None)
@@ -241,25 +255,28 @@ def _cut(
 def _last_of(
     case: AttentionCase, name: str, rows: int, **changed: Unpack[CaseChanges]
 ) -> Variant:
-    """The case's one row as the last of several."""
+    """Returns the variant in which the case's one row is the last of `rows`, with other
+    fields of the case changed. Gradients of keys and values are not compared."""
     whole = dataclasses.replace(grown(case, rows=(rows - 1, 0)), **changed)
     return again(name, whole, Part(row=slice(rows - 1, rows), key=None), Part(key=None))
 
 
 def _part_of_case(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
-    """The place of the case's rows and keys behind so many new ones."""
+    """Returns the place of the case's rows and keys behind so many new ones."""
     return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
 
 
 def unchanged(case: AttentionCase, *, ways: Mapping[str, VariantFields]) -> Variants:
-    """The same call, laid out or run in these ways: fields of a Variant by its name."""
+    """Yields the same call, laid out or run in these ways: fields of a Variant by its
+    name."""
     for name, how in ways.items():
         yield again(name, case, **how)
 
 
 def batch(case: AttentionCase) -> Variants:
-    """The first sequences in a larger batch, or the first and the last alone; of a large
-    call the first kv head alone."""
+    """Yields the first sequences in a larger batch, or the first and the last alone; of a
+    large call the first kv head alone. A call that would be too large is a variant with a
+    reason and no calls."""
     count, largest = case.q.shape[0], LARGEST if case.q.is_cuda else LARGEST_CPU
     one = case.q.shape[2] * case.kv_len  # scores of one head of one sequence
     base, compared = None, ""
@@ -289,7 +306,7 @@ def batch(case: AttentionCase) -> Variants:
 
 
 def order(case: AttentionCase) -> Variants:
-    """The first sequence at another place of the batch."""
+    """Yields the first sequence at other places of a batch of AROUND."""
     base = picked(case, range(AROUND))
     for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
         at = places.index(0)
@@ -299,8 +316,8 @@ def order(case: AttentionCase) -> Variants:
 
 
 def neighbours(case: AttentionCase) -> Variants:
-    """Other values in the other sequences of the batch, NaN among them and numbers that
-    make far larger scores."""
+    """Yields the first sequence beside others with other values: larger, zero, NaN, or
+    numbers that make far larger scores. With the last two dk and dv are not compared."""
     base, first = picked(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
     for name, factor in (("larger", LARGE), ("zero", 0.0), *ways.POISONS.items()):
         changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
@@ -312,11 +329,14 @@ def neighbours(case: AttentionCase) -> Variants:
 
 
 def lengths(case: AttentionCase) -> Variants:
-    """Neighbours of other lengths: in a batch, by a mask of keys; packed, by a mask that
-    is diagonal in blocks."""
+    """Yields the first sequence beside others of other lengths: in a batch, by a mask of
+    keys; packed, by a mask that is diagonal in blocks. Packed only where the call has as
+    many keys as rows and no mask."""
     around, n, m = picked(case, range(AROUND)), case.q_len, case.kv_len
 
     def padded(*others: int) -> AttentionCase:
+        """Returns a batch in which the first sequence has all keys and the others so
+        many."""
         shown = torch.arange(m) < torch.tensor([m, *others])[:, None]
         shown = shown[:, None, None].to(case.q.device)
         return settled(dataclasses.replace(around, mask=_together(around.mask, shown)))
@@ -345,8 +365,8 @@ def lengths(case: AttentionCase) -> Variants:
 
 
 def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
-    """Each sequence of the batch packed with others into one, of these sizes; the case's
-    own is number `at` of them."""
+    """Returns each sequence of the batch packed with others into one, of these sizes; the
+    case's own is number `at` of them, and no other sees it."""
     around = sum(sizes[:at]), sum(sizes[at + 1 :])
     whole = grown(without_positions(case), rows=around, keys=around)
     numbers = torch.repeat_interleave(torch.tensor(sizes))
@@ -360,7 +380,7 @@ def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase
 
 
 def padding(case: AttentionCase) -> Variants:
-    """Tokens before or behind the sequence that a mask hides."""
+    """Yields the case with 1 and PAD tokens before or behind it that a mask hides."""
     for side in ("right", "left"):
         for amount in (1, PAD):
             keys = (amount, 0) if side == "left" else (0, amount)
@@ -371,7 +391,8 @@ def padding(case: AttentionCase) -> Variants:
 
 
 def heads(case: AttentionCase) -> Variants:
-    """The first and the last kv head alone, with their query heads."""
+    """Yields the first and the last kv head alone, with their query heads; nothing for
+    one kv head."""
     for g in sorted({0, case.kv_heads - 1}) if case.kv_heads > 1 else ():
         of_group = slice(g * case.group, (g + 1) * case.group)
         in_base = Part(head=of_group, kv_head=slice(g, g + 1))
@@ -381,7 +402,7 @@ def heads(case: AttentionCase) -> Variants:
 
 
 def rows(case: AttentionCase) -> Variants:
-    """Some rows alone; a single row as the last of several."""
+    """Yields some rows alone, and the last EXTEND; a single row as the last of EXTEND."""
     n = case.q_len
     for i in _some_rows(case) if n > 1 else ():
         yield Variant(name=f"row {i} alone", calls=(_cut(case, i, i + 1),))
@@ -392,7 +413,8 @@ def rows(case: AttentionCase) -> Variants:
 
 
 def longer(case: AttentionCase) -> Variants:
-    """More tokens behind the sequence, which causality hides."""
+    """Yields the case with more tokens behind it, which causality hides; nothing without
+    it."""
     high = key_limits(case)[1]
     if high is None or case.q_len - 1 + high > case.kv_len - 1:
         return
@@ -403,7 +425,8 @@ def longer(case: AttentionCase) -> Variants:
 
 
 def chunks(case: AttentionCase) -> Variants:
-    """The rows in chunks, each with the keys up to its last row."""
+    """Yields the rows in chunks, each with the keys up to its last row; nothing below 32
+    rows."""
     n, high = case.q_len, key_limits(case)[1]
     for size in sorted({n // 2, 3 * n // 8, 64} if n >= 32 else ()):
         calls = []
@@ -416,8 +439,8 @@ def chunks(case: AttentionCase) -> Variants:
 
 
 def decode(case: AttentionCase) -> Variants:
-    """Some rows with the keys that they see and no causality; a single row as the last of
-    a causal prefill."""
+    """Yields some rows with the keys that they see and no causality; a single row as the
+    last of a causal prefill."""
     n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
     if n > 1 and high is not None:
         for i in _some_rows(case):
@@ -436,7 +459,8 @@ def decode(case: AttentionCase) -> Variants:
 
 
 def mask(case: AttentionCase) -> Variants:
-    """What is hidden as a mask of bool, and as one that is added to the scores."""
+    """Yields the case with all that is hidden as a bool mask, and as one that is added to
+    the scores."""
     shown, plain = explicit_mask(case), without_positions(case)
     if shown is None:
         shown = torch.ones(
@@ -451,8 +475,8 @@ def mask(case: AttentionCase) -> Variants:
 
 
 def strides(case: AttentionCase) -> Variants:
-    """The same values in other layouts; keys and values shared by all sequences, with
-    stride 0."""
+    """Yields the same values in other layouts, and keys and values that all sequences
+    share, with stride 0."""
     alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
     yield from unchanged(case, ways=LAYOUTS | (PACKED if alike else {}))
     if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
@@ -464,7 +488,8 @@ def strides(case: AttentionCase) -> Variants:
 
 
 def threads(case: AttentionCase) -> Variants:
-    """The same call on other numbers of CPU threads."""
+    """Yields the same call on 1, 2 and 3 CPU threads, without the present number; nothing
+    on a GPU."""
     current = torch.get_num_threads()
     for count in sorted({1, 2, 3} - {current}) if not case.q.is_cuda else ():
         within = partial(ways.on_threads, count=count)
@@ -472,7 +497,8 @@ def threads(case: AttentionCase) -> Variants:
 
 
 def hidden(case: AttentionCase, *, poison: str) -> Variants:
-    """Poison in keys and values that a mask hides."""
+    """Yields the case with a poison, one of `call_layouts.POISONS`, in keys and values
+    that a mask hides."""
     more = (0, PAD if case.q_len == case.kv_len else 0)
     base, part_of_case = (
         grown(case, rows=more, keys=(0, PAD), hidden=True),
@@ -496,12 +522,14 @@ def hidden(case: AttentionCase, *, poison: str) -> Variants:
 def _changed(
     by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **arguments: object
 ) -> Within:
-    """How a call is laid out with `by` applied to some of its tensors."""
+    """Returns how a call is laid out when `by`, with these arguments, makes a tensor in
+    another layout of each of the tensors in `of`."""
     return partial(ways.changed, by=partial(by, **arguments), of=of)
 
 
 def _against(base: Within, **ways: Within) -> dict[str, VariantFields]:
-    """The fields of variants that differ from the base in how the call is laid out."""
+    """Returns the fields of variants, by name, that are laid out in one of `ways` and
+    compared with a base that is laid out in another, `base`."""
     return {
         name: {"within": within, "base_within": base} for name, within in ways.items()
     }

@@ -1,10 +1,10 @@
-"""Why two forms differ: which two tilings, splits or orders of the keys make the same
-difference.
+"""Looks for why two forms differ: which two tilings, splits or orders of the keys make
+the same difference.
 
-The emulation of either form is asked with every candidate, and of all pairs the one is
-taken whose difference is nearest to the kernel's, element by element. It is the cause
-where no more than a tenth of the difference is left. What the emulation gets wrong in
-both forms alike cancels."""
+Either form is emulated with every candidate, and of all pairs the one is taken whose
+difference is nearest to the kernel's, element by element. It is the cause where no more
+than a tenth of the difference is left. What the emulation gets wrong in both forms alike
+cancels."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ Emulated = tuple[Cut, Tensor]  # and its output, fp64 [elements]
 def explained(
     row: InvarianceRow, forms: Forms, system: System, *, search: bool
 ) -> dict[str, object]:
-    """The fields of a row that differs in `out` that say why: two operators that ran,
-    else two tilings. The kernel's claims are tried first, then with `search` all
-    candidates."""
+    """Returns the fields of a row that differs in `out` that say why: `cause`, two
+    operators that ran or else two tilings; `closest`, the smallest residual, and `tried`,
+    how many pairs were. Empty where nothing could be tried. What the kernels say of
+    themselves is tried first, then with `search` all candidates."""
     if operators := _operators(forms):
         return {"cause": operators}
     calls = () if row.nonfinite else zip(forms.variant.calls, forms.others, strict=True)
@@ -79,7 +80,8 @@ def explained(
 
 
 def _operators(forms: Forms) -> Cause | None:
-    """The cause where two operators ran, by what the kernels say that they did."""
+    """Returns the cause where two operators ran, by what the kernels say that they did;
+    None where they say nothing, or the same."""
     for ran in forms.others:
         both = (forms.first.output.did, ran.output.did)
         did = [dict(x) if isinstance(x, Mapping) else {} for x in both]
@@ -91,8 +93,8 @@ def _operators(forms: Forms) -> Cause | None:
 def _residuals(
     difference: Tensor, base: Sequence[Emulated], variant: Sequence[Emulated]
 ) -> Tensor:
-    """[base, variant]: the norm of what each pair of emulations leaves of a difference,
-    over that of the difference."""
+    """Returns [base, variant]: the norm of what each pair of emulations leaves of a
+    difference, over that of the difference. `difference`: fp64 [elements]."""
     of_variant = torch.stack([out for _, out in variant])
     left = [(difference - (of_variant - out)).norm(dim=1) for _, out in base]
     residuals: Tensor = torch.stack(left) / difference.norm()
@@ -102,12 +104,14 @@ def _residuals(
 def _simplest(
     residuals: Tensor, base: Sequence[Emulated], variant: Sequence[Emulated]
 ) -> tuple[Cut, Cut, float]:
-    """Of the pairs that explain about as much as the best: the one whose tiling of the
-    base is the simplest, and whose other tiling changes the fewest options."""
+    """Returns the tilings of the base and of the variant, and the residual, of the
+    simplest of the pairs that explain about as much as the best: the earliest tiling of
+    the base, and the one of the variant that changes the fewest of its options."""
     best = float(residuals.min())
     near = (residuals <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
 
     def complexity(pair: list[int]) -> tuple[int, int, int]:
+        """Returns the sort key of a pair of indices."""
         i, j = pair
         changed = len(base[i][0].items() - variant[j][0].items())
         return i, changed, j
@@ -117,7 +121,8 @@ def _simplest(
 
 
 def _claim(ran: KernelRun, system: System) -> Claim:
-    """How the kernel says that it computes; FlashAttention-2's way where it does not."""
+    """Returns the options of `emulated` by which a kernel says that it computes;
+    FlashAttention-2's preset where it says nothing, or raises."""
     kernel = ran.planned.kernel
     if kernel.name == "emulated":
         return {n: x for n, x in ran.planned.options.items() if x is not None}
@@ -130,9 +135,9 @@ def _claim(ran: KernelRun, system: System) -> Claim:
 def _restricted(
     call: VariantCall, first: KernelRun, other: KernelRun
 ) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
-    """Both forms' calls with at most ROWS rows that differ, and the difference there,
-    fp64 [elements]; None where no row differs. All sequences and heads stay where they
-    are few, else one kv head of one sequence."""
+    """Returns the calls of both forms with at most ROWS rows that differ and are finite,
+    and the difference there, fp64 [elements]; None where no such row differs. All
+    sequences and heads stay where these are few, else one kv head of one sequence."""
     base, in_base, in_call = first.case, call.in_base, call.in_call
     a, b = in_base.of_rows(first.output.out), in_call.of_rows(other.output.out)
     sequences = kv_heads = heads = slice(None)
@@ -154,6 +159,7 @@ def _restricted(
         return None
 
     def with_rows(case: AttentionCase, place: Part) -> AttentionCase:
+        """Returns a form's call with the chosen rows, sequences and heads alone."""
         batch = range(case.q.shape[0])[place.batch][sequences]
         kv_head = range(case.kv_heads)[place.kv_head][kv_heads]
         small = part(case, batch=batch, kv_head=kv_head)
@@ -165,8 +171,8 @@ def _restricted(
 
 
 def _emulated(case: AttentionCase, claim: Claim, *, searched: bool) -> Iterator[Emulated]:
-    """The emulation by the claim, or with `searched` by every candidate, and how each of
-    them cuts the keys."""
+    """Yields (tiling, output) of the emulation by the claim, or with `searched` by every
+    candidate; those that it refuses are left out. The output is fp64 [elements]."""
     shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
     seen = case.kv_len if shown is None else int(shown.sum(dim=-1).amax())
     for options in _candidates(case, claim) if searched else (claim,):
@@ -185,8 +191,8 @@ def _emulated(case: AttentionCase, claim: Claim, *, searched: bool) -> Iterator[
 
 
 def _candidates(case: AttentionCase, claim: Claim) -> Iterator[dict[str, object]]:
-    """The claim itself, then its tiles, orders and splits changed, the simple ones
-    first."""
+    """Yields the options of `emulated` to try: the claim itself, then its tiles, orders
+    and splits changed, the simple ones first."""
     yield dict(claim)
     unchanged = {n: x for n, x in claim.items() if n not in ("memory", *CUT)}
     tiles = [t for t in TILES if t < 2 * case.kv_len and case.kv_len <= t * MOST_TILES]

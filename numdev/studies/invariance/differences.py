@@ -1,4 +1,4 @@
-"""Two outputs beside each other, bit by bit, and how large their difference is beside
+"""Compares two outputs bit by bit, and measures how large their difference is beside
 rounding."""
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ EXACT = 1e-10  # change of a sum over its terms that fp64 in another order may m
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Bool: which elements have other bits; for two dtypes, which have other values."""
+    """Returns which elements of two tensors of one shape have other bits, bool; for two
+    dtypes, which have other values."""
     if a.dtype != b.dtype:
         a, b = a.double(), b.double()
     return bits(a) != bits(b)
 
 
 def exact_change(call: VariantCall, base: Reference, variant: Reference) -> float:
-    """The largest change of the exact answer of the call's rows against the base's, over
-    the terms of its sums. Beyond EXACT it is another answer; infinite where one form
-    alone sees no key."""
+    """Returns the largest change of the exact answer of the call's rows against the
+    base's, over the terms of its sums. Beyond EXACT it is another answer; infinite where
+    one form alone sees no key."""
     counted = call.in_base.of_rows(~base.empty)
     if not counted.equal(call.in_call.of_rows(~variant.empty)):
         return math.inf
@@ -60,10 +61,10 @@ def exact_change(call: VariantCall, base: Reference, variant: Reference) -> floa
 
 
 def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> Tensor:
-    """The change of each element that roundings explain even where the floor, and by luck
-    one of two forms, has none, since terms cancel: half a unit of the format in each of n
-    like terms, and |scale| max|q| max|k| 2^-24 of all of them for rounding a score in
-    fp32. For the log-sum-exp it is 1 + its size."""
+    """Returns for each element of a tensor the change that roundings explain even where
+    the floor, and by luck one of two forms, has none, since terms cancel: half a unit of
+    the format in each of n like terms, and |scale| max|q| max|k| 2^-24 of all of them for
+    rounding a score in fp32. For `lse` it is 1 + its size."""
     if tensor == "lse":
         return 1 + exact.lse.abs()
     # Poison is no number of the call, and does not count
@@ -115,8 +116,8 @@ class Numbers(TypedDict, total=False):
 
 
 def compared(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
-    """The numbers of a row, for each tensor that the base has, or why there are none;
-    rows that see no key are left out."""
+    """Yields (tensor, numbers of its row) for each tensor that the base has, or (tensor,
+    reason) where one form alone returns it. Rows that see no key are left out."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
         truth = getattr(exact, tensor, None)
@@ -166,8 +167,11 @@ def _by_row(
     counted: Tensor,
     fmt: Format,
 ) -> dict[str, Tensor]:
-    """Sums over each row, [batch, heads, rows]: counts of elements, and squares; of
-    `ulps` the largest."""
+    """Returns sums over each row, by name, [batch, heads, rows]: of squares
+    (`difference`, `floor`, `unit`, `error_base`, `error_variant`) and of elements
+    (`elements`, `differ`, `nonfinite`, `finite`); of `ulps` the largest. `a`, `b`,
+    `truth`, `unit`, `moved`: [batch, heads, rows, features], `moved` a mask of elements
+    that differ; `counted`: a mask of rows."""
     one, other, shown = a.double(), b.double(), counted[..., None]
     finite = one.isfinite() & other.isfinite()
     usable = finite & truth.isfinite() & shown
@@ -192,10 +196,11 @@ def _by_row(
 
 
 def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
-    """For each key the squared error that both forms make in some key of its head, scaled
-    down by ELSEWHERE. Rounded dS does not sum to 0 over the keys, and the gradient of a
-    maximum takes what is left to the key that holds it: where scores tie, each form may
-    choose another key."""
+    """Returns `elsewhere`, [batch, heads, rows]: for each key of dk the squared error
+    that both forms make in some key of its head, scaled down by ELSEWHERE; 0 for other
+    tensors. Rounded dS does not sum to 0 over the keys, and the gradient of a maximum
+    takes what is left to the key that has it: where scores tie, each form may choose
+    another key."""
     if tensor != "dk" or not rows["difference"].numel():
         return {"elsewhere": torch.zeros_like(rows["difference"])}
     errors = (
@@ -206,7 +211,9 @@ def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
 
 
 def _summed(rows: Mapping[str, Tensor]) -> Numbers:
-    """The fields of an `InvarianceRow`, from the sums over each of its rows."""
+    """Returns the numbers of an `InvarianceRow` from the sums over each of its rows.
+    Without `floor_ratio`, `error_base` and `error_variant` where the floor has no
+    error."""
     whole = {name: x.sum()[None] for name, x in rows.items()}
     whole["elsewhere"] = torch.zeros_like(whole["unit"])  # a matter of single keys
     names = ("difference", "floor", "error_base", "error_variant")
@@ -231,7 +238,9 @@ def _summed(rows: Mapping[str, Tensor]) -> Numbers:
 
 
 def _excess(squares: Mapping[str, Tensor]) -> float:
-    """The largest difference over the one that roundings explain, as rms."""
+    """Returns the largest over rows of the rms difference over the one that roundings
+    explain; 0 without rows, and at most 1e150. `squares`: sums of squares by name,
+    [rows]."""
     explained = torch.minimum(squares["error_base"], squares["error_variant"])
     for name in ("floor", "unit", "elsewhere"):
         explained = torch.maximum(explained, squares[name])
@@ -241,8 +250,8 @@ def _excess(squares: Mapping[str, Tensor]) -> float:
 
 
 def _first(call: VariantCall, tensor: str, moved: Tensor) -> tuple[int, int, int, int]:
-    """The place in the base of the first row that differs: sequence, head, row,
-    feature."""
+    """Returns the place in the base of the first row that differs: sequence, head, row,
+    feature. `moved`: [batch, heads, rows, features], at least one element of it True."""
     row = int(moved.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
     sequence, head, feature = moved[:, :, row].nonzero()[0].tolist()
     place = call.in_base
@@ -254,7 +263,8 @@ def _first(call: VariantCall, tensor: str, moved: Tensor) -> tuple[int, int, int
 
 
 def keys_seen(case: AttentionCase, first: tuple[int, int, int, int]) -> int:
-    """How many keys a row of a case sees."""
+    """Returns how many keys a row of a case sees. `first`: its sequence, head, row,
+    feature."""
     sequence, head, row, _ = first
     shown = visible(case, slice(row, row + 1), slice(0, case.kv_len))
     if shown is None:

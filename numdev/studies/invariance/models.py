@@ -1,5 +1,5 @@
-"""The model's own output, computed another way, and how much of its change is
-attention's.
+"""Measures how the model's own output changes when it is computed another way, and how
+much of that is attention's.
 
 Matrix products change with the batch as well. With attention in fp64, whose answer to the
 same inputs is always the same, what is left is the rest's; shares are of mean squares,
@@ -40,16 +40,20 @@ def model_rows(
     run: Callable[[AttentionCase], KernelRun | Failure],
     axes: Collection[str],
 ) -> Iterator[ModelRow]:
-    """A row for the model with a kernel along each of these axes that it has. `run` gives
-    what the kernel returns for a case, or a Failure; `wider` the model in a wider format,
-    whose output tells how far roundings explain a difference."""
+    """Yields a row for the model with a kernel along each of `axes` that it has; with a
+    reason and no numbers where it raises or its output is not finite. `run` gives what
+    the kernel returns for a case, or a Failure; `wider` the model in a wider format, by
+    whose output the errors of both forms are measured."""
 
     def kernel(case: AttentionCase) -> Tensor:
+        """Returns the kernel's attention of a call. Raises Refused where it gives
+        none."""
         if isinstance(ran := run(case), Failure):
             raise Refused(ran.reason)
         return ran.output.out.to(case.q.dtype)
 
     def exact(case: AttentionCase) -> Tensor:
+        """Returns the exact attention of a call, rounded once to the format."""
         return round_to(attend(case).out, fmt).to(case.q.dtype)
 
     home = at_home(model, inputs)
@@ -92,27 +96,31 @@ def model_rows(
 def model_axes(
     model: nn.Module, inputs: Inputs, axes: Collection[str]
 ) -> tuple[str, ...]:
-    """The axes along which the model's own output can be compared."""
+    """Returns those of `axes` along which the model's own output can be compared:
+    `batch`, `chunks`, `decode`."""
     return tuple(axis for axis in _ways(model, inputs) if axis in axes)
 
 
 def _in_fp64(case: AttentionCase) -> Tensor:
-    """The output of a call in fp64, in the dtype of the model."""
+    """Returns the attention of a call computed in fp64, in the dtype of the model."""
     return attend(case).out.to(case.q.dtype)
 
 
 def _ways(
     model: nn.Module, inputs: Inputs
 ) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    """By axis a function that returns two outputs of the first sequence, one computed in
-    the usual way and one in another, at the positions where they may differ: in decoding
-    those that are decoded."""
+    """Returns by axis a function that returns two outputs of the first sequence, [1,
+    positions, width] in fp64, one computed in the usual way and one in another, at the
+    positions where they may differ: in decoding those that are decoded. An axis that the
+    model or its inputs do not allow is left out."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     count, n = ids.shape
     first = {name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
              for name, x in inputs.items()}  # fmt: skip
 
     def with_cache(*ends: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns the output of one pass and that of a pass read in parts, with a cache,
+        up to each of `ends`; both from position `first`."""
         parts = [output_of(x) for x in in_parts(model, {"input_ids": ids[:1]}, ends)]
         whole = output_of(model(input_ids=ids[:1]))
         return whole[:, first:], torch.cat(parts, dim=1)[:, first:]

@@ -1,4 +1,4 @@
-"""Two reports of `numdev invariance`: what moved.
+"""Compares two reports of `numdev invariance`: which rows moved from A to B.
 
 A row, also of the model's own output, moved where bits were the same and no longer are,
 or the reverse, where its cause is another one, or one of its numbers another by TIMES."""
@@ -62,34 +62,40 @@ class InvarianceNames:
     for an audit's."""
 
     def kernel(self, row: InvarianceRow) -> Key:
-        """What identifies the kernel and the format of a row."""
+        """Returns what identifies the kernel and the format of a row."""
         return label(row), row.format
 
     def step(self, row: InvarianceRow) -> tuple[Key, Key, bool]:
-        """What identifies a kernel's run on one variant of a call."""
+        """Returns what identifies a kernel's run on one variant of a call: kernel and
+        format; case, axis and variant; and False, since no run is a backward pass
+        alone."""
         return self.kernel(row), (row.case, row.axis, row.variant), False
 
     def row(self, row: InvarianceRow) -> Key:
-        """What identifies a row: a tensor of such a run."""
+        """Returns what identifies a row: a kernel's run on one variant of a call, and the
+        tensor."""
         return (*self.step(row), row.tensor)
 
     def lost(self, a: InvarianceRow, b: InvarianceRow) -> list[str]:
-        """The numbers that a row has in A and lacks in B."""
+        """Returns the names of the numbers that row A has and row B lacks."""
         return lost_numbers(a, b, DIFFERENCES)
 
     def about(self, row: InvarianceRow) -> About:
-        """The fields of a move that say which row it is about."""
+        """Returns the fields of a move that say which row it is about; `tensor` holds the
+        axis too."""
         return {**row.who, "tensor": f"{row.axis} {row.tensor}"}
 
     def place(self, row: InvarianceRow) -> Place:
-        """The call that a row is of."""
+        """Returns the place of a row: its case and layer."""
         return nowhere(row.case, row.layer)
 
 
 def moves(
     old: InvarianceReport, new: InvarianceReport
 ) -> tuple[InvarianceNames, Compared]:
-    """Every axis of every tensor that both reports have, and what moved."""
+    """Returns the names by which rows are paired, and what changed from `old` to `new`: a
+    group for every axis of every tensor that both reports have, a move for each row that
+    changed, moves of the model's own output, and what one report alone has."""
     names = InvarianceNames()
     pairs = measured_pairs(names, old.rows, new.rows)
     groups: list[Group] = []
@@ -128,7 +134,8 @@ def moves(
 
 
 def _largest_ratio(rows: Iterable[InvarianceRow]) -> float | None:
-    """The largest difference over the floor's error; None where no row has one."""
+    """Returns the largest difference over the floor's error; None where no row has
+    one."""
     ratios = (row.floor_ratio for row in rows)
     return max((x for x in ratios if x is not None), default=None)
 
@@ -144,8 +151,9 @@ class Number(NamedTuple):
 
 
 def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
-    """The fields of each move in one row: other bits, causes or counts; among the numbers
-    the one that changed most."""
+    """Yields the fields of each move in one row: other counts of elements or of NaN; then
+    other bits or causes, or else the number that changed most, or else the count of
+    elements that differ. `a`, `b`: the row in A and in B."""
     fact: Changed = {
         "metric": "difference",
         "excess": FAR,
@@ -184,6 +192,7 @@ def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
 
 
 def _with_words(number: Number, words: str) -> Changed:
+    """Returns the fields of a move for a number that changed, by name."""
     return {
         "metric": number.metric,
         "a": number.a,
@@ -195,8 +204,9 @@ def _with_words(number: Number, words: str) -> Changed:
 
 
 def _change(a: Row, b: Row, name: str) -> Number | None:
-    """A number that changed by more than TIMES, or that was 0 and no longer is; else
-    None."""
+    """Returns how the number `name` changed from row A to B; None where either is null,
+    or where they are within TIMES of each other. A number that is 0 in one alone changed
+    by FAR."""
     one, two = getattr(a, name), getattr(b, name)
     if one is None or two is None or one == two:
         return None
@@ -216,8 +226,8 @@ def _counts_alike(a: int, b: int) -> bool:
 def _unsteady_moves(
     names: InvarianceNames, old: InvarianceReport, new: InvarianceReport
 ) -> Iterator[Move]:
-    """A move for each kernel that repeated its bits in A, and in B does not. Only a
-    kernel that does not repeat them has such a row."""
+    """Yields a move for each kernel that repeated its bits in A, and in B does not. Only
+    a kernel that does not repeat them has a row along `repeat` that differs."""
     before = {names.row(row) for row in old.rows}
     kernels = {names.kernel(row) for row in old.rows if row.status == "ok"}
     for row in new.rows:
@@ -236,8 +246,8 @@ def _unsteady_moves(
 def _output_moves(
     old: Sequence[ModelRow], new: Sequence[ModelRow]
 ) -> tuple[list[Move], list[Presence]]:
-    """The model's own output with each kernel along each axis: what moved, what one
-    report alone has, and numbers that are gone."""
+    """Returns the moves of the model's own output with each kernel along each axis, and
+    the presences of rows and numbers that one report alone has."""
     sides = [dict(_numbered(rows)) for rows in (old, new)]
     moves: list[Move] = []
     presences: list[Presence] = []
@@ -270,13 +280,16 @@ def _output_moves(
 
 
 def _numbered(rows: Iterable[ModelRow]) -> Iterator[tuple[Key, ModelRow]]:
-    """Each row of the model's output after the key that identifies it."""
+    """Yields (key, row) for each row of the model's output. The key is its axis, kernel
+    with options, and format."""
     for row in rows:
         yield (row.axis, labelled(row.kernel, row.options), row.format), row
 
 
 def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:
-    """What moved in the model's own output along one axis."""
+    """Yields the fields of each move in a row of the model's own output: other counts;
+    then equal bits in one report alone, or else the first number beyond TIMES, or else
+    the count of elements that differ."""
     if a.elements != b.elements:
         words = f"elements: {a.elements}, now {b.elements}"
         yield {"metric": "elements", "excess": FAR, "words": words}
@@ -303,7 +316,8 @@ def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:
 
 
 def _in_words(row: InvarianceRow) -> str:
-    """How far a row changes, and by which cause."""
+    """Returns how far a row changes, and by which cause, in words: `the same bits`, or
+    the difference over the floor's error."""
     if row.same:
         return "the same bits"
     text = f"{three(row.floor_ratio)}× the floor's error"

@@ -45,7 +45,8 @@ class Cause(Record):
 
 
 def _operator(did: Mapping[str, object]) -> str:
-    """An operator and its options, in words."""
+    """Returns an operator and its options in words, such as `flash, splits 4`. `did`:
+    what a kernel says that it ran, by name, with the key `operator`."""
     return ", ".join(
         str(value) if name == "operator" else f"{name} {value}"
         for name, value in did.items()
@@ -53,7 +54,8 @@ def _operator(did: Mapping[str, object]) -> str:
 
 
 def _cut(options: Mapping[str, object]) -> str:
-    """A way to cut and order the keys, in words."""
+    """Returns how the keys are tiled, split and ordered, in words. `options`: `block_kv`,
+    `splits` and `kv_order` of the kernel `emulated`."""
     tile, splits = options.get("block_kv"), options.get("splits") or 1
     text = f"{tile} keys a tile" if tile else "all keys at once"
     text += ", the last first," if options.get("kv_order") == "descending" else ""
@@ -156,12 +158,13 @@ class InvarianceRow(OfKernel):
 
     @property
     def same(self) -> bool:
-        """Whether it was measured, and every bit is the same."""
+        """Whether the tensor was measured, and every bit is the same."""
         return self.status == "ok" and self.differ == 0
 
     @property
     def base_errs(self) -> bool:
-        """Whether it is the call as it is that is far from exact, not its other form."""
+        """Whether it is the call as it is that is far from exact, not its other form: its
+        error is over 4 times the floor's, and over 4 times the other form's."""
         return (self.error_base or 0.0) > 4 * max(1.0, self.error_variant or 0.0)
 
 
@@ -204,9 +207,12 @@ class InvarianceReport(Report):
 
     @property
     def unmeasured(self) -> str:
-        """A sentence that says why no kernel ran."""
+        """Returns a sentence that says why no kernel ran along any axis, with up to four
+        reasons."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"no kernel ran along any axis: {', or '.join(reasons[:4])}"
 
     def tables(self) -> dict[str, Sequence[Record]]:
+        """Returns the tables that are written as CSV files, by file name: `rows`, and
+        `models` if the model's own output was compared."""
         return {"rows": self.rows, **({"models": self.models} if self.models else {})}

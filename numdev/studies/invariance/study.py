@@ -1,8 +1,9 @@
-"""`numdev invariance`: every kernel on a call and on the same rows computed another way.
+"""`numdev invariance`: runs every kernel on a call and on the same rows computed another
+way, compares their bits, and writes the report.
 
-The line of an audit: a source gives cases, each goes along every axis, every kernel runs
-both forms, and what differs is one row for each tensor. What is finished is journalled
-variant by variant."""
+A source gives cases, each goes along every axis, every kernel runs both forms, and what
+differs is one row for each tensor. What is finished is written to a journal variant by
+variant."""
 
 from __future__ import annotations
 
@@ -101,9 +102,11 @@ def invariance(
     say: Say = lambda text: None,
     command: str = "",
 ) -> InvarianceReport:
-    """Run `request`, journalling into `directory`; returns the report, judged by the
-    rules (the default ones), which the caller writes. Raises UsageError for a request
-    that cannot be run."""
+    """Runs `request` and returns its report, judged by `rules` (None: the default ones).
+    What is measured goes to a journal in `directory`, so that an interrupted run goes on
+    from there; `overwrite` replaces a damaged journal or one of another request. `say`
+    gets notes on the source, `progress` (what, done, total). Raises UsageError for a
+    request that cannot be run, also where no call can be made another way."""
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
@@ -152,7 +155,7 @@ def invariance(
 
 
 def _no_call(request: InvarianceRequest) -> UsageError:
-    """The error for a request of which no call can be made another way."""
+    """Returns the error for a request of which no call can be made another way."""
     along = listed(request.axes) if request.axes else "any axis"
     what = f"{request.target}: no attention call could be made another way along {along}"
     return UsageError(what, hint="check --layers and --axis")
@@ -165,7 +168,8 @@ def _finish(
     journal: Journal,
     progress: Progress,
 ) -> None:
-    """Bring into the journal every variant of every case that it lacks."""
+    """Measures every variant of every case that the journal lacks and appends its rows to
+    it."""
     total, done = source.count() * len(formats) * len(study.axes), 0
     with study.watch("capture"):
         for located in source:
@@ -191,8 +195,8 @@ def _way(
     fmt: Format,
     rows: Sequence[InvarianceRow],
 ) -> Way:
-    """A variant as the plan of a report records it, with why its call cannot be made
-    where its rows say so."""
+    """Returns a variant as the plan of a report records it. Its reason is that of a row
+    that says that no such call can be made. `rows`: those of all kernels on it."""
     reason = next((row.reason for row in rows if row.excuse == "call"), None)
     return Way(
         format=fmt.name,
@@ -208,7 +212,7 @@ def _way(
 def compared_axes(
     study: InvarianceStudy, plan: Plan, rows: Sequence[InvarianceRow]
 ) -> InvarianceReport:
-    """Rows of a study of calls in memory, as a report that is not judged."""
+    """Returns a report, not judged, of rows that a study measured on calls in memory."""
     return InvarianceReport(
         provenance=provenance(plan.system, {}, "numdev.check"),
         request={},
@@ -221,13 +225,16 @@ def compared_axes(
 def reproducers(
     report: InvarianceReport, request: InvarianceRequest, directory: Path, **_: object
 ) -> list[Path]:
-    """A script for each finding: its kernel along its axis alone, on these calls."""
+    """Writes a script for each exceeded finding on a kernel, which runs it along its axis
+    alone on these calls; returns the scripts' paths."""
     rules = Rules.model_validate(report.rules)
     source = request.checkpoint
     if source is not None and Path(source).exists():
         request = request.model_copy(update={"checkpoint": str(Path(source).resolve())})
 
     def facts(finding: Finding) -> dict[str, object] | None:
+        """Returns what the script of a finding needs, by name: the request and the rules
+        as JSON, and the folders to import from; None for any other finding."""
         if finding.severity != "exceeded" or finding.kernel == MODEL:
             return None
         alone: dict[str, object] = {
@@ -248,16 +255,18 @@ def reproducers(
 
 
 def opened(request: InvarianceRequest, system: System) -> Source:
-    """The source of the request's cases, as an audit opens it."""
+    """Opens the source of the request's cases. Raises UsageError for one that cannot be
+    opened."""
     names = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
     reading = AuditRequest(**{name: getattr(request, name) for name in names})
     return open_source(reading, system)
 
 
 def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
-    """The case as it is compared: without grad_out unless gradients are compared, and
-    without positions that hide nothing from a single query. Raises UsageError for a case
-    of some rows of a call."""
+    """Returns the case as it is compared: without grad_out unless gradients are compared,
+    with grad_out 0 in rows that see no key, and without causality and window where these
+    hide nothing from a single query. Raises UsageError for a case of some rows of a
+    call."""
     if case.positions is not None:
         raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
     if case.q_len == 1 and keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
@@ -292,7 +301,8 @@ class InvarianceStudy:
     def plan(
         self, formats: Sequence[Format], ways: Sequence[Way], *, named: bool
     ) -> InvariancePlan:
-        """The plan as a report records it, as if its axes were asked for by name."""
+        """Returns the plan as a report records it, as if its axes were asked for by name.
+        `named`: whether the kernels were."""
         kernels = [
             PlannedKernel(
                 role="kernel", kernel=p.kernel.name, options=recorded_options(p)
@@ -313,8 +323,9 @@ class InvarianceStudy:
     def variants(
         self, case: AttentionCase, fmt: Format
     ) -> Iterator[tuple[str, Variant, Callable[[], Iterator[InvarianceRow]]]]:
-        """Every variant of a case along every axis, with a function that measures its
-        rows."""
+        """Yields (axis, variant, function that measures its rows) for every variant of a
+        case along every axis of the study. Call the function, if at all, before taking
+        the next item."""
         shape = (fmt.name, case.q.shape, case.k.shape, case.is_causal, case.mask is None)
         self.results, self.searches = {}, shape not in self.met
         self.met.add(shape)
@@ -327,8 +338,9 @@ class InvarianceStudy:
                 }
 
     def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
-        """The model's own output with each kernel, where it is in memory and reads
-        tokens."""
+        """Measures the model's own output with each kernel and appends the rows to the
+        journal. Does nothing for a source that is no checkpoint in memory, or does not
+        read `input_ids`."""
         if not isinstance(source, CheckpointSource) or source.streamed is not None:
             return
         if "input_ids" not in source.prompt.inputs:
@@ -349,7 +361,9 @@ class InvarianceStudy:
     def rows(
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
     ) -> Iterator[InvarianceRow]:
-        """All kernels on one variant, whose exact answer is checked first."""
+        """Yields the rows of all kernels on one variant; without numbers where the
+        variant changes the exact answer, computed in fp64, or no such call can be
+        made."""
         base, why = variant.base or case, variant.reason
         if not why:
             exact = self._cached((id(base), PLAIN), base, partial(self.exact, base))
@@ -391,8 +405,10 @@ class InvarianceStudy:
         self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
         exact: Reference, fmt: Format,
     ) -> Forms | Failure:  # fmt: skip
-        """A kernel's outputs for the base and for the variant's calls. A Failure where it
-        fails on either, and where its output for the base is not finite."""
+        """Returns a kernel's outputs for the base and for the variant's calls; the
+        Failure of the first that fails, also where the output for the base is not finite
+        and the exact one is. `changed`: the kernel with the variant's options; `exact`:
+        the reference of the base."""
         key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
         run = partial(self.run_kernel, planned, base, variant.base_within)
         first = self._cached(key, base, run)
@@ -414,8 +430,9 @@ class InvarianceStudy:
         return Forms(variant, first, others, exact, fmt)
 
     def _compared(self, about: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
-        """The rows of both forms, one for each tensor. Where they differ the kernel runs
-        again: one that does not repeat itself has rows along `repeat` too."""
+        """Yields the rows of both forms, one for each tensor. Where `out` or `lse`
+        differs the kernel runs again: one that does not repeat itself has rows along
+        `repeat` too, and one row without numbers where that explains the difference."""
         with self.watch("comparing"):
             numbers = dict(compared(forms))
         repeats = None
@@ -461,8 +478,9 @@ class InvarianceStudy:
             yield row
 
     def _unsteady(self, of: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
-        """Rows along `repeat` of the first run that gives other bits, or fails, when it
-        is made again; none where all runs repeat."""
+        """Runs the base twice more, since a kernel may alternate, and each other call
+        once; yields rows along `repeat` for the first run that gives other bits or fails.
+        Yields nothing where all repeat."""
         name = f"again, {of['axis']} {of['variant']}"
         about: OfWay = {**of, "axis": "repeat", "variant": name}
         # The base twice, since a kernel may alternate.
@@ -491,15 +509,16 @@ class InvarianceStudy:
                 return
 
     def exact(self, case: AttentionCase) -> Reference:
-        """The fp64 answer; with gradients where they are compared."""
+        """Returns the reference of a case in fp64, with gradients where the study
+        compares them."""
         with self.watch("reference"):
             return gradients(case) if self.backward else attend(case)
 
     def _cached(
         self, key: tuple[object, ...], case: AttentionCase, make: Callable[[], T]
     ) -> T:
-        """What `make` returns, from an earlier call with this key if there was one. The
-        case is stored with it, so that its id stays its own."""
+        """Returns what `make` returned for this key earlier, or returns now. The case is
+        stored with it, so that its id, which is part of the key, stays its own."""
         if key not in self.results:
             self.results[key] = make(), case
         result: T = self.results[key][0]
@@ -509,8 +528,10 @@ class InvarianceStudy:
         self, planned: Planned, case: AttentionCase, within: Within = PLAIN,
         wrap: str | None = None, gradients: bool | None = None,
     ) -> KernelRun | Failure:  # fmt: skip
-        """A kernel's output on a case, which may be laid out and run another way. A
-        kernel that declines the backward pass runs forward alone."""
+        """Returns a kernel's run on a case, or a Failure. `within` lays the case out in
+        memory; `wrap` (`graph` or `compiled`) changes how the kernel runs; `gradients`:
+        None for as the study does. A kernel that declines the backward pass runs forward
+        alone, with the reason in `declined`."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             return Failure("skipped", missing)
@@ -536,7 +557,8 @@ class InvarianceStudy:
 def added(
     axis: str, variant: Variant, case: AttentionCase
 ) -> Literal["", "mask", "option", "way"]:
-    """What a variant asks of a kernel that the case as it is does not; see `Way.adds`."""
+    """Returns what a variant asks of a kernel that the case as it is does not: a `mask`,
+    an `option`, or a `way` to run that a sound kernel may lack; empty for nothing."""
     if axis in WATCHED:
         return "way"
     if variant.options:
@@ -545,8 +567,8 @@ def added(
 
 
 def _excuse(failure: Failure, adds: str) -> Excuse:
-    """The excuse of a kernel that was run in a way that `adds` something and gave no
-    output; empty where that is its fault."""
+    """Returns the excuse of a kernel that gave no output for a variant; empty where that
+    is the kernel's fault. `adds`: what the variant asks beyond the case as it is."""
     if adds == "way":
         return "way"
     if failure.status == "skipped":
@@ -555,24 +577,27 @@ def _excuse(failure: Failure, adds: str) -> Excuse:
 
 
 def recorded_options(planned: Planned) -> dict[str, object]:
-    """The options of a kernel as its rows record them; empty for one that has none."""
+    """Returns the options of a kernel as its rows record them; empty for a kernel that
+    has none."""
     return dict(planned.options) if planned.kernel.options else {}
 
 
 def _differs(numbers: Numbers | str | None) -> bool:
-    """Whether a tensor was compared, and has other bits."""
+    """Whether a tensor was compared, and has other bits. `numbers`: its numbers, a reason
+    why there are none, or None for a tensor that is not returned."""
     return isinstance(numbers, dict) and numbers["differ"] > 0
 
 
 def out_of_memory(failure: Failure) -> bool:
-    """Whether a kernel failed since memory ran out. It may say so of itself: an axis
-    along which it ran in no call is not excused by it
-    (`numdev.studies.invariance.verdict`)."""
+    """Whether a kernel failed since memory ran out, by the name of the exception. A
+    kernel may say so of itself: an axis along which it ran in no call is not excused by
+    it."""
     return failure.reason.startswith(("OutOfMemoryError: ", "MemoryError: "))
 
 
 def _changed(planned: Planned, variant: Variant) -> Planned | None:
-    """The kernel with the options of a variant; None where they are not for it."""
+    """Returns the kernel with the options of a variant added to its own; None where it
+    has no such option, or not with this value."""
     if not variant.options:
         return planned
     if variant.options.keys() <= planned.kernel.options.keys():

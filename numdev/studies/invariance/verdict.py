@@ -1,4 +1,5 @@
-"""From rows to what they mean: tests, sentences, the answer. Needs no torch."""
+"""Judges a report of invariance from its rows: tests, findings, what passed, the answer.
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -82,11 +83,13 @@ class JudgedNumber(NamedTuple):
 
     @property
     def fails(self) -> bool:
+        """Whether the number is beyond its limit; NaN is."""
         return not self.observed <= self.limit
 
 
 def worst_of(numbers: Iterable[JudgedNumber]) -> JudgedNumber:
-    """The number with the gravest rule, and among those the largest."""
+    """Returns the number with the gravest rule, in the order of WRONG, and among those
+    the largest. `numbers`: at least one."""
     rules = list(WRONG)
     return max(
         numbers, key=lambda x: (-rules.index(x.rule), x.observed, x.row.excess or 0.0)
@@ -96,10 +99,11 @@ def worst_of(numbers: Iterable[JudgedNumber]) -> JudgedNumber:
 def judged_numbers(
     row: InvarianceRow, limits: InvarianceLimits
 ) -> Iterator[JudgedNumber]:
-    """The numbers of a measured row, one for each rule that judges it. A number that is
-    missing is infinite, beyond every limit."""
+    """Yields the numbers of a measured row, one for each rule that judges it. A number
+    that is missing is infinite, beyond every limit."""
 
     def number(name: str) -> float:
+        """Returns a number of the row; infinity for null."""
         value = getattr(row, name)
         return math.inf if value is None else float(value)
 
@@ -124,9 +128,9 @@ def judged_numbers(
 
 
 def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
-    """The tests of a report. For each planned kernel in each format: whether it ran, and
-    each rule on each tensor along each planned axis, or why there is none. Last, the
-    model's own output with each kernel."""
+    """Yields the tests of a report. For each planned kernel in each format: whether it
+    ran, and each rule on each tensor along each planned axis, or why there is none. Last,
+    the model's own output with each kernel."""
     limits: InvarianceLimits = rules.limits_of("invariance")
     plan = report.plan
     rows = grouped(report.rows, lambda r: (label(r), r.format))
@@ -165,8 +169,9 @@ def _run_tests(
     rows: Sequence[InvarianceRow],
     rules: Rules,
 ) -> Iterator[Test]:
-    """The tests of how often a kernel ran: forward and, where it was asked for, backward.
-    A way to run excuses no kernel that ran so in another variant of its axis."""
+    """Yields the tests of how often a kernel ran: forward and, where it was asked for,
+    backward. A kernel that may lack a way to run is not excused where it ran so in
+    another variant of the axis."""
     ran = {row.axis for row in rows if row.status == "ok"}
     tried = []
     for row in rows:
@@ -189,7 +194,8 @@ def _run_tests(
 
 
 def _run_state(row: InvarianceRow) -> tuple[str, str]:
-    """Whether a kernel ran: `ok`, `skipped` or `failed`, and why."""
+    """Returns whether a kernel ran, `ok`, `skipped` or `failed`, and why; one that does
+    not repeat itself ran."""
     why = row.reason or ""
     if row.status == "failed":
         why = f"along {row.axis} ({row.case}: {row.variant}): {why}"
@@ -200,10 +206,10 @@ def _untried_test(
     axis: str, who: Who, rows: Sequence[InvarianceRow], *, keeps_bits: bool,
     asked: bool,
 ) -> Test:  # fmt: skip
-    """The test of an axis along which a kernel ran in no call. It is missing where the
-    axis was `asked` for, where the kernel failed or memory ran out, and where the kernel
-    `keeps_bits` along it by the rules and declines calls of the kind that it takes; else
-    it does not apply."""
+    """Returns the test of an axis along which a kernel ran in no call. It is missing
+    where the axis was `asked` for, where the kernel failed or memory ran out, and where
+    the kernel `keeps_bits` along it by the rules and declines calls of the kind that it
+    takes; else it does not apply. `rows`: those along the axis, maybe none."""
     reasons = dict.fromkeys(row.reason or "" for row in rows) or ("no call was made so",)
     possible = any(row.excuse not in ("call", "mask") for row in rows)
     failed = any(row.excuse in ("", "memory") for row in rows)
@@ -223,7 +229,8 @@ def _axis_tests(
     rows: Sequence[InvarianceRow],
     limits: InvarianceLimits,
 ) -> Iterator[Test]:
-    """A test for each rule on each tensor along one axis."""
+    """Yields a test for each rule on each tensor along one axis. `rows`: a kernel's, of
+    which those with numbers are judged."""
     ok = [row for row in rows if row.status == "ok"]
     numbers = [number for row in ok for number in judged_numbers(row, limits)]
     by_rule = grouped(numbers, lambda x: (x.rule, x.row.tensor))
@@ -252,8 +259,9 @@ def _axis_tests(
 def _model_tests(
     rows: Iterable[ModelRow], kernel: PlannedKernel, limits: InvarianceLimits
 ) -> Iterator[Test]:
-    """A test along each axis of the model's own output with a kernel: its difference over
-    what roundings explain, which is the error of the better of both ways."""
+    """Yields a test along each axis of the model's own output with a kernel: its
+    difference over what roundings explain, which is the error of the better of both
+    forms. Missing for a row without numbers."""
     for row in rows:
         name = labelled(kernel.kernel, kernel.options)
         test = partial(
@@ -279,8 +287,8 @@ def _model_tests(
 def findings(
     judgement: Judgement, report: InvarianceReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """A finding for each dependence that follows from no graver one, and sentences on
-    what was judged."""
+    """Returns a finding for each dependence that follows from no graver one, and for each
+    kernel that did not run; and sentences on what was judged."""
     wrong: list[Finding] = []
     beyond = [test for test in judgement.tests if test.beyond]
     for of_kernel in grouped(beyond, lambda t: (label(t), t.format)).values():
@@ -299,8 +307,9 @@ def findings(
 
 
 def _dependences(tests: Sequence[Test]) -> Iterator[Finding]:
-    """A finding for each axis on which one kernel depends, unless that follows from
-    another; the one farthest beyond its limit comes first."""
+    """Yields a finding for each axis on which one kernel depends, unless that follows
+    from another axis; the one farthest beyond its limit comes first. `tests`: those of
+    the kernel that are exceeded."""
     by_axis = grouped(tests, lambda test: test.beyond[0].row.axis)
     gravest = {
         axis: worst_of(number for test in of_axis for number in test.beyond)
@@ -317,7 +326,8 @@ def _dependences(tests: Sequence[Test]) -> Iterator[Finding]:
 
 
 def _finding(test: Test, text: str) -> Finding:
-    """The finding of a test that is exceeded; `text` follows the kernel's name."""
+    """Returns the finding of a test that is exceeded; `text` follows the kernel's
+    name."""
     name = f"{label(test)} ({test.format}) " if test.kernel != MODEL else ""
     return Finding(
         rule=test.rule,
@@ -336,7 +346,7 @@ def _finding(test: Test, text: str) -> Finding:
 
 
 def _output_sentence(test: Test) -> str:
-    """The sentence on the model's own output."""
+    """Returns the sentence on the model's own output. `test`: an exceeded one."""
     row: ModelRow = test.beyond[0]
     ratio = test.observed if isinstance(test.observed, float) else None
     name = labelled(row.kernel, row.options)
@@ -348,8 +358,8 @@ def _output_sentence(test: Test) -> str:
 
 
 def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
-    """By axis the other axis from which a kernel's failure along it follows, which is no
-    less grave."""
+    """Returns for each axis whose failure follows from another one that other axis.
+    `gravest`: the gravest number of a kernel by axis."""
     follows: dict[str, str] = {}
     for first in (axis for axis in BRINGS if axis in gravest):
         cause = gravest[first]
@@ -367,8 +377,9 @@ def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
 
 
 def _sentence(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
-    """What is wrong, to follow the kernel's name. `also`: the rows of axes along which it
-    differs for the same cause."""
+    """Returns what is wrong, to follow the kernel's name: axis, case, number, where it
+    begins and its cause. `also`: the rows of axes along which it differs for the same
+    cause."""
     row = worst.row
     wrong = WRONG[worst.rule].format(
         row=row, tensor=tensor_spec(row.tensor).in_words, ulps=three(row.ulps),
@@ -392,7 +403,7 @@ def _sentence(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
 
 
 def _along_too(row: InvarianceRow) -> str:
-    """An axis, and how far the row changes along it."""
+    """Returns an axis, and in brackets how far the row changes along it."""
     if row.nonfinite:
         return f"{row.axis} (NaN)"
     if row.tensor == "lse":
@@ -401,8 +412,8 @@ def _along_too(row: InvarianceRow) -> str:
 
 
 def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
-    """A sentence on what was judged, and one for each kernel on the axes along which it
-    was not."""
+    """Yields a sentence on what was judged, and one for each kernel on the axes along
+    which it was not."""
     bitwise = {t.rule for t in judgement.tests if t.judged}
     axes = listed(axis for axis in report.plan.axes if f"{axis} bitwise" in bitwise)
     limits = {
@@ -427,7 +438,8 @@ def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterato
 
 
 def passing(report: InvarianceReport, tests: Sequence[Test]) -> str | None:
-    """The clause on a kernel that passed: along which axes it keeps its bits."""
+    """Returns the clause on a kernel that passed: along which axes it keeps its bits; or
+    that on the model's own output. `tests`: at least one, of one kernel or the model."""
     first = tests[0]
     if first.kernel == MODEL:
         return "its output changes along no axis by more than roundings explain"
@@ -436,14 +448,14 @@ def passing(report: InvarianceReport, tests: Sequence[Test]) -> str | None:
 
 
 def summarised(report: InvarianceReport) -> InvarianceReport:
-    """The report with the answer that its rows give."""
+    """Returns a copy of the report with the answer that its rows give."""
     summary = InvarianceSummary(answer=tuple(answer(report.rows, report.models)))
     return report.model_copy(update={"summary": summary})
 
 
 def summary_of(rows: Sequence[InvarianceRow]) -> str:
-    """A clause on the axes along which a kernel does not keep its bits, and by how
-    much."""
+    """Returns a clause on the axes along which a kernel does not keep its bits, and by
+    how much, and on those that were tried in part. `rows`: one kernel's in one format."""
     by_axis = grouped((r for r in rows if r.status == "ok"), lambda r: r.axis)
     parts: list[str] = []
     for axis, along in by_axis.items():
@@ -468,9 +480,9 @@ def summary_of(rows: Sequence[InvarianceRow]) -> str:
 
 
 def tried_in_part(rows: Iterable[InvarianceRow], axis: str) -> str:
-    """A clause on what a kernel's rows leave out of an axis: calls that could not be made
-    or were declined, and kv heads; empty where nothing. A variant that is an option which
-    the kernel has not is no part of its axis."""
+    """Returns a clause on what a kernel's rows leave out of an axis: calls that could not
+    be made or were declined, and kv heads; empty where nothing. A variant that is an
+    option which the kernel has not is no part of its axis."""
     along = [row for row in rows if row.axis == axis and row.excuse != "option"]
     calls = {(row.case, row.variant) for row in along}
     ok = [row for row in along if row.status == "ok"]
@@ -484,24 +496,27 @@ def tried_in_part(rows: Iterable[InvarianceRow], axis: str) -> str:
 
 
 def multiple(value: float | None) -> str:
-    """A multiple of the floor's error as every table and sentence of a report has it."""
+    """Returns a multiple of the floor's error as every table and sentence of a report
+    writes it; a dash for None."""
     return si(value) if value is not None and value < 1 else ratio(value)
 
 
 def farthest(rows: Iterable[InvarianceRow]) -> InvarianceRow:
-    """The row that table, headline and answer show for several: with the most elements
-    that are not finite, else the largest difference over the floor's error."""
+    """Returns the row that table, headline and answer show for several: with the most
+    elements that are not finite, else the largest difference over the floor's error.
+    `rows`: at least one."""
     return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))
 
 
 def another_form(row: InvarianceRow) -> str:
-    """The other form of a call, and the part of it that is compared where that is not
-    all."""
+    """Returns the other form of a call, and the part of it that is compared where that is
+    not all."""
     return row.variant + (f", {row.part}" if row.part else "")
 
 
 def _size(row: InvarianceRow) -> str:
-    """A call, its other form, which share of it differs, and by how much."""
+    """Returns a clause on a call, its other form, which share of it differs, and by how
+    much."""
     share = f"{three(100 * row.differ / row.elements)} % of {row.tensor}"
     change = f"{multiple(row.floor_ratio)}× the floor's error (rms)"
     if row.nonfinite:
@@ -512,8 +527,9 @@ def _size(row: InvarianceRow) -> str:
 def answer(
     rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()
 ) -> Iterator[str]:
-    """A sentence on the cause of a difference, for each kernel and axis that has one;
-    then on what becomes of it in the model's own output."""
+    """Yields a sentence on the cause of a difference, for each kernel and axis that has
+    one; then, for each format and axis, on what becomes of it in the model's own
+    output."""
     moved = (r for r in rows if r.status == "ok" and r.differ and r.tensor != "lse")
     by_axis = grouped(moved, lambda r: (label(r), r.format, r.axis))
     for (kernel, fmt, axis), along in by_axis.items():

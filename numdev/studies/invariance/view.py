@@ -1,5 +1,5 @@
-"""What changes when the same rows are computed another way, shown: axes by kernels, what
-differs where and why, and the model's own output."""
+"""Shows a report of invariance: axes by kernels, what differs where and why, and the
+model's own output."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
 
 def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
+    """Yields what is shown below the verdicts: a table of axes by kernels for each format
+    and tensor, the differences, the model's own output, and what did not run."""
     accused = {(label(f), f.rule.split()[0]) for f in report.findings}
     for fmt, rows in grouped(report.rows, lambda r: r.format).items():
         for tensor in dict.fromkeys(r.tensor for r in rows if r.status == "ok"):
@@ -50,9 +52,11 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
 
 
 def _outputs(models: Sequence[ModelRow]) -> doc.Table:
-    """How the model's own output changes along each axis."""
+    """Returns the table of how the model's own output changes along each axis; rows
+    without numbers are left out."""
 
     def cells(row: ModelRow) -> Iterator[str | doc.Cell]:
+        """Yields the cells of a row, one for each column."""
         yield row.axis
         yield doc.Cell(row.kernel, after=row.format)
         yield _percent(row.differ / (row.elements or 1))
@@ -68,13 +72,15 @@ def _outputs(models: Sequence[ModelRow]) -> doc.Table:
 
 
 def _percent(x: float | None) -> str:
+    """Returns a share, 0 to 1, in per cent; a dash for None."""
     return NONE if x is None else f"{three(100 * x)} %"
 
 
 def _axes(
     title: str, rows: Sequence[InvarianceRow], accused: Container[tuple[str, str]]
 ) -> doc.Table:
-    """Axes down, kernels across; red where there is a finding."""
+    """Returns a table with a row for each axis and a column for each kernel; red where
+    `accused` has (kernel, axis)."""
     kernels = dict.fromkeys(label(r) for r in rows if r.status == "ok")
     cells = grouped(rows, lambda r: (r.axis, label(r)))
     table = (
@@ -88,7 +94,8 @@ def _axes(
 
 
 def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
-    """How far a kernel changes along an axis, and in how many of its calls."""
+    """Returns how far a kernel changes along an axis, and in how many of its calls; a
+    dash, with the reason, where it ran in none. `bad`: there is a finding."""
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
         reason = next((r.reason or "" for r in rows), "")
@@ -103,8 +110,8 @@ def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
 
 
 def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
-    """The cells of each row of the table: for each kernel, axis, variant and tensor, the
-    call that changes most."""
+    """Yields the cells of each row of the table of differences: for each kernel, format,
+    axis, variant and tensor that differs the call that changes most."""
     moved = (r for r in rows if r.status == "ok" and r.differ)
     by_variant = grouped(
         moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)
@@ -144,6 +151,7 @@ def _table(
     count: int,
     only: tuple[doc.Medium, ...] = doc.MEDIA,
 ) -> doc.Table:
-    """The table of differences, which says how many of them it shows."""
+    """Returns the table of differences. `count`: how many there are, which the title says
+    where `rows` are fewer. `only`: the media that show it."""
     part = f", the first {len(rows)} of {count}" if len(rows) < count else ""
     return doc.words(COLUMNS, rows, title=f"What differs{part}", only=only)

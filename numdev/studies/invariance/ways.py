@@ -1,7 +1,8 @@
-"""How a call is laid out in memory and run, with the values of its tensors as they are.
+"""Lays a call out in memory and runs it in other ways, the values of its tensors as they
+are.
 
-Functions of a case that can be pickled, for `numdev.studies.audit.isolation`: they are
-entered where the kernel runs, after its inputs were copied."""
+These are functions of a case that can be pickled, for `numdev.studies.audit.isolation`:
+they are entered where the kernel runs, after its inputs were copied."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ FEATURES = ("q", "k", "v", "grad_out")
 def changed(
     case: AttentionCase, *, by: Callable[[Tensor], Tensor], of: Sequence[str] = FEATURES
 ) -> Iterator[AttentionCase]:
-    """The case with `by` applied to each of these tensors, which changes their layout."""
+    """Returns a context with the case in which `by` made each of the tensors in `of`
+    (`q`, `k`, `v`, `grad_out`) anew, in another layout."""
     grad_out = case.grad_out
     yield dataclasses.replace(
         case,
@@ -50,25 +52,25 @@ def changed(
 
 @contextlib.contextmanager
 def packed(case: AttentionCase) -> Iterator[AttentionCase]:
-    """The case with q, k and v as slices of one tensor."""
+    """Returns a context with the case whose q, k and v are slices of one tensor."""
     q, k, v = laid_out("packed", case.q, case.k, case.v)
     yield dataclasses.replace(case, q=q, k=k, v=v)
 
 
 def as_laid_out(x: Tensor, layout: str) -> Tensor:
-    """x in a layout of `numdev.cases.laid_out`."""
+    """Returns the values of `x` in a layout that `numdev.cases.laid_out` names."""
     return laid_out(layout, x, x, x)[0]
 
 
 def one_for_all(x: Tensor) -> Tensor:
-    """The first sequence in place of every one, with stride 0."""
+    """Returns the first sequence of `x` in place of every one, with stride 0."""
     return x[:1].expand_as(x)
 
 
 def gathered(x: Tensor, size: int) -> Tensor:
-    """[batch, heads, length, dim] from pages of `size` tokens that lie in another order,
-    each [size, heads, dim]; a view of what was gathered, whose last page holds NaN behind
-    the end."""
+    """Returns the values of x [batch, heads, length, dim], gathered from pages of `size`
+    tokens that lie in another order, each [size, heads, dim]; a view, behind whose end
+    the last page holds NaN."""
     b, h, n, d = x.shape
     pages = -(-n // size)
     whole = torch.full((b, pages * size, h, d), math.nan, dtype=x.dtype, device=x.device)
@@ -80,9 +82,9 @@ def gathered(x: Tensor, size: int) -> Tensor:
 
 
 def inside(x: Tensor, value: float | None) -> Tensor:
-    """x as a slice of a larger tensor: GUARD rows before and behind those of every head,
-    a sequence before and one behind, which hold `value`, or, where it is None, numbers as
-    its own."""
+    """Returns the values of `x` as a slice of a larger tensor: GUARD rows before and
+    behind those of every head, a sequence before and one behind, which hold `value`, or,
+    where it is None, numbers as its own."""
     b, h, n, d = x.shape
     shape = (b + 2, h, n + 2 * GUARD, d)
     if value is None:
@@ -98,7 +100,8 @@ def inside(x: Tensor, value: float | None) -> Tensor:
 
 @contextlib.contextmanager
 def on_threads(case: AttentionCase, *, count: int) -> Iterator[AttentionCase]:
-    """The case, run on so many CPU threads."""
+    """Returns a context in which the case runs on `count` CPU threads; afterwards as
+    before."""
     with threads(count):
         yield case
 
@@ -125,9 +128,9 @@ class _Filled(TorchDispatchMode):
 
 @contextlib.contextmanager
 def sentinel(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
-    """Memory that a kernel allocates without a value holds this one: what Python
-    allocates, by the dispatcher; what C++ does, as far as the allocator gives back what
-    was freed last."""
+    """Returns a context in which memory that a kernel allocates without a value holds
+    `value`: what Python allocates, by the dispatcher; what C++ does, as far as the
+    allocator gives back what was freed last."""
     shape = (*case.q.shape[:3], case.v.shape[-1])
     for dtype in (case.q.dtype, torch.float32):
         freed = [
@@ -139,13 +142,15 @@ def sentinel(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
 
 
 def wrapped(kernel: Kernel, wrap: str) -> Kernel:
-    """The kernel's forward pass in a CUDA graph, or compiled."""
+    """Returns the kernel with its forward pass in a CUDA graph (`wrap`: `graph`) or
+    compiled (`compiled`)."""
     run = {"graph": _in_a_graph, "compiled": _compiled}[wrap]
     return dataclasses.replace(kernel, function=partial(run, kernel))
 
 
 def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: object) -> Output:
-    """The kernel's output from a CUDA graph that is replayed once."""
+    """Returns a copy of the kernel's output from a CUDA graph that is replayed once.
+    Raises Refused on a CPU."""
     refuse((not case.q.is_cuda, "needs CUDA, but this run is on CPU"))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -161,9 +166,9 @@ def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: object) -> Outpu
 
 
 def _compiled(kernel: Kernel, case: AttentionCase, **options: object) -> object:
-    """The output of the compiled kernel, as one operation of autograd's graph where it
-    has such a function: what watches a kernel while it is measured is then not
-    compiled."""
+    """Returns the output of the compiled kernel, as one operation of autograd's graph
+    where it has such a function: what watches a kernel while it is measured is then not
+    compiled. The compiler's caches are emptied first."""
     torch.compiler.reset()
     return torch.compile(kernel.training or kernel.function, dynamic=False)(
         case, **options

@@ -1,5 +1,5 @@
-"""Whether a report of invariance holds what its plan says, and whether its numbers fit
-together."""
+"""Checks that a report of invariance has the rows that its plan says, and that its
+numbers do not contradict each other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ GRADIENTS = frozenset({"dq", "dk", "dv"})
 
 def check(report: InvarianceReport) -> None:
     """Raises MeasurementError for rows that nobody planned, that are missing, or whose
-    numbers contradict each other. A missing row would exceed no limit."""
+    numbers contradict each other, with the first contradiction. A missing row would
+    exceed no limit."""
     wrong = itertools.chain(
         _plan_contradictions(report),
         _row_contradictions(report),
@@ -46,7 +47,8 @@ def check(report: InvarianceReport) -> None:
 
 
 def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
-    """Where the plan is not what the request asked for."""
+    """Yields a sentence for each way in which the plan is not what the request asked
+    for."""
     plan, request = report.plan, report.request
     if list(request.get("axes") or plan.axes) != list(plan.axes):
         yield "the plan has other axes than the request"
@@ -64,14 +66,15 @@ def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 
 def _repeated(ways: Sequence[Way]) -> str:
-    """The axis and variant of a way that is planned twice; empty without one."""
+    """Returns the axis and variant of a way that is planned twice; empty without one."""
     counts = Counter((way.format, way.case, way.axis, way.variant) for way in ways)
     twice = (f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1)
     return next(twice, "")
 
 
 def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
-    """Where rows are not those of the plan, or contradict themselves or each other."""
+    """Yields a sentence for each planned row that is missing, each row that nobody
+    planned, and each that contradicts itself or the others."""
     plan = report.plan
     kernels = {labelled(kernel.kernel, kernel.options) for kernel in plan.kernels}
     rows = grouped(report.rows, lambda r: (label(r), r.format, r.case, r.axis, r.variant))
@@ -98,7 +101,8 @@ def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 
 def _way_contradiction(way: Way, rows: Sequence[InvarianceRow]) -> str:
-    """What is wrong with the rows of one kernel in one way; empty where nothing is."""
+    """Returns what is wrong with the rows of one kernel in one planned way, as a clause;
+    empty where nothing is."""
     if not rows:
         return "has no row"
     first = rows[0]
@@ -133,7 +137,8 @@ def _way_contradiction(way: Way, rows: Sequence[InvarianceRow]) -> str:
 def _repeat_contradiction(
     rows: Sequence[InvarianceRow], again: Sequence[InvarianceRow]
 ) -> str:
-    """What is wrong with rows along `repeat` that these rows led to."""
+    """Returns what is wrong with `again`, the rows along `repeat` that `rows` led to, as
+    a clause; empty where nothing is."""
     failing = [row for row in again if row.status == "failed" or row.differ]
     if len(failing) < len(again):
         return "has a row along repeat in which nothing differs"
@@ -151,14 +156,16 @@ def _repeat_contradiction(
 
 
 def _unmeasured_contradiction(row: InvarianceRow) -> str:
-    """What is wrong with a row that should have no numbers."""
+    """Returns what is wrong with a row that should have no numbers; empty where it has
+    none."""
     numbers = row.elements or row.differ or row.nonfinite or row.first is not None
     present = numbers or any(getattr(row, name) is not None for name in NUMBERS)
     return "has numbers though it was not measured" if present else ""
 
 
 def _row_contradiction(row: InvarianceRow) -> str:
-    """What is wrong with a measured row; empty where its fields fit together."""
+    """Returns what is wrong with a measured row, as a clause; empty where its fields fit
+    together."""
     if row.status != "ok" or row.excuse:
         return "has measured rows beside others"
     if not 0 < row.elements < 2**63 or not 0 <= row.differ <= row.elements:
@@ -193,8 +200,8 @@ def _row_contradiction(row: InvarianceRow) -> str:
 
 
 def _model_contradictions(report: InvarianceReport) -> Iterator[str]:
-    """Where rows of the model's output are not those of the plan, or contradict
-    themselves."""
+    """Yields a sentence for each row of the model's output that is not planned, is
+    missing, or contradicts itself."""
     plan = report.plan
     rows = grouped(
         report.models, lambda m: (labelled(m.kernel, m.options), m.format, m.axis)
@@ -213,7 +220,8 @@ def _model_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 
 def _model_contradiction(row: ModelRow) -> str:
-    """What is wrong with a row of the model's output; empty where its fields fit."""
+    """Returns what is wrong with a row of the model's output, as a clause; empty where
+    its fields fit together."""
     sizes = (row.difference, row.explained, row.other_difference)
     if row.reason is not None:
         bare = not (row.differ or row.elements) and all(x is None for x in sizes)
