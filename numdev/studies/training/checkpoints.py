@@ -1,4 +1,4 @@
-"""Writing a network as a Hugging Face directory.
+"""Writes a network as a Hugging Face directory.
 
 It is written as LlamaForCausalLM or GPT2LMHeadModel have it, in float32; GPT-2's biases
 are zero."""
@@ -54,7 +54,7 @@ NAMES = {
 
 
 def place(directory: Path, variant: str, seed: int, step: int) -> Path:
-    """The directory of a checkpoint in a run's directory."""
+    """Returns the path of a checkpoint's folder in a run's directory."""
     return directory / FOLDER / f"{folder_of(variant)}-seed{seed}-step{step}"
 
 
@@ -65,9 +65,9 @@ def write(
     path: Path,
     about: Mapping[str, object],
 ) -> None:
-    """Write the network into the directory `path`, with its tokenizer if it has one of
-    its own and how it was trained (`training.json`). Raises MeasurementError where there
-    is no room."""
+    """Writes the network into the directory `path`, with its tokenizer if it has one of
+    its own and how it was trained (`about`, to `training.json`). Raises MeasurementError
+    where there is no room."""
     path.mkdir(parents=True, exist_ok=True)
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(path)
@@ -83,7 +83,7 @@ def write(
 
 
 def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
-    """The configuration by which transformers loads the network."""
+    """Returns the configuration by which transformers loads the network."""
     import transformers
 
     library: Any = transformers
@@ -123,8 +123,8 @@ def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
 
 
 def _as_transformers(network: Network, kind: str) -> dict[str, Tensor]:
-    """The state dict under transformers' names. GPT-2's Conv1D keeps [in, out], and has
-    biases."""
+    """Returns the state dict in float32 on the CPU under transformers' names. GPT-2's
+    Conv1D keeps [in, out], and has biases."""
     state = {
         n: x.detach().float().cpu().contiguous() for n, x in network.state_dict().items()
     }

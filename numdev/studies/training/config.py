@@ -56,6 +56,9 @@ class ModelConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
+        """Returns the configuration as it is. Raises ValueError for kv_heads in gpt2, a
+        width that is no multiple of 2 heads, and heads that are no multiple of
+        kv_heads."""
         if self.kv_heads is not None and self.kind != "llama":
             raise ValueError(f"kv_heads: expected with llama alone, got {self.kind}")
         for name, value, factor in (
@@ -69,11 +72,12 @@ class ModelConfig(Strict):
 
     @property
     def head_dim(self) -> int:
+        """Returns the features of one head."""
         return self.width // self.heads
 
     @property
     def hidden(self) -> int:
-        """The width of the MLP: as set, else as the models of that kind have it."""
+        """Returns the width of the MLP: as set, else as models of that kind have it."""
         if self.mlp is not None:
             return self.mlp
         return -(-8 * self.width // 96) * 32 if self.kind == "llama" else 4 * self.width
@@ -91,6 +95,8 @@ class DataConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
+        """Returns the configuration as it is. Raises ValueError for `files` without the
+        source `text` or the reverse, and for a `vocabulary` without `bpe`."""
         if bool(self.files) != (self.source == "text"):
             raise ValueError("files: expected with the source text alone")
         if self.vocabulary and self.tokenizer != "bpe":
@@ -132,6 +138,8 @@ class VariantConfig(Strict):
 
     @model_validator(mode="after")
     def _in_its_role(self) -> VariantConfig:
+        """Returns the variant as it is. Raises ValueError where it lacks a key that its
+        role must have, or has one that its role may not."""
         stated = {name for name in DIFFERENCES if getattr(self, name) is not None}
         required, optional = OF_ROLE.get(self.role, (set(), set()))
         if not required <= stated <= required | optional:
@@ -162,13 +170,14 @@ class ResolvedVariant(Strict):
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """The kernels that it runs: that of its attention, and that of its gradients
-        where it is another."""
+        """Returns the kernels that it runs: that of its attention, then that of its
+        gradients where it is another."""
         return (self.kernel, *((self.backward_kernel,) if self.backward_kernel else ()))
 
 
 def folder_of(variant: str) -> str:
-    """The beginning of the names of a variant's checkpoints: its name, made safe."""
+    """Returns the beginning of the names of a variant's checkpoint folders: its name, in
+    which `-` stands for all but letters, digits, `_`, `.` and `-`."""
     return re.sub(r"[^\w.-]+", "-", variant)
 
 
@@ -179,7 +188,7 @@ class Checkpoints(Strict):
     variants: tuple[str, ...] | None = None  # by name; None: all
 
     def at(self, steps: int) -> set[int]:
-        """The steps, of a run of so many, after which weights are written."""
+        """Returns the steps, of a run of `steps`, after which weights are written."""
         return {steps if step == "last" else step for step in self.steps}
 
 
@@ -211,6 +220,9 @@ class TrainConfig(_CommonKeys):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
+        """Returns the configuration as it is. Raises ValueError where not exactly one
+        variant is golden, where two would write to one folder, and for checkpoints of a
+        variant that there is not."""
         names = [v.name for v in self.variants]
         golden = sum(v.role == "golden" for v in self.variants)
         if golden != 1:
@@ -239,11 +251,12 @@ class TrainRequest(_CommonKeys):
 
     @property
     def golden(self) -> ResolvedVariant:
+        """Returns the golden variant, which all others are compared with."""
         return next(v for v in self.variants if v.role == "golden")
 
     def measured(self) -> dict[str, object]:
-        """The fields that decide the numbers, which must be the same to continue a
-        run."""
+        """Returns the fields that decide the numbers, in JSON's types: they must be the
+        same to continue a run."""
         return self.model_dump(mode="json", exclude={"title", "save_every"})
 
 
@@ -255,9 +268,9 @@ def resolve(
     seed: int | None = None,
     device: str | None = None,
 ) -> TrainRequest:
-    """The request a file and the command line come to; a flag beats the file, and `seed`
-    says where seeds are counted from. Raises UsageError for a checkpoint after the
-    end."""
+    """Returns the request that a file and the command line come to. A flag beats the
+    file; `seed` says where seeds are counted from. Raises UsageError for a checkpoint
+    after the last step."""
     steps = steps or config.steps
     seeds = config.seeds if seed is None else tuple(range(seed, seed + len(config.seeds)))
     last = max(config.checkpoints.at(steps) if config.checkpoints else (), default=0)
@@ -281,8 +294,8 @@ def resolve(
 def _complete(
     v: VariantConfig, golden: VariantConfig, optimiser: Optimiser
 ) -> ResolvedVariant:
-    """A variant with what it does not say taken from the golden run, and the keys of the
-    optimiser from the file."""
+    """Returns a variant with what it does not say taken from the golden run; keys of the
+    optimiser that neither has are the file's."""
     for changes in (golden.optimiser, v.optimiser):
         if changes is not None:
             update = changes.model_dump(exclude_unset=True)
@@ -299,7 +312,9 @@ def _complete(
 def recorded_steps(
     record: Literal["log"] | tuple[int, ...], every: int | None, steps: int
 ) -> tuple[int, ...]:
-    """The steps at which rows are made, ascending: 0 and the last always."""
+    """Returns the steps to record, ascending: 0, `steps`, multiples of `every`, and those
+    of `record`, or for `log` 1, 2, 3 and 5 times powers of ten. Those beyond `steps` are
+    dropped."""
     chosen: set[int] = {0, steps, *(range(0, steps + 1, every) if every else ())}
     if record == "log":
         chosen |= {

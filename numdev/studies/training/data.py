@@ -36,7 +36,8 @@ BOS_ID, EOS_ID = 0, 1
 
 
 def seed_of(*parts: object) -> int:
-    """A seed for random numbers of one purpose, from words and numbers that name it."""
+    """Returns a seed, 56 bits, for random numbers of one purpose, from words and numbers
+    that name it."""
     named = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(named[:7], "big")
 
@@ -54,9 +55,9 @@ class Tokens:
     about: Mapping[str, str]  # the text in words, and the hash of its ids
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
-        """`inputs` and `targets` [count, context] in int64, of windows drawn anywhere in
-        the ids. A trained tokenizer's windows begin with its first token, as every prompt
-        will."""
+        """Returns `inputs` and `targets`, int64 [count, context] each, of windows drawn
+        anywhere in the ids; the same for the same seed and step. A trained tokenizer's
+        windows begin with its first token, as every prompt will."""
         generator = torch.Generator().manual_seed(seed_of("batch", seed, step))
         width, device = self.context + (self.tokenizer is None), self.ids.device
         positions = len(self.ids) - width + 1
@@ -71,8 +72,9 @@ class Tokens:
 def load(
     config: DataConfig, model: ModelConfig, count: int, device: torch.device
 ) -> Tokens:
-    """The data of a configuration, in batches of `count`. Raises UsageError for a file
-    that cannot be read, and for data shorter than a window."""
+    """Returns the text of a configuration as tokens on the device, in batches of `count`
+    windows. Trains the tokenizer `bpe` on it. Raises UsageError for a file that cannot be
+    read, and for a text no longer than a window."""
     texts = (
         stdlib()
         if config.source == "stdlib"
@@ -111,7 +113,8 @@ def load(
 
 
 def stdlib() -> list[str]:
-    """The texts of the standard library's .py files that are UTF-8, sorted by path."""
+    """Returns the texts of the standard library's .py files that are UTF-8 and not empty,
+    sorted by path."""
     paths = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         # Not entered: site-packages may hold ten thousands of files.
@@ -130,12 +133,11 @@ def stdlib() -> list[str]:
 
 
 def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:
-    """A byte-level BPE tokenizer trained on the texts, and the same saved and loaded:
-    text is encoded by the latter, so that the network sees the ids that a user of its
-    checkpoint will get.
-
-    Raises MeasurementError where what was loaded is another tokenizer than was
-    trained."""
+    """Returns a byte-level BPE tokenizer trained on the texts, and the same saved and
+    loaded: text is encoded by the latter, so that the network sees the ids that a user of
+    its checkpoint will get. `vocabulary`: how many tokens at most; `context`: the length
+    that it states. Raises MeasurementError where what was loaded is another tokenizer
+    than was trained."""
     from tokenizers import (
         Tokenizer,
         decoders,

@@ -16,8 +16,8 @@ Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of
 
 
 def label_of(v: VariantRecord) -> str:
-    """The name of a variant's curve. Runs that re-round at random by one strength share
-    one."""
+    """Returns the name of a variant's curve. Runs that re-round at random by one strength
+    share one."""
     if v.role != "null_rounding":
         return v.name
     dose = v.times or 1.0
@@ -25,8 +25,8 @@ def label_of(v: VariantRecord) -> str:
 
 
 def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
-    """Recorded steps on a logarithmic axis: all named, or 1, 2, 5, 10, ... and the
-    ends."""
+    """Returns recorded steps as a logarithmic axis, without step 0. Its ticks are 1, 2
+    and 5 times powers of ten and both ends, or all steps with `all_named`."""
     shown = [step for step in steps if step > 0]
     usual = {step for step in shown if str(step).rstrip("0") in ("1", "2", "5")}
     usual |= {shown[0], shown[-1]} if shown else set()
@@ -36,7 +36,8 @@ def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The geometric mean; the plain one where there are zeros."""
+    """Returns the geometric mean; the arithmetic one where a value is 0 or less.
+    `values`: at least one."""
     return (geometric_mean if min(values) > 0 else fmean)(values)
 
 
@@ -45,10 +46,13 @@ def of_run(
     rows: Sequence[TrainRow],
     distances: Sequence[DistanceRow],
 ) -> tuple[Figure, ...]:
-    """The losses of a training run, and the distances of all weights, where there are
-    any: means and ranges over seeds and variants."""
+    """Returns the figures of a training run: the losses, and the distances of all weights
+    from the golden run's, each if there are any: means and ranges over seeds and variants
+    of one label."""
 
     def middle(at: Sequence[float]) -> Mean:
+        """Returns the mean and the ends of the values at a step; None for the ends of one
+        value."""
         return mean(at), *((min(at), max(at)) if len(at) > 1 else (None, None))
 
     labels = {v.name: label_of(v) for v in variants}
@@ -77,9 +81,11 @@ def figure(
     relative: bool = False,
     place: Mapping[str, str] = MappingProxyType({}),
 ) -> Figure:
-    """A figure with a curve for every label that has a value other than 0. `middle` gives
-    the mean and the ends of the values at a step; a note says where some are None. The
-    curves of `soft` labels stand behind the others."""
+    """Returns a figure with a curve for every label that has a value other than 0.
+    `values`: (label, step, value of one seed), of which step 0 is left out. `middle`
+    gives the mean and the ends of the values at a step; a point's note says where some
+    are None. `golden`: the label of the baseline; `soft`: labels whose curves are drawn
+    behind the others; `place`: what the figure is of, by name."""
     lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
     every: Counter[tuple[str, int]] = Counter()
     for label, step, value in values:

@@ -1,7 +1,8 @@
-"""One variant of one seed: its network, its attention, its optimiser, and their steps.
+"""Trains one variant of one seed, a lane: its network, its attention, its optimiser, and
+their steps.
 
 A lane uses no random numbers but those of a generator of its own, and shares nothing with
-the lanes beside it but the batch, so it computes the same whoever runs beside it."""
+other lanes but the batch, so it computes the same whoever runs beside it."""
 
 from __future__ import annotations
 
@@ -74,6 +75,8 @@ class KernelAttention:
     calls: list[AttentionCase] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns causal attention, in the shape and dtype of q [batch, heads, length,
+        head_dim]. k and v have kv heads."""
         out_dtype, dtype = q.dtype, self.dtype or q.dtype
         scale = 1 / math.sqrt(q.shape[-1])
         q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -97,8 +100,8 @@ class KernelAttention:
 
 @torch.no_grad()
 def largest_score(case: AttentionCase) -> Tensor:
-    """The largest |scale q·k| that a query sees, a float32 scalar, computed in float32;
-    NaN if any is. A sequence at a time, which bounds the memory."""
+    """Returns the largest |scale q·k| that a query sees, a float32 scalar, computed in
+    float32; NaN if any is. A sequence at a time, which bounds the memory."""
     largest = []
     with torch.autocast(case.q.device.type, enabled=False):
         for q, k in zip(case.q.float(), case.k.float(), strict=True):
@@ -109,8 +112,9 @@ def largest_score(case: AttentionCase) -> Tensor:
 
 
 def rate(config: Optimiser, step: int, steps: int) -> float:
-    """The learning rate of update `step`, counted from 1: linear up to `lr` over the
-    warm-up, then constant, or half a cosine down to `final` of it at the last step."""
+    """Returns the learning rate of update `step` of `steps`, counted from 1: linear up to
+    `lr` over the warm-up, then constant, or half a cosine down to `final` of it at the
+    last step."""
     if step <= config.warmup:
         return config.lr * step / config.warmup
     if config.schedule == "constant":
@@ -183,7 +187,9 @@ class Lane:
         self.replay = Replay(device, self.noise) if self.recordable else None
 
     def step(self, batch: Batch, step: int, steps: int) -> None:
-        """Update `step` of `steps`, from this batch. Nothing waits for the device."""
+        """Makes update `step` of `steps` from this batch, and sets `loss` and `norm`.
+        Nothing waits for the device. Raises MeasurementError that names the variant for
+        whatever fails."""
         self.lr = rate(self.variant.optimiser, step, steps)
         self.optimiser.set_rate(self.lr)
         with _named(self.variant):
@@ -194,7 +200,8 @@ class Lane:
                 self.loss, self.norm = self.replay(self._update, batch, plain=watched)
 
     def _update(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Make one update; returns the loss and the norm of its gradient."""
+        """Makes one update from a batch; returns its loss and the norm of its gradient
+        before clipping, scalars on the device."""
         loss = self._backward(batch)
         # A scaler needs no more of an optimiser than `Updates` has
         optimiser = cast(torch.optim.Optimizer, self.optimiser)
@@ -209,7 +216,8 @@ class Lane:
         return loss, norm
 
     def _backward(self, batch: Batch) -> Tensor:
-        """The loss of a batch; its gradients are added to the parameters'."""
+        """Returns the loss of a batch; its gradients, times the scaler's scale, are added
+        to the parameters'."""
         name = self.variant.format
         with torch.autocast(
             self.device.type,
@@ -223,7 +231,8 @@ class Lane:
         return loss.detach()
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
-        """The gradient of a batch's loss by parameter. The lane is left as it was."""
+        """Returns the gradient of a batch's loss by parameter name, zeros where there is
+        none. The lane is left as it was."""
         before = None if self.noise is None else self.noise.get_state()
         with _named(self.variant):
             self._backward(batch)
@@ -238,7 +247,8 @@ class Lane:
         return gradient
 
     def calls(self, batch: Batch) -> list[AttentionCase]:
-        """The attention calls of a batch's forward and backward pass, layer by layer."""
+        """Returns the attention calls of a batch's forward and backward pass, layer by
+        layer. The lane is left as it was."""
         seen = self.attention.calls = []
         self.gradient(batch)
         self.attention.calls = None
@@ -246,8 +256,8 @@ class Lane:
 
     @torch.no_grad()
     def attend(self, calls: Sequence[AttentionCase]) -> list[Tensor]:
-        """The outputs of attention for calls of another lane. This one is left as it
-        was."""
+        """Returns the outputs of this lane's attention for calls of another lane, [batch,
+        heads, length, head_dim] each. The lane is left as it was."""
         before = None if self.noise is None else self.noise.get_state()
         with _named(self.variant):
             outs = [self.attention(case.q, case.k, case.v) for case in calls]
@@ -256,11 +266,12 @@ class Lane:
         return outs
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by name, not copied."""
+        """Returns the parameters by name, not copied."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
 
     def state(self) -> LaneState:
-        """Everything that decides the steps to come, as tensors and plain data."""
+        """Returns everything that decides the steps to come, as tensors and plain
+        data."""
         return {
             "network": self.network.state_dict(),
             "optimiser": self.optimiser.state(),
@@ -269,7 +280,7 @@ class Lane:
         }
 
     def load(self, state: LaneState) -> None:
-        """Go on from what `state` returned; a recorded step is forgotten."""
+        """Goes on from what `state` returned; a recorded step is forgotten."""
         self.replay = self.replay and Replay(self.device, self.noise)
         self.network.load_state_dict(state["network"])
         self.optimiser.load(state["optimiser"])
@@ -280,8 +291,8 @@ class Lane:
 
 @contextmanager
 def _named(variant: ResolvedVariant) -> Iterator[None]:
-    """A context whose errors become a MeasurementError that names the variant. A kernel
-    may be foreign code and raise anything."""
+    """Returns a context whose errors become a MeasurementError of one line that names the
+    variant. A kernel may be foreign code and raise anything."""
     try:
         yield
     except Exception as error:
@@ -309,8 +320,8 @@ def _named(variant: ResolvedVariant) -> Iterator[None]:
 
 
 def rerounded(out: Tensor, generator: torch.Generator, times: float = 1.0) -> Tensor:
-    """out with values drawn at random moved by ulps of its dtype, up or down alike: an
-    error without bias whose rms is `times` that of one rounding. Gradients pass
+    """Returns `out` with values drawn at random moved by ulps of its dtype, up or down
+    alike: an error without bias whose rms is `times` that of one rounding. Gradients pass
     unchanged. Zeros, infinities and NaN stay."""
     move: Move = moved_by
     if times == 1.0:
@@ -329,8 +340,8 @@ def rerounded(out: Tensor, generator: torch.Generator, times: float = 1.0) -> Te
 
 
 def jumps(times: float) -> tuple[int, float]:
-    """The number of ulps by which values are moved, and the share of values that is, for
-    an rms of `times` ulp/√12: the fewest ulps for which a share is enough."""
+    """Returns the number of ulps by which values are moved, and the share of values that
+    is, for an rms of `times` ulp/√12: the fewest ulps for which a share is enough."""
     ulps = math.ceil(times / math.sqrt(ODDS))
     return ulps, times**2 / (ODDS * ulps**2)
 
@@ -338,27 +349,29 @@ def jumps(times: float) -> tuple[int, float]:
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, steps: Tensor, move: Move) -> Tensor:
+        """Returns `move(out, steps)`."""
         return move(out, steps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Returns the gradient at `out` as it came, and None for the other arguments."""
         return gradients[0], None, None
 
 
 def moved_by(x: Tensor, steps: Tensor) -> Tensor:
-    """x moved by so many numbers of its dtype (-1, 0 or 1), away from zero where
-    positive: the bits of a float, its sign aside, count its dtype's numbers. Zeros,
-    infinities and NaN stay."""
+    """Returns x moved by so many numbers of its dtype (`steps`: -1, 0 or 1 for each
+    element), away from zero where positive: the bits of a float, its sign aside, count
+    its dtype's numbers. Zeros, infinities and NaN stay."""
     bits = x.contiguous().view(BITS[x.dtype])
     stays = (x == 0) | ~x.isfinite()
     return (bits + steps.to(bits.dtype).masked_fill(stays, 0)).view(x.dtype)
 
 
 def shifted_by(x: Tensor, ulps: Tensor) -> Tensor:
-    """x moved by so many of its own ulps, away from zero where positive, and rounded to
-    its dtype. Counting numbers as `moved_by` does would take larger steps upwards across
-    a power of two than downwards, a bias of several per cent for tens of them. Zeros,
-    infinities and NaN stay, and so does what would overflow."""
+    """Returns x moved by so many of its own ulps for each element, away from zero where
+    positive, and rounded to its dtype. Counting numbers of the dtype would take larger
+    steps upwards across a power of two than downwards, a bias of several per cent for
+    tens of them. Zeros, infinities and NaN stay, and so does what would overflow."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     magnitude = x.abs()
     next_one = moved_by(magnitude, torch.ones_like(x, dtype=torch.int8))
@@ -369,9 +382,9 @@ def shifted_by(x: Tensor, ulps: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_weights(network: nn.Module, generator: torch.Generator) -> None:
-    """Move every weight to a neighbouring number of its dtype, away from zero or toward
-    it with equal odds. Weights that are 0 stay. Network and `generator` are on the
-    CPU."""
+    """Moves every parameter in place to a neighbouring number of its dtype, away from
+    zero or toward it with equal odds. Zeros, NaN and infinity stay; buffers too. Network
+    and `generator` are on the CPU."""
     for parameter in network.parameters():
         up = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
         parameter.copy_(moved_by(parameter, 2 * up - 1))
@@ -398,7 +411,9 @@ class Replay:
         self._results: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, run: Run, batch: Batch, *, plain: bool) -> tuple[Tensor, Tensor]:
-        """The results of `run`. With `plain` it runs as it is, whatever was recorded."""
+        """Returns the results of `run(batch)`. With `plain`, and in the first FIRST
+        calls, it runs as it is; else it is a replay of the graph, which the first such
+        call records."""
         self.ran += 1
         if plain or self.ran <= FIRST:
             return run(batch)
@@ -411,8 +426,8 @@ class Replay:
         return self._results
 
     def _recorded(self, run: Run, batch: Batch) -> torch.cuda.CUDAGraph:
-        """The graph of a run, which is recorded and not run. Raises what the run
-        raises."""
+        """Returns the graph of a run, which is recorded and not run. Raises what the run
+        raises, with the default generator as it was."""
         self._batch = {name: x.clone() for name, x in batch.items()}
         graph = torch.cuda.CUDAGraph()
         if self.noise is not None:

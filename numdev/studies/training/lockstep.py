@@ -1,4 +1,4 @@
-"""The variants of one seed, side by side: the same batch for all at every step.
+"""Trains the variants of one seed side by side: the same batch for all at every step.
 
 Saved states are plain tensors and numbers, loaded as such (`weights_only=True`), and take
 their name only when they are complete."""
@@ -52,8 +52,8 @@ class Lockstep:
         self.golden = next(lane for lane in self.lanes if lane.variant.role == "golden")
 
     def advance(self) -> None:
-        """Make the next step of every lane. At a recorded step each attention call notes
-        its largest score."""
+        """Makes the next step of every lane, one for each variant. At a recorded step
+        each attention call notes its largest score."""
         step = self.step + 1
         watched = step in self.request.recorded
         self.whole = False
@@ -64,9 +64,10 @@ class Lockstep:
         self.step, self.whole = step, True
 
     def measured(self) -> dict[str, list[BaseModel]]:
-        """The rows of this step by kind: of every variant, and its distances from the
-        golden run's weights. At step 0 also the distance of the gradient of the first
-        batch, the errors of attention's output, and what the kernel ran."""
+        """Returns the rows of this step by kind: `row` of every variant, and `distance`
+        from the golden run's weights. At step 0 also the distance of the gradient of the
+        first batch, the errors of attention's output (`output`), and what each kernel ran
+        (`variant`)."""
         tables: dict[str, list[BaseModel]] = {
             "row": [],
             "distance": [],
@@ -102,8 +103,8 @@ class Lockstep:
         return tables
 
     def save(self, path: Path, run: str) -> None:
-        """Write the state atomically, for the run of this name. Raises MeasurementError
-        where it cannot be written."""
+        """Writes the state to `path`, whole or not at all, for the run of this name.
+        Raises MeasurementError where it cannot be written."""
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = path.with_name(PARTLY)
         state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
@@ -117,15 +118,15 @@ class Lockstep:
                 written.unlink(missing_ok=True)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `save` wrote."""
+        """Goes on from a state that `save_state` wrote."""
         for lane in self.lanes:
             lane.load(state["lanes"][lane.variant.name])
         self.step = state["step"]
 
 
 def read_state(path: Path, run: str) -> dict[str, Any]:
-    """The saved state of the run of this name; empty without one, and where the file is
-    damaged or edited, so that training begins again."""
+    """Returns the saved state of the run of this name; empty without one, and where the
+    file is damaged, edited or another run's, so that training begins again."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:
@@ -137,16 +138,17 @@ def read_state(path: Path, run: str) -> dict[str, Any]:
 
 
 def _digest(state: Mapping[str, object]) -> str:
-    """SHA-256 over all tensors and numbers of a state, and their places in it."""
+    """Returns a SHA-256 over all tensors and numbers of a state, and their places in
+    it."""
     leaves, _ = tree_flatten_with_path(state)
     return digest_of({keystr(path): leaf for path, leaf in leaves})
 
 
 @contextmanager
 def deterministic(*, wanted: bool) -> Iterator[None]:
-    """A context in which PyTorch uses deterministic algorithms alone, and operators that
-    have none raise an error; if not `wanted`, a context that changes nothing. Settings
-    are restored afterwards.
+    """Returns a context in which PyTorch uses deterministic algorithms alone, and
+    operators that have none raise an error; if not `wanted`, a context that changes
+    nothing. Settings are restored afterwards.
 
     cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not filled
     before its use, as PyTorch would: nothing here reads what it did not write. Inductor
@@ -177,12 +179,13 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
 
 
 def _inductor() -> Any:
-    """Inductor's settings; None where nothing has imported them."""
+    """Returns the settings of Inductor, PyTorch's compiler; None where nothing has
+    imported them."""
     return sys.modules.get("torch._inductor.config")
 
 
 def _inductor_is_deterministic() -> bool:
-    """Whether Inductor is told to be deterministic."""
+    """Whether Inductor is, or will be when it is imported, set to be deterministic."""
     settings = _inductor()
     if settings is None:
         return os.environ.get(COMPILED) == "1"
@@ -190,7 +193,7 @@ def _inductor_is_deterministic() -> bool:
 
 
 def _tell_inductor(wanted: bool) -> None:
-    """Set that in Inductor's settings, if they are loaded."""
+    """Sets whether Inductor is deterministic in its settings, if they are loaded."""
     settings = _inductor()
     if settings is not None and hasattr(settings, "deterministic"):
         settings.deterministic = wanted

@@ -1,5 +1,6 @@
-"""The row of a lane at a recorded step, its distances from the golden lane, and which
-losses are spikes. A number that is not finite is None, with the reason in `nulls`."""
+"""Measures a lane at a recorded step and its distances from the golden lane, and marks
+the losses that are spikes. A number that is not finite is None, with the reason in
+`nulls`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ TIMES, DEVIATIONS = 1.2, 6.0
 
 
 def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
-    """The row of a lane that has just made update `step`; at step 0 none."""
+    """Returns the row of a lane that has just made update `step`; at step 0 no update,
+    and all but the spectral norm is None."""
     scores = lane.attention.largest
     norms = spectral_norms(list(lane.network.query_weights()))
     values: dict[str, float | None] = {
@@ -60,8 +62,9 @@ def distance(
     variant: str,
     step: int,
 ) -> DistanceRow:
-    """The distance between two sets of parameters of the same names, all together.
-    Numbers are None where anything is not finite."""
+    """Returns the distance between two sets of parameters (or gradients) of the same
+    names, all together, as a row. Numbers are None where anything is not finite, or a
+    zero divides."""
     a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
     difference = paired(a, b)
     values = {name: getattr(difference, name) for name in DISTANCES}
@@ -83,9 +86,9 @@ def distance(
 
 @torch.no_grad()
 def spectral_norms(weights: list[Tensor]) -> Tensor:
-    """[layers, heads] in fp64: the spectral norm of every head's [head_dim, width] part
-    of W_Q, the root of the largest eigenvalue of W Wᵀ, good to about 1e-15. NaN where W
-    is not finite."""
+    """Returns the spectral norm of every head's part of W_Q, [layers, heads] in fp64: the
+    root of the largest eigenvalue of W Wᵀ, good to about 1e-15. NaN where W is not
+    finite. `weights`: [heads, head_dim, width] for each layer."""
     # [layers, heads, head_dim, width]
     stacked = torch.stack([w.double() for w in weights])
     squares = stacked @ stacked.transpose(-1, -2)
@@ -97,14 +100,14 @@ def spectral_norms(weights: list[Tensor]) -> Tensor:
 
 
 def number(x: Tensor | float | None) -> float | None:
-    """The value of a scalar; None for None and for NaN and infinity."""
+    """Returns the value of a scalar; None for None, NaN and infinity."""
     value = math.nan if x is None else float(x)
     return value if math.isfinite(value) else None
 
 
 def with_spikes(rows: Iterable[TrainRow]) -> Iterator[TrainRow]:
-    """The rows with `spike` set. Rows of one run come in the order of their steps; a loss
-    that is None is no spike, and no past for others."""
+    """Yields the rows with `spike` set. Rows of one run come in the order of their steps;
+    a loss that is None is no spike, and no past for others."""
     pasts: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
     for row in rows:
         past = pasts[row.seed, row.variant]
@@ -115,9 +118,9 @@ def with_spikes(rows: Iterable[TrainRow]) -> Iterator[TrainRow]:
 
 
 def is_spike(loss: float, past: Iterable[float]) -> bool:
-    """Whether a loss stands far above those before it: above 1.2 times the median of the
-    last 20, and above that median by more than 6 times their median absolute deviation.
-    Not the first 3."""
+    """Whether a loss is far above those before it: above 1.2 times the median of the last
+    20, and above that median by more than 6 times their median absolute deviation. Never
+    for the first 3. `past`: the losses before it, at most the last 20."""
     before = list(past)
     if len(before) < LEAST:
         return False

@@ -1,4 +1,4 @@
-"""The networks that are trained: `llama` and `gpt2`.
+"""Builds the networks that are trained: `llama` and `gpt2`.
 
 A network calls one function for attention: attend(q, k, v), causal, with q [batch, heads,
 length, head_dim] and k and v with kv heads; it returns q's shape. Which one is the whole
@@ -35,7 +35,8 @@ PARTS = {
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by PyTorch's own function."""
+    """Returns causal attention by PyTorch's own function, [batch, heads, length,
+    head_dim]; k and v may have fewer heads."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
@@ -49,6 +50,8 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x [..., width] normalised over its last axis in fp32, in its own
+        dtype."""
         wide, shape, weight = x.float(), (x.shape[-1],), self.weight.float()
         if self.rms:
             return F.rms_norm(wide, shape, weight, RMS_EPS).to(x.dtype)
@@ -70,6 +73,9 @@ class SelfAttention(nn.Module):
             self.add_module(name, nn.Linear(wide, out, bias=False))
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Returns attention's output [batch, length, width] of x of the same shape.
+        `rotation`: cos and sin [length, head_dim] of the positions; None where positions
+        are not rotated."""
         *projections, out = self.children()
         projected = [project(x) for project in projections]
         if len(projected) == 1:
@@ -85,8 +91,9 @@ class SelfAttention(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, heads, length, head_dim] rotated by its positions, as transformers does
-    it: the second half of the features is paired with the first."""
+    """Returns x [batch, heads, length, head_dim] rotated by its positions, as
+    transformers does it: the second half of the features is paired with the first. `cos`,
+    `sin`: [length, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -101,6 +108,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the MLP's output, in the shape of x [..., width]."""
         first, *up, down = self.children()
         inner = (
             F.silu(first(x)) * up[0](x) if up else F.gelu(first(x), approximate="tanh")
@@ -126,6 +134,7 @@ class Block(nn.Module):
             self.add_module(name, {**parts, **norms}[name])
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Returns the residual stream [batch, length, width] after this layer."""
         x = x + self.attention(self.norm_1(x), rotation)
         out: Tensor = x + self.mlp(self.norm_2(x))
         return out
@@ -154,7 +163,7 @@ class Network(nn.Module):
         self.final = Norm(config)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [batch, length, vocabulary] of ids [batch, length]."""
+        """Returns logits [batch, length, vocabulary] of token ids [batch, length]."""
         length, x = input_ids.shape[1], self.tokens(input_ids)
         rotation = None
         if hasattr(self, "positions"):
@@ -166,12 +175,14 @@ class Network(nn.Module):
         return F.linear(self.final(x), self.tokens.weight)
 
     def loss(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch in nats a token, a scalar in float32."""
+        """Returns the mean loss of a batch (`inputs` and `targets`, [batch, length]) in
+        nats a token, a scalar in float32."""
         logits = self(batch["inputs"])
         return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
     def query_weights(self) -> Iterator[Tensor]:
-        """The rows of W_Q by head, [heads, head_dim, width], of each layer in turn."""
+        """Yields the rows of W_Q by head, [heads, head_dim, width], of each layer in
+        turn."""
         for part in (m for m in self.modules() if isinstance(m, SelfAttention)):
             first = next(part.parameters())
             queries = first.chunk(3, dim=0)[0] if hasattr(part, "qkv") else first
@@ -182,8 +193,8 @@ class Network(nn.Module):
 def build(
     config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend = sdpa
 ) -> Network:
-    """The network of a configuration with the weights of a seed, in float32 on the CPU:
-    the same on every machine. Without a seed weights are whatever PyTorch makes.
+    """Returns the network of a configuration with the weights of a seed, in float32 on
+    the CPU: the same on every machine. Without a seed weights are whatever PyTorch makes.
 
     Matrices are drawn from a normal distribution, those that end a branch of the residual
     stream narrower by sqrt(2 layers), as GPT-2 has them. Gains are 1."""

@@ -48,7 +48,7 @@ class Updates:
         )
 
     def set_rate(self, lr: float) -> None:
-        """The learning rate of the steps to come. Nothing waits for the device."""
+        """Sets the learning rate of the steps to come. Nothing waits for the device."""
         if isinstance(self.lr, Tensor):
             self.lr.fill_(lr)
         else:
@@ -56,7 +56,7 @@ class Updates:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient, in place."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -74,18 +74,18 @@ class Updates:
                 )
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Drops all gradients."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
 
     def state(self) -> list[Slots]:
-        """The state of each parameter in order: with the weights it decides the steps to
-        come."""
+        """Returns the state of each parameter, matrices first, empty before its first
+        update: with the weights it decides the steps to come."""
         return [self.slots.get(p, {}) for p in self._parameters()]
 
     def load(self, state: Sequence[Slots]) -> None:
-        """Go on from what `state` returned, wherever its tensors are."""
+        """Goes on from what `state` returned, wherever its tensors are."""
         self.slots = {
             p: {name: x.to(p.device) for name, x in slots.items()}
             for p, slots in zip(self._parameters(), state, strict=True)
@@ -93,13 +93,14 @@ class Updates:
         }
 
     def _parameters(self) -> list[nn.Parameter]:
-        """All parameters, matrices first."""
+        """Returns all parameters, matrices first."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _adamw(
         self, parameters: list[nn.Parameter], grads: list[Tensor], **same: Any
     ) -> None:
-        """One update by AdamW of parameters with gradients."""
+        """Makes one update by AdamW of parameters with gradients, in place. `same`: the
+        arguments that PyTorch's functions have in common."""
         for p in parameters:
             if p not in self.slots:
                 self.slots[p] = {
@@ -129,7 +130,8 @@ class Updates:
     def _sgd(
         self, parameters: list[nn.Parameter], grads: list[Tensor], **same: Any
     ) -> None:
-        """One update by SGD of parameters with gradients."""
+        """Makes one update by SGD of parameters with gradients, in place. `same`: the
+        arguments that PyTorch's functions have in common."""
         buffers = [self.slots.get(p, {}).get("momentum_buffer") for p in parameters]
         momentum = self.config.momentum
         sgd(

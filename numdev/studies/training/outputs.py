@@ -1,5 +1,5 @@
-"""The errors of attention before anything was learned: every variant's kernel on the
-golden run's own first attention calls, beside the truth and the golden run's kernel.
+"""Measures the errors of attention before anything is learned: every variant's kernel on
+the golden run's own first attention calls, beside the truth and the golden run's kernel.
 
 Distances of weights are effects. Errors of attention, in floors, are their cause, so that
 a report shows both."""
@@ -29,8 +29,8 @@ SHARP = 8.0  # the least score of the largest, for calls that are made sharper
 def outputs(
     lanes: Sequence[Lane], golden: Lane, calls: Sequence[AttentionCase], seed: int
 ) -> Iterator[AttentionOutputRow]:
-    """A row for each lane in a role of OF that computes in the golden lane's format.
-    `calls` are the golden lane's, of one batch."""
+    """Yields a row for each lane (a variant in training) in a role of OF that computes in
+    the golden lane's format. `calls`: the golden lane's attention calls of one batch."""
     truths = [attend(case).out for case in calls]
     base = golden.attend(calls)
     sharp = [sharpened(case) for case in calls]
@@ -45,9 +45,9 @@ def outputs(
 
 
 def sharpened(case: AttentionCase) -> AttentionCase:
-    """The call with q times a power of two, which is exact, so that the largest score is
-    at least SHARP: before anything is learned scores are near zero, and no output tells a
-    wrong scale."""
+    """Returns the call with q times a power of two, which is exact, so that the largest
+    score is at least SHARP; as it is where it is already, or is 0 or NaN. Before anything
+    is learned scores are near zero, and no output shows a wrong scale."""
     largest = float(largest_score(case))
     if not 0.0 < largest < SHARP:
         return case
@@ -56,8 +56,8 @@ def sharpened(case: AttentionCase) -> AttentionCase:
 
 
 def floors_of(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
-    """The rms error of all calls over the floor's; None where either is not finite, or
-    the floor has none."""
+    """Returns the rms error over all calls, over that of rounding the truths once; None
+    where either is not finite, or rounding changes nothing."""
     errors = floors = 0.0
     for out, truth in zip(outs, truths, strict=True):
         floor = round_to(truth, format_of(out.dtype)).double()
@@ -74,8 +74,10 @@ def row_of(
     seed: int,
     variant: str,
 ) -> AttentionOutputRow:
-    """The errors of a variant's outputs, over all calls laid end to end, in fp64; None
-    throughout where an output is not finite."""
+    """Returns the errors of a variant's outputs over all calls together, in fp64, with
+    None for every number where an output is not finite. `outs`, `base`, `truths`: for
+    each call the variant's output, the golden run's, and the exact one, [batch, heads,
+    length, head_dim]."""
     sums = torch.zeros(8, dtype=torch.float64)
     elements = nonfinite = 0
     for out, golden, truth in zip(outs, base, truths, strict=True):

@@ -123,4 +123,6 @@ class TrainReport(Report):
     figures: tuple[Figure, ...] = ()
 
     def tables(self) -> dict[str, Sequence[Record]]:
+        """Returns the tables that are written as CSV files, by file name: `rows`,
+        `distances` and `outputs`."""
         return {"rows": self.rows, "distances": self.distances, "outputs": self.outputs}

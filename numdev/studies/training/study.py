@@ -59,9 +59,11 @@ def train(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> TrainReport | None:
-    """Train all variants with all seeds, journalling into `directory`; returns the
-    report, which the caller writes. None when `stop_after` seconds were over before the
-    end: what was reached is saved, and the same call continues.
+    """Trains all variants with all seeds and returns the report, which the caller writes.
+    What is measured goes to a journal in `directory`, beside the state to continue from;
+    `overwrite` replaces a damaged journal or one of another request, and removes its
+    checkpoints. Returns None when `stop_after` seconds were over before the end: what was
+    reached is saved, and the same call continues.
 
     Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the
     variant, for one that refuses or fails."""
@@ -105,7 +107,7 @@ def _report(
     provenance: Provenance,
     timings: dict[str, float],
 ) -> TrainReport:
-    """The report of what is journalled, without the answer."""
+    """Returns the report of what the journal has, without the answer."""
     rows = tuple(with_spikes(journal.records("row", TrainRow)))
     distances = journal.records("distance", DistanceRow)
     ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
@@ -153,7 +155,8 @@ class _TrainingRun:
         self.name = digest(self.journal.header)  # identifies states saved by this run
 
     def finished(self) -> bool:
-        """Train all seeds; False if time ran out before, with the state saved."""
+        """Trains all seeds; returns False if time ran out before the end, with the state
+        saved. Removes the saved state at the end."""
         request = self.request
         for seed, step in itertools.product(request.seeds, request.recorded):
             self.journal.visit(_key(seed, step))
@@ -167,12 +170,14 @@ class _TrainingRun:
         return done
 
     def is_recorded(self, seed: int, step: int) -> bool:
-        """Whether every recorded step up to this one is in the journal."""
+        """Whether every step to record, up to this one, is in the journal."""
         steps = [at for at in self.request.recorded if at <= step]
         return all(self.journal.visit(_key(seed, at)) for at in steps)
 
     def train_seed(self, seed: int) -> bool:
-        """Train one seed to its end; False if time ran out before."""
+        """Trains one seed to its end, from the saved state if it is of this seed; returns
+        False if time ran out before, with the state saved. An interrupt saves the state
+        too, and is raised again."""
         lanes = Lockstep(self.request, self.data, seed, self.device)
         state = read_state(self.state, self.name)
         if state and state["seed"] == seed and self.is_recorded(seed, state["step"]):
@@ -192,8 +197,9 @@ class _TrainingRun:
         return finished
 
     def take_steps(self, lanes: Lockstep) -> bool:
-        """Take all steps that are left, or at least one and False where time runs out. A
-        step is recorded whole or not at all: an interrupt waits for its end."""
+        """Takes the steps that are left; returns False where time runs out, after one
+        step or more. A step is recorded whole or not at all: an interrupt waits for its
+        end."""
         saved = time.monotonic()
         self.tell(lanes)
         while lanes.step < self.request.steps:
@@ -210,12 +216,12 @@ class _TrainingRun:
         return True
 
     def save(self, lanes: Lockstep) -> None:
-        """Write the state from which a later run continues."""
+        """Writes the state from which a later run continues."""
         with self.watch("saving"):
             lanes.save(self.state, self.name)
 
     def record(self, lanes: Lockstep) -> None:
-        """Write the checkpoints and the rows of this step, if it has any. Rows that are
+        """Writes the checkpoints and the rows of this step, if it has any. Rows that are
         in the journal are not measured again."""
         self.checkpoint(lanes)
         key = _key(lanes.seed, lanes.step)
@@ -225,7 +231,8 @@ class _TrainingRun:
                 self.loss = number(lanes.golden.loss)
 
     def checkpoint(self, lanes: Lockstep) -> None:
-        """Write the weights of this step, if the request asks for them."""
+        """Writes the weights of this step, of each variant for which the request asks for
+        them."""
         chosen = self.request.checkpoints
         if chosen is None or lanes.step not in chosen.at(self.request.steps):
             return
@@ -248,7 +255,8 @@ class _TrainingRun:
                 )
 
     def tell(self, lanes: Lockstep) -> None:
-        """Report progress. An interrupt that waited arrives here."""
+        """Reports progress with the golden run's last recorded loss. An interrupt that
+        waited arrives here."""
         steps, seeds = self.request.steps, self.request.seeds
         done = seeds.index(lanes.seed) * steps + lanes.step
         loss = "" if self.loss is None else f", loss {self.loss:.3f}"
@@ -258,7 +266,9 @@ class _TrainingRun:
 def record_of(
     variant: ResolvedVariant, golden: ResolvedVariant, ran: str | None
 ) -> VariantRecord:
-    """A variant as a report records it, with what else differs from the golden run."""
+    """Returns a variant's record. `differs`: its seed, kernel of the gradients and
+    changed optimiser settings, beside the kernel and formats. `ran`: the operators that
+    the kernel reported, None if unknown."""
     fields = variant.model_dump(mode="json")
     differs = {n: fields[n] for n in ("seed", "backward_kernel") if fields[n]}
     usual = golden.optimiser.model_dump()
@@ -279,8 +289,8 @@ def record_of(
 
 
 def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:
-    """The kernels of all variants. Raises UsageError for an option that a kernel has not,
-    and for a kernel that cannot run here."""
+    """Yields the kernels of all variants, each with its options. Raises UsageError for an
+    option that a kernel has not, and for a kernel that cannot run here."""
     for variant in request.variants:
         for choice in variant.kernels:
             kernel = find(choice.name)
@@ -292,5 +302,5 @@ def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:
 
 
 def _key(seed: int, step: int) -> str:
-    """The journal's key of a step of a seed."""
+    """Returns the journal's key of a step of a seed."""
     return digest({"seed": seed, "step": step})

@@ -1,4 +1,4 @@
-"""A training run, shown: the variants, then losses and distances by step."""
+"""Shows the report of a training run: the variants, then losses and distances by step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ ABOUT = (
 
 
 def blocks(report: TrainReport) -> Iterator[doc.Node]:
+    """Yields what is shown below the answer: the variants, the figures, and a line on the
+    run."""
     golden = next((v.name for v in report.variants if v.role == "golden"), "")
     yield doc.words(
         ("variant", "role", "kernel", "format", "attention", "differs in", "ran"),
@@ -34,7 +36,7 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
 
 
 def _cells(v: VariantRecord) -> Iterator[str]:
-    """The row of a variant in the table."""
+    """Yields the cells of a variant in the table, one for each column."""
     yield v.name
     yield v.role.replace("_", " ")
     yield labelled(v.kernel, v.options)

@@ -1,6 +1,6 @@
-"""The first sentences of a training run. Distances are compared with a re-rounding of one
-floor in the same seed and at the same steps, as long as these tell causes apart; never at
-the last step, where they say how chaotic training is."""
+"""Writes the first sentences of a training run's report. Distances are compared with a
+re-rounding of one floor in the same seed and at the same steps, as long as these tell
+causes apart; never at the last step, where they say how chaotic training is."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ SPIKES = "{name}: its loss spikes (step {row.step} of seed {row.seed}; {count} r
 
 
 def answer(run: TrainReport) -> Iterator[str]:
-    """First runs whose loss is not finite, and attention that does more than round; then
-    runs with the golden run's weights; then early ratios, paired by seed, with their
-    range; then spikes. No sentence is about stability, since a run is one run."""
+    """Yields the sentences of the answer: runs whose loss is not finite, and attention
+    that does more than round; runs with the golden run's weights; early ratios, paired by
+    seed, with their range; spikes. No sentence is about stability, since a run is one
+    run."""
     yield from _lost(run.variants, run.rows)
     yield from not_rounding(list(at_outputs(run)))
     weights = [d for d in run.distances if d.of == "weights" and d.step > 0]
@@ -78,12 +79,13 @@ def answer(run: TrainReport) -> Iterator[str]:
 
 
 def _are_equal(rows: Sequence[DistanceRow]) -> bool:
-    """Whether there are distances, and every element is equal in all."""
+    """Whether there are distances, and every element is equal in all of them."""
     return bool(rows) and all(row.equal == 1.0 for row in rows)
 
 
 def _lost(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterator[str]:
-    """Runs whose loss is not finite, those with most seeds first."""
+    """Yields a sentence on each variant whose loss is not finite in some seed after step
+    0, those with most seeds first."""
     lost: dict[str, dict[int, int]] = {}
     seeds: dict[str, set[int]] = {}
     for row in sorted(rows, key=lambda row: row.step):
@@ -100,8 +102,9 @@ def _lost(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterat
 def _beside(
     label: str, base: str, table: pd.DataFrame, steps: Sequence[int]
 ) -> Iterator[str]:
-    """How far a label's weights are beside re-rounding; nothing where no seed has
-    both."""
+    """Yields a sentence on how far a label's weights are beside re-rounding, at these
+    early steps; nothing where no seed has both. `table`: a column for each label, from
+    `bounds.study.curves`."""
     by_seed = ratios(table[label], table[base], steps) if label in table else {}
     if by_seed:
         when = " to ".join(dict.fromkeys(map(str, (steps[0], steps[-1]))))
@@ -110,7 +113,8 @@ def _beside(
 
 
 def _alone(label: str, rows: Sequence[DistanceRow]) -> Iterator[str]:
-    """How far a label's weights are at the first step that has a distance."""
+    """Yields a sentence on how far a label's weights are at the first step that has a
+    distance; nothing without one."""
     step = min((d.step for d in rows if d.rel is not None), default=None)
     by_seed = {d.seed: d.rel for d in rows if d.step == step and d.rel is not None}
     if by_seed:
@@ -118,7 +122,8 @@ def _alone(label: str, rows: Sequence[DistanceRow]) -> Iterator[str]:
 
 
 def _ends(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
-    """The mean and the range over seeds, and their count, in words."""
+    """Returns `mean`, `least`, `most` and `seeds`, each in words, of a value by seed;
+    numbers are written by `number`. `by_seed`: at least one."""
     values = list(by_seed.values())
     seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
     mean, least, most = figures.mean(values), min(values), max(values)
@@ -131,7 +136,7 @@ def _ends(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
 
 
 def _spikes(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterator[str]:
-    """A sentence on each run whose loss spikes."""
+    """Yields a sentence on each variant whose loss spikes, with its first spike."""
     for name in (v.name for v in variants):
         spikes = [row for row in rows if row.variant == name and row.spike]
         if spikes:

@@ -1,4 +1,5 @@
-"""A ladder of nulls: re-rounding at several strengths, and what is read off it.
+"""Reads distances of weights as doses, on a ladder of null runs that re-round at several
+strengths, and marks the steps at which curves merge.
 
 Under autocast a distance does not keep the proportion of its cause: a perturbation far
 below the floor flips later roundings, each a whole unit in the last place. So a distance
@@ -6,9 +7,9 @@ is not divided by another to learn how large its cause was: it is read as a *dos
 strength of re-rounding that moves the weights as far in the same seed at the same step.
 Strengths are in floors, the rms error of rounding attention's output once.
 
-Between rungs the logarithm of the distance is a monotone cubic of that of the dose
-(Fritsch and Carlson 1980). Rungs that stand in the wrong order by chance are pooled first
-(pool adjacent violators, Ayer et al. 1955)."""
+Between rungs, the strengths that were run, the logarithm of the distance is a monotone
+cubic of that of the dose (Fritsch and Carlson 1980). Rungs in the wrong order by chance
+are pooled first (pool adjacent violators, Ayer et al. 1955)."""
 
 from __future__ import annotations
 
@@ -75,11 +76,14 @@ class _Line(NamedTuple):
 
 
 def saturation(distances: pd.DataFrame) -> Saturation:
-    """The marks of one metric of weights, from lines with the columns role, times, seed,
-    step, value.
+    """Returns the steps at which curves bend, merge, and are decided by chance, of one
+    metric of weights. `distances`: a table with the columns role, times, seed, step and
+    value.
 
     They are made from nulls alone: of each strength of PAIR the first runs, EQUAL at
-    most, in the order of the lines. So no other run moves a mark, and no later step."""
+    most, in the order of the lines. So no other run moves a mark, and no later step.
+    Without both strengths in a seed there are no marks but `reason`, and only the first
+    step is early."""
     steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
     chance = chance_decides(distances)
     lead = lead_by_step(distances)
@@ -101,8 +105,8 @@ def saturation(distances: pd.DataFrame) -> Saturation:
 
 
 def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
-    """The distance of the larger dose of PAIR over that of the smaller by step, the
-    geometric mean over seeds; empty where no seed has both."""
+    """Returns the distance of the larger dose of PAIR over that of the smaller by step,
+    the geometric mean over seeds; empty where no seed has both."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     nulls = nulls[nulls.step > 0]
     low, high = (_by_seed(_equal(nulls[nulls.times == times])) for times in PAIR)
@@ -111,10 +115,10 @@ def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
 
 
 def chance_decides(distances: pd.DataFrame) -> int | None:
-    """The first step at which, in any seed, the largest of equal nulls over the smallest
-    is more than twice what it was at first. Equal are runs re-rounded at one floor;
-    without two of them in a seed, those of one ulp. None where nulls do not part, or no
-    seed has two."""
+    """Returns the first step at which, in any seed, the largest of equal nulls over the
+    smallest is more than twice what it was at first. Equal are runs re-rounded at one
+    floor; without two of them in a seed, those of one ulp. None where that never is so,
+    or no seed has two."""
     moved = distances[(distances.value > 0) & (distances.step > 0)]
     rounding = moved[(moved.role == "null_rounding") & (moved.times == PAIR[0])]
     for equal in (rounding, moved[moved.role == "null_ulp"]):
@@ -128,17 +132,19 @@ def chance_decides(distances: pd.DataFrame) -> int | None:
 
 
 def _equal(lines: pd.DataFrame) -> pd.DataFrame:
-    """The first EQUAL lines of each seed and step, so that more runs move no mark."""
+    """Returns the first EQUAL lines of each seed and step, so that more runs move no
+    mark."""
     return lines.groupby(["seed", "step"], as_index=False).head(EQUAL)
 
 
 def _by_seed(lines: pd.DataFrame) -> pd.Series[float]:
-    """The geometric mean over runs of one strength, by seed and step."""
+    """Returns the geometric mean over runs of one strength, by seed and step."""
     return lines.groupby(["seed", "step"]).value.agg(statistics.geometric_mean)
 
 
 def _first(marked: pd.Series[float]) -> int | None:
-    """The first step of a series by step; None for an empty one."""
+    """Returns the smallest step of a series that is indexed by step; None for an empty
+    one."""
     return None if marked.empty else int(marked.index.get_level_values("step").min())
 
 
@@ -146,8 +152,9 @@ def _first(marked: pd.Series[float]) -> int | None:
 
 
 def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
-    """A rung for every strength in every window: its distance over that of one floor, in
-    each seed the geometric mean over steps, then over seeds with an interval."""
+    """Yields a rung for every strength in every window: its distance over that of one
+    floor, in each seed the geometric mean over steps, then over seeds with an
+    interval."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     strengths = sorted({float(times) for times in nulls.times})
     for window, steps in windows.items():
@@ -175,7 +182,8 @@ def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
 def doses(
     distances: pd.DataFrame, roles: Mapping[str, VariantRole], windows: Windows
 ) -> Iterator[DoseReading]:
-    """The dose of every label but the rungs and other seeds, window by window."""
+    """Yields the dose of every label, window by window, but of nulls that re-round or
+    repeat, of other seeds and of the golden run."""
     for window, steps in windows.items():
         moved = distances[
             (distances.of == tensors_of_window(window)) & (distances.value > 0)
@@ -196,14 +204,16 @@ def doses(
 
 
 def _lines(distances: pd.DataFrame) -> Iterator[_Line]:
-    """The distances of a table, with the seed and step and the strength of each."""
+    """Yields the distances of a table, with the seed and step and the strength of
+    each."""
     columns = (distances[name] for name in ("seed", "step", "times", "value"))
     for seed, step, times, value in zip(*columns, strict=True):
         yield _Line((int(seed), int(step)), float(times), float(value))
 
 
 def _ladders(nulls: pd.DataFrame) -> Mapping[Place, Mapping[float, float]]:
-    """The distance by strength, for each seed and step with two strengths or more."""
+    """Returns the distance by strength, for each seed and step with two strengths or
+    more; the geometric mean over runs of one strength."""
     ladders = {}
     for place, lines in grouped(_lines(nulls), lambda line: line.place).items():
         by_strength = grouped(lines, lambda line: line.times)
@@ -224,8 +234,9 @@ def _dose(
     window: Window,
     steps: tuple[int, ...],
 ) -> DoseReading:
-    """The dose of one label in one window: read in each seed at each step, then the
-    geometric mean over steps, and over seeds."""
+    """Returns the dose of one label in one window: read in each seed at each step, then
+    the geometric mean over steps, and over seeds; None, with a reason, where no seed has
+    a ladder beside a distance. `distance`, `ladders`: by seed and step."""
     reading = partial(DoseReading, variant=variant, role=role, window=window, steps=steps)
     readings = {at: read(x, ladders[at]) for at, x in distance.items() if at in ladders}
     if not readings:
@@ -265,15 +276,16 @@ def _dose(
 
 
 def _reach(ladders: Iterable[Mapping[float, float]]) -> tuple[float, float]:
-    """The lowest and the highest strength of any ladder."""
+    """Returns the lowest and the highest strength of any ladder. `ladders`: at least
+    one."""
     every = [times for ladder in ladders for times in ladder]
     return min(every), max(every)
 
 
 def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
-    """The strength at which a ladder, of two rungs or more, has this distance, and
-    whether that is within the ladder. A distance beyond its ends has the strength of the
-    end."""
+    """Returns the strength at which a ladder (distance by strength, two or more) has this
+    distance, and whether that is within the ladder. A distance beyond its ends has the
+    strength of the end."""
     strengths, distances = pooled(ladder)
     if distance < distances[0] or distance > distances[-1]:
         below = distance < distances[0]
@@ -292,8 +304,8 @@ def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
 
 
 def pooled(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
-    """Strengths and distances, both ascending. Rungs in the wrong order are merged into
-    one, at their geometric means."""
+    """Returns strengths and distances, both ascending. Rungs in the wrong order are
+    merged into one, at their geometric means."""
     blocks: list[tuple[list[float], list[float]]] = []
     for times, distance in sorted(ladder.items()):
         blocks.append(([times], [distance]))
@@ -306,24 +318,25 @@ def pooled(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
 
 
 def _level(block: tuple[list[float], list[float]]) -> float:
-    """The distance of a block of merged rungs."""
+    """Returns the distance of a block of merged rungs, (strengths, distances)."""
     return statistics.geometric_mean(block[1])
 
 
 def middle(ratios: Sequence[float]) -> Mean:
-    """The geometric mean over seeds, and its interval where there are enough."""
+    """Returns the geometric mean over seeds, and the ends of its 95 % interval; None for
+    these below FEWEST_SEEDS. `ratios`: at least one."""
     mean, low, high = factor(ratios)
     return (mean, low, high) if len(ratios) >= FEWEST_SEEDS else (mean, None, None)
 
 
 def tensors_of_window(window: Window) -> str:
-    """The tensors whose distance is taken in a window: `gradient`, of the first batch, or
-    `weights`."""
+    """Returns the tensors whose distance is taken in a window: `gradient`, of the first
+    batch, or `weights`."""
     return "gradient" if window == "start" else "weights"
 
 
 def strength(times: float) -> str:
-    """A strength in words: 1/16, 1/4, 1, 16."""
+    """Returns a strength in words: 1/16, 1/4, 1, 16."""
     inverse = 1 / times
     is_part = times < 1 and abs(inverse - round(inverse)) < 1e-9
     return f"1/{round(inverse)}" if is_part else f"{times:.3g}"

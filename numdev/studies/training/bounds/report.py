@@ -67,8 +67,10 @@ class Comparison(Record):
 
     @property
     def standing(self) -> str:
-        """The verdict that the interval gives, to be followed by the name of the other
-        run. Beside a null, up to twice as far is within chance."""
+        """Returns the verdict that the interval gives, to be followed by the name of the
+        other run: `Far less than`, `Within twice`, `No more than`, `More than`,
+        `Undecided beside`, or `No verdict beside` without an interval. Beside a null, up
+        to twice as far is within chance."""
         if self.low is None or self.high is None:
             return "No verdict beside"
         most = WITHIN if self.against_role.startswith("null") else 1.0
@@ -161,9 +163,12 @@ class BoundsReport(Report):
 
     @property
     def unmeasured(self) -> str:
+        """Returns a clause that says what could not be measured."""
         return "no two distances could be compared"
 
     def tables(self) -> dict[str, Sequence[Record]]:
+        """Returns the tables that are written as CSV files, by file name: `comparisons`,
+        `ladder` and `doses`."""
         return {
             "comparisons": self.comparisons,
             "ladder": self.ladder,

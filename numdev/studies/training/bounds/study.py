@@ -1,11 +1,11 @@
-"""`numdev bounds`: flash's distance in weights beside low precision's, another seed's and
-chance's, from the report of a training run. Needs neither torch nor a GPU.
+"""`numdev bounds`: compares flash's distance in weights with low precision's, another
+seed's and chance's, from the report of a training run. Needs neither torch nor a GPU.
 
-The first answer is the first paper's question (`numdev.studies.training.bounds.words`);
-distances are read as doses, and steps chosen, by a ladder of nulls
-(`numdev.studies.training.bounds.ladder`). A window is decided by the paired mean
-|difference| of nulls alone, and holds for every metric: one that ended where the ratio
-asked about begins to scatter would be chosen for its answer."""
+The first answer is the first paper's question; distances are read as doses, and steps
+chosen, by nulls that re-round at several strengths. A window, the steps over which ratios
+are averaged, is decided by the paired mean |difference| of nulls alone, and is the same
+for every metric: one that ended where the ratio asked about begins to scatter would be
+chosen for its answer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COLUMNS = ("of", "metric", "role", "label", "times", "seed", "step", "value")
 
 
 def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
-    """The bounds of a training run: a report.json of `numdev train`, or a directory with
+    """Returns the bounds of a training run, from its report.json, or a directory with
     one.
 
     Raises UsageError where there is none or it is of another command, MeasurementError
@@ -116,7 +116,8 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
 
 
 def _training_run(path: Path) -> TrainReport:
-    """The report at a path. Raises UsageError for a report of another command."""
+    """Returns the report at a path. Raises UsageError for none, and for one of another
+    command."""
     run = reports.read(path)
     if isinstance(run, TrainReport):
         return run
@@ -125,14 +126,14 @@ def _training_run(path: Path) -> TrainReport:
 
 
 def label_of(v: VariantRecord) -> str:
-    """The label of a run. Null runs of one kind and strength share one."""
+    """Returns the label of a run. Null runs of one kind and strength share one."""
     times = "" if (v.times or 1.0) == 1.0 else f" at {strength(v.times or 1.0)}"
     return NULLS.get(v.role, v.name) + times
 
 
 def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
-    """The errors of attention's output of each variant that was measured: means over
-    seeds."""
+    """Yields the errors of attention's output of each variant that was measured: means
+    over seeds."""
     for v in run.variants:
         rows = [row for row in run.outputs if row.variant == v.name]
         nonfinite = sum(row.nonfinite for row in rows)
@@ -150,14 +151,15 @@ def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are not None; None where all are."""
+    """Returns the arithmetic mean of the values that are not None; None where all are."""
     present = [x for x in values if x is not None]
     return statistics.fmean(present) if present else None
 
 
 def distances_of(run: TrainReport) -> pd.DataFrame:
-    """Every finite distance of all weights from the golden run, one a line, in
-    COLUMNS."""
+    """Returns every finite distance from the golden run, of weights and of gradients, in
+    a table of the COLUMNS: one in a line, with NaN for `times` but for a null that
+    re-rounds."""
     others = {v.name: v for v in run.variants if v.role != "golden"}
     lines = []
     for d in run.distances:
@@ -174,8 +176,8 @@ def distances_of(run: TrainReport) -> pd.DataFrame:
 
 
 def curves(distances: pd.DataFrame) -> pd.DataFrame:
-    """The distances of one metric in a table: a line for each seed and step, a column for
-    each label with the mean over its runs; NaN where there is none."""
+    """Returns the distances of one metric in a table: a line for each seed and step, a
+    column for each label with the mean over its runs; NaN where there is none."""
     return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
 
 
@@ -185,16 +187,16 @@ def curves(distances: pd.DataFrame) -> pd.DataFrame:
 def ratios(
     a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]
 ) -> dict[int, float]:
-    """The ratio of two columns of `curves`, a over b, in each seed that has both: the
-    geometric mean over those of the steps at which neither is zero; 0 where a is zero at
-    all of them and b is not."""
+    """Returns a over b by seed, for two columns of a table of distances by label (indexed
+    by seed and step), in each seed that has both: the geometric mean over those of the
+    steps at which neither is zero; 0 where a is zero at all of them and b is not."""
     ratio = (a / b)[(b > 0) & b.index.isin(steps, level="step")].dropna()
     seeds = ratio.where(ratio > 0).groupby("seed").agg(_geometric).fillna(0.0)
     return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
 
 
 def _geometric(values: pd.Series[float]) -> float:
-    """The geometric mean of the values that are not NaN; NaN where all are."""
+    """Returns the geometric mean of the values that are not NaN; NaN where all are."""
     present = values.dropna()
     return statistics.geometric_mean(present) if len(present) else math.nan
 
@@ -202,7 +204,8 @@ def _geometric(values: pd.Series[float]) -> float:
 def _pairs(
     roles: Mapping[str, VariantRole], table: pd.DataFrame
 ) -> list[tuple[str, str]]:
-    """The pairs of labels of a table whose ratio is taken."""
+    """Returns the pairs (a, b) of labels of a table of which the ratio a over b is taken,
+    by their roles."""
     rungs = NULLS["null_rounding"] + " at "  # for doses alone
     labels = (label for label in roles if label in table and not label.startswith(rungs))
     by_role = grouped(labels, lambda label: roles[label])
@@ -215,7 +218,7 @@ def _pairs(
 
 
 def _windows(mark: Saturation) -> Mapping[Window, tuple[int, ...]]:
-    """The steps of each window."""
+    """Returns the steps of each window, maybe none."""
     return {
         "start": (0,),
         "first": mark.early[:1],
@@ -230,7 +233,9 @@ def _comparisons(
     mark: Saturation,
     steps: Sequence[int],
 ) -> Iterator[Comparison]:
-    """Every ratio, window by window."""
+    """Yields the ratio of every pair of labels in every metric, window by window; null,
+    with a reason, where no seed has both. `tables`: distances by label, by tensors and
+    metric; `steps`: all recorded ones."""
     merged = (
         mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
     )
@@ -268,8 +273,8 @@ def _comparisons(
 
 
 def _figures(tables: Tables, roles: Mapping[str, VariantRole]) -> Iterator[Figure]:
-    """The distances by step, without zeros; then those of flash over those of another
-    format."""
+    """Yields the figures of distances by step, one for each metric, without zeros; then
+    that of flash's distances over those of another format."""
     soft = {label for label, role in roles.items() if role.startswith("null")}
     for metric, name in METRICS.items():
         table = tables["weights", metric]
@@ -284,7 +289,7 @@ def _figures(tables: Tables, roles: Mapping[str, VariantRole]) -> Iterator[Figur
 
 
 def _distances(table: Any) -> Iterator[tuple[str, int, float]]:
-    """Label, step and distance of each that is above 0."""
+    """Yields label, step and distance of each in a table by label that is above 0."""
     for label in table:
         for (_, step), distance in table[label].items():
             if distance > 0:
@@ -294,8 +299,8 @@ def _distances(table: Any) -> Iterator[tuple[str, int, float]]:
 def _flash_over_formats(
     table: pd.DataFrame, roles: Mapping[str, VariantRole]
 ) -> Iterator[tuple[str, int, float]]:
-    """Label, step and ratio of flash's distance over that of another format, where it is
-    above 0, in each seed."""
+    """Yields label, step and ratio of flash's distance over that of another format, where
+    it is above 0, in each seed."""
     for a, b in _pairs(roles, table):
         if roles[a] != "flash" or roles[b] not in PERTURBED:
             continue

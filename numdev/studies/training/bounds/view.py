@@ -1,4 +1,4 @@
-"""A bounds report, shown: all three metrics, ratios by window, doses and the ladder; the
+"""Shows a bounds report: all three metrics, ratios by window, doses, the ladder and the
 curves."""
 
 from __future__ import annotations
@@ -73,18 +73,21 @@ LEGEND = (
 
 
 def styles(report: BoundsReport) -> tuple[doc.Style, ...]:
-    """The style of each sentence of the answer; none where no question is answered."""
+    """Returns the style of each sentence of the answer; none where no question is
+    answered."""
     is_answered = bool(beside_chance(report.comparisons) or report.answers)
     return tuple(map(_style, report.summary.answer)) if is_answered else ()
 
 
 def _style(sentence: str) -> doc.Style:
-    """The style of a sentence, by its first words."""
+    """Returns the style of a sentence, by its first words; empty for any other."""
     fitting = (style for words, style in STYLES.items() if sentence.startswith(words))
     return next(fitting, "")
 
 
 def blocks(report: BoundsReport) -> Iterator[doc.Node]:
+    """Yields what is shown below the answer: tables of early ratios, of ratios by window,
+    of doses and of the ladder, a legend, and figures."""
     measured = [
         c for c in report.comparisons if c.metric == PAIRED and c.ratio is not None
     ]
@@ -109,8 +112,9 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
 
 
 def _marks(report: BoundsReport, measured: list[Comparison]) -> Mapping[str, str]:
-    """The clauses that the legend lacks, by name: which steps are early and merged, which
-    curves are in no ratio, and what a repeat gave."""
+    """Returns the clauses that the legend lacks, by name: which steps are `early` and
+    `merged`, which curves are in no ratio (`others`), and what a repeat gave (`bits`).
+    `measured`: the comparisons that have a ratio."""
     mark = report.saturation
     begins = {
         mark.chance: "chance begins to decide",
@@ -138,7 +142,8 @@ def _marks(report: BoundsReport, measured: list[Comparison]) -> Mapping[str, str
 
 
 def _windows(measured: list[Comparison]) -> Mapping[Window, str]:
-    """The titles of the columns of ratios, each with its steps."""
+    """Returns the titles of the columns of ratios by window, each with its steps; the
+    window `first` is left out where `early` has the same steps."""
     spans = {c.window: () if c.window == "start" else c.steps for c in measured}
     if spans.get("first") == spans.get("early"):
         spans.pop("first", None)
@@ -151,11 +156,13 @@ def _windows(measured: list[Comparison]) -> Mapping[Window, str]:
 
 
 def _columns(first: str, second: str) -> list[str | Column]:
+    """Returns two columns of text."""
     return [first, Column(second, align="left")]
 
 
 def _metrics(early: Sequence[Comparison], windows: Mapping[Window, str]) -> doc.Table:
-    """Every pair early, in all three metrics."""
+    """Returns the table of early ratios: for each pair of runs how many times as far the
+    first moves the weights as the second, by mean, Wasserstein and largest difference."""
     cells = {(c.variant, c.against, c.metric): ratio(c) for c in early}
     pairs = list(dict.fromkeys((c.variant, c.against) for c in early))
     flash = {c.variant for c in early if c.role in ("flash", None)}
@@ -172,8 +179,8 @@ def _metrics(early: Sequence[Comparison], windows: Mapping[Window, str]) -> doc.
 
 
 def _table(measured: list[Comparison], windows: Mapping[Window, str]) -> doc.Table:
-    """Every ratio of means with its interval, by window; those that are not flash's are
-    shown softly."""
+    """Returns the table of the ratios of mean distances with their intervals, a column
+    for each window; those of no flash run are shown softly."""
     cells = {(c.variant, c.against, c.window): c for c in measured}
     columns = [
         *_columns("distance of", "over that of"),
@@ -190,11 +197,13 @@ def _table(measured: list[Comparison], windows: Mapping[Window, str]) -> doc.Tab
 
 
 def _ratio(c: Comparison | None) -> str:
+    """Returns a ratio with its interval; a dash for None."""
     return NONE if c is None else ratio(c)
 
 
 def _doses(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
-    """Every run's dose by window, and the errors of its attention's output."""
+    """Returns the table of every run's dose by window, and of the errors of its
+    attention's output."""
     cells = {(d.variant, d.window): d for d in report.doses}
     outputs = {output.variant: output for output in report.outputs}
     read_in = {d.window for d in report.doses if d.dose is not None}
@@ -212,7 +221,7 @@ def _doses(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
 
 
 def _at_output(output: AtOutput | None) -> tuple[str, str, str, str]:
-    """The cells of the errors of an attention's output."""
+    """Returns the cells of the errors of an attention's output; dashes for None."""
     if output is None:
         return (NONE, NONE, NONE, NONE)
     return (
@@ -224,24 +233,26 @@ def _at_output(output: AtOutput | None) -> tuple[str, str, str, str]:
 
 
 def _amount(dose: DoseReading | None) -> str:
-    """A dose; one that is undecided in brackets."""
+    """Returns a dose in words, in brackets if it is undecided; a dash for None."""
     if dose is None:
         return NONE
     return amount(dose) if dose.why is None else f"({amount(dose)})"
 
 
 def _signed(value: float | None) -> str:
+    """Returns a number with its sign and two decimals; a dash for None."""
     return NONE if value is None else f"{value:+.2f}"
 
 
 def _ladder(rungs: Sequence[Rung], windows: Mapping[Window, str]) -> doc.Table:
-    """How far every strength moves the weights, over one floor; no rows where there is
-    one strength alone."""
+    """Returns the table of how far every strength moves the weights, over one floor; no
+    rows where there is one strength alone."""
     cells = {(r.times, r.window): r for r in rungs}
     strengths = sorted({r.times for r in rungs})
     shown = strengths if len(strengths) > 1 else []
 
     def cell(rung: Rung | None) -> Cell:
+        """Returns a ratio with its interval; a dash without one."""
         if rung is None or rung.ratio is None:
             return Cell(NONE)
         ends = "" if rung.low is None else f" [{times(rung.low)}, {times(rung.high)}]"

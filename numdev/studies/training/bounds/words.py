@@ -1,4 +1,4 @@
-"""The first sentences of a bounds report: what voids the rest, the first paper's
+"""Writes the first sentences of a bounds report: what voids the rest, the first paper's
 question, doses, and chance. Each is made from the numbers it reports."""
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ WORDS: Mapping[VariantRole, tuple[str, str]] = {
 def warnings(
     run: TrainReport, off: float, step: float, outputs: Sequence[AtOutput]
 ) -> Iterator[str]:
-    """Sentences on what makes others void: a repeat of the golden run whose weights are
-    `off` from `step` on; runs that diverged, with the seeds in which they have no finite
-    distance, and from which step on; attention that does more than round."""
+    """Yields sentences on what makes others void: a repeat of the golden run whose
+    weights are `off` from `step` on; runs that diverged, with the seeds in which they
+    have no finite distance, and from which step on; attention that does more than round.
+    `off`: the largest difference, 0 for none, NaN where no repeat was run."""
     if off > 0:
         yield NOT_DETERMINISTIC.format(off=si(off), first=step)
     seeds: dict[str, dict[int, int]] = {}
@@ -70,8 +71,8 @@ def warnings(
 
 
 def not_rounding(outputs: Sequence[AtOutput]) -> Iterator[str]:
-    """A sentence for each way in which the attention of a flash run or another variant
-    does more than round."""
+    """Yields a sentence for each way in which the attention of a flash run, or of one in
+    the role `variant`, does more than round."""
     golden = next((o for o in outputs if o.role == "golden"), None)
     for output in outputs:
         if output.role in ("flash", "variant"):
@@ -80,7 +81,8 @@ def not_rounding(outputs: Sequence[AtOutput]) -> Iterator[str]:
 
 
 def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[str]:
-    """What an attention does more than round, each as a clause."""
+    """Yields what an attention does more than round, each as a clause. `golden`: the
+    golden run's errors, which it is compared with; None where there are none."""
     if output.nonfinite:
         yield f"has {output.nonfinite:,} elements that are not finite"
     if output.slope is not None and abs(output.slope) >= SCALED:
@@ -107,7 +109,8 @@ def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[s
 
 
 def answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
-    """By the interval of flash over low precision in W1 in the early window: reproduced
+    """Yields the answer to the paper's question for each pair of a flash run and one of
+    low precision: by the interval of their ratio in W1 in the early window, reproduced
     where it lies within PAPER, not reproduced where it lies outside, else undecided."""
     for c in compared:
         question = (c.role, c.against_role, c.metric, c.window)
@@ -116,7 +119,8 @@ def answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
 
 
 def _answer(c: Comparison) -> Answer:
-    """The answer that one comparison gives."""
+    """Returns the answer that one comparison gives, with the reason of one that is
+    undecided."""
     low, high = PAPER
     pair = {"variant": c.variant, "against": c.against}
     if c.ratio is None:
@@ -139,9 +143,10 @@ def paper_sentences(
     attention: Mapping[str, str],
     off: float,
 ) -> Iterator[str]:
-    """The verdict with all three metrics, and the controls that explain it. From the
-    first step at which a repeat is `off` there is no verdict. `attention` is its format
-    by label."""
+    """Yields the verdict on each answer with all three metrics, and the controls that
+    explain it. From the first step at which a repeat of the golden run is `off` (NaN: at
+    none) there is no verdict. `attention`: the format of a run's attention, by its
+    label."""
     early = {(c.variant, c.against, c.metric): c for c in compared if c.window == "early"}
     low, high = PAPER
     for answer in answers:
@@ -183,13 +188,14 @@ def paper_sentences(
 
 
 def ratio(c: Comparison) -> str:
-    """A ratio with its interval, if it has one: 0.75 [0.73, 0.78]."""
+    """Returns a ratio with its interval, if it has one: 0.75 [0.73, 0.78]."""
     interval = "" if c.low is None else f" [{times(c.low)}, {times(c.high)}]"
     return f"{times(c.ratio)}{interval}"
 
 
 def at_steps(steps: Sequence[int]) -> str:
-    """Steps in words: at step 1; at steps 1 to 18."""
+    """Returns steps in words: `at step 1`, `at steps 1 to 18`. `steps`: ascending, at
+    least one."""
     when = " to ".join(dict.fromkeys(str(step) for step in (*steps[:1], *steps[-1:])))
     return f"at step{'s' * (len(steps) > 1)} {when}"
 
@@ -200,8 +206,8 @@ def at_steps(steps: Sequence[int]) -> str:
 def dose_sentences(
     doses: Sequence[DoseReading], outputs: Sequence[AtOutput]
 ) -> Iterator[str]:
-    """A sentence on the early dose of each flash run, and on the error of its attention's
-    output: effect and cause."""
+    """Yields a sentence on the early dose of each flash run, and on the error of its
+    attention's output: effect and cause."""
     by_variant = {output.variant: output for output in outputs}
     for dose in doses:
         if (dose.role, dose.window) != ("flash", "early"):
@@ -223,8 +229,9 @@ def dose_sentences(
 
 
 def amount(dose: DoseReading) -> str:
-    """A dose in words: `1.1 floors (0.6 to 2.3)`; `below 1/16 floors` or `above 64
-    floors` where most readings are beyond an end of the ladder."""
+    """Returns a dose in words: `1.1 floors (0.6 to 2.3)`, the latter its 95 % interval
+    over seeds, if it has one; `below 1/16 floors` or `above 64 floors` where most
+    readings are beyond an end of the ladder; `–` for a dose that is None."""
     if dose.dose is None:
         return "–"
     for word, share in (("below", dose.below), ("above", dose.above)):
@@ -238,8 +245,9 @@ def amount(dose: DoseReading) -> str:
 
 
 def beside_chance(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    """The comparisons, early and by the mean |difference|, of each flash run with the
-    null that re-rounds (else that of one ulp), and with another seed."""
+    """Returns the comparisons, early and by the mean |difference|, of each flash run with
+    the null that re-rounds (else that of one ulp), and with another seed. Of several the
+    first with a ratio."""
     chosen: dict[tuple[str, str], Comparison] = {}
     for c in sorted(compared, key=lambda c: c.ratio is None):
         question = (c.role, c.metric, c.window)
@@ -251,9 +259,9 @@ def beside_chance(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
 def chance_sentences(
     compared: Sequence[Comparison], formats: Mapping[str, str], off: float
 ) -> Iterator[str]:
-    """A sentence on each flash run beside chance and beside another seed, early; or on
-    why nothing can be said. Only an interval gives a verdict, at steps before the first
-    at which a repeat is `off`."""
+    """Yields a sentence on each flash run beside chance and beside another seed, early;
+    or on why nothing can be said. Only an interval gives a verdict, at steps before the
+    first at which a repeat is `off` (NaN: at none)."""
     for c in beside_chance(compared):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"

@@ -1,4 +1,5 @@
-"""Weights by name, one tensor at a time, wherever they are stored; without a model.
+"""Opens sets of weights and reads tensors by name, one at a time, wherever they are
+stored; without a model.
 
 A set of weights is a safetensors file, the index of a sharded one, a file that torch.save
 wrote, a directory of either, a directory of `torch.distributed.checkpoint`, or `demo`.
@@ -43,14 +44,15 @@ class WeightSet:
     damage: list[str] = field(default_factory=list)  # why files cannot be read
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor of this name, by whichever of its names it is listed."""
+        """Returns the tensor of this name, by whichever of its names it is listed; None
+        without one."""
         return self.tensors.get(self.tied.get(name, name))
 
 
 def open_weights(target: str) -> WeightSet:
-    """The weights at a path, or the demo's; a prefix common to all names is left out.
-    Damaged files are no error here, and there may be no tensor left. Raises UsageError
-    where a path has no weights, or several sets."""
+    """Opens the weights at a path, or the demo's; a prefix that all names have is left
+    out. Damaged files are no error here, and there may be no tensor left. Raises
+    UsageError where a path has no weights, or several sets."""
     path = demo_checkpoint() if target == "demo" else Path(target)
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
@@ -68,9 +70,10 @@ def open_weights(target: str) -> WeightSet:
 
 
 def _containers(path: Path) -> Sequence[Container]:
-    """The containers of weights at a path. In a directory that is none these are the
-    files that transformers reads; else its only index, all its files of a kind that is
-    joined, or its only file."""
+    """Returns the containers of weights at a path. In a directory that is none these are
+    the files that transformers reads; else its only index, all its files of a kind that
+    is joined, or its only file. Raises UsageError where there are none, or several
+    sets."""
     if is_weights(path):
         return containers_at(path, lack=True)
     if path.is_file():
@@ -93,7 +96,8 @@ def _containers(path: Path) -> Sequence[Container]:
 
 
 def _add(weights: WeightSet, container: Container) -> None:
-    """Add a container's tensors to the set, or what is wrong with the container."""
+    """Adds a container's tensors to the set, in place, or to its `damage` what is wrong
+    with the container. Raises UsageError for a name that is in another file too."""
     first: dict[object, str] = {}  # of each tie, the name that is listed
     try:
         for file in container.files:

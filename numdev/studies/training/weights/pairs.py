@@ -1,7 +1,8 @@
-"""Two tensors of one name, and many such pairs together: sums, and the numbers they make.
+"""Compares two tensors of one name, and adds up many such pairs: sums, and the numbers
+they make.
 
-A pair is kept as sums over the elements that are finite in both, so that the numbers of a
-layer or a model are made as those of one tensor, without its values. Beside them stand
+A pair is reduced to sums over the elements that are finite in both, so that the numbers
+of a layer or a model are made as those of one tensor, without its values. Beside them are
 those of casting the tensor to lower formats, the yardstick."""
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Sums = Mapping[str, float]
 
 
 def unfit(x: Tensor) -> str | None:
-    """Why a tensor has no floating-point values to measure; None for one that has."""
+    """Returns why a tensor has no floating-point values to measure; None for one that
+    has."""
     if not is_plain(x):
         return "is not stored as a plain array"
     stored = x.untyped_storage().nbytes() // x.itemsize
@@ -43,13 +45,14 @@ def unfit(x: Tensor) -> str | None:
 
 
 def name_of(x: Tensor) -> str:
-    """The name of a tensor's dtype."""
+    """Returns the name of a tensor's dtype, without `torch.`."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def cast_costs(x: Tensor) -> dict[str, float]:
-    """The change that a cast to each of CASTS makes in a tensor that is not `unfit`: the
-    sum over the elements that the format can represent, and their number."""
+    """Returns the change that a cast to each of CASTS makes in a tensor of floating-point
+    values: by `NAME_change` the sum of |change| over the elements that the format can
+    represent, by `NAME_elements` their number."""
     sums: dict[str, float] = {}
     for name in CASTS:
         row = weight_row("", widened(x), FORMATS[name])
@@ -59,9 +62,10 @@ def cast_costs(x: Tensor) -> dict[str, float]:
 
 
 def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
-    """Two tensors of one shape on one device, neither `unfit`; `casts` are those of
-    `against`. Elements that are NaN or infinite in either are counted, and left out of
-    all sums."""
+    """Returns the sums that compare two tensors of one shape on one device, of
+    floating-point values; `casts` are the `cast_costs` of `against`, and part of the
+    result. Elements that are NaN or infinite in either are counted, and left out of all
+    sums."""
     elements = against.numel()
     a, b = widened(of).reshape(-1), widened(against).reshape(-1)
     lost = [elements - int(x.isfinite().sum()) for x in (a, b)]
@@ -73,8 +77,8 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
     comparable = n if bool(a.any()) or bool(b.any()) else 0
 
     def total(mean: float | None, times: int) -> float:
-        """The sum that a mean is of. A mean is None only where it is beyond float64, or
-        there is no element."""
+        """Returns the sum that a mean is of. A mean is None only where it is beyond
+        float64, or there is no element."""
         return times * (math.inf if mean is None else mean) if n else 0.0
 
     # A difference relative to a tensor of zeros is None: it is then the other's norm
@@ -96,14 +100,16 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
 
 
 def pooled(parts: Sequence[Sums]) -> Sums:
-    """The sums of several pairs, at least one, together."""
+    """Returns the sums of several pairs together; of `largest` the maximum. `parts`: at
+    least one."""
     added = {name: sum(part[name] for part in parts) for name in parts[0]}
     return {**added, "largest": max(part["largest"] for part in parts)}
 
 
 def numbers(sums: Sums, w1: str = "w1") -> Fields:
-    """The fields of a row, in which W1 has the name `w1`. `nulls` has the reason of each
-    number that is None: no element, a zero to divide by, or a value beyond float64."""
+    """Returns the fields of a row, by name, in which W1 has the name `w1`. `nulls` has
+    the reason of each number that is None: no element, a zero to divide by, or a value
+    beyond float64."""
     n = sums["compared"]
     against = math.sqrt(sums["against_squares"])
     parts = {  # numerator, denominator, and why the latter may be 0
@@ -130,7 +136,7 @@ def numbers(sums: Sums, w1: str = "w1") -> Fields:
 
 
 def _norm(x: Tensor) -> float:
-    """The L2 norm in fp64, block by block."""
+    """Returns the L2 norm in fp64, block by block."""
     squares = [
         float(part.double().square().sum()) for part in x.split(WEIGHTS_AT_ONCE) if len(x)
     ]

@@ -42,7 +42,8 @@ class WeightNumbers(Record):
     nulls: dict[str, str] = Field(default_factory=dict)  # number to the reason it is null
 
     def times(self, format: str) -> float | None:
-        """The mean difference over the change that a cast to the format would make."""
+        """Returns the mean difference over the change that a cast to the format (one of
+        Cast) would make; None where that is nothing, or not known."""
         value: float | None = getattr(self, f"{format}_times")
         return value
 
@@ -182,15 +183,19 @@ class WeightsReport(Report):
 
     @property
     def damage(self) -> tuple[Remark, ...]:
-        """What could not be read, and so was not compared."""
+        """Returns the remarks on what could not be read, and so was not compared."""
         return tuple(r for r in self.remarks if r.what == "damaged")
 
     @property
     def totals(self) -> tuple[GroupRow, ...]:
-        """All compared tensors together, of each set beside the first."""
+        """Returns the rows of all compared tensors together, of each set beside the
+        first."""
         return tuple(g for g in self.groups if g.name == ALL)
 
     def tables(self) -> dict[str, Sequence[Record]]:
+        """Returns the tables that are written as CSV files, by file name: of runs over
+        steps `cells`, `standings`, `quantiles` and `remarks`; else `rows`, `groups` and
+        `remarks`."""
         if self.runs:
             return {
                 "cells": self.cells,

@@ -1,5 +1,5 @@
-"""The checkpoints of several runs over training, by seed and step, beside those of the
-run that all others are compared with.
+"""Finds the checkpoints of several runs over training, by seed and step, beside those of
+the run that all others are compared with.
 
 They are the checkpoints of a `numdev train`, whose `training.json` says which variant
 each is of, or lists from a user, one for each run. Steps and seeds are those of
@@ -45,8 +45,8 @@ class RunCheckpoints:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of training of a checkpoint, by `training.json`, else by its name; None
-    where neither has one."""
+    """Returns the step of training of a checkpoint, by `training.json`, else by its name;
+    None where neither has one."""
     step = training_of(path).get("step")
     if isinstance(step, int):
         return step
@@ -55,8 +55,8 @@ def step_of(path: Path) -> int | None:
 
 
 def seed_of(path: Path) -> int:
-    """The seed of a checkpoint, by `training.json`, else by its name; 0 where neither has
-    one."""
+    """Returns the seed of a checkpoint, by `training.json`, else by its name; 0 where
+    neither has one."""
     seed = training_of(path).get("seed")
     if isinstance(seed, int):
         return seed
@@ -65,8 +65,8 @@ def seed_of(path: Path) -> int:
 
 
 def training_of(checkpoint: Path) -> Mapping[str, Any]:
-    """The content of `training.json`, which `numdev train` writes beside the weights;
-    empty without one."""
+    """Returns the object in a checkpoint folder's `training.json`, which `numdev train`
+    writes; empty where it is missing, unreadable or no object."""
     try:
         described = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -75,14 +75,15 @@ def training_of(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def is_over_steps(targets: Sequence[str]) -> bool:
-    """Whether any target is a run, and not a set of weights."""
+    """Whether any target is a run, a list of checkpoints or a folder of them, and not one
+    set of weights."""
     return any(target != "demo" and _is_run(target) for target in targets)
 
 
 def find_runs(targets: Sequence[str], nulls: Sequence[str] = ()) -> RunCheckpoints:
-    """The runs of one training, or of two lists and more, and `nulls`: lists of runs that
-    differ from the first by rounding alone. Raises UsageError where there are none to
-    compare."""
+    """Returns the runs of one training, or of two lists of checkpoints and more, and of
+    `nulls`: lists of runs that differ from the first by rounding alone. Raises UsageError
+    where there are none to compare, and where a target is no run."""
     if len(targets) == 1 and not nulls:
         return _runs_of_training(Path(targets[0]))
     for target in (*targets, *nulls):
@@ -100,7 +101,9 @@ def find_runs(targets: Sequence[str], nulls: Sequence[str] = ()) -> RunCheckpoin
 
 
 def _runs_of_training(path: Path) -> RunCheckpoints:
-    """The checkpoints of the variants of one training run."""
+    """Returns the checkpoints of the variants of one training run. Raises UsageError
+    without one of the golden run, and for a checkpoint that does not say of which variant
+    it is."""
     run = _trained(path)
     places: dict[Place, dict[str, str]] = {}
     variants: dict[str, RunRecord] = {}
@@ -127,8 +130,8 @@ def _runs_of_training(path: Path) -> RunCheckpoints:
 
 
 def _trained(path: Path) -> Path:
-    """The directory of a training run: the path itself, or the run of the bounds report
-    at the path."""
+    """Returns the directory of a training run: the path itself, or the run of the bounds
+    report at the path."""
     directory = path.parent if path.name == "report.json" else path
     if not (directory / FOLDER).is_dir() and (directory / "report.json").is_file():
         report = reports.read(directory)
@@ -140,7 +143,8 @@ def _trained(path: Path) -> Path:
 def _order(
     places: Mapping[Place, Mapping[str, str]], variants: Mapping[str, RunRecord]
 ) -> Iterator[str]:
-    """The names of variants that have checkpoints, in the order of the run's file."""
+    """Yields the names of variants that have checkpoints, in the order of the run's file.
+    `places`: at least one."""
     checkpoint = next(iter(next(iter(places.values())).values()))
     planned = training_of(Path(checkpoint)).get("request", {}).get("variants", ())
     in_file = [v["name"] for v in planned if v["name"] in variants]
@@ -151,7 +155,9 @@ def _order(
 
 
 def _runs_of_lists(targets: Sequence[str], nulls: Sequence[str]) -> RunCheckpoints:
-    """The checkpoints of lists, each of which is a run."""
+    """Returns the checkpoints of lists, each of which is a run. Raises UsageError for a
+    checkpoint without a step, two of one seed and step in a run, and a list that is given
+    twice."""
     places: dict[Place, dict[str, str]] = {}
     runs: list[RunRecord] = []
     for target in (*targets, *nulls):
@@ -175,7 +181,7 @@ def _runs_of_lists(targets: Sequence[str], nulls: Sequence[str]) -> RunCheckpoin
 
 def _is_run(target: str) -> bool:
     """Whether a target is a list or a pattern, or a directory with checkpoints by step
-    that is no checkpoint itself."""
+    that is no checkpoint itself, or a report."""
     path = Path(target)
     if not path.exists():
         return "," in target or "*" in target
@@ -184,8 +190,8 @@ def _is_run(target: str) -> bool:
 
 
 def _checkpoints(target: str) -> Iterator[tuple[int | None, Path]]:
-    """The checkpoints that a target names, each with its step. Raises UsageError for a
-    path that does not exist."""
+    """Yields each checkpoint that a target names with its step, None if it has none.
+    Raises UsageError for a path that does not exist."""
     path = Path(target)
     if path.is_dir():
         yield from _inside(path)
@@ -201,7 +207,8 @@ def _checkpoints(target: str) -> Iterator[tuple[int | None, Path]]:
 
 
 def _inside(path: Path) -> Iterator[tuple[int, Path]]:
-    """The checkpoints in a directory, or in its `checkpoints`, each with its step."""
+    """Yields each checkpoint in a directory, or in its `checkpoints`, with its step;
+    folders without a step or without weights are left out."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     for directory in sorted(p for p in folder.iterdir() if p.is_dir()):
         step = step_of(directory)
@@ -213,8 +220,9 @@ def _inside(path: Path) -> Iterator[tuple[int, Path]]:
 def _paired(
     name: str, runs: Sequence[RunRecord], weights: Mapping[Place, Mapping[str, str]]
 ) -> RunCheckpoints:
-    """The seeds and steps that have weights of the first run and of another, and a
-    sentence on each that lacks some run."""
+    """Returns the seeds and steps that have weights of the first run and of another, and
+    a sentence on each that lacks some run. `weights`: paths by seed and step, then by
+    run. Raises UsageError where there is no such step."""
     first = runs[0].name
     missing = []
     places = {}

@@ -1,10 +1,11 @@
-"""Where a run's weights stand out, by layer and kind: its distance from the first run
-beside the distance that chance makes in the same tensors, seed and step.
+"""Compares a run's distance from the first run, by layer and kind, with the distance that
+chance makes in the same tensors, seed and step, and says where it stands out: where it is
+far beyond chance's.
 
 Chance is null runs of at most one floor: attention's output re-rounded, or every weight
 moved by an ulp. The rule is about the farthest of them, in every seed: it needs two in
-each of three seeds. Judged are the tensors of one kind in one layer; whole layers and
-kinds are shown."""
+each of three seeds. Judged are places, the tensors of one kind in one layer; whole layers
+and kinds are shown."""
 
 from __future__ import annotations
 
@@ -57,13 +58,14 @@ SAME_THERE = "no seed has a distance above 0"
 
 
 def is_chance(run: RunRecord) -> bool:
-    """Whether a run is a null of at most one floor."""
+    """Whether a run is a null of at most one floor, or one that the user names as a
+    null."""
     small = run.role == "null_rounding" and (run.times or 1.0) <= 1.0
     return small or run.null or run.role == "null_ulp"
 
 
 def marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Saturation:
-    """The steps that are early, by the rule of `numdev bounds`, from all weights
+    """Returns the steps that are early, by the rule of `numdev bounds`, from all weights
     together."""
     by_name = {run.name: run for run in runs}
     lines = []
@@ -78,7 +80,8 @@ def marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Saturation
 def standings(
     runs: Sequence[RunRecord], cells: Sequence[WeightsCell]
 ) -> Iterator[ChanceComparison]:
-    """Each run that is no null beside chance, in every layer and kind, at every step."""
+    """Yields each run that is no null beside chance, in every layer and kind, at every
+    step and in every metric. `cells`: the distances of all runs."""
     chance = {run.name for run in runs if is_chance(run)}
     at_one_floor = {
         run.name
@@ -116,9 +119,9 @@ def _standing(
     layer: Layer,
     kind: str,
 ) -> ChanceComparison:
-    """A run beside chance at one place, from its cells and those of the nulls, by seed.
-    A ratio is over the nulls named in `usual`; a margin over the farthest of all. A
-    distance of 0 has no ratio, and does not stand out."""
+    """Returns a run beside chance at one place, from its cells by seed and those of the
+    nulls. A ratio is over the nulls named in `usual`; a margin over the farthest of all.
+    A distance of 0 has no ratio, and does not stand out. `cells`: at least one."""
     values = {seed: x for seed, c in cells.items() if (x := getattr(c, metric))}
     distances: dict[int, list[float]] = {}
     null_means: dict[int, float] = {}
@@ -156,16 +159,17 @@ def _standing(
 
 
 def _mean(values: Collection[float]) -> float | None:
-    """The geometric mean; None without a value."""
+    """Returns the geometric mean; None without a value."""
     return statistics.geometric_mean(values) if values else None
 
 
 def _not_judged(
     role: VariantRole, nulls: int, seeds: int, *, is_whole: bool, moves: bool
 ) -> str | None:
-    """Why a run is not judged at a place, by the fewest nulls in a seed, the number of
-    seeds, whether the place is all layers or kinds, and whether the run moves it in any
-    seed; None where it is."""
+    """Returns why a run is not judged at a place; None where it is. `nulls`: the fewest
+    null runs that move the place in a seed; `seeds`: how many there are; `is_whole`:
+    whether the place is all layers or kinds; `moves`: whether the run moves it in any
+    seed."""
     if role not in JUDGED:
         return ANOTHER
     if is_whole:
@@ -211,8 +215,9 @@ def answer(
     compared: Sequence[ChanceComparison],
     early: Sequence[int],
 ) -> Iterator[str]:
-    """Sentences on where runs stand out, flash first; on how far they are beside chance,
-    and beside each other, over early steps; and on runs that equal the first."""
+    """Yields sentences on where runs stand out, flash first; on how far they are beside
+    chance, and beside each other, over early steps; and on runs that equal the first.
+    `runs`: the first is the one that all are compared with."""
     first = runs[0].name
     order = sorted(runs[1:], key=lambda run: _rank(run))
     same = [run for run in order if _is_same(run, cells)]
@@ -233,12 +238,12 @@ def answer(
 
 
 def _rank(run: RunRecord) -> int:
-    """A sort key: the place of a run's role in a sentence."""
+    """Returns a sort key: the place of a run's role in the answer."""
     return SHOWN_BESIDE.index(run.role) if run.role in SHOWN_BESIDE else len(SHOWN_BESIDE)
 
 
 def _is_same(run: RunRecord, cells: Iterable[WeightsCell]) -> bool:
-    """Whether a run has the first run's weights at every step."""
+    """Whether a run has the first run's weights at every step; False without a cell."""
     of_run = [c for c in cells if c.of == run.name and c.layer == ALL and c.kind == ALL]
     return bool(of_run) and all(c.equal == 1 and not c.nonfinite_of for c in of_run)
 
@@ -247,12 +252,13 @@ T = TypeVar("T", WeightsCell, ChanceComparison)
 
 
 def finest(rows: Iterable[T]) -> list[T]:
-    """The rows of one kind in one layer, or outside layers."""
+    """Returns the rows of one kind in one layer, or outside layers, without those of
+    whole layers or kinds."""
     return [x for x in rows if ALL not in (x.layer, x.kind)]
 
 
 def label_of(layer: Layer, kind: str) -> str:
-    """A layer and kind in words: `layer 2 attention`, `embedding outside layers`,
+    """Returns a layer and kind in words: `layer 2 attention`, `embedding outside layers`,
     `attention`, `layer 2`, `all weights`."""
     if layer == ALL:
         return "all weights" if kind == ALL else kind
@@ -262,7 +268,9 @@ def label_of(layer: Layer, kind: str) -> str:
 
 
 def _where(run: RunRecord, first: str, compared: Sequence[ChanceComparison]) -> str:
-    """Where a run stands out, that it does so nowhere, or why that is not judged."""
+    """Returns the sentence on where a run stands out, that it does so nowhere, or why
+    that is not judged. `compared`: the run's comparisons; `first`: the name of the first
+    run."""
     tested = finest(compared)
     judged = [s for s in tested if s.stands_out is not None]
     if not judged:
@@ -291,8 +299,8 @@ def _where(run: RunRecord, first: str, compared: Sequence[ChanceComparison]) -> 
 
 
 def _unmoved(run: RunRecord, compared: Sequence[ChanceComparison]) -> Iterator[str]:
-    """A sentence on the places that a run moves and chance does not, if others are
-    judged."""
+    """Yields a sentence on the places that a run moves and that are not judged, such as
+    those that fewer than two nulls move; nothing where no other place is judged."""
     of_run = [
         s for s in finest(compared) if s.variant == run.name and s.metric == "max_abs"
     ]
@@ -304,14 +312,15 @@ def _unmoved(run: RunRecord, compared: Sequence[ChanceComparison]) -> Iterator[s
 
 
 def _steps(steps: Iterable[int]) -> str:
-    """Steps in words: `step 1`, `steps 1 to 100`."""
+    """Returns steps in words: `step 1`, `steps 1 to 100`. `steps`: at least one."""
     ends = sorted(steps)
     span = " to ".join(dict.fromkeys(map(str, (ends[0], ends[-1]))))
     return f"step{'s' * (ends[0] != ends[-1])} {span}"
 
 
 def _ranges(values: Mapping[Metric, Sequence[float]]) -> str:
-    """The smallest and the largest ratio of each metric: `0.9 to 1.1 in the mean`."""
+    """Returns the smallest and the largest ratio of each metric in words: `0.9 to 1.1 in
+    the mean`."""
     parts = []
     for metric, ratios in values.items():
         ends = dict.fromkeys((times(min(ratios)), times(max(ratios))))
@@ -322,8 +331,8 @@ def _ranges(values: Mapping[Metric, Sequence[float]]) -> str:
 def _beside_chance(
     run: RunRecord, compared: Sequence[ChanceComparison], early: Sequence[int]
 ) -> Iterator[str]:
-    """A sentence on the range, over places, of a run's ratios to chance; the ratio of a
-    place is the mean over steps."""
+    """Yields a sentence on the range, over places, of a run's early ratios to chance, a
+    place's mean over steps; nothing without a ratio."""
     values: dict[Metric, list[float]] = {}
     steps: set[int] = set()
     of_run = finest(s for s in compared if s.variant == run.name and s.step in early)
@@ -342,8 +351,8 @@ def _beside_chance(
 def _over(
     run: RunRecord, other: RunRecord, cells: Sequence[WeightsCell], early: Sequence[int]
 ) -> Iterator[str]:
-    """A sentence on one run's distance over another's of the same seed, step, layer and
-    kind."""
+    """Yields a sentence on one run's early distances over another's of the same seed,
+    step, layer and kind; nothing where no place has both."""
     values: dict[Metric, list[float]] = {}
     steps: set[int] = set()
     seeds: set[int] = set()
@@ -373,6 +382,6 @@ def _over(
 def _distances(
     cells: Iterable[WeightsCell], name: str, metric: Metric
 ) -> dict[tuple[int, int], float]:
-    """A run's distances that are not 0, by seed and step."""
+    """Returns a run's distances in a metric that are not 0, by seed and step."""
     of_run = [c for c in cells if c.of == name]
     return {(c.seed, c.step): x for c in of_run if (x := getattr(c, metric))}

@@ -1,12 +1,11 @@
-"""`numdev weights` over the steps of a training: every run's weights beside the first
-run's of the same seed and step, by layer and by kind of tensor, as the first paper's
-figure 7 has them.
+"""`numdev weights` over the steps of a training: compares every run's weights with the
+first run's of the same seed and step, by layer and by kind of tensor, as the first
+paper's figure 7 has them.
 
 At a seed and step sets are compared as any others
 (`numdev.studies.training.weights.study`); the sums of each tensor stay until its layer
-and kind are added up. Where a distance stands out
-(`numdev.studies.training.weights.standing`) the tensors are read again, for quantiles of
-their values."""
+and kind are added up. Where a distance is far beyond chance's the tensors are read again,
+for quantiles of their values."""
 
 from __future__ import annotations
 
@@ -73,10 +72,11 @@ def over_steps(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> records.WeightsReport:
-    """Compare runs with the first at every step that has weights, for a report in
-    `directory`, which the caller writes. Raises UsageError, before anything is read,
-    where there is nothing to compare or the directory is taken, and MeasurementError
-    where no tensor could be compared."""
+    """Compares runs with the first at every step that has weights and returns the report,
+    which the caller writes to `directory`. `nulls`: runs that differ from the first by
+    rounding alone. Raises UsageError, before anything is read, where there is nothing to
+    compare or the directory is taken (unless `overwrite`), and MeasurementError where no
+    tensor could be compared."""
     runs = find_runs(targets, nulls)
     request = {"targets": list(targets), "nulls": list(nulls), "device": device}
     system = System.probe(device)
@@ -124,7 +124,8 @@ class _Results:
 
 
 def _compared(runs: RunCheckpoints, device: str, progress: Progress) -> _Results:
-    """Every run beside the first, at every seed and step that has weights of both."""
+    """Returns the cells, remarks, sources and farthest tensors of every run beside the
+    first, at every seed and step that has weights of both."""
     results = _Results()
     for done, (place, paths) in enumerate(runs.places.items()):
         progress(f"step {place[1]}, seed {place[0]}", done, len(runs.places))
@@ -146,16 +147,16 @@ def _compared(runs: RunCheckpoints, device: str, progress: Progress) -> _Results
 
 
 def layer_of(name: str) -> Layer:
-    """The layer of a tensor: the first number among the parts of its name; `none` without
-    one."""
+    """Returns the layer of a tensor: the first number among the parts of its name; `none`
+    without one."""
     return next((int(part) for part in name.split(".") if part.isdigit()), "none")
 
 
 def _cells(
     measured: Sequence[Measured], names: Mapping[str, str], place: Place
 ) -> Iterator[records.WeightsCell]:
-    """The cells of each run at a seed and step: all tensors together, by layer, by kind,
-    and by both. `names`: the run by the name of its set of weights."""
+    """Yields the cells of each run at a seed and step: all tensors together, by layer, by
+    kind, and by both. `names`: the run by the name of its set of weights."""
     seed, step = place
     for of, of_set in grouped(measured, lambda pair: pair[0].of).items():
         groups: dict[tuple[Layer, str], list[Measured]] = {}
@@ -174,7 +175,8 @@ def _cells(
 def _farthest(
     measured: Iterable[Measured], names: Mapping[str, str], place: Place
 ) -> Tensors:
-    """The tensor with the largest W1 in each layer and kind of each run."""
+    """Returns the tensor with the largest W1 in each layer and kind of each run, by run,
+    seed, step, layer and kind."""
     largest: dict[tuple[str, int, int, Layer, str], float] = {}
     tensors: Tensors = {}
     for row, _ in measured:
@@ -190,9 +192,10 @@ def _farthest(
 def _quantiles(
     runs: RunCheckpoints, judged: Sequence[records.ChanceComparison], tensors: Tensors
 ) -> Iterator[records.QuantileRow]:
-    """The quantiles of one tensor in each of the layers and kinds that stand out
-    farthest, beside the first run's: the tensor with the largest W1, at the step where it
-    stands out farthest, in the first seed that has it."""
+    """Yields the quantiles of one tensor in each of the layers and kinds that stand out
+    farthest, MAX_SHIFTED at most, beside the first run's: of the tensor with the largest
+    W1, at the step where it stands out farthest, in the first seed that has it. A tensor
+    that cannot be read again is left out."""
     out = [s for s in finest(judged) if s.stands_out]
     out.sort(key=lambda s: -(s.margin or 0.0))
     chosen = {(s.variant, s.layer, s.kind): s for s in reversed(out)}
@@ -230,8 +233,8 @@ def _quantiles(
 
 
 def _values(target: str, name: str) -> NDArray[np.float64] | None:
-    """The finite values of a tensor, in float64; None where it cannot be read or has
-    none."""
+    """Returns the finite values of a tensor, float64 [elements]; None where it cannot be
+    read or has none."""
     stored = open_weights(target).find(name)
     if stored is None:
         return None
@@ -250,10 +253,12 @@ def _values(target: str, name: str) -> NDArray[np.float64] | None:
 def _figures(
     runs: Sequence[records.RunRecord], cells: Sequence[records.WeightsCell]
 ) -> Iterator[Figure]:
-    """The distances by step in all three metrics, of all weights and of every kind; the
-    curves of nulls are soft."""
+    """Yields the figures of distances by step in all three metrics, of all weights and of
+    every kind; the curves of nulls are soft."""
 
     def middle(values: Sequence[float]) -> Mean:
+        """Returns the geometric mean and the ends of the values at a step; None for the
+        ends of one value."""
         ends = (min(values), max(values)) if len(values) > 1 else (None, None)
         return geometric_mean(values), *ends
 
@@ -285,7 +290,7 @@ def _figures(
 
 
 def curve_of(run: records.RunRecord) -> str:
-    """The name of a run's curve. Null runs of one kind and strength share one."""
+    """Returns the name of a run's curve. Null runs of one kind and strength share one."""
     if run.null:
         return f"null: {run.name}"
     dose = "" if (run.times or 1.0) == 1.0 else f" at {run.times:g} floors"

@@ -1,5 +1,5 @@
-"""Runs compared over the steps of a training, shown: by layer and kind at each step
-beside chance, all three distances by step, and quantiles where a distance stands out."""
+"""Shows runs compared over the steps of a training: by layer and kind at each step beside
+chance, all three distances by step, and quantiles where a distance stands out."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ LEGEND = (
 
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
+    """Yields what is shown below the answer: tables by step for each run, quantiles,
+    remarks, a legend and figures."""
     for of_run in grouped(report.standings, lambda s: s.variant).values():
         yield doc.TableChoice(tuple(_tables(of_run, report.early))[:ON_PAGE])
     yield from _quantiles(report)
@@ -64,8 +66,9 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
 def _tables(
     of_run: Sequence[ChanceComparison], early: Sequence[int]
 ) -> Iterator[doc.Table]:
-    """A table for each step, those of early steps first. Its rows are all weights, then
-    layers, then kinds, then layers and kinds."""
+    """Yields a table for each step of one run, those of early steps first. Its rows are
+    all weights, then layers, then kinds, then layers and kinds. `of_run`: at least
+    one."""
     steps = grouped(of_run, lambda s: s.step)
     for step in sorted(steps, key=lambda step: (step not in early, step)):
         places = grouped(steps[step], lambda s: (s.layer, s.kind))
@@ -82,7 +85,7 @@ def _tables(
 
 
 def _order(layer: Layer, kind: str) -> tuple[int, int, str]:
-    """A sort key: all weights, then layers, kinds, and layers with kinds."""
+    """Returns a sort key: all weights, then layers, kinds, and layers with kinds."""
     groups = {(True, True): 0, (False, True): 1, (True, False): 2}
     group = groups.get((layer == ALL, kind == ALL), 3)
     return group, layer if isinstance(layer, int) else -1, "" if kind == ALL else kind
@@ -91,8 +94,8 @@ def _order(layer: Layer, kind: str) -> tuple[int, int, str]:
 def _place(
     place: tuple[Layer, str], by_metric: Mapping[str, ChanceComparison]
 ) -> Iterator[Cell]:
-    """The row of a layer and kind: for each metric the distance, chance's, their
-    ratio."""
+    """Yields the cells of a layer and kind: for each metric the distance, chance's, their
+    ratio; dashes where there is none."""
     yield Cell(label_of(*place))
     for metric in SHORT:
         s = by_metric.get(metric)
@@ -107,7 +110,7 @@ def _place(
 
 
 def _quantiles(report: WeightsReport) -> Iterator[doc.Node]:
-    """The tables of quantiles, and the remarks."""
+    """Yields the tables of quantiles, and that of the remarks."""
     tensors = grouped(report.quantiles, lambda q: (q.variant, q.step, q.seed, q.tensor))
     for (variant, step, seed, tensor), rows in tensors.items():
         title = f"Quantiles of {tensor}, {variant} at step {step}, seed {seed}"
@@ -122,7 +125,7 @@ def _quantiles(report: WeightsReport) -> Iterator[doc.Node]:
 
 
 def _quantile(row: QuantileRow) -> Iterator[str]:
-    """The cells of a quantile, with the range of the nulls' shifts."""
+    """Yields the cells of a quantile, with the range of the nulls' shifts."""
     yield percent(row.quantile)
     yield si(row.against)
     yield si(row.shift)

@@ -1,4 +1,4 @@
-"""`numdev weights`: sets of weights, tensor by tensor, against the first of them.
+"""`numdev weights`: compares sets of weights, tensor by tensor, with the first of them.
 
 Tensors are matched by name and read one at a time; a row and a few sums of each stay, so
 memory is that of the largest tensor. A tensor that cannot be compared becomes a
@@ -95,9 +95,10 @@ def weights(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> records.WeightsReport:
-    """Compare every set of weights with the first, for a report in `directory`, which the
-    caller writes. Raises UsageError, before anything is read, where a set does not exist
-    or the directory is taken, and MeasurementError where no tensor could be compared."""
+    """Compares every set of weights with the first and returns the report, which the
+    caller writes to `directory`. Raises UsageError, before anything is read, where a set
+    does not exist or the directory is taken (unless `overwrite`), and MeasurementError
+    where no tensor could be compared."""
     for target in targets[1:]:  # rows are identified by the name of their set
         if targets[1:].count(target) > 1:
             raise UsageError(f"{target}: is given twice", hint="name every set once")
@@ -127,13 +128,13 @@ def weights(
 
 
 def nothing_compared(remarks: Iterable[records.Remark]) -> MeasurementError:
-    """The error where no tensor could be compared, with the reasons."""
+    """Returns the error where no tensor could be compared, with the reasons."""
     words = [f"{r.source}: {r.tensor or ''} {r.words}" for r in remarks]
     return MeasurementError(f"no tensor could be compared: {some(words)}")
 
 
 def record_of(source: WeightSet) -> records.SourceRecord:
-    """A set of weights as a report records it."""
+    """Returns a set of weights as a report records it. Hashes its files."""
     return records.SourceRecord(
         name=source.name,
         tensors=len(source.tensors),
@@ -155,7 +156,8 @@ class WeightComparison:
     def measured(
         self, progress: Progress = lambda what, done, total: None
     ) -> Iterator[Measured]:
-        """The row and the sums of each of `tensors`. NaN and infinity become a remark."""
+        """Yields the row and the sums of each tensor that can be compared. One with NaN
+        or infinity also adds a remark to `remarks`."""
         costs: dict[str, float] = {}
         last = None
         for name, other, of, against in self.tensors(progress):
@@ -183,8 +185,9 @@ class WeightComparison:
     def tensors(
         self, progress: Progress = lambda what, done, total: None
     ) -> Iterator[tuple[str, WeightSet, Tensor, Tensor]]:
-        """The name of each tensor that can be compared, the other set, its tensor and the
-        first set's, on the device; in the order of the first set."""
+        """Yields the name of each tensor that can be compared, the other set, its tensor
+        and the first set's, on the device; in the order of the first set. What cannot be
+        compared becomes a remark."""
         for source in (self.first, *self.others):
             for words in source.damage:
                 self.remark(source, None, "damaged", words)
@@ -205,9 +208,9 @@ class WeightComparison:
     def matched(
         self, other: WeightSet
     ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
-        """The tensors that another set and the first have in one shape. A tensor that a
-        damaged set lacks may be in the file that cannot be read, and is not called
-        missing."""
+        """Yields (name, stored tensor of another set, that of the first) for each tensor
+        that both have in one shape. Any other becomes a remark; but one that a damaged
+        set lacks may be in the file that cannot be read, and is not called missing."""
         first = self.first
         for name, ours in first.tensors.items():
             aliases = [alias for alias, target in first.tied.items() if target == name]
@@ -227,8 +230,8 @@ class WeightComparison:
                 self.remark(other, name, "extra", f"is not in {first.name}")
 
     def values(self, source: WeightSet, name: str, stored: StoredTensor) -> Tensor | None:
-        """A tensor on the device; None, after a remark, where it has no values to
-        measure."""
+        """Returns a tensor on the device; None, after a remark, where it cannot be read
+        or has no values to measure."""
         try:
             tensor = stored.read()
         except MeasurementError as error:
@@ -242,13 +245,13 @@ class WeightComparison:
     def remark(
         self, source: WeightSet, name: str | None, what: records.Matter, words: str
     ) -> None:
-        """Note a remark, once."""
+        """Adds a remark on a tensor, or on the set for None, to `remarks`, once."""
         remark = records.Remark(source=source.name, tensor=name, what=what, words=words)
         self.remarks[remark] = None
 
 
 def kind_of(name: str) -> str:
-    """The kind of a weight by its name, one of KINDS; it only groups rows."""
+    """Returns the kind of a weight by its name, one of KINDS; it only groups rows."""
     parts = name.split(".")
     module = parts[-2] if len(parts) > 1 and _LEAF.match(parts[-1]) else parts[-1]
     if _NORM.search(module):
@@ -259,7 +262,7 @@ def kind_of(name: str) -> str:
 
 
 def _groups(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
-    """The rows of all tensors of each set together, and of those of each kind."""
+    """Yields the rows of all tensors of each set together, and of those of each kind."""
     for of_set in grouped(measured, lambda pair: pair[0].of).values():
         for name in (records.ALL, *KINDS):
             group = [pair for pair in of_set if name in (records.ALL, pair[0].kind)]
@@ -268,7 +271,8 @@ def _groups(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
 
 
 def together(measured: Sequence[Measured]) -> Fields:
-    """The fields of a row of several tensors of one set."""
+    """Returns the fields of a row of several tensors of one set, by name. `measured`: at
+    least one."""
     rows = [row for row, _ in measured]
     cast = _coarser_cast(rows)
     ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
@@ -293,8 +297,8 @@ def together(measured: Sequence[Measured]) -> Fields:
 
 
 def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
-    """The first of CASTS that is coarser than the formats of most tensors; None where no
-    cast is."""
+    """Returns the first of CASTS that is coarser than the formats of most tensors; None
+    where no cast is."""
     stored = [FORMATS[row.stored_against].precision for row in rows]
     for name in pairs.CASTS:
         precision = FORMATS[name].precision
@@ -311,9 +315,9 @@ def _is_identical(row: records.TensorRow) -> bool:
 def _answer(
     groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]
 ) -> Iterator[str]:
-    """Sentences on each set: its mean difference beside the change of one cast of the
-    same tensors, and W1 beside the mean difference; then on what could not be compared,
-    damage first."""
+    """Yields sentences on each set: its mean difference beside the change of one cast of
+    the same tensors, and W1 beside the mean difference; then on what could not be
+    compared, damage first."""
     for g in (g for g in groups if g.name == records.ALL):
         zeros = ZEROS.format(p=g) if g.zeros else ""
         if g.mean_abs is None:
@@ -345,7 +349,7 @@ def _answer(
 
 
 def matters(remarks: Sequence[records.Remark]) -> Iterator[str]:
-    """A sentence on the remarks of each matter and set, damage first."""
+    """Yields a sentence on the remarks of each matter and set, damage first."""
     by_matter = grouped(remarks, lambda r: r.what)
     for what in get_args(records.Matter):
         by_source = grouped(by_matter.get(what, ()), lambda r: r.source)

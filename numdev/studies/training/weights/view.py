@@ -1,4 +1,4 @@
-"""Sets of weights compared, shown: by kind of parameter, and what moved most beside a
+"""Shows sets of weights compared: by kind of parameter, and what moved most beside a
 cast."""
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ LEGEND = (
 
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
+    """Yields what is shown below the answer: for runs over steps their tables, else for
+    each set a table of kinds and one of tensors; then the remarks and a legend."""
     if report.runs:
         yield from steps_view.blocks(report)
     by_set = grouped(report.groups, lambda g: g.of)
@@ -49,10 +51,11 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
 
 
 def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
-    """The tensors of a pair, those that moved most first: over a cast to its yardstick,
-    and without that number by their mean difference."""
+    """Returns the tensors of a pair of sets, those that moved most first: over a cast to
+    its yardstick, and without that number by their mean difference."""
 
     def moved(row: TensorRow) -> tuple[float, float]:
+        """Returns the sort key of a tensor."""
         beside = row.times(pair.yardstick) if pair.yardstick else None
         return (-1.0 if beside is None else beside, row.mean_abs or 0.0)
 
@@ -60,21 +63,21 @@ def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
 
 
 def _name(row: TensorRow) -> Cell:
-    """A tensor's name, with its shape and stored formats."""
+    """Returns a tensor's name as a cell, with its shape and stored formats."""
     stored = " / ".join(dict.fromkeys((row.stored_of, row.stored_against)))
     return Cell(row.tensor, after=f"{' × '.join(map(str, row.shape))} {stored}")
 
 
 def _w1(row: GroupRow | TensorRow) -> float | None:
-    """W1 of a tensor, or the mean over those of a group."""
+    """Returns W1 of a tensor, or the mean over those of a group."""
     return row.mean_w1 if isinstance(row, GroupRow) else row.w1
 
 
 def _table(
     first: str, rows: Sequence[tuple[Cell, GroupRow | TensorRow]], title: str
 ) -> doc.Table:
-    """The numbers of tensors or kinds, one in a row. A narrow terminal shows the first of
-    the casts alone."""
+    """Returns the table of the numbers of tensors or kinds, one in a row. `first`: the
+    title of the first column. A narrow terminal shows the first of the casts alone."""
     casts = [f"×{name}" for name in FORMATS.values()]
     w1 = "mean W1" if first == "kind" else "W1"
     columns = [
@@ -84,6 +87,7 @@ def _table(
     columns += [Column(name, width=110) for name in (*casts[1:], "NaN/inf")]
 
     def cells(name: Cell, row: GroupRow | TensorRow) -> Iterator[str | Cell]:
+        """Yields the cells of a row, one for each column."""
         yield name
         yield from map(si, (row.mean_abs, row.max_abs, row.rel, _w1(row)))
         yield from (times(row.times(fmt)) for fmt in FORMATS)
