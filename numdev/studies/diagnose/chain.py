@@ -1,6 +1,6 @@
-"""The chain of biased rounding in one attention call, by Qiu & Yao (arXiv 2510.04212),
-for every query head: ties, signed errors of P V and O, the error of delta, and the error
-of dW_Q.
+"""Measures the chain of biased rounding in one attention call, by Qiu & Yao (arXiv
+2510.04212), for every query head: ties, signed errors of P V and O, the error of delta,
+and the error of dW_Q.
 
 With S = alpha Q K^T, O = P V, dP = dO V^T, delta = rowsum(dO o O) = rowsum(dP o P), dS =
 alpha P o (dP - delta), dQ = dS K, dW_Q = dQ^T X, an error e[T] of delta at row T alone
@@ -64,11 +64,12 @@ def diagnosed(
     checkpoint: str = "",
     step: int | None = None,
 ) -> Diagnosis:
-    """The chain of every head of a call, as a recipe would compute it.
+    """Returns the call computed exactly and as a recipe rounds it, with the numbers of
+    the chain for every head.
 
-    The case holds values of its working format, and grad_out. Raises UsageError for one
-    without grad_out, Refused where the recipe's `compute` dtype does not hold the
-    case."""
+    The case has values of its working format, and grad_out. `projection`: W_Q and its
+    input; None leaves the numbers that need it null. Raises UsageError for a case without
+    grad_out, Refused where the recipe's `compute` dtype cannot represent the case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         truth, rounded = passes.truth_of(case, projection), passes.computed(case, recipe)
         columns = {
@@ -95,8 +96,9 @@ def diagnosed(
 
 
 def _ties(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
-    """Ties, and what P is where it meets V: means of every head over the rows that count,
-    or of `one_signed` over those nearly tied.
+    """Returns ties, and what P is where it meets V, as means of every head, [H] each:
+    `tied`, `ones` and `powers` over the rows that count, `one_signed` over those nearly
+    tied.
 
     Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it
     is multiplied with V (site `p`)."""
@@ -119,10 +121,10 @@ def _ties(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
 def _ties_in_block(
     r: Rounder, saved: SavedForward, truth: Truth, rows: slice
 ) -> tuple[Tensor, ...]:
-    """Five numbers of each row of a block, [B, H, rows]: how many keys have the largest
-    S, how many are within NEAR of it, the share of V's features that have one sign over
-    these, how many keys have P-bar exactly 1, and the probability of the keys at which P
-    is an exact power of two.
+    """Returns five numbers of each row of a block, [B, H, rows] each: how many keys have
+    the largest S, how many are within NEAR of it, the share of V's features that have one
+    sign over these, how many keys have P-bar exactly 1, and the probability of the keys
+    at which P is an exact power of two.
 
     A key counts as a one only where the maximum that P was taken under is the row's
     largest of all: in a recipe whose every tile has a maximum of its own, each would have
@@ -166,8 +168,9 @@ def _ties_in_block(
 
 
 def _biases(truth: Truth, rounded: Computed) -> Columns:
-    """The bias of P V by the roundings of that product alone, that of O by all roundings,
-    and the t of each."""
+    """Returns the bias of P V by the roundings of that product alone, that of O by all
+    roundings, and the t of each: `pv_bias`, `pv_t`, `out_bias`, `out_t`, [H] each. Those
+    of P V are NaN where the keys are split."""
     exact, fmt, scale = truth.exact, truth.case.format, truth.exact.term_scale
     error = rounded.out.double() - exact.out
     out_bias, out_t = stats.bias(error, exact.out, scale, truth.rows, fmt)
@@ -182,7 +185,8 @@ def _biases(truth: Truth, rounded: Computed) -> Columns:
 
 
 def _delta_errors(truth: Truth, rounded: Computed) -> Columns:
-    """The mean error of delta, its t, and its longest run over the sequences."""
+    """Returns the mean error of delta, its t, and its longest run over the sequences:
+    `delta_mean`, `delta_t`, `delta_run`, [H] each."""
     error = truth.delta_error(rounded.delta, truth.exact.delta)
     runs = stats.longest_run(error, truth.rows).nan_to_num(-math.inf)
     return {
@@ -193,19 +197,20 @@ def _delta_errors(truth: Truth, rounded: Computed) -> Columns:
 
 
 def ds_row_sum(truth: Truth, rounded: Computed) -> Tensor:
-    """[H]: the rms over rows of the sum of dS, over that of the sum of |dS|; NaN where
-    the exact sum is not zero."""
+    """Returns the rms over rows of the sum of dS, over that of the sum of |dS|, [H]; NaN
+    where the exact sum is not zero."""
     sums = rounded.ds if _zero_sums(truth) else torch.full_like(rounded.ds, math.nan)
     return stats.rms(sums, truth.rows) / stats.rms(rounded.ds_size, truth.rows)
 
 
 def _zero_sums(truth: Truth) -> bool:
-    """Whether rows of an exact dS sum to zero."""
+    """Whether rows of an exact dS sum to zero: there is no soft cap and no sink."""
     return truth.case.softcap is None and truth.case.sinks is None
 
 
 def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
-    """The numbers that need W_Q, by WEIGHT_NUMBERS; NaN without a projection."""
+    """Returns the numbers that need W_Q, [H] each, by WEIGHT_NUMBERS; NaN without a
+    projection."""
     numbers = dict.fromkeys(WEIGHT_NUMBERS, torch.full_like(truth.size, math.nan))
     if truth.projection is None:
         return numbers
@@ -223,9 +228,11 @@ def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
 
 
 def _null_reasons(truth: Truth, rounded: Computed, row: stats.Numbers) -> dict[str, str]:
-    """The reason of every number of a head that is null."""
+    """Returns the reason of every number of a head that is null, by name. `row`: the
+    head's numbers."""
 
     def reason(name: str) -> str:
+        """Returns why this number of the head is null."""
         if truth.projection is None and name in WEIGHT_NUMBERS:
             return "W_Q is not known: no single linear layer makes the queries"
         if row["rows"] == 0:

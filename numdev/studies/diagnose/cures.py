@@ -1,4 +1,4 @@
-"""Cures of biased rounding and real kernels, on the call of a diagnosis.
+"""Computes a call with cures of biased rounding and with real kernels, for its diagnosis.
 
 A cure changes one thing in an attention: what Qiu & Yao (arXiv 2510.04212) tried, what
 follows from their chain, and what others have proposed. It is options of the kernel
@@ -94,8 +94,9 @@ CURES: Mapping[str, Cure] = {
 
 
 def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[CureRow, ...]:
-    """The attention as it is and with each cure, one row for every head. A row whose cure
-    contradicts the recipe, or cannot be computed, has the reason and no numbers."""
+    """Returns the rows of the attention as it is (cure `none`) and with each cure, one
+    for every head. A row whose cure contradicts the recipe, or cannot be computed, has
+    the reason and no numbers."""
     truth, recipe = diagnosis.truth, diagnosis.rounded.recipe
     rows = []
     for name, cure in {NONE: Cure("", {}), **cures}.items():
@@ -123,8 +124,8 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
 
 
 def _nonfinite(rounded: Computed, heads: int) -> list[int]:
-    """The number of elements of O and the gradients that are NaN or infinite, for each
-    query head. Those of dK and dV count for every query head of their group."""
+    """Returns the number of elements of O and the gradients that are NaN or infinite, for
+    each query head. Those of dK and dV count for every query head of their group."""
     counts = [
         (~x.isfinite()).sum((0, 2, 3)).repeat_interleave(heads // x.shape[1])
         for x in (rounded.out, rounded.dq, rounded.dk, rounded.dv)
@@ -136,9 +137,9 @@ def _nonfinite(rounded: Computed, heads: int) -> list[int]:
 def seen_from_outside(
     diagnosis: Diagnosis, kernel: Kernel, options: Mapping[str, object]
 ) -> tuple[KernelRow, ...]:
-    """A kernel's forward and backward pass on the call, one row for every head; where it
-    refuses the call or fails, the rows say why. The caller asks whether the kernel can
-    run here."""
+    """Runs a kernel's forward and backward pass on the call and returns one row for every
+    head; where it refuses the call or fails, the rows say why. The caller asks whether
+    the kernel can run here."""
     truth = diagnosis.truth
     output = attempt(kernel, truth.case, options, gradients=True)
     chosen = dict(options)
@@ -159,7 +160,8 @@ def seen_from_outside(
 
 
 def _seen_numbers(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[Numbers]:
-    """The numeric fields of a `SeenRow`, for every head."""
+    """Returns the numeric fields of a `SeenRow`, for every head, by name. `out`, `dq`:
+    [B, H, q_len, dim], computed; `delta`: [B, H, q_len]."""
     with torch.no_grad(), plain_arithmetic(truth.case.q.device):
         exact, rows = truth.exact, truth.rows
         error = truth.delta_error(delta, exact.delta)

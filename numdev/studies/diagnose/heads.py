@@ -1,6 +1,6 @@
-"""Which heads meet which conditions of the chain from a tied maximum to a wrong dW_Q (Qiu
-& Yao, arXiv 2510.04212; docs/derivations.md), in which order they are named, and what the
-answer says.
+"""Ranks heads by what their rounding errors do, says which conditions of the chain from a
+tied maximum to a wrong dW_Q each meets (Qiu & Yao, arXiv 2510.04212;
+docs/derivations.md), and writes the answer.
 
 A number that is null meets no condition and lacks none. Heads are ordered by dW_Q's
 error, not by how many conditions they meet: a condition is a lead, and that error is what
@@ -60,8 +60,9 @@ CONDITIONS: Mapping[str, tuple[Mapping[str, float], ...]] = {
 
 
 def meets(head: HeadRow, condition: str) -> bool | None:
-    """Whether a head meets a condition. None where that could not be measured: no line of
-    it has a number, or one lacks a number and those it has fall short."""
+    """Whether a head meets a condition, one of CONDITIONS: all numbers of one of its
+    lines that are not null reach their limits. None where every line has no number, or
+    lacks one and the others fall short."""
     verdicts = []
     for limits in CONDITIONS[condition]:
         numbers = {name: getattr(head, name) for name in limits}
@@ -75,7 +76,7 @@ def meets(head: HeadRow, condition: str) -> bool | None:
 
 
 def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, ...]:
-    """Every head, the one that moves its layer's dW_Q most first.
+    """Returns every head, the one that moves its layer's dW_Q most first.
 
     The score is |dW_Q error| of a head over |dW_Q| of its layer, the root of the sum of
     its heads' squares; else |delta's mean error|; else 0. Heads whose W_Q is not known
@@ -86,6 +87,7 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
         layers.setdefault((head.checkpoint, head.case), []).append(head.dw_q_norm or 0.0)
 
     def score(head: HeadRow) -> tuple[bool, float]:
+        """Returns whether W_Q's error is unknown, and the head's score."""
         error, norm = head.dw_q_error, head.dw_q_norm
         layer = math.hypot(*layers[head.checkpoint, head.case])
         if error is None or norm is None:
@@ -114,18 +116,19 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
 
 
 def _mean_of(head: HeadRow) -> float:
-    """|Mean error of delta|; 0 where that is null."""
+    """Returns |mean error of delta|; 0 where that is null."""
     return abs(head.delta_mean or 0.0)
 
 
 def at_fault(ranked: Ranked) -> bool:
-    """Whether a head's errors do not cancel, and reach dW_Q where that is known."""
+    """Whether a head's errors of delta have one sign, so that they do not cancel, and
+    move its dW_Q where that is known."""
     return DELTA in ranked.conditions and WRONG not in ranked.missing
 
 
 def harms(ranked: Ranked) -> bool:
-    """Whether a head is at fault, or moves half of its layer's dW_Q however its errors
-    lie."""
+    """Whether a head is at fault, or rounding changes half of its layer's dW_Q whatever
+    the signs of its errors."""
     return at_fault(ranked) or ranked.score >= DROWNED
 
 
@@ -136,15 +139,17 @@ def judged(ranked: Ranked, condition: str = DELTA) -> bool:
 
 
 def leading(ranking: Sequence[Ranked]) -> Ranked:
-    """The head that an answer is about: the first at fault, else the first whose error of
-    delta could be judged, else the first."""
+    """Returns the head that an answer is about: the first at fault, else the first whose
+    error of delta could be judged, else the first. `ranking`: at least one."""
     candidates = list(filter(at_fault, ranking)) or list(filter(judged, ranking))
     return candidates[0] if candidates else ranking[0]
 
 
 def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
-    """The shares that a cure leaves, of the error of dW_Q, and of delta's mean error if
-    that had one sign. None where the cure gives NaN or infinity."""
+    """Returns the shares that a cure leaves, of the error of dW_Q, and of delta's mean
+    error if that had one sign, by name. Without those that are null or divide by zero;
+    empty where the cure gives NaN or infinity. `without`: the row of the attention as it
+    is."""
     pairs = {"dW_Q's error": (cure.dw_q_error, without.dw_q_error)}
     if without.delta_t is not None and abs(without.delta_t) >= T:
         pairs["delta's mean error"] = (cure.delta_mean, without.delta_mean)
@@ -156,7 +161,8 @@ def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
 
 
 def _cured_by(rows: Sequence[CureRow]) -> tuple[str, ...]:
-    """The cures of one head that leave less than half of an error, best first."""
+    """Returns the cures of one head that leave less than half of an error, best first;
+    none without the row of the attention as it is."""
     without = next((row for row in rows if row.cure == "none"), None)
     if without is None:
         return ()
@@ -176,7 +182,9 @@ def answer(
     heads: Sequence[HeadRow],
     cures: Sequence[CureRow],
 ) -> tuple[str, ...]:
-    """The first sentences of a report. `heads` are those that were ranked."""
+    """Returns the first sentences of a report: on the head at fault or that rounding
+    changes most, or that there is none; then on the heads that could not be judged.
+    `heads` are those that were ranked."""
     if not ranking:
         return ("Nothing was diagnosed: no attention call was measured.",)
     first = leading(ranking)
@@ -206,7 +214,8 @@ def answer(
 def _fault_sentences(
     first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
 ) -> tuple[str, str]:
-    """What the errors of a head at fault do, and which conditions of the chain hold."""
+    """Returns what the errors of a head at fault do, and which conditions of the chain
+    hold. `row`: the head's numbers."""
     # A head that attends to one key has P at 1 without any tie: then only a biased
     # output shows that rounding P V to one side is where it begins.
     peaked = {EXACT, OUTPUT} <= set(first.conditions)
@@ -228,12 +237,13 @@ def _fault_sentences(
 
 
 def _drowns(ranked: Ranked) -> bool:
-    """Whether rounding changes half of the dW_Q of the head's layer."""
+    """Whether rounding changes half or more of the dW_Q of the head's layer."""
     return ranked.score >= DROWNED and judged(ranked, WRONG)
 
 
 def _drowned_sentence(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
-    """What rounding does to the layer of a head whose errors have no common sign."""
+    """Returns what rounding does to the layer of a head whose errors have no common
+    sign."""
     return (
         f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
         f"({sum(map(_drowns, ranking))} of {len(ranking)} heads ≥ {percent(DROWNED)}); "
@@ -243,7 +253,8 @@ def _drowned_sentence(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) ->
 
 
 def _no_fault_sentence(judged_rows: Sequence[HeadRow]) -> str:
-    """How many heads were cleared, and how far the worst of them is off."""
+    """Returns how many heads are not at fault, and how far the worst of them is off.
+    `judged_rows`: at least one."""
     count = len(judged_rows)
     shifted = [head for head in judged_rows if meets(head, DELTA)]
     worst = max(
@@ -260,14 +271,16 @@ def _no_fault_sentence(judged_rows: Sequence[HeadRow]) -> str:
 
 
 def _not_judged_sentence(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) -> str:
-    """How many heads could not be judged, with the reason of the first."""
+    """Returns how many of the ranked heads have no known sign of delta's error, with the
+    first one's reason. `heads`: those not judged, at least one."""
     nulls = heads[0].nulls
     why = nulls.get("delta_mean") or nulls.get("delta_t") or "not measured"
     return f"Sign of delta's error not known in {len(heads)} of {len(ranking)}: {why}."
 
 
 def _cure_sentence(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
-    """What the best cure of a head leaves of its error; empty where none was run."""
+    """Returns what the best cure of a head leaves of its error, or that none helps; empty
+    where none was run."""
     rows = {cure.cure: cure for cure in cures if cure.key == first.key}
     if not rows:
         return []
@@ -287,5 +300,5 @@ def _cure_sentence(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names in a sentence."""
+    """Returns names with commas between them; `none` without any."""
     return ", ".join(names) or "none"

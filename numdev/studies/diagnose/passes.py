@@ -1,4 +1,4 @@
-"""One call computed twice: exactly, in fp64, and as a recipe of
+"""Computes one call twice: exactly, in fp64, and as a recipe of
 `numdev.kernels.emulation` rounds it, with the values between input and output that a
 diagnosis compares.
 
@@ -45,8 +45,8 @@ class Truth:
     size: Tensor  # [H]: the rms over `rows` of rowsum|dO o O|, the unit of delta's errors
 
     def weights(self, dq: Tensor) -> Tensor:
-        """dW_Q [H, head_dim, width] of a gradient at q; NaN [H, 1, 1] without a
-        projection."""
+        """Returns dW_Q [H, head_dim, width] in fp64 of `dq`, a gradient at q [B, H,
+        q_len, head_dim]; NaN [H, 1, 1] without a projection."""
         if self.projection is None:
             return torch.full_like(self.size, math.nan)[:, None, None]
         pulled = self.projection.pull(dq.double()).double()
@@ -55,27 +55,29 @@ class Truth:
 
     @cached_property
     def dw_q(self) -> Tensor:
-        """The exact dW_Q."""
+        """Returns the exact dW_Q, [H, head_dim, width] in fp64; NaN without a
+        projection."""
         return self.weights(self.exact.dq)
 
     def dw_q_error(self, dq: Tensor) -> Tensor:
-        """dW_Q of a computed dq less the exact one."""
+        """Returns dW_Q of a computed dq less the exact one, [H, head_dim, width]."""
         return self.weights(dq.detach().double() - self.exact.dq)
 
     def moved(self, dw_q_error: Tensor) -> Tensor:
-        """[H]: |error of dW_Q| / |dW_Q|."""
+        """Returns |error of dW_Q| / |dW_Q| of each head, [H], Frobenius."""
         return norm(dw_q_error) / norm(self.dw_q)
 
     def delta_error(self, delta: Tensor, right: Tensor) -> Tensor:
-        """[B, H, q_len] in fp64: delta less another, over `size`; 0 in rows that see no
-        key."""
+        """Returns delta less `right`, another, over `size`, [B, H, q_len] in fp64; 0 in
+        rows that see no key."""
         error = (delta.double() - right) / self.size[:, None]
         return error.masked_fill(self.exact.empty, 0.0)
 
 
 def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
-    """The call and its gradients in fp64. Raises UsageError for a case without grad_out.
-    Memory: a few blocks of scores beyond what has the shape of q, k, v and the output."""
+    """Returns the call and its gradients in fp64. Raises UsageError for a case without
+    grad_out. Memory: a few blocks of scores beyond what has the shape of q, k, v and the
+    output."""
     dO = upstream(case).double()
     exact = gradients(case)
     b, h, n, d = case.q.shape
@@ -97,8 +99,9 @@ def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
 def probabilities(
     case: AttentionCase, exact: blocked.Gradients, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """P [B, H, rows, keys] in fp64, 0 where hidden; the soft cap's slope; which keys are
-    shown."""
+    """Returns P [B, H, rows, keys] in fp64, 0 where hidden; the soft cap's slope at each
+    score, None without a cap; and which keys are shown, bool. `rows`, `keys`: the block
+    to compute."""
     X = blocked._products(case, case.q.double(), case.k.double(), rows, keys)
     slope = blocked._slope(case, X)
     S = blocked.scores(case, X, rows, keys)
@@ -131,7 +134,9 @@ class Computed:
 
 
 def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
-    """The rounding of every site; raises Refused as `bwd.gradients` does."""
+    """Returns the rounding of every site, under stochastic rounding each with a generator
+    of its own. Raises Refused for a case that the recipe's `compute` dtype cannot
+    represent."""
     r = bwd.rounder(case, recipe)
     if recipe.rounding == "stochastic":
         for i, site in enumerate(SITES):
@@ -143,8 +148,8 @@ def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
 
 
 def computed(case: AttentionCase, recipe: Recipe) -> Computed:
-    """Both passes of the recipe, without autograd. Raises Refused for a case that the
-    recipe's `compute` dtype does not hold, and for one without grad_out."""
+    """Returns both passes of the recipe, without autograd. Raises Refused for a case that
+    the recipe's `compute` dtype cannot represent, and for one without grad_out."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         saved = bwd.run_forward(rounder(case, recipe))
         r, product = saved.r, saved.product
@@ -168,8 +173,8 @@ def computed(case: AttentionCase, recipe: Recipe) -> Computed:
 
 
 def _row_sums(inputs: BackwardInputs, delta: Tensor) -> Tensor:
-    """[4, B, H, q_len] in fp64: the sums of dS, |dS|, dP o P and P over the keys that a
-    row sees."""
+    """Returns the sums of dS, |dS|, dP o P and P over the keys that a row sees, [4, B, H,
+    q_len] in fp64. `delta`: [B, H, q_len]."""
     case = inputs.r.case
     sums = torch.zeros(4, *delta.shape, dtype=torch.float64, device=case.q.device)
     if case.sinks is not None:

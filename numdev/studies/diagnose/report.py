@@ -55,7 +55,8 @@ class HeadPlace(Record):
 
     @property
     def place(self) -> HeadFields:
-        """The fields that say where, for another record of the same head."""
+        """Returns the fields that say where the head is, for another record of the same
+        head."""
         return {
             "checkpoint": self.checkpoint,
             "step": self.step,
@@ -68,13 +69,14 @@ class HeadPlace(Record):
 
     @property
     def brief(self) -> str:
-        """`L3H5`; the module's or call's name with the head where there is no layer."""
+        """Returns the head's short name: `L3H5`; the module's or call's name with the
+        head where there is no layer."""
         where = f"{self.module or self.case} " if self.layer is None else f"L{self.layer}"
         return f"{where}{f'#{self.call} ' if self.call else ''}H{self.head}"
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What identifies the head: its checkpoint, its case and its number."""
+        """Returns what identifies the head: its checkpoint, its case and its number."""
         return self.checkpoint, self.case, self.head
 
 
@@ -185,6 +187,8 @@ class DiagnoseReport(Report):
 
     @model_validator(mode="after")
     def _is_of_one_diagnosis(self) -> Self:
+        """Returns the report as it is. Raises ValueError where the ranking has a head
+        that the report lacks."""
         heads = {head.key for head in self.heads}
         if strange := [r.brief for r in self.summary.ranking if r.key not in heads]:
             raise ValueError(
@@ -199,12 +203,14 @@ class DiagnoseReport(Report):
 
     @property
     def unmeasured(self) -> str:
-        """A sentence that says why no head has a mean error of delta."""
+        """Returns a sentence that says why no head has a mean error of delta."""
         reasons = sorted(
             {h.nulls["delta_mean"] for h in self.heads if "delta_mean" in h.nulls}
         )
         return f"no head's error of delta could be measured: {', or '.join(reasons)}"
 
     def tables(self) -> dict[str, Sequence[Record]]:
+        """Returns the tables that are written as CSV files, by file name: those of
+        `heads`, `cures` and `kernels` that have rows."""
         named = {"heads": self.heads, "cures": self.cures, "kernels": self.kernels}
         return {name: rows for name, rows in named.items() if rows}

@@ -1,7 +1,7 @@
-"""What a diagnosis is asked to look at: one target, or the checkpoints of a series by
-step.
+"""Finds what a diagnosis is asked to look at: one target, or the checkpoints of a series
+by step.
 
-A series is several targets, or a directory that holds checkpoints, or that of a `numdev
+A series is several targets, or a directory that has checkpoints, or that of a `numdev
 train` with its `checkpoints/`. Steps are those of `training.json`, which `numdev train`
 writes beside its weights, else those in the names of the directories (`...-step500`,
 `checkpoint-500`)."""
@@ -46,14 +46,15 @@ class Stage:
     files: tuple[Path, ...] = ()  # what else decides which calls it has
 
     def identity(self) -> list[str | int | None]:
-        """What differs between two targets at the same path. The step is part of it since
-        rows name their step."""
+        """Returns what differs between two targets at the same path: the hashes of its
+        weights and of other files, and its step, since rows name their step."""
         return [self.sha256, identity(self.files), self.step]
 
 
 def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
-    """The stages that targets name, in the order of their steps, or as they were given;
-    and which checkpoints were left out because they hold NaN or infinity.
+    """Returns the stages that targets name, in the order of their steps, or as they were
+    given; and a sentence on each checkpoint that was left out because it has NaN or
+    infinity. Reads all weights.
 
     Raises UsageError for a target that is none, and for two checkpoints of one step,
     MeasurementError where weights are damaged, and where no checkpoint has finite
@@ -98,7 +99,8 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
 
 
 def _nonfinite_tensor(weights: WeightSet) -> str | None:
-    """The first tensor with NaN or infinite elements and how many; None without one."""
+    """Returns a clause on the first tensor with NaN or infinite elements and how many;
+    None without one."""
     for name, tensor in weights.tensors.items():
         if count := int((~tensor.read().isfinite()).sum()):
             return f"{name} holds {count} NaN or infinite elements"
@@ -106,13 +108,16 @@ def _nonfinite_tensor(weights: WeightSet) -> str | None:
 
 
 def _files_beside(path: Path) -> tuple[Path, ...]:
-    """The files beside a checkpoint's weights that decide which calls it has."""
+    """Returns the files beside a checkpoint's weights that decide which calls it has:
+    config.json, and the demo's prompt."""
     directory = demo_checkpoint() if str(path) == "demo" else path
     return tuple(file for name in BESIDE if (file := directory / name).is_file())
 
 
 def _checkpoints(target: str) -> list[Path]:
-    """The target itself, or the checkpoints in a directory."""
+    """Returns the target itself, or the checkpoints in a directory, sorted by name.
+    Raises UsageError for a path that does not exist, a pipeline, and a directory without
+    a checkpoint."""
     path = Path(target)
     if target == "demo":
         return [path]
@@ -132,6 +137,8 @@ def _checkpoints(target: str) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder has config.json and model.safetensors, pytorch_model.bin or an
+    index of either; False for a file."""
     names = (*WHOLE, *(f"{name}.index.json" for name in WHOLE))
     return (path / "config.json").is_file() and any(
         (path / name).is_file() for name in names
@@ -139,8 +146,8 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of training of a checkpoint, by `training.json`, else by the directory's
-    name; None where neither has one."""
+    """Returns the step of training of a checkpoint, by `training.json`, else by the
+    directory's name; None where neither has one."""
     try:
         step = json.loads((path / "training.json").read_text(encoding="utf-8"))["step"]
     except (OSError, ValueError, KeyError, TypeError):

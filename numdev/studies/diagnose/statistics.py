@@ -1,4 +1,4 @@
-"""Means of errors per query head, and how sure they are.
+"""Computes means of errors per query head, and how sure they are.
 
 All are over the rows of a head that see more than one key. Rows of a sequence share keys
 and values, so a t is of means over blocks of rows: 16 to a sequence, or whole sequences
@@ -28,23 +28,26 @@ Columns = Mapping[str, Tensor]  # numbers by name, [H] each
 
 
 def mean(x: Tensor, rows: Tensor) -> Tensor:
-    """[H]: the mean of [B, H, n] over the rows that count; NaN where there is none."""
+    """Returns the mean of x [B, H, n] over the rows that count, [H]; NaN where there is
+    none. `rows`: bool [B, H, n]."""
     return torch.where(rows, x, 0.0).sum(dim=(0, 2)) / rows.sum(dim=(0, 2))
 
 
 def rms(x: Tensor, rows: Tensor) -> Tensor:
-    """[H]: the root of the mean square."""
+    """Returns the root of the mean square of x [B, H, n] over the rows that count, [H];
+    NaN where there is none. `rows`: bool [B, H, n]."""
     return mean(x.square(), rows).sqrt()
 
 
 def norm(x: Tensor) -> Tensor:
-    """[H]: the Frobenius norm of each head's part of [H, ...]."""
+    """Returns the Frobenius norm of each head's part of x [H, ...], [H]."""
     size: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=-1)
     return size
 
 
 def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
-    """[H]: the mean of [B, H, n] over its standard error, from means over blocks of rows.
+    """Returns Student's t of the mean of x [B, H, n], [H]: the mean over its standard
+    error, from means over blocks of the rows that count (`rows`, bool [B, H, n]).
 
     `step` is that of the grid on which a row's x lies, if it lies on one: a spread of the
     blocks below half a step of their means is missed, not small (as in
@@ -63,7 +66,7 @@ def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
 
 
 def _block_sums(x: Tensor) -> Tensor:
-    """[H, blocks]: the sums of [B, H, n] over blocks of rows."""
+    """Returns the sums of x [B, H, n] over blocks of rows, [H, blocks]."""
     batch, heads, n = x.shape
     blocks = min(1 if batch >= BLOCKS else BLOCKS, n)
     width = -(-n // blocks)
@@ -73,8 +76,8 @@ def _block_sums(x: Tensor) -> Tensor:
 
 
 def longest_run(error: Tensor, rows: Tensor) -> Tensor:
-    """[B, H]: the largest |running sum of errors| of a sequence over rms sqrt(rows), near
-    1 for errors of random sign; NaN where it has no row or no error."""
+    """Returns the largest |running sum of errors| of each sequence over rms sqrt(rows),
+    [B, H], near 1 for errors of random sign; NaN where it has no row or no error."""
     counted = torch.where(rows, error, 0.0)
     count = rows.sum(dim=-1).to(error.dtype)
     size = (counted.square().sum(dim=-1) / count).sqrt()
@@ -84,9 +87,10 @@ def longest_run(error: Tensor, rows: Tensor) -> Tensor:
 def bias(
     error: Tensor, exact: Tensor, scale: Tensor, rows: Tensor, fmt: Format
 ) -> tuple[Tensor, Tensor]:
-    """[H] each: the mean in ulps along the exact value's sign, and its t, of errors [B,
-    H, n, d] of exact values; `scale` is their term scale, sum |P V|. An ulp is that of
-    `fmt` at the exact value, or where that has cancelled, at scale / CANCELLED."""
+    """Returns the mean in ulps along the exact value's sign, and its t, [H] each, of
+    errors [B, H, n, d] of exact values; `scale` is their term scale, sum |P V|. An ulp is
+    that of `fmt` at the exact value, or where that has cancelled, at scale /
+    CANCELLED."""
     ulps = error / ulp(torch.maximum(exact.abs(), scale / CANCELLED), fmt)
     along = (ulps * exact.sign()).mean(dim=-1)
     return mean(along, rows), t_of(along, rows, step=1.0 / error.shape[-1])
@@ -96,8 +100,8 @@ Numbers = dict[str, float | None]  # of one head, by name
 
 
 def by_head(columns: Columns) -> list[Numbers]:
-    """The numbers of each head by name, None for NaN and infinity. Waits for the device,
-    once."""
+    """Returns the numbers of each head by name, None for NaN and infinity. Waits for the
+    device, once."""
     rows = torch.stack([x.double() for x in columns.values()], dim=-1).tolist()
     return [
         {
@@ -117,8 +121,9 @@ def by_head(columns: Columns) -> list[Numbers]:
 
 
 def spectral(projection: Projection, heads: int) -> Columns:
-    """The largest singular value of each head's rows of W_Q, and that over the heads'
-    median; NaN for a head whose rows are not finite."""
+    """Returns the largest singular value of each head's rows of W_Q (`spectral_norm`),
+    and that over the heads' median (`spectral_ratio`), [H] each; NaN for a head whose
+    rows are not finite."""
     (largest,) = spectral_norms([projection.weight.unflatten(0, (heads, -1))])
     return {
         "spectral_norm": largest,
@@ -127,8 +132,10 @@ def spectral(projection: Projection, heads: int) -> Columns:
 
 
 def similarity(projection: Projection, PK: Tensor) -> Tensor:
-    """[H]: the share of sum_T |R_T|^2 in one direction, for P K [B, H, n, head_dim] in
-    fp64, 0 in rows that do not count. NaN where no token has an R_T."""
+    """Returns the share of sum_T |R_T|^2 in one direction, [H], with R_T = (P K)[T]^T
+    X[T]. `PK`: P K, [B, H, n, head_dim] in fp64, 0 in rows that do not count. NaN where
+    no token has an R_T. Of more than MAX_TOKENS tokens, as many are taken, evenly
+    spread."""
     at_weights = projection.pull(PK).double().flatten(0, 1)  # [B n, H, head_dim]
     n = len(at_weights)
     taken = min(n, MAX_TOKENS)
@@ -145,10 +152,10 @@ def similarity(projection: Projection, PK: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:
-    """[H]: the largest eigenvalue of each symmetric matrix of [H, n, n] in fp64 that has
-    no negative one; NaN for a matrix that is not finite. By Lanczos' method with full
-    reorthogonalisation (Golub & Van Loan, Matrix Computations, section 10.1): from below,
-    to about 1 % where no direction stands out."""
+    """Returns the largest eigenvalue, [H], of each symmetric matrix of [H, n, n] in fp64
+    that has no negative one; NaN for a matrix that is not finite. By Lanczos' method with
+    full reorthogonalisation (Golub & Van Loan, Matrix Computations, section 10.1): from
+    below, to about 1 % where no direction is much stronger than the others."""
     # No element is larger than the largest of the diagonal, nor NaN without one there.
     finite = gram.diagonal(dim1=-2, dim2=-1).isfinite().all(dim=-1)
     matrix = torch.where(finite[:, None, None], gram, 0.0)

@@ -1,10 +1,10 @@
-"""`numdev diagnose`: which heads' rounding errors do not cancel, why, and what each cure
-changes.
+"""`numdev diagnose`: finds the heads whose rounding errors do not cancel, why, and what
+each cure changes.
 
-The line of an audit: sources hand over cases with their upstream gradients, one
-checkpoint after the other; each goes through the chain (`numdev.studies.diagnose.chain`)
-in place of kernels and metrics. Cures and real kernels, which cost most, run on the last
-checkpoint alone unless asked otherwise. What is finished is journalled call by call."""
+Sources hand over cases with their upstream gradients, one checkpoint after the other;
+each goes through the chain of biased rounding (ties, O, delta, dW_Q) in place of kernels
+and metrics. Cures and real kernels, which cost most, run on the last checkpoint alone
+unless asked otherwise. What is finished is written to a journal call by call."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def diagnose(
     progress: Progress = lambda what, done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> records.DiagnoseReport:
-    """Run `request`, journalling into `directory`; returns the report, which the caller
-    writes.
-
-    `say` gets what a user should read at once. Raises UsageError for a request that
+    """Runs `request` and returns the report, which the caller writes. What is measured
+    goes to a journal in `directory`, from which an interrupted run goes on; `overwrite`
+    replaces a damaged journal or one of another request. `say` gets what a user should
+    read at once, `progress` (what, done, total). Raises UsageError for a request that
     cannot be run here, before anything is measured, and MeasurementError where no call
     could be diagnosed."""
     system = System.probe(request.device)
@@ -139,7 +139,9 @@ class _Steps:
     watch: Stopwatch
 
     def rows_of(self, located: Located, stage: Stage) -> dict[str, Sequence[Row]]:
-        """The rows of one call, by kind."""
+        """Returns the rows of one call, by kind: `head`, `cure`, `kernel`, and `unknown`
+        with the reason why W_Q is not known; `refused` alone, with the reason, where the
+        recipe refuses the call."""
         case = located.load().rounded_to(format_named(self.request.format))
         projection, why = _projection(located)  # while the model's modules are there
         rows: dict[str, Sequence[Row]] = {"unknown": [{"why": why}] if why else []}
@@ -167,8 +169,9 @@ class _Steps:
 def _training_texts(
     request: DiagnoseRequest, stages: Sequence[Stage], folder: Path
 ) -> tuple[dict[str, Path | None], list[str]]:
-    """By a stage's name the file of ids from its training's text, or None; and a sentence
-    on each text that was read or missed."""
+    """Writes files of input ids into `folder`. Returns by a stage's name the file of ids
+    from its training's text, or None; and a sentence on each text that was read or
+    missed."""
     texts: dict[str, Path | None] = {}
     notes = []
     for number, stage in enumerate(stages):
@@ -188,8 +191,8 @@ def _report(
     timings: dict[str, float],
     notes: list[str],
 ) -> records.DiagnoseReport:
-    """The report of what is journalled. Raises UsageError where no call was selected, and
-    MeasurementError where every call was refused."""
+    """Returns the report of what the journal has. Raises UsageError where no call was
+    selected, and MeasurementError where every call was refused. `notes` is added to."""
     unknown = Counter(row.why for row in journal.records("unknown", _Reason))
     refused = [row.why for row in journal.records("refused", _Reason)]
     notes += [f"W_Q not known, {why}: {n} calls." for why, n in unknown.items()]
@@ -233,8 +236,8 @@ def _report(
 
 
 def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> AuditRequest:
-    """The request by which `numdev.sources` opens one stage, on the ids of its training's
-    text in the file `text`, if there is one.
+    """Returns the request by which `numdev.sources` opens one stage, on the ids of its
+    training's text in the file `text`, if there is one.
 
     Raises UsageError for a YAML file with more than the cases to draw, which would be
     ignored."""
@@ -264,9 +267,9 @@ def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> Audit
 def origin_of(
     request: DiagnoseRequest, stages: Iterable[Stage], texts: Mapping[str, Path | None]
 ) -> dict[str, object]:
-    """Hashes of the targets, and of what their models are built from and read, so that a
-    run is not continued on others at the same paths. `texts`: by a stage's name the file
-    of ids from its training's text, if it has one."""
+    """Returns hashes of the targets, and of what their models are built from and read, by
+    name, so that a run is not continued on others at the same paths. `texts`: by a
+    stage's name the file of ids from its training's text, if it has one."""
     inputs = () if request.inputs is None else (request.inputs,)
     files = {"text": _existing(request.text), "inputs": _existing(inputs)}
     if request.text:
@@ -285,19 +288,21 @@ def origin_of(
 
 
 def _existing(paths: Iterable[str]) -> list[Path]:
-    """The paths that are files."""
+    """Returns the paths that are files."""
     return [Path(path) for path in paths if Path(path).is_file()]
 
 
 def _tokenizer_files(directories: Iterable[str]) -> list[Path]:
-    """The files of directories that a tokenizer may be read from."""
+    """Returns the files of directories that a tokenizer may be read from: .json, .txt and
+    .model."""
     files = [file for path in directories for file in sorted(Path(path).glob("*"))]
     return [x for x in files if x.suffix in (".json", ".txt", ".model") and x.is_file()]
 
 
 def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], list[str]]:
-    """The real kernels to run, and a note on each named one that is left out. A default
-    one that cannot run here is left out without a note."""
+    """Returns the real kernels to run, and a note on each named one that is left out. A
+    default one that cannot run here is left out without a note. Raises UsageError for an
+    option that a kernel has not."""
     planned, notes = [], []
     for choice in KERNELS if request.kernels is None else request.kernels:
         kernel = find(choice.name)
@@ -311,7 +316,7 @@ def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], l
 
 
 def _projection(located: Located) -> tuple[Projection | None, str]:
-    """W_Q of a call; or None, and why it is not known."""
+    """Returns W_Q of a call with its input, and ""; or None, and why it is not known."""
     if not isinstance(located, Captured) or located.projection is None:
         return None, "the call does not come out of a model"
     try:
@@ -332,7 +337,8 @@ def _check_gradients(source: Source, stage: Stage) -> None:
 
 
 def axis_of(heads: Sequence[records.HeadRow]) -> Axis | None:
-    """The steps of the series; None where there are fewer than two."""
+    """Returns the steps of the series as a linear axis; None where there are fewer than
+    two."""
     steps = sorted({head.step for head in heads if head.step is not None})
     ticks = tuple(Tick(x=float(step), label=str(step)) for step in steps)
     return (
@@ -351,8 +357,8 @@ class _Sample(NamedTuple):
 
 
 def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> Iterator[Figure]:
-    """Each number by step: of the head `first`, the worst where that is another, and the
-    median."""
+    """Yields a figure by step for each number of METRICS that two steps have: of the head
+    `first`, the worst where that is another, and the median."""
     for metric, (title, y_title) in METRICS.items():
         samples = sorted(_samples(heads, metric))
         if len({sample.step for sample in samples}) > 1:
@@ -366,7 +372,7 @@ def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> Iterator
 
 
 def _samples(heads: Sequence[records.HeadRow], metric: str) -> Iterator[_Sample]:
-    """A number of every head that has it and a step."""
+    """Yields the size of a number at each head and step that has it."""
     for head in heads:
         value = getattr(head, metric)
         if head.step is not None and value is not None:
@@ -374,7 +380,7 @@ def _samples(heads: Sequence[records.HeadRow], metric: str) -> Iterator[_Sample]
 
 
 def _curves(samples: Sequence[_Sample], first: records.Ranked) -> Iterator[Curve]:
-    """The curves of one figure; none of `first` where it lacks the number at every
+    """Yields the curves of one figure; none of `first` where it lacks the number at every
     step."""
     sizes = {
         step: [sample.size for sample in at_step]
@@ -395,6 +401,7 @@ def _curves(samples: Sequence[_Sample], first: records.Ranked) -> Iterator[Curve
 
 
 def _curve(label: str, role: Role, line: Mapping[int, float]) -> Curve:
+    """Returns a curve without intervals, of a value by step."""
     points = [
         Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
         for step, x in line.items()

@@ -1,5 +1,5 @@
-"""What a checkpoint of `numdev train` that reads bytes was trained on, for its diagnosis
-to read.
+"""Writes the text that a checkpoint of `numdev train` was trained on as input ids, where
+it reads bytes, for its diagnosis to read.
 
 Such a checkpoint has no tokenizer, so that without this its diagnosis would read random
 ids, of which it learned nothing: heads would be judged on inputs that training never
@@ -30,11 +30,11 @@ RANDOM = "{name} reads random bytes: {why}; give --text or --inputs."
 def training_text(
     request: DiagnoseRequest, stage: Stage, path: Path
 ) -> tuple[Path | None, str | None]:
-    """A safetensors file at `path` with input ids from the text of a checkpoint's
-    training, and a sentence on it. (None, None) where the request says what to read, or
-    training read no bytes; where the text is gone the file is None, and the sentence says
-    so, as it does of another text.
-    """
+    """Writes input ids from the text of a checkpoint's training to a safetensors file at
+    `path`; returns that path and a sentence on it. Returns (None, None) where the request
+    says what to read, or training read no bytes; where the text is gone the path is None
+    and nothing is written, and the sentence says so. It also says where the text is
+    another one now."""
     record = _training_record(Path(stage.target))
     if request.text or request.inputs or not record:
         return None, None
@@ -61,8 +61,8 @@ def training_text(
 
 
 def _training_record(checkpoint: Path) -> Mapping[str, Any]:
-    """The content of `training.json`, which `numdev train` writes beside the weights;
-    empty without one."""
+    """Returns the object in a checkpoint folder's `training.json`, which `numdev train`
+    writes; empty where it is missing, unreadable, or has no request."""
     try:
         record = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

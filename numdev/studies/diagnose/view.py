@@ -1,6 +1,6 @@
-"""A diagnosis, shown: the heads ranked, the map of what every head's error does, cures
-and real kernels on the head that the answer is about, and the curves over training. Null
-is a dash."""
+"""Shows a diagnosis: the heads ranked, the map of what every head's error does, cures and
+real kernels on the head that the answer is about, and the curves over training. Null is a
+dash."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ LEGEND = (
 
 
 def styles(report: DiagnoseReport) -> tuple[doc.Style]:
-    """The style of the first sentence: bad where a head is at fault, good where every
-    head was judged and none is."""
+    """Returns the style of the first sentence: bad where a head is at fault, good where
+    every head was judged and none is, else none."""
     if any(map(at_fault, report.summary.ranking)):
         return ("bad",)
     answer = report.summary.answer
@@ -64,6 +64,9 @@ def styles(report: DiagnoseReport) -> tuple[doc.Style]:
 
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
+    """Yields what is shown below the answer: the ranked heads with a legend, the heat
+    map, tables of cures and kernels, and figures; then what was emulated and the
+    notes."""
     ranking = report.summary.ranking
     yield doc.Paragraph(ABOUT)
     if ranking:
@@ -89,11 +92,13 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
 
 
 def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
-    """What each cure does for one head; the attention as it is is the standard."""
+    """Returns the table of what each cure does for one head; the attention as it is is
+    the standard."""
     rows = [row for row in report.cures if row.key == head.key]
     remark = doc.Column("where it fails, or what it takes", align="left", width=200)
 
     def cells(row: CureRow) -> Iterator[str | doc.Cell]:
+        """Yields the cells of a row, one for each column."""
         yield doc.Cell(row.cure, after="not with this" if row.reason else "")
         yield from _cells(row, CURE)
         yield row.reason or report.costs.get(row.cure, "")
@@ -107,9 +112,10 @@ def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 
 def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
-    """Each real kernel on the inputs of one head."""
+    """Returns the table of each real kernel on the inputs of one head."""
 
     def cells(row: KernelRow) -> Iterator[str | doc.Cell]:
+        """Yields the cells of a row, one for each column."""
         yield doc.Cell(
             row.kernel, style="strong", title=row.ran or "", after=row.reason or ""
         )
@@ -123,23 +129,26 @@ def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 
 def _score_name(report: DiagnoseReport) -> str:
-    """The name of the number that heads are ordered by."""
+    """Returns the name of the number that heads are ordered by."""
     if any(judged(ranked, WRONG) for ranked in report.summary.ranking):
         return "error in the layer's dW_Q"
     return "|mean error of delta|"
 
 
 def _score_cell(head: Ranked) -> doc.Cell:
-    """A head's score; the colour of one that does no harm would accuse it."""
+    """Returns a head's score in per cent, coloured where it does harm; the colour of one
+    that does none would accuse it."""
     shown = shade(head.score, SHADES) if harms(head) else None
     return doc.Cell(percent(head.score).removesuffix(" %"), shown)
 
 
 def _ranking_table(report: DiagnoseReport) -> doc.Table:
-    """The first heads, each with its numbers and how much of the chain it meets."""
+    """Returns the table of the first SHOWN heads, each with its numbers and how much of
+    the chain it meets."""
     rows = {head.key: head for head in report.heads}
 
     def cells(ranked: Ranked) -> Iterator[str | doc.Cell]:
+        """Yields the cells of a head, one for each column."""
         yield doc.Cell(ranked.brief, style="strong")
         yield _score_cell(ranked)
         yield from _cells(rows[ranked.key], HEAD)
@@ -158,8 +167,9 @@ def _ranking_table(report: DiagnoseReport) -> doc.Table:
 
 
 def _heat_map(report: DiagnoseReport) -> doc.Table:
-    """What each head scores, by call; a dash for a head whose W_Q is not known where
-    another's is. A call goes by its layer, or by its name where layers make several."""
+    """Returns the heat map of what each head scores, by call; a dash for a head whose W_Q
+    is not known where another's is. A call goes by its layer, or by its name where layers
+    make several."""
     ranking = sorted(
         report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer
     )
@@ -194,11 +204,11 @@ CURE = (*SEEN, "nonfinite")
 
 
 def _titles(fields: Sequence[str]) -> list[str]:
-    """The titles of the columns of these fields."""
+    """Returns the titles of the columns of these fields."""
     return [NUMBERS[name][0] for name in fields]
 
 
 def _cells(row: HeadPlace, fields: Sequence[str]) -> list[str]:
-    """The numbers of these fields of a row, as written; a dash for null."""
+    """Returns the numbers of these fields of a row, as written; a dash for null."""
     values = ((NUMBERS[name][1], getattr(row, name)) for name in fields)
     return [NONE if x is None else write(x).removesuffix(" %") for write, x in values]
