@@ -31,14 +31,18 @@ Flags = NDArray[np.bool_]
 
 
 def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, object]]:
-    """Returns the bias of each head, arguments as in `row_sums.RowSums.signed`.
+    """Returns the bias metrics of each head: `sequences`, `bias`, `bias_sign`,
+    `bias_feature`, and the judged one as `bias_t`, `bias_p`, `bias_size`, `bias_of`.
+    Summed over rows of each sequence: signed differences from the floor in ulps,
+    `features` [sequences, H, features], and `along` the reference's sign [sequences, H];
+    `counts` [sequences, H, features]: of how many elements.
 
-    A sequence without a usable element says nothing and is no observation. `bias_p` is
-    corrected for the family (Bonferroni with weights, so that the 64 or 128 features do
-    not drown the two overall means: these get a quarter of the error rate each, the
-    features share the other half). The correction over heads is made where heads are seen
-    together. Members of at least BIAS_ULP are preferred, so that a tiny but certain bias
-    does not hide a large one."""
+    A sequence without a usable element is no observation; with fewer than two sequences
+    the judged fields are None. `bias_p` is corrected for the family (Bonferroni with
+    weights, so that the 64 or 128 features do not drown the two overall means: these get
+    a quarter of the error rate each, the features share the other half). The correction
+    over heads is made where heads are seen together. Members of at least BIAS_ULP are
+    preferred, so that a tiny but certain bias does not hide a large one."""
     overall, whole = features.sum(axis=-1), counts.sum(axis=-1)
     sums = np.concatenate([np.stack([overall, along], axis=-1), features], axis=-1)
     sizes = np.concatenate([np.stack([whole, whole], axis=-1), counts], axis=-1)
@@ -67,8 +71,10 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, o
 def _judged(
     means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
 ) -> list[dict[str, object]]:
-    """Returns the most certain bias of each head, preferring those of at least
-    BIAS_ULP."""
+    """Returns for each head `bias_t`, `bias_p`, `bias_size` and `bias_of` of its most
+    certain mean, preferring means of at least BIAS_ULP. `means`, `counts` (elements) and
+    `seen` [sequences, H, 2 + features] are by sequence, `mean` [H, 2 + features] is over
+    sequences; the first two columns are the plain mean and the mean along the sign."""
     from scipy.special import stdtr
 
     features, degrees = mean.shape[-1] - 2, seen.sum(axis=0) - 1
@@ -95,8 +101,9 @@ def _judged(
 def _standard_error(
     means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
 ) -> Numbers:
-    """Returns the standard error of the mean over sequences, from their spread; 1 where
-    fewer than two were seen.
+    """Returns the standard error [H, 2 + features] of the mean over sequences, from their
+    spread; 1 where fewer than two sequences were seen. `means`, `counts` (elements) and
+    `seen` are by sequence [sequences, H, 2 + features], `mean` is over sequences.
 
     Outputs lie on a grid of about one ulp, so the mean of k elements moves in steps of
     1/k ulp. A spread below half a step is not measured but missed, and does not count as

@@ -62,13 +62,15 @@ def measure(
     of: int | Strata | None = None,
     bins: Tensor | None = None,
 ) -> Deviation:
-    """All metrics of `output` [B, H, q_len, v_dim] against `yardstick`, head by head.
+    """Returns all metrics of `output` [B, H, q_len, v_dim] against `yardstick`, head by
+    head.
 
     `expected` is the output of the emulation the kernel claims to be, on the same inputs;
-    without it there is no expected_ratio and no worst_row. `of`: where the rows are a
-    sample, in order of position, of how many, or which strata; then `interval` holds the
-    intervals of some metrics. `bins`: which row is in which bin of positions, fp64 [rows,
-    bins] of 0 and 1."""
+    without it there is no expected_ratio, rms_ratio or worst_row. `of`: where the rows
+    are a sample, ordered by position, how many rows the call has, or the strata they come
+    from; then `interval` holds the intervals of some metrics. None: all rows are
+    measured. `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and
+    1; with it the result has sums by bin."""
     by_row = row_sums(output, yardstick, expected)
     totals = to_host(by_row, bins, of)
     # A ratio that means nothing is told by what comes out
@@ -93,11 +95,12 @@ def measure(
 def measure_plain(
     output: Tensor, reference: Tensor, empty: Tensor, *, of: int | Strata | None = None
 ) -> Deviation:
-    """Returns the distances alone of a tensor without a floor, such as the log-sum-exp.
+    """Returns the distances alone (no floor, ratio or bias) of a tensor without a floor,
+    such as the log-sum-exp.
 
-    Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in
-    `measure`.
-    """
+    Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty`: bool [B, H, q_len], rows that
+    see no key and are left out; `of`: where the rows are a sample, how many rows the call
+    has, or the strata they come from."""
     totals = to_host(plain_sums(output, reference, empty), of=of)
     with np.errstate(all="ignore"):
         heads = _per_head(of_sums(totals.sums) | _common(totals))
@@ -105,8 +108,8 @@ def measure_plain(
 
 
 def _common(totals: Totals) -> dict[str, Column]:
-    """Returns the metrics that every tensor has. Counts are of the rows that were drawn,
-    as the floor's are."""
+    """Returns the metrics that every tensor has: elements, empty_rows, nonfinite, max_abs
+    and rel, each [H]. Counts are of the rows that were drawn, as the floor's are."""
     sums, counts = totals.sums, totals.drawn or totals.sums
     return {
         "elements": counts["count"],
@@ -118,7 +121,10 @@ def _common(totals: Totals) -> dict[str, Column]:
 
 
 def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
-    """Returns the metrics that need the floor's format, the baseline or a prediction."""
+    """Returns the metrics that need the floor's format, the baseline or a prediction:
+    max_ulp, fa_rule (only with a baseline) and worst_row (only with a prediction). Also
+    `lost`: whether the reference is below the format's rounding of its terms, so that
+    `rel` means nothing."""
     sums, largest = totals.sums, totals.largest
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
@@ -133,7 +139,8 @@ def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
 
 
 def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
-    """Returns columns [H] as one dict per head, with counts as integers."""
+    """Returns columns [H] as one dict per head, with the counts of INTEGERS as
+    integers."""
     lists = [
         (x.astype(np.int64) if n in INTEGERS else x).tolist() for n, x in columns.items()
     ]
@@ -141,8 +148,8 @@ def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
 
 
 def _finished(heads: list[Metrics], totals: Totals) -> list[Metrics]:
-    """Returns the heads with the reason of every null, and with intervals where rows are
-    sampled."""
+    """Sets every number of each head that means nothing to None, in place, with its
+    reason in `nulls`, and adds `interval` where rows are sampled. Returns the heads."""
     of, certain = totals.left, totals.certain
     ends_by_head = (
         [] if of is None else intervals(totals.groups, totals.rows, of, certain)
@@ -154,7 +161,8 @@ def _finished(heads: list[Metrics], totals: Totals) -> list[Metrics]:
 
 
 def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
-    """Sets numbers of a unit's metrics to None and gives the reason."""
+    """Sets the metrics `names` of one unit (a head) to None, in place, with the reason
+    `why` in `nulls`, and removes their intervals. `unit` must have `nulls` already."""
     intervals = unit.get("interval", {})
     unit.update(dict.fromkeys(names))
     unit["interval"] = {name: x for name, x in intervals.items() if name not in names}
@@ -162,7 +170,11 @@ def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
 
 
 def _with_reasons(head: Metrics) -> Metrics:
-    """Sets every number that means nothing to None and gives the reason."""
+    """Sets every number of a head that means nothing to None, in place, with its reason
+    in `nulls`, removes the flag `lost`, and returns the head. These are NaN and infinity,
+    all but the counts of a head without elements, `rel` beside a lost reference,
+    `flash_vs_precision` where the format changes nothing, and the bias of fewer than two
+    sequences."""
     nulls: dict[str, str] = {}
     lost = head.pop("lost", False)
     if head["elements"] == 0:

@@ -12,8 +12,9 @@ LEAST, MOST = ULPS
 
 
 def by_ulps(output: Tensor, y: Yardstick) -> tuple[int, ...]:
-    """How many elements of `output` [B, H, rows, features] err by less than 2^LEAST ulp,
-    by less than twice that, and so on. An ulp is that of the term scale, as in `max_ulp`;
+    """Returns how many elements of `output` [B, H, rows, features] err by less than
+    2^LEAST ulp, then by less than twice that, and so on; the last number counts all
+    errors of 2^MOST ulp and more. An ulp is that of the term scale, as in `max_ulp`;
     elements that are not finite, or whose exact value is not, are left out."""
     error = (output.double() - y.reference).abs() / y.spacing
     counted = y.usable & error.isfinite()

@@ -47,7 +47,8 @@ RMS = {
 
 
 def of_sums(sums: Sums) -> dict[str, Numbers]:
-    """Returns every metric, by name, that can be computed from these sums."""
+    """Returns every metric, by name, that can be computed from these sums. A metric whose
+    denominator is 0 is NaN or infinite; one whose sums are missing is left out."""
 
     def rms(squares: str, count: str) -> Numbers:
         root: Numbers = np.sqrt(sums[squares] / sums[count])
@@ -79,9 +80,13 @@ def of_sums(sums: Sums) -> dict[str, Numbers]:
 def intervals(
     groups: Sums, rows: int, of: int, certain: Numbers | None = None
 ) -> list[dict[str, Interval]]:
-    """For each head the intervals of the metrics that these sums give: of `rows` sampled
-    rows in order of position, dealt to groups [H, GROUPS], `of` so many; beside others
-    that are all measured and have the sums `certain` [sums, H]."""
+    """Returns for each head the 95 % intervals (low, high) of its metrics, by name, from
+    a sample of `rows` rows in order of position. `groups`: sums over the rows dealt to
+    groups [H, GROUPS]; `of`: how many rows the sample stands for; `certain` [sums, H]:
+    sums over further rows that are all measured.
+
+    A metric without a finite interval is left out, and all are for fewer than two rows. A
+    metric of exactly 0 has the interval (0, 0)."""
     from scipy.special import stdtrit
 
     heads, most = groups["count"].shape

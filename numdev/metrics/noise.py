@@ -31,6 +31,8 @@ ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
+    """How far runs of one head on the same inputs differ."""
+
     noise: float | None
     """Root mean square difference of two runs; None where no element is finite in any
     two."""
@@ -39,10 +41,11 @@ class Noise:
 
 
 def noise(runs: Sequence[Tensor]) -> list[Noise]:
-    """The noise of each head of one tensor [B, H, rows, ...] over several runs.
+    """Returns the noise of each head of one tensor [B, H, rows, ...] over several runs,
+    at least one; a single run has the noise None.
 
-    Two are brought to fp64 at a time, some heads at a time. MeasurementError where runs
-    differ in shape or dtype."""
+    Two runs are brought to fp64 at a time, some heads at a time. Raises MeasurementError
+    where runs differ in shape or dtype."""
     if len({(x.shape, x.dtype) for x in runs}) > 1:
         raise MeasurementError("runs on the same inputs differ in their shape or dtype")
     heads = runs[0].shape[1]
@@ -73,5 +76,5 @@ def noise(runs: Sequence[Tensor]) -> list[Noise]:
 
 
 def _per_head(x: Tensor) -> Tensor:
-    """Returns the sum over all axes but that of the heads, in fp64."""
+    """Returns the sum of x [B, H, ...] over all axes but the heads', fp64 [H]."""
     return x.transpose(0, 1).flatten(1).sum(dim=1, dtype=torch.float64)

@@ -12,8 +12,9 @@ Value = float | str | None
 
 
 def lse_error(row: DeviationRow) -> float | None:
-    """Returns rms over 1 + the root mean square of the exact log-sum-exp, which is rms /
-    rel: relative where it is large, absolute where it is near 0."""
+    """Returns the rms error of a row on the log-sum-exp over 1 + the root mean square of
+    the exact values (which is rms / rel): relative where these are large, absolute where
+    they are near 0. None where the row has no rms."""
     if not row.rms:
         return row.rms
     return row.rms / (1 + (row.rms / row.rel if row.rel else 0.0))
@@ -70,8 +71,9 @@ METRICS = (FIELDS - {"layer", "seed", "head", "step"}) | {"suspicion", *DERIVED}
 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
-    """Returns a metric of a row; where it is None, with the row's reason, if it has
-    one."""
+    """Returns a metric of a row by name, and None; or None with the reason in the row's
+    `nulls`, which is None where it gives none. A ratio of ERRORS is 0 in a row without
+    any error, though its denominator is 0."""
     value: Value = DERIVED[metric](row) if metric in DERIVED else getattr(row, metric)
     if value is not None:
         return value, None
@@ -81,8 +83,9 @@ def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
 
 
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
-    """Returns the interval of a metric that is estimated from sampled rows, if it has
-    one. As in `value_of`, a multiple of an error is 0 where there is none."""
+    """Returns the 95 % interval of a metric that is estimated from sampled rows; None
+    where it has none. A ratio of ERRORS in a row without any error has the interval of
+    its rms; `noise_ratio` and `lse_error` get theirs from that of the rms."""
     if metric in ERRORS and row.rms == 0:
         return row.interval.get("rms")
     if metric not in DERIVED:

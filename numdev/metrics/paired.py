@@ -38,8 +38,9 @@ class Paired:
 
 
 def paired(a: Tensor, b: Tensor) -> Paired:
-    """All distances, in fp64, of two tensors of one shape on one device, of any real
-    floating-point dtypes, also two. NaN and infinity are counted and left out."""
+    """Returns all distances, computed in fp64, of two tensors of one shape on one device,
+    of any real floating-point dtypes, also two different ones. Elements that are NaN or
+    infinite in either are counted in `nonfinite` and left out."""
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
     block_sums, largest = [], []
     for x, y, both in _blocks(a, b):
@@ -66,8 +67,8 @@ def paired(a: Tensor, b: Tensor) -> Paired:
 
 
 def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields both in float64, block by block, with 0 where either is not finite, and the
-    mask of where both are."""
+    """Yields, block by block, the elements of both in float64, with 0 where either is not
+    finite, and the mask (bool) of where both are finite."""
     for part in blocks(a.numel(), a.device):
         x, y = a[part].double(), b[part].double()
         both = x.isfinite() & y.isfinite()

@@ -34,6 +34,9 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSums:
+    """Sums and maxima over the elements of each row of an output, on the device, by name:
+    what every metric is computed from."""
+
     sums: yardstick.Sums
     largest: dict[str, Tensor]  # [B, H, rows], of which the largest over rows counts
     signed: tuple[Tensor, ...] = ()
@@ -62,7 +65,9 @@ class Totals:
 
     @cached_property
     def sums(self) -> dict[str, Numbers]:
-        """The sums over all rows [H], or estimates of these from a sample."""
+        """Returns the sums over all rows [H], or estimates of these from a sample: the
+        sums over the groups, scaled to the rows they stand for, plus those of
+        `certain`."""
         together = np.array(list(self.groups.values())).sum(axis=-1)
         if self.certain is not None and self.left is not None:
             together = together * (self.left / max(self.rows, 1)) + self.certain
@@ -71,7 +76,8 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ElementSums:
-    """What takes a pass over an output's elements. [B, H, rows] unless said otherwise."""
+    """The sums and maxima that take a pass over an output's elements. [B, H, rows] unless
+    said otherwise."""
 
     absolute: Tensor  # sum of |o - r|
     size: Tensor  # sqrt of the sum of (o - r)^2
@@ -86,7 +92,8 @@ class ElementSums:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Counted:
-    """Which elements of an output count, and for what. bool [B, H, rows, features]."""
+    """Which elements of an output count, and for what. bool [B, H, rows, features] unless
+    said otherwise."""
 
     output: Tensor  # where the output is finite
     rows: yardstick.RowScales  # over the elements where the reference is finite too
@@ -98,8 +105,9 @@ class Counted:
 
     @classmethod
     def of(cls, o: Tensor, e: Tensor | None, y: yardstick.Yardstick) -> Counted:
-        """Determines what counts of an output `o` and of an expected output `e`, both in
-        formats that PyTorch computes in."""
+        """Returns which elements count of an output `o`, for a yardstick `y`, and of an
+        expected output `e` (None: there is none), both in dtypes that PyTorch computes
+        in. `o` [B, H, rows, features]."""
         fine = yardstick.finite(o)
         is_finite = bool((fine | ~y.seen).all())
         rows = y.rows if is_finite else y.rows_where(y.usable & fine)
@@ -119,8 +127,8 @@ class Counted:
         )
 
     def nonfinite(self, y: yardstick.Yardstick) -> Tensor:
-        """How many elements of each row are not finite where the floor is, or the
-        reverse: fp64 [B, H, rows]."""
+        """Returns how many elements of each row are not finite where the floor is, or the
+        reverse: fp64 [B, H, rows]; rows that see no key have 0."""
         if self.is_regular:
             return torch.zeros_like(self.rows.size)
         fine = self.output
@@ -131,7 +139,8 @@ def row_sums(
     output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = None
 ) -> RowSums:
     """Returns the sums over each row of an output [B, H, rows, features], measured
-    against a yardstick and, if any, beside the emulation `expected`."""
+    against a yardstick and, where it is given, the emulation's output `expected` of the
+    same shape."""
     o = yardstick.widened(output)
     e = None if expected is None else yardstick.widened(expected)
     counted = Counted.of(o, e, y)
@@ -170,8 +179,9 @@ def row_sums(
 def _sums_of_elements(
     o: Tensor, e: Tensor | None, y: yardstick.Yardstick, counted: Counted
 ) -> ElementSums:
-    """The sums over elements by the fastest way there is: a large output on a GPU of
-    which everything counts goes through the Triton kernel."""
+    """Returns the sums over elements by the fastest way: by the Triton kernel for an
+    output on a GPU of more than SMALL elements of which everything counts, if Triton is
+    installed; else by steps of PyTorch. `e`: the expected output or None."""
     if not (counted.is_regular and counted.is_alike):
         usable = counted.rows.usable
         return element_sums(o, e, y, usable, counted.beside, counted.compared)
@@ -185,8 +195,9 @@ def _sums_of_elements(
 def _beside_prediction(
     size: Tensor, predicted: Tensor, rows: yardstick.RowScales
 ) -> yardstick.Sums:
-    """Squares of rows' errors and of what is predicted for them, relative to the row's
-    terms, and in the unit of the tensor. [B, H, rows] each."""
+    """Returns by name the squares of rows' errors `size` and of the errors `predicted`
+    for them, relative to the row's terms and in the unit of the tensor; rows without a
+    relative error have 0 in the former. [B, H, rows] each."""
     against, square, least = rows.relative(
         torch.stack([size, predicted, rows.least])
     ).square()
@@ -202,9 +213,10 @@ def _beside_prediction(
 def _in_own_unit(
     size: Tensor, predicted: Tensor, rows: yardstick.RowScales
 ) -> yardstick.Sums:
-    """Rows' squared errors, what is predicted of them, the least that may be, and the
-    larger of the two with its square, which tell how many rows there are in effect: in
-    the unit of the tensor, where rows of large errors count for more."""
+    """Returns by name the squares of rows' errors, of what is predicted for them, of the
+    least that may be predicted, and the larger of these two with its square, from which
+    follows how many rows there are in effect. In the unit of the tensor, where rows of
+    large errors count for more; [B, H, rows] each."""
     squared, least = predicted.square(), rows.least.clamp_min(rows.least_allowed).square()
     weight = torch.maximum(squared, least)
     return {
@@ -224,9 +236,10 @@ def element_sums(
     beside: Tensor | None = None,
     compared: Tensor | None = None,
 ) -> ElementSums:
-    """Returns the sums by steps of PyTorch. `usable` elements count, `beside` those where
-    the baseline does too, and `compared` those where the expected output does; without
-    these masks all count."""
+    """Returns the sums over the elements of an output `o` [B, H, rows, features] by steps
+    of PyTorch. `e`: the expected output or None. Masks, bool of o's shape: elements of
+    `usable` count, those of `beside` in comparisons with the baseline, those of
+    `compared` in `predicted`; None: all count."""
     # In one layout, whatever the output's: the order of sums goes with the strides.
     error, off = (o - y.reference).contiguous(), (o - y.floor).contiguous()
     ulps = off / y.spacing
@@ -264,8 +277,10 @@ def element_sums(
 
 
 def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
-    """Returns the distances alone of a tensor without a floor: [B, H, rows(, features)];
-    `empty` [B, H, rows]."""
+    """Returns the sums over each row for the distances alone of a tensor without a floor:
+    [B, H, rows] or [B, H, rows, features]; `empty` bool [B, H, rows], rows that are left
+    out. Elements that are not finite in either are left out and, where only one is,
+    counted in `nonfinite`."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = yardstick.widened(output)
@@ -288,8 +303,10 @@ def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
 def to_host(
     x: RowSums, bins: Tensor | None = None, of: int | Strata | None = None
 ) -> Totals:
-    """Deals rows to groups and copies all sums to the host in one transfer; arguments as
-    of `deviation.measure`."""
+    """Deals rows to groups and returns all sums on the host, copied in one transfer.
+    `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and 1; None: no
+    sums by bin. `of`: where rows are a sample, how many rows the call has, or the strata
+    they come from; None: all rows are there."""
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
     sums = torch.stack(list(x.sums.values()))
     in_groups = sums[..., ~of.suspects] if isinstance(of, Strata) else sums
@@ -329,18 +346,19 @@ def row_ratios(
     error: Tensor, predicted: Tensor, usable: Tensor, y: yardstick.Yardstick
 ) -> Tensor:
     """Returns |error_i| over what is predicted for the row, [B, H, rows]; 0 in a row
-    without an error. `error` and `predicted` [B, H, rows, features] are 0 where they are
-    not usable."""
+    without an error. `error` and `predicted`, both minus the reference, [B, H, rows,
+    features], are 0 where `usable` (bool, same shape) is False."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
     return _ratios(yardstick.row_norm(error), sizes, rows)
 
 
 def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tensor:
-    """Returns rows' errors over what is predicted, which is at least typical of the head
-    (the rms over rows of what is predicted relative to |term scale_i|): that one row's
-    roundings happen to cancel is no prediction. It is also at least u |r_i| / sqrt(12),
-    and u SMALLEST_SCALE."""
+    """Returns rows' errors `size` over what is `predicted`, all [B, H, rows]; 0 where
+    `size` is 0. What is predicted counts as at least what is typical of the head (the rms
+    over rows of what is predicted relative to |term scale_i|), since that one row's
+    roundings happen to cancel is no prediction; and as at least u |r_i| / sqrt(12) and u
+    SMALLEST_SCALE."""
     squares = rows.relative(torch.stack([predicted, rows.least])).square()
     typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged.sum(dim=(0, 2))).sqrt()
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
@@ -349,15 +367,16 @@ def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tenso
 
 
 def _dealt(rows: Tensor) -> Tensor:
-    """Returns [names, B, H, rows] summed over the batch and by group of rows: [names, H,
-    GROUPS]."""
+    """Returns [names, B, H, rows] summed over the batch and over the rows of each group:
+    [names, H, GROUPS]. Row i is in group i mod GROUPS."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % GROUPS))
     grouped: Tensor = padded.unflatten(-1, (-1, GROUPS)).sum(dim=(-4, -2))
     return grouped
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Numbers]:
-    """Returns tensors as fp64 arrays on the host, by one transfer."""
+    """Returns tensors (at least one) as fp64 arrays of their shapes on the host, by one
+    transfer."""
     flat = torch.cat([x.double().flatten() for x in tensors]).cpu().numpy()
     ends = np.cumsum([x.numel() for x in tensors])[:-1]
     parts = zip(np.split(flat, ends), tensors, strict=True)

@@ -19,7 +19,10 @@ BLOCKS = 8  # how many times
 
 
 def element_sums(o: Tensor, e: Tensor | None, y: Yardstick) -> ElementSums:
-    """Row sums of an output without masked or non-finite elements."""
+    """Returns the row sums of an output `o` [B, H, rows, features] on CUDA of which every
+    element counts: no empty row, nothing that is not finite. `e`: the expected output;
+    None: `predicted` is None, as are the sums beside a baseline that `y` does not
+    have."""
     batch, heads, rows, width = o.shape
     block_d = 1 << (width - 1).bit_length()
     block = max(1, ELEMENTS // block_d)
@@ -64,12 +67,13 @@ def compare_rows(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     PREDICTED: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """An output's sums for each row, and for each feature, summed over the rows of a
-    chunk, into FEATURES [heads, chunks, width].
+    """Writes an output's sums for each row into TABLE [columns, heads, rows], and its
+    sums for each feature, over the rows of a chunk, into FEATURES [heads, chunks, width].
 
     Tensors are [heads, rows, width], contiguous, heads being batch entries times heads
     and the grid's first axis. A program takes CHUNK rows of a head, the grid's second
-    axis, BLOCK of them at a time. TABLE is [columns, heads, rows]."""
+    axis, BLOCK of them at a time. EXPECTED is read with PREDICTED only, BASELINE with
+    BESIDE."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, features = tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float64)
     for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
@@ -105,6 +109,8 @@ def compare_rows(
 
 @triton.jit
 def put(TABLE, column, row, in_head, rows, values):
+    """Writes the values of a block of rows into a column of TABLE [columns, heads, rows].
+    `row`: places over all heads; those outside the head (`in_head` False) are skipped."""
     tl.store(
         TABLE + column * tl.num_programs(0).to(tl.int64) * rows + row,
         values,

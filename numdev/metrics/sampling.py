@@ -34,10 +34,10 @@ class Sample:
 
     def draw(self, length: int, label: str) -> Tensor | None:
         """Returns `count` of the positions 0 to length - 1, ascending, int64 [count] on
-        the CPU.
+        the CPU; None where `count` reaches the length: then all rows are measured.
 
-        Depends on nothing but the arguments; other labels get other positions. None where
-        `count` reaches the length: then all are measured."""
+        Depends on nothing but the fields and the arguments; another `label`, the name of
+        a call, gets other positions."""
         if self.count >= length:
             return None
         text = f"{self.seed} {label} {length} {self.count}".encode()
@@ -52,9 +52,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Strata:
-    """Why rows of a call are measured, bool [rows] each: some were drawn, some stood out
-    among all (`numdev.studies.audit.screening`). These stand for themselves, and the
-    others for all that is left."""
+    """Why each measured row of a call is measured, bool [rows] each: some were drawn,
+    some stood out among all (`numdev.studies.audit.screening`). The latter stand for
+    themselves alone, the others for all rows that did not stand out."""
 
     of: int  # rows of the call
     drawn: Tensor
@@ -64,7 +64,8 @@ class Strata:
     def joined(
         cls, drawn: Tensor, suspects: Tensor, length: int
     ) -> tuple[Tensor, Strata]:
-        """Returns the rows of a call in order, each once, and why each is measured."""
+        """Returns the rows of a call of `length` rows that are `drawn` or `suspects`
+        (indices, int64), ascending and each once, and why each is measured."""
         rows = torch.cat([drawn, suspects]).unique()
         was_drawn, stands_out = (torch.isin(rows, some) for some in (drawn, suspects))
         return rows, cls(of=length, drawn=was_drawn, suspects=stands_out)
@@ -72,8 +73,8 @@ class Strata:
 
 @functools.lru_cache(maxsize=256)
 def starts(length: int) -> tuple[int, ...]:
-    """Returns the first row of every bin of a call of `length` rows, ascending from 0, at
-    most BINS; none for a call that is too short."""
+    """Returns the first row of every bin of positions in a call of `length` rows,
+    ascending from 0, at most BINS; empty for a call of fewer than FEWEST rows."""
     first_rows: list[int] = []
     at = 0 if length >= FEWEST else length
     while at < length:
@@ -85,9 +86,9 @@ def starts(length: int) -> tuple[int, ...]:
 
 
 def membership(length: int, positions: Tensor) -> Tensor | None:
-    """Which of these rows are in which bin: 1.0 or 0.0, fp64 [rows, bins], on their
-    device; None where there are no bins. A product with it gives sums over rows by bin,
-    in the same order."""
+    """Returns which of the rows at `positions` (int64 [rows]) of a call of `length` rows
+    are in which bin: 1.0 or 0.0, fp64 [rows, bins], on their device; None where there are
+    no bins. A product with it gives sums over rows by bin, in the same order."""
     first = starts(length)
     if not first:
         return None

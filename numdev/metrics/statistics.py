@@ -28,7 +28,8 @@ Mean = tuple[float, float | None, float | None]
 
 
 def interval(values: Sequence[float]) -> Mean:
-    """The mean of at least one value, and its 95 % interval."""
+    """Returns the mean of at least one value and the ends of its 95 % interval (Student's
+    t); None for both ends of a single value."""
     # With scipy a third of a second that `numdev gate` need not wait for
     import numpy as np
     from scipy.special import stdtrit
@@ -43,9 +44,10 @@ def interval(values: Sequence[float]) -> Mean:
 
 
 def factor(ratios: Sequence[float]) -> Mean:
-    """The geometric mean of ratios and its 95 % interval, from logarithms: a ratio and
-    its inverse say the same. The ordinary mean where a ratio is zero; no interval beyond
-    float64."""
+    """Returns the geometric mean of at least one ratio and its 95 % interval, from
+    logarithms: a ratio and its inverse say the same. The ordinary mean and its interval
+    where a ratio is not positive; None for the ends of a single ratio, or of an interval
+    beyond float64."""
     if min(ratios) <= 0:
         return interval(ratios)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])
@@ -55,9 +57,10 @@ def factor(ratios: Sequence[float]) -> Mean:
 
 
 def noise_ratio(row: DeviationRow) -> float | None:
-    """rms between repeated runs over what rounding the result once changes: the rms of
-    the floor (rms / floor_ratio), or u / sqrt(12) of the terms (about rms / row_rel)
-    where these cancel."""
+    """Returns the rms difference between repeated runs over what rounding the result once
+    changes: over the rms of the floor (rms / floor_ratio), or over u / sqrt(12) of the
+    terms (about rms / row_rel) where that is more. 0 where runs agree; None where noise,
+    rms or floor_ratio is missing."""
     if row.noise is None or row.noise == 0:
         return row.noise
     if not row.rms or not row.floor_ratio:
@@ -68,8 +71,8 @@ def noise_ratio(row: DeviationRow) -> float | None:
 
 
 def holm(p: Sequence[float], alpha: float) -> list[bool]:
-    """Which hypotheses Holm's step-down procedure rejects at family-wise error rate
-    `alpha`.
+    """Returns which hypotheses Holm's step-down procedure rejects at family-wise error
+    rate `alpha`, in the order of their p-values `p`; one with p NaN is not rejected.
 
     S. Holm, "A simple sequentially rejective multiple test procedure" (1979)."""
     order = sorted(range(len(p)), key=p.__getitem__)

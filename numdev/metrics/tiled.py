@@ -15,7 +15,9 @@ ELSEWHERE = "looked for in one kv head of each call"
 
 
 def unmeasured(tensor: str, fmt: str, q_len: int, kv_len: int) -> str | None:
-    """Why it is not looked for in a gradient of a call, as a clause; None where it is."""
+    """Returns why a running sum in 16 bits is not looked for in a gradient of a call
+    (`tensor`: dq, dk or dv; `fmt`: the call's format), as a clause; None where it is
+    looked for."""
     terms, rows = (kv_len, q_len) if tensor == "dq" else (q_len, kv_len)
     of, among = ("keys", "queries") if tensor == "dq" else ("queries", "keys")
     if fmt not in FORMATS:
@@ -28,6 +30,7 @@ def unmeasured(tensor: str, fmt: str, q_len: int, kv_len: int) -> str | None:
 
 
 def chosen_head(layer: int | None, call: int, count: int) -> int:
-    """In which of so many measured kv heads of a call it is looked for, from 0: another
-    one in each layer and call, since it costs some matrix products."""
+    """Returns the index, of `count` measured kv heads of a call, of the one head in which
+    a sum in 16 bits is looked for: another one in each layer (None counts as 0) and call,
+    since it costs some matrix products."""
     return ((layer or 0) + call) % count

@@ -35,7 +35,8 @@ _COUNTED_AT_ONCE = 2**20  # bincount makes an int64 copy of what it counts
 
 
 def w1(a: Tensor, b: Tensor) -> float:
-    """W1 between the values of two tensors of one length [n], on one device.
+    """Returns W1 between the values of two tensors of one length [n], n > 0, on one
+    device.
 
     In the units of the values; any real floating-point dtypes, also two different ones.
     NaN anywhere gives NaN, it is never dropped. An infinity gives infinity, or NaN where
@@ -53,7 +54,8 @@ def w1(a: Tensor, b: Tensor) -> float:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """A sorted copy of [n], NaN last, on its device, of its dtype or a wider one."""
+    """Returns a sorted copy of x [n], NaN last, on its device, of its dtype or a wider
+    one."""
     if x.device.type != "cpu":
         return torch.sort(x.float() if x.dtype.itemsize == 1 else x).values
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -63,8 +65,9 @@ def _ordered(x: Tensor) -> Tensor:
 
 
 def _counts(x: Tensor) -> tuple[Values, Values]:
-    """The values of [n] of an 8- or 16-bit dtype in ascending order, NaN last, and how
-    often each occurs. Two patterns may have one value (both zeros, all NaN)."""
+    """Returns the values of x [n], of an 8- or 16-bit dtype, in ascending order, NaN
+    last, and how often each occurs, on the host. Two bit patterns may have one value
+    (both zeros, all NaN): such a value comes twice."""
     size = 256**x.dtype.itemsize
     bits = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
     counts = torch.zeros(size, dtype=torch.int64, device=x.device)
@@ -78,8 +81,8 @@ def _counts(x: Tensor) -> tuple[Values, Values]:
 
 @functools.cache
 def _patterns(dtype: torch.dtype) -> tuple[Values, Values]:
-    """The values of all bit patterns of a format in ascending order, NaN last, and the
-    patterns."""
+    """Returns the values of all bit patterns of an 8- or 16-bit dtype in ascending order,
+    NaN last, and the patterns in that order."""
     patterns = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}")
     values = torch.from_numpy(patterns).view(dtype).double().numpy()
     order = np.argsort(values, kind="stable")
@@ -87,8 +90,10 @@ def _patterns(dtype: torch.dtype) -> tuple[Values, Values]:
 
 
 def _of_counts(a: Values, of_a: Values, b: Values, of_b: Values) -> float:
-    """W1 between two samples of one length, as values in order and how often each occurs:
-    between two neighbouring values F - G is constant, and an integer over n."""
+    """Returns W1 between two samples of one length, each as values in order and how often
+    each occurs. Between two neighbouring values F - G is constant, and an integer over n.
+    NaN anywhere gives NaN, as do infinities of one sign in both; another infinity gives
+    infinity."""
     ends = (float(a[0]), float(a[-1]), float(b[0]), float(b[-1]))
     if any(map(math.isnan, ends)):  # a high end of NaN is NaN anywhere
         return math.nan
@@ -106,16 +111,17 @@ def _of_counts(a: Values, of_a: Values, b: Values, of_b: Values) -> float:
 
 
 def blocks(length: int, device: torch.device) -> Iterator[slice]:
-    """[0, length) in order, in blocks and a last one of what is left; none of 0."""
+    """Yields slices that cover 0 to length - 1 in order, in blocks of a size that suits
+    the device; the last may be shorter. Nothing for a length of 0."""
     size = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum of a float64 tensor, as a tensor without dimensions, on its device. NaN and
-    infinity propagate, a sum beyond float64's range is infinite, and that of nothing
-    0."""
+    """Returns the sum of a float64 tensor, as a tensor without dimensions, on its device.
+    NaN and infinity propagate, a sum beyond float64's range is infinite, and that of
+    nothing is 0."""
     if x.device.type != "cpu":
         return x.sum()
     # numpy's sum, unlike torch's, adds in the same order however many threads there are.

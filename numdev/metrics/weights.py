@@ -12,7 +12,8 @@ WEIGHTS_AT_ONCE = 1 << 24
 
 
 def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
-    """What casting a stored tensor to a format costs.
+    """Returns the report's row on what casting a stored tensor to a format costs; its
+    numbers are None for a tensor without a usable element, and `rel` for one of zeros.
 
     Elements the format cannot hold, or that were not finite to begin with, are counted
     and left out of the averages. Sums are fp64; WEIGHTS_AT_ONCE elements at a time bound
@@ -40,8 +41,9 @@ def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
 
 
 def _cast_sums(part: Tensor, fmt: Format | None) -> Tensor:
-    """How many elements survive the cast (None: to a format that holds them all), the
-    largest error, and the sums of |error|, error^2 and x^2 over them."""
+    """Returns fp64 [5]: how many elements stay finite in the cast to `fmt` (None: to a
+    format that holds all, which changes nothing), the largest error, and the sums of
+    |error|, error^2 and x^2 over these elements."""
     wide = part.double()
     # What float32 holds is rounded there, in a third of the time and to the same values.
     small = fmt and part.dtype != torch.float64 and FORMATS["float32"].contains(fmt)

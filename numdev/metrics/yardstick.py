@@ -41,18 +41,19 @@ class RowScales:
     least_allowed: float  # what any row may err: u SMALLEST_SCALE
 
     def relative(self, sizes: Tensor) -> Tensor:
-        """Returns rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows not
-        judged."""
+        """Returns sizes of rows [..., B, H, rows] over their |term scale_i|; 0 in rows
+        that are not judged."""
         return sizes / torch.where(self.judged, self.scale, math.inf)
 
     def predicted(self, sizes: Tensor) -> Tensor:
-        """Returns rows' predicted errors, joined in squares by what fp32 arithmetic may
-        err."""
+        """Returns rows' predicted errors [B, H, rows] with what fp32 arithmetic may err
+        added in squares, where the yardstick has that."""
         return sizes if self.arithmetic is None else torch.hypot(sizes, self.arithmetic)
 
     @property
     def sums(self) -> Sums:
-        """The sums that do not depend on any error."""
+        """Returns the sums of rows that do not depend on any error, by name: count,
+        counted, reference, terms."""
         return {
             "count": self.count,
             "counted": self.judged.double(),
@@ -63,8 +64,8 @@ class RowScales:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Yardstick:
-    """What outputs of one case in one format are measured against. Shapes [B, H, q_len,
-    v_dim]."""
+    """What outputs of one case in one format are measured against: the exact result and
+    what is derived from it. Shapes [B, H, q_len, v_dim] unless said otherwise."""
 
     # fp64, from the same rounded inputs the kernel sees; never rounded back
     reference: Tensor
@@ -89,45 +90,52 @@ class Yardstick:
     format."""
 
     def for_format(self, fmt: Format) -> Yardstick:
-        """The same yardstick for an output in another format: its own floor."""
+        """Returns the yardstick for an output in another format, which has another floor;
+        itself for its own format."""
         return self if fmt == self.format else dataclasses.replace(self, format=fmt)
 
     @cached_property
     def floor(self) -> Tensor:
-        """The reference rounded once: the least error possible in the format."""
+        """Returns the reference rounded once to the format: the least error possible in
+        it."""
         return round_to(self.reference, self.format)
 
     @cached_property
     def floor_finite(self) -> Tensor:
+        """Returns where the floor is finite: bool, of its shape."""
         return finite(self.floor)
 
     @cached_property
     def baseline_finite(self) -> Tensor | None:
+        """Returns where the baseline is finite: bool, of its shape; None without a
+        baseline."""
         return None if self.baseline is None else finite(self.baseline)
 
     @cached_property
     def spacing(self) -> Tensor:
-        """One ulp of the format at the term scale."""
+        """Returns one ulp of the format at each element's term scale, fp64."""
         return ulp(self.term_scale, self.format)
 
     @cached_property
     def seen(self) -> Tensor:
-        """bool [B, H, q_len, 1]: rows that see a key."""
+        """Returns which rows see a key: bool [B, H, q_len, 1]."""
         return ~self.empty[..., None]
 
     @cached_property
     def usable(self) -> Tensor:
-        """bool: elements of rows that see a key, where the reference is finite."""
+        """Returns which elements are of rows that see a key and have a finite reference:
+        bool."""
         return self.seen & finite(self.reference)
 
     @cached_property
     def repeated(self) -> Tensor:
-        """bool [B, H, q_len]: rows whose exact result an earlier sequence has at the same
-        place.
+        """Returns which rows are no independent observation: bool [B, H, q_len], True for
+        rows whose exact result an earlier sequence has at the same place, and for rows
+        not drawn.
 
-        Sequences with a common beginning, or the same text twice, are no independent
-        observations, nor are rows not drawn. Results alone can agree by chance (V = 1);
-        log-sum-exps do not."""
+        Sequences with a common beginning, or the same text twice, are not independent.
+        Results alone can agree by chance (V = 1); log-sum-exps do not, and are compared
+        where there are any."""
         r, repeated = self.reference, torch.zeros_like(self.empty)
         if self.drawn is not None:
             repeated |= ~self.drawn
@@ -142,19 +150,22 @@ class Yardstick:
 
     @cached_property
     def regular(self) -> bool:
-        """Whether all elements of the reference, floor, spacing and baseline are finite,
-        no row is empty and no row repeats another."""
+        """Whether every row sees a key, all elements of the reference, floor, spacing and
+        baseline (if there is one) are finite, and no row repeats another or is left
+        undrawn."""
         every = [self.usable, self.floor_finite, finite(self.spacing), ~self.repeated]
         every += [] if self.baseline_finite is None else [self.baseline_finite]
         return bool(torch.stack([x.all() for x in every]).all())
 
     @cached_property
     def rows(self) -> RowScales:
-        """The scales of rows over all usable elements, for an output that is finite."""
+        """Returns the scales of rows over all usable elements, for an output that is
+        finite."""
         return self.rows_where(self.usable)
 
     def rows_where(self, usable: Tensor) -> RowScales:
-        """Returns the scales of rows over some elements, bool [B, H, rows, features]."""
+        """Returns the scales of rows over the elements of a mask `usable`, bool [B, H,
+        rows, features]."""
         if usable is self.usable and self.regular:
             size, scale = row_norm(self.reference), row_norm(self.term_scale)
         else:
@@ -179,8 +190,10 @@ class Yardstick:
 
     @cached_property
     def sums(self) -> Sums:
-        """Sums of the floor, the baseline and the precision deviation, each over the
-        elements that are finite in it.
+        """Returns sums over rows, by name, of the squares of the floor's error, the
+        baseline's error, the precision deviation and the baseline's own, with counts,
+        each over the elements that are finite in it; without a tensor its sums are left
+        out.
 
         u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor
         of values that fill their binades, and stands in where all are exact (V = 1) and
@@ -230,26 +243,28 @@ class Yardstick:
 
     @cached_property
     def observed(self) -> Tensor:
-        """fp64 [B, H, features]: in how many rows an element may tell of a bias, of those
-        in which the output is finite too."""
+        """Returns in how many rows an element may tell of a bias, fp64 [B, H, features],
+        where the output is finite."""
         return self.observed_where(self.rows.usable)
 
     def observed_where(self, usable: Tensor) -> Tensor:
-        """Returns `observed` over some elements. Rows that repeat others are no
-        observation of a bias."""
+        """Returns in how many rows an element of the mask `usable` may tell of a bias,
+        fp64 [B, H, features]. Rows that repeat others do not count, nor do elements whose
+        floor is not finite."""
         distinct = usable & self.floor_finite & ~self.repeated[..., None]
         return distinct.sum(dim=2, dtype=torch.float64)
 
     @cached_property
     def allowance(self) -> Sums:
-        """`fa_allowance` over all elements that are usable, where the baseline is finite
-        in all."""
+        """Returns `fa_allowance` over all usable elements, for a baseline that is finite
+        in all. Needs a baseline."""
         return self.fa_allowance(self.rows.usable)
 
     def fa_allowance(self, usable: Tensor) -> Sums:
-        """The largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each row, of
-        which flash-attention's own test allows twice; ref is the exact answer cast to the
-        format, and the shifts are computed in it. [B, H, rows], over some elements."""
+        """Returns the largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each
+        row, as `plain_from_floor` and `shifted` [B, H, rows], over the elements of the
+        mask `usable`. Flash-attention's own test allows twice their sum; ref is the exact
+        answer cast to the format, and the shifts are computed in it. Needs a baseline."""
         assert self.baseline is not None
         judged = usable & self.floor_finite
         # exact: the floor is representable
@@ -263,8 +278,8 @@ class Yardstick:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Returns where x is neither NaN nor infinite (several times faster than isfinite on
-    a CPU)."""
+    """Returns a mask (bool) of where x is neither NaN nor infinite, several times faster
+    than isfinite on a CPU."""
     return x.abs() < math.inf
 
 
@@ -275,13 +290,14 @@ def zeroed_outside(x: Tensor, usable: Tensor) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Returns a tensor of the same values that PyTorch can compute with: it has no
-    arithmetic in 8 bits."""
+    """Returns x detached, of the same values, in a dtype that PyTorch can compute with:
+    8-bit formats become float32, others stay."""
     return x.detach() if x.element_size() > 1 else x.detach().float()
 
 
 def rounding(fmt: Format) -> float:
-    """u / sqrt(12): the least rms of a rounding error, relative to what is rounded."""
+    """Returns u / sqrt(12): the least rms of a rounding error, relative to what is
+    rounded."""
     return fmt.unit_roundoff / math.sqrt(12)
 
 
