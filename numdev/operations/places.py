@@ -9,9 +9,11 @@ MOST = 0.5  # of a unit's rows: larger sets are not described
 
 
 def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
-    """Returns which of a head's rows are bad, bool [B, rows], in words: where it is one,
-    several in a row or evenly spread, or one batch entry alone; else None. `rows`: the
-    positions of these rows in the call, if not all are measured."""
+    """Returns in words which rows of a head are bad (bool [B, rows]): one row, several in
+    sequence or evenly spread ones, with the batch entry where all are in one. For other
+    rows, and for more than half of the rows, that batch entry alone; None where there is
+    none, or no bad row. `rows`: the positions of these rows in the call, None where all
+    are measured; `noun`: what a row is called."""
     entries, of = bad.any(dim=1).nonzero().flatten().tolist(), bad.any(dim=0)
     alone = f"batch entry {entries[0]}" if len(bad) > len(entries) == 1 else ""
     at = of.nonzero().flatten() if rows is None else rows[of]
@@ -24,9 +26,9 @@ STRIDES = (128, 64, 32, 16)  # of rows: tiles
 
 
 def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str, ...]:
-    """Returns phrases for a head's bad rows, bool [B, rows], that hold in calls of other
-    lengths too: one row of every tile, all from some row on; none where only some rows
-    are measured."""
+    """Returns phrases for a head's bad rows that hold in calls of other lengths too: the
+    row's number, one row of every tile, all from some row on. `bad`: bool [B, rows];
+    empty where `rows` is not None (only some rows are measured), or no phrase holds."""
     of = bad.any(dim=0)
     at = of.nonzero().flatten()
     if rows is not None or not len(at):
@@ -43,6 +45,7 @@ def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str,
 
 
 def _every(stride: int) -> str:
+    """Returns `every 1st`, `every 2nd`, `every 64th`, ...: the ordinal of a stride."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(
         stride % 10 * (stride % 100 not in (11, 12, 13))
     )
@@ -50,8 +53,9 @@ def _every(stride: int) -> str:
 
 
 def in_words(at: Tensor, noun: str = "row") -> str:
-    """Returns places [n], ascending and at least one, in words: `rows 64 to 99`, `every
-    64th row from 63`."""
+    """Returns places `at`, int64 [n], ascending and at least one, in words: `row 5`,
+    `rows 64 to 99`, `every 64th row from 63`; uneven places by their count, the first and
+    the last."""
     first, last, steps = int(at[0]), int(at[-1]), at.diff().unique().tolist()
     if steps in ([], [1]):
         return f"{noun}s {first} to {last}" if steps else f"{noun} {first}"

@@ -30,8 +30,9 @@ from numdev.tensors import tensor_spec
 def elsewhere(
     x: Tensor, tensor: str, case: AttentionCase, rows: Tensor | None, fmt: Format
 ) -> list[Outside]:
-    """Returns what is not finite in each head of a tensor `x` [B, H, rows, ...] of
-    `case`, in all rows but `rows`.
+    """Returns for each head of a tensor `x` [B, H, rows, ...] how many elements are not
+    finite in all rows but `rows` (indices; None: no row is left out), and why it is
+    unknown where it is: the inputs are not finite, or a gradient may overflow.
 
     `case` has the heads of `x` and all its rows; `tensor` is out, lse, dq, dk or dv,
     `fmt` the format of `x`. Left out are query rows that see no key."""
@@ -60,13 +61,14 @@ def elsewhere(
 
 
 def inputs_finite(case: AttentionCase) -> bool:
-    """Whether all inputs are finite. An additive mask may hold -inf, which hides."""
+    """Whether all inputs of a call are finite; -inf in an additive mask hides a key and
+    counts as finite."""
     return all_finite(_inputs(case).values())
 
 
 def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
-    """By tensor of a call, how many of its elements are NaN or infinite; those without
-    any are left out. -inf in an additive mask hides, and does not count."""
+    """Returns by tensor of a call how many of its elements are NaN or infinite; those
+    without any are left out. -inf in an additive mask hides, and does not count."""
     if inputs_finite(case):
         return {}
     counts = {name: count_nonfinite(x) for name, x in _inputs(case).items()}
@@ -74,8 +76,8 @@ def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
 
 
 def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[str, int]:
-    """By format, how many finite elements of a call's inputs it cannot hold; formats that
-    hold all are left out. A mask does not overflow: it saturates
+    """Returns by format how many finite elements of a call's inputs it cannot hold;
+    formats that hold all are left out. A mask does not overflow: it saturates
     (`AttentionCase.rounded_to`)."""
     narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
     inputs = (
@@ -92,8 +94,8 @@ def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[s
 
 
 def _inputs(case: AttentionCase) -> dict[str, Tensor]:
-    """The floating-point inputs of a call by name, a mask with its lowest number for
-    -inf."""
+    """Returns the floating-point inputs of a call by name, those it has; in an additive
+    mask -inf is replaced by the lowest number."""
     named = {n: getattr(case, n) for n in ("q", "k", "v", "mask", "sinks", "grad_out")}
     inputs = {n: x for n, x in named.items() if x is not None and x.dtype != torch.bool}
     if (mask := inputs.get("mask")) is not None:
@@ -102,14 +104,15 @@ def _inputs(case: AttentionCase) -> dict[str, Tensor]:
 
 
 def _largest(case: AttentionCase, tensor: str) -> Tensor:
-    """[H]: a bound on a gradient's elements. |dP - delta| <= 2 |dO_i| max |V_j| row by
-    row, and a row of P sums to 1 at most (a soft cap's slope is at most 1)."""
+    """Returns a bound on the elements of a gradient (dq, dk or dv) for each of its heads,
+    [H]: |dP - delta| <= 2 |dO_i| max |V_j| row by row, and a row of P sums to 1 at most
+    (a soft cap's slope is at most 1). The case must have grad_out."""
     assert case.grad_out is not None
     q, k, v, dO = (x.double() for x in (case.q, case.k, case.v, case.grad_out))
 
     def by_kv_head(x: Tensor) -> Tensor:
-        """[B, H, rows, features] summed over rows and the heads of a group, the largest:
-        [H_kv]."""
+        """Returns the largest element for each kv head, [H_kv], of x [B, H, rows,
+        features] summed over rows and the query heads of a group."""
         sums = x.sum(dim=2).reshape(len(x), case.kv_heads, case.group, -1).sum(dim=2)
         return sums.amax(dim=(0, 2))
 

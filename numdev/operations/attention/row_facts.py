@@ -29,8 +29,8 @@ EQUAL, NEAR = 1e-12, 1e-3  # scores are equal within fp64's own rounding (times 
 
 def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
     """Returns the fields of `report.WorstRow` that follow from the scores of rows i [n]
-    of batch entries b [n] in a query head, fp64 [n] each. Most mean nothing for a row
-    that sees no key."""
+    of batch entries b [n] in a query head, by name, fp64 [n] each; `sink` only for a call
+    with sinks. Most mean nothing for a row that sees no key."""
     part = case.select_heads([head])
     in_batch_entry = (b, 0, torch.arange(len(b), device=b.device))
     S = _scores(part, i, slice(0, case.kv_len))[in_batch_entry]  # [n, kv_len]
@@ -67,8 +67,9 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
 def of_keys(
     case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
-    """Returns the fields of keys j [n] of batch entries b [n] in a kv head, over all
-    queries that read it. `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
+    """Returns the fields of `report.WorstRow` of keys j [n] of batch entries b [n] in a
+    kv head, by name, fp64 [n] each, over all queries that read it. `lse` [B, H, q_len] is
+    the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
     S = _scores(case.select_groups([head]), slice(0, case.q_len), j)
     S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]
@@ -87,16 +88,16 @@ def of_keys(
 
 
 def _scores(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
-    """Returns S [B, heads, rows, keys] of heads that read one kv head, -inf where
+    """Returns S [B, heads, rows, keys], fp64, of heads that read one kv head, -inf where
     hidden."""
     q, k = case.q[:, :, rows].detach().double(), case.k[:, :, keys].detach().double()
     return scores(case, (q @ k.mT).mul_(case.scale), rows, keys)
 
 
 def _carriers(P: Tensor) -> Tensor:
-    """bool [n, m]: the fewest probabilities that make up CARRIED of their row's sum, but
-    for the rounding of sums: of ten equal ones nine, in whatever order they are added
-    up."""
+    """Returns which probabilities of P [n, m] are the fewest that make up CARRIED of
+    their row's sum, but for the rounding of sums, bool [n, m]: of ten equal ones nine, in
+    whatever order they are added up."""
     largest, order = P.sort(dim=-1, descending=True, stable=True)
     before = largest.cumsum(dim=-1) - largest
     carry = before < CARRIED * (1 - EQUAL) * P.sum(dim=-1, keepdim=True)
@@ -104,7 +105,7 @@ def _carriers(P: Tensor) -> Tensor:
 
 
 def _summed(flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns how many flags are true in each row: [n, m] to [n] in fp64, of all in one
-    sum."""
+    """Returns by name how many flags [n, m] are true in each row, fp64 [n], of all in one
+    sum. Needs at least one entry, all of one shape."""
     sums = torch.stack(list(flags.values())).sum(dim=-1, dtype=torch.float64)
     return dict(zip(flags, sums.unbind(), strict=True))

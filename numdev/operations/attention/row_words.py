@@ -101,8 +101,9 @@ Rows = Sequence[Mapping[str, float | None]]  # the numbers of rows, by name
 
 
 def sentence(row: WorstRow, usual: Rows) -> str:
-    """Returns a sentence on how much the row errs, and what stands out beside the usual
-    rows of its head."""
+    """Returns a sentence on how much the row errs, and which of its properties are
+    unusual beside the numbers `usual` of usual rows of its head; with fewer than LEAST of
+    these it says so where nothing is."""
     is_key = tensor_spec(row.tensor).sums_over_rows
     if row.sees == 0:
         properties = ["no query sees it" if is_key else "it sees no key"]
@@ -123,8 +124,9 @@ def sentence(row: WorstRow, usual: Rows) -> str:
 
 
 def outstanding(row: WorstRow, usual: Rows) -> dict[str, float]:
-    """Returns the properties of a row that stand out, with their medians over usual
-    rows."""
+    """Returns the properties of a row that are unusual, by name, in the order in which
+    they are mentioned, each with its median over the usual rows. A property without LEAST
+    usual values is left out, but for `tied`."""
     medians = {}
     for name, rule in PROPERTIES.items():
         value = getattr(row, name)
@@ -145,6 +147,8 @@ def outstanding(row: WorstRow, usual: Rows) -> dict[str, float]:
 
 
 def _error(row: WorstRow) -> str:
+    """Returns a verb phrase on how much a row errs: `has 12× the error predicted for
+    it`."""
     if row.nonfinite:
         return f"is not finite in {row.nonfinite} elements where the exact result is"
     if row.ratio is None:

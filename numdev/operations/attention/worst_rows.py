@@ -59,13 +59,13 @@ def worst_rows(
     count: int = 3,
     identity: Mapping[str, object] | None = None,
 ) -> list[WorstRow]:
-    """Returns the `count` worst rows, the worst first, of the head where a row errs most.
+    """Returns the `count` worst rows, the worst first, of the head where a row errs most;
+    empty where no row errs.
 
     `case` is whole; `output`, its yardstick `y` and `predicted` [B, len(heads), rows,
     features] are of its query heads `heads` for out and dq, of kv heads for dk and dv,
-    whose rows are keys. `lse` [B, H, q_len] is the reference's log-sum-exp of all query
-    heads, which dk and dv need: a key's probabilities do not follow from its own scores.
-    `rows`: the positions in the call of sampled rows, by which these are named.
+    whose rows are keys. `lse` [B, H, q_len], the reference's of all query heads, is
+    needed for dk and dv. `rows`: positions in the call of sampled rows; None: all.
 
     Rows are ordered by `row_sums.row_ratios` if there is a prediction, else by |o_i -
     r_i| over |term scale_i|; before all others come those with an element that is not
@@ -110,7 +110,7 @@ def worst_rows(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowErrors:
-    """How far rows of an output err: [B, heads, rows], of one head [B, rows]."""
+    """How far rows of an output err: tensors [B, heads, rows], of one head [B, rows]."""
 
     nonfinite: Tensor  # elements that are not finite where the exact one, rounded, is
     usable: Tensor  # bool, one axis more: the elements that errors are taken over
@@ -119,11 +119,13 @@ class RowErrors:
 
     @property
     def order(self) -> Tensor:
-        """The larger the worse; infinite where elements are wrongly not finite."""
+        """Returns how bad each row is, the larger the worse; infinite where elements are
+        wrongly not finite."""
         infinite = (self.nonfinite > 0) | self.ratio.isnan()
         return torch.where(infinite, math.inf, self.ratio)
 
     def of_head(self, head: int) -> RowErrors:
+        """Returns the errors of one head (an index into the axis of heads), [B, rows]."""
         return RowErrors(
             nonfinite=self.nonfinite[:, head],
             usable=self.usable[:, head],
@@ -132,8 +134,8 @@ class RowErrors:
         )
 
     def usual(self, worst: Sequence[int]) -> list[int]:
-        """Of one head, TYPICAL places in [B, rows], flattened, evenly spread over the
-        rows that are measured and not among the worst."""
+        """Returns, of one head, at most TYPICAL places in [B, rows], flattened, evenly
+        spread over the rows that are measured and not among `worst`."""
         judged = (self.usable.any(dim=-1) | (self.nonfinite > 0)).flatten().cpu()
         judged[worst] = False
         others = judged.nonzero()[:, 0]
@@ -141,8 +143,9 @@ class RowErrors:
         return usual
 
     def columns(self, y: Yardstick, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
-        """Of one head, the fields of `report.WorstRow` about the errors of rows i [n] of
-        batch entries b [n]."""
+        """Returns, of one head, the fields of `report.WorstRow` about the errors of rows
+        i [n] of batch entries b [n], by name, [n] each; `head` is the head's index in
+        `y`. NaN in rows without a usable element."""
         usable = self.usable[b, i]
         without = ~usable.any(dim=-1)
         r, terms = (
@@ -158,7 +161,9 @@ class RowErrors:
 
 
 def _row_errors(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
-    """The errors of all rows of an output, in fp64."""
+    """Returns the errors of all rows of an output `o` [B, heads, rows, features], fp64,
+    over elements that are finite in it and the prediction, if there is one (None:
+    relative to the size of terms)."""
     nonfinite = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
     usable = y.usable & finite(o)
     if predicted is not None:
@@ -175,8 +180,8 @@ def _row_errors(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
 
 
 def _by_row(columns: Mapping[str, Tensor]) -> list[dict[str, float | None]]:
-    """Columns [n] as a dict for each row: counts as integers, None where there is no
-    finite number."""
+    """Returns columns [n] as a dict for each row: the fields of COUNTS as integers, None
+    where there is no finite number."""
     # Of one type, or each column would be copied by itself.
     numbers = torch.stack([x.double() for x in columns.values()], dim=1).tolist()
     return [
@@ -189,8 +194,9 @@ def _by_row(columns: Mapping[str, Tensor]) -> list[dict[str, float | None]]:
 
 
 def _worst(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:
-    """The places in [B, rows], flattened, of the `count` worst rows of a head, or of all
-    that err, the worst first. `order` [B, rows]: the larger the worse."""
+    """Returns the places in [B, rows], flattened, of the `count` worst rows of a head, or
+    of all that err if there are fewer, the worst first. `order` [B, rows]: the larger the
+    worse; rows that repeat a worse one are left out. `head`: the head's index in `y`."""
     ranked = order.flatten().argsort(descending=True, stable=True)[: count * len(order)]
     ranked = ranked[order.flatten()[ranked] > 0]
     # A repeat has the exact result of a worse row, at the same place of another sequence.

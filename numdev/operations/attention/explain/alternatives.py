@@ -41,8 +41,8 @@ LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the 
 
 
 def alternatives(probe: Probe) -> Iterator[Alternative]:
-    """Every named mistake that is possible in this call and would change what is
-    computed."""
+    """Yields every named mistake that is possible in this call and would change what is
+    computed. An alternative's `answer` is not computed until it is called."""
     case, of = probe.case, instances(probe.case)
     for cause, variant in variants(case):
         answer = partial(Probe.answer, case=variant)
@@ -73,8 +73,8 @@ MERGED = {
 
 
 def _parts(probe: Probe) -> Iterator[Alternative]:
-    """Parts of the keys, each right, that are merged with other weights than exp(their
-    L)."""
+    """Yields mistakes in merging: results of parts of the keys, each right, that are
+    merged with other weights than exp(their log-sum-exp)."""
     n = probe.case.kv_len
     widths = {f"{count} parts of the keys": -(-n // count) for count in PARTS}
     widths |= {f"parts of {width} keys": width for width in PART_WIDTHS}
@@ -88,7 +88,8 @@ def _parts(probe: Probe) -> Iterator[Alternative]:
 
 
 def _merged(p: Probe, width: int, less: float) -> Reference:
-    """The result where a part's weight is exp((1 - less) L)."""
+    """Returns the result where parts of `width` keys are merged with weights exp((1 -
+    less) L), L being the log-sum-exp of a part; `less` = 0 is exact attention."""
     S = p.scores
     sums = torch.cat(
         [x.logsumexp(-1, keepdim=True).expand(x.shape) for x in S.split(width, -1)],
@@ -99,7 +100,8 @@ def _merged(p: Probe, width: int, less: float) -> Reference:
 
 
 def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
-    """A sink that is counted in every tile that the row sees by its position."""
+    """Yields a sink that is counted in every tile that the row sees by its position;
+    nothing without sinks or without a causal mask."""
     case = probe.case
     if case.sinks is None or not case.is_causal:
         return
@@ -113,6 +115,8 @@ def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
 
 
 def _sinks_of_tiles(p: Probe, tile: int) -> Reference:
+    """Returns the result where a sink is counted once more for each tile of keys that
+    lies before the row's last visible key. The case must have sinks."""
     assert p.case.sinks is not None
     last = (p.rows + p.case.causal_offset).clamp(0, p.case.kv_len - 1)
     more = (last // tile).double()[:, None]
@@ -125,8 +129,9 @@ STALE = ("the accumulator is", "the row sum is", "accumulator and row sum are")
 
 
 def _stale(p: Probe, tile: int, what: str) -> Reference:
-    """What was summed before the maximum moved is too large by exp(last maximum - that
-    one)."""
+    """Returns the result where what was summed before the running maximum moved is too
+    large by exp(last maximum - that one). `what`: a phrase of STALE, which of accumulator
+    and row sum are; results of a tile size are cached in `p.stale`."""
     if tile not in p.stale:
         S = p.scores
         ends = torch.arange(S.shape[-1], device=S.device) // tile * tile + tile - 1
@@ -145,8 +150,9 @@ def _stale(p: Probe, tile: int, what: str) -> Reference:
 
 
 def _layouts(probe: Probe) -> Iterator[Alternative]:
-    """[batch, heads, length, dim] taken for [batch, length, heads, dim], in shape or in
-    memory."""
+    """Yields mistakes of layout: [batch, heads, length, dim] taken for [batch, length,
+    heads, dim], in shape or in memory. Those that need the whole call's output are left
+    out of large calls, unless the probe has it."""
     case, same = probe.case, probe.case.q_len == probe.case.kv_len
     cheap = case.q.shape[:3].numel() * case.kv_len <= WHOLE
     if case.heads == 1 and case.kv_heads == 1:
@@ -171,6 +177,8 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
 
 
 def _across_heads(p: Probe) -> Reference:
+    """Returns the result where the heads' axis of q, k and v is taken for the sequence's,
+    with the output's axes back in place."""
     q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
     across = attend(
         dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(p.rows.tolist())
@@ -179,16 +187,20 @@ def _across_heads(p: Probe) -> Reference:
 
 
 def _reread(x: Tensor) -> Tensor:
-    """Memory of [B, H, N, D] read as [B, N, H, D]."""
+    """Returns x [B, H, N, D] as it comes out where its memory is read as [B, N, H, D]."""
     return x.reshape(x.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _relaid(x: Tensor) -> Tensor:
-    """Written as [B, N, H, D], read as [B, H, N, D]."""
+    """Returns x [B, H, N, D] as it comes out where it is written as [B, N, H, D] and read
+    as [B, H, N, D]."""
     return x.transpose(1, 2).reshape(x.shape)
 
 
 def _rewritten(p: Probe, case: AttentionCase) -> Reference:
+    """Returns the reference of `case` where its output is written as [B, N, H, D] and
+    read as [B, H, N, D], at the probe's elements. Computes the whole call, unless the
+    probe has it."""
     whole = p.whole if case is p.case and p.whole is not None else attend(case).out
     return p.with_out(p.take(_relaid(whole)))
 
@@ -210,8 +222,11 @@ class _Estimate(NamedTuple):
 
 
 def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
-    """The factors of the scale and of the output that fit every other row, with their
-    cuts on the rest. A factor within two roundings of the scores (2u) of 1 is none."""
+    """Yields the mistakes that are a factor (of the scale, the output, the row sum, a
+    sink) estimated on every other row, and a single dropped key, each with how many times
+    smaller it makes the residual on the remaining rows (the dropped key: on all rows).
+    Left out are factors within 2u of the value that changes nothing; nothing is yielded
+    where fewer than LEAST_ROWS rows see a key."""
     shape = probe.exact.empty.shape
     if int((~probe.exact.empty).sum()) < LEAST_ROWS:
         return
@@ -232,7 +247,8 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
 
 
 def _estimates(probe: Probe, fit: Tensor) -> Iterator[_Estimate]:
-    """What is estimated, on the rows `fit`, in the order in which it is tried."""
+    """Yields the estimated factors in the order in which they are tried. `fit`: bool [b,
+    h, rows], the rows that they are estimated on."""
     o, r = probe.out, probe.exact.out
     sink = _estimated_sink(probe, fit)
     scale = _scale_factor(probe, fit)
@@ -247,8 +263,9 @@ def _estimates(probe: Probe, fit: Tensor) -> Iterator[_Estimate]:
 
 
 def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
-    """The sink that fits, as a logarithm; where it is not asked for and is a whole number
-    of ones, the padding that it may be as well."""
+    """Returns the sink that fits the rows `fit` (bool [b, h, rows]), as a logarithm.
+    Where the call has no sink and the estimate is a whole number of ones, the cause also
+    names the padding with so many zero keys that it may be."""
     o, r = probe.out, probe.exact.out
     lse, sinks = probe.exact.lse[..., None], probe.case.sinks
     share: float | Tensor = 0.0  # of the call's sink in the row sum
@@ -266,43 +283,49 @@ def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
 
 
 def _with_larger_row_sum(p: Probe, factor: float) -> Reference:
-    """The result where `factor` is added to the row sum."""
+    """Returns the exact result where `factor` is added to the row sum sum_j exp(S_j - max
+    S): the output is smaller, the log-sum-exp unchanged."""
     return p.multiplied(1 / (1 + factor / _row_sum(p)))
 
 
 def in_digits(factor: float) -> str:
-    """A factor that was estimated in the digits that are sure: 11.31, 0.0312, 10000."""
+    """Returns an estimated factor in the digits that are sure: 11.31, 0.0312, 10000."""
     shown = f"{factor:.4g}" if abs(factor) >= 0.1 else f"{factor:.3g}"
     return f"{float(shown):.0f}" if 1e4 <= abs(factor) < 1e9 else power(shown)
 
 
 def _factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
-    """The least-squares factor from x to y; 0 where x is."""
+    """Returns the least-squares factor from x to y [b, h, rows, v_dim], over the usable
+    elements of the rows `fit` (bool [b, h, rows]) that are finite in both; 0 where x is 0
+    in all of them."""
     where = p.usable & fit[..., None] & finite(x) & finite(y)
     x, y = (torch.where(where, z, 0.0) for z in (x, y))
     return float((x * y).sum()) / (float((x * x).sum()) or 1.0)
 
 
 def _row_sum(p: Probe) -> Tensor:
-    """sum_j exp(S_j - max S) [b, h, rows, 1]."""
+    """Returns sum_j exp(S_j - max S), fp64 [b, h, rows, 1]."""
     return (p.exact.lse - p.scores.amax(dim=-1)).exp()[..., None]
 
 
 def _sink(p: Probe, factor: float) -> Reference:
+    """Returns the result of the probe's case with a sink of the logit `factor` in every
+    head."""
     sinks = p.out.new_full((p.case.heads,), factor)
     return p.answer(dataclasses.replace(p.case, sinks=sinks))
 
 
 def _without(p: Probe, key: int) -> Reference:
-    """The result with a key hidden; the exact one in a call that has no such key."""
+    """Returns the result with the key of this index hidden; the exact one in a call that
+    has no such key."""
     if key >= p.case.kv_len:
         return p.exact
     return p.answer(dataclasses.replace(p.case, **without(p.case, key)))
 
 
 def _lost_key(p: Probe) -> int:
-    """The key without which rows would err most as they do: by w (o_i - V_j), w = P / (1
-    - P)."""
+    """Returns the index of the key without which rows would err most as they do: by w
+    (o_i - V_j), w = P / (1 - P)."""
     V, o = p.measured.v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
     e = torch.where(p.usable, p.out, 0.0) - o
     P = (p.scores - p.exact.lse[..., None]).exp()
@@ -316,9 +339,9 @@ def _lost_key(p: Probe) -> int:
 
 
 def _scale_factor(p: Probe, fit: Tensor) -> float | None:
-    """The factor of the scale that leaves the least residual, by Gauss-Newton steps from
-    1; where these find none, from the best point of a grid. None where the scale is 0 or
-    no row can be compared."""
+    """Returns the factor of the scale that leaves the least residual in the rows `fit`
+    (bool [b, h, rows]), by Gauss-Newton steps from 1; where these find none, from the
+    best point of a grid. None where the scale is 0 or no row can be compared."""
     where = p.usable & fit[..., None]
     if p.case.scale == 0 or not bool(where.any()):
         return None
@@ -335,7 +358,9 @@ def _scale_factor(p: Probe, fit: Tensor) -> float | None:
 
 
 def refined(error: Callable[[float], Tensor], at: float = 0.0) -> float:
-    """Where the error is least, by Gauss-Newton steps from `at`."""
+    """Returns where the norm of `error` (a function of one number that returns a tensor
+    of fixed shape) is least, by four Gauss-Newton steps from `at`; steps of STEP or more
+    are not taken."""
     for _ in range(4):
         error_at = error(at)
         rise = (error(at + 1e-5) - error_at) / 1e-5

@@ -51,6 +51,9 @@ WHOLLY: tuple[Claim, ...] = ({"exponential": "fexp_u20"}, {"rounding": "toward_z
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
+    """How one set of roundings (`claim`, options of `emulated`, a variant of `preset`)
+    fits a kernel."""
+
     preset: str
     claim: Claim
     residual: float
@@ -78,10 +81,11 @@ def attribute(
     tensor: str = "out",
     group: int = 1,
 ) -> Attribution | None:
-    """Which roundings explain `output` [B, H, rows, d] against `exact`; None where it has
-    no error. `scale` [B, H, rows]: see `row_weights`; `fmt`: the working format; `claim`:
-    tried first, under its preset's name; `tensor`: out, dq, dk or dv, of `group` query
-    heads to a kv head."""
+    """Returns which roundings explain `output` [B, H, rows, d] against `exact`; None
+    where its error is 0 or infinite. `scale` [B, H, rows]: norms of the rows' terms;
+    `fmt`: the working format; `claim`: options of `emulated` that are tried first, or
+    None; `emulate`: returns the tensor for such options; `tensor`: out, dq, dk or dv, of
+    `group` query heads to a kv head."""
     weight = row_weights(output, exact, scale, fmt)
     error = weighed(output.double() - exact, weight)
     size = float(error.norm())
@@ -123,16 +127,17 @@ def attribute(
 
 
 def row_weights(output: Tensor, exact: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """[B, H, rows, 1]: 1 / scale of every row that is compared, and 0 where the scale is
+    """Returns a weight for each row, [B, H, rows, 1]: 1 / scale, and 0 where the scale is
     below the format's smallest normal (one error there outweighs all others) or something
-    is not finite."""
+    is not finite. `scale` is [B, H, rows], the other tensors [B, H, rows, d]."""
     finite = output.double().isfinite().all(-1) & exact.isfinite().all(-1)
     usable = (scale >= fmt.smallest_normal) & finite
     return torch.where(usable, 1 / torch.where(usable, scale, 1.0), 0.0)[..., None]
 
 
 def weighed(x: Tensor, weight: Tensor) -> Tensor:
-    """x times the rows' weights, and 0 where that is 0, whatever x is there."""
+    """Returns x times the rows' weights, and 0 where the weight is 0, whatever x is there
+    (also NaN)."""
     return torch.where(weight > 0, x * weight, 0.0)
 
 
@@ -142,9 +147,10 @@ def weighed(x: Tensor, weight: Tensor) -> Tensor:
 def _search(
     claim: Claim | None, fit: Callable[[str, Claim], Fit], tensor: str, group: int
 ) -> list[Fit]:
-    """The best variant found of every preset, best first. Where one fits as it is, the
-    others get its tiles, order and exp too. Else sums, tiles, orders, exps and modes are
-    tried."""
+    """Returns the best variant of every preset, best first. Where a preset fits as it is,
+    the others get its tiles, order and exponential too; else gradient sums, tiles,
+    orders, exponentials and rounding modes are tried. `fit` computes the Fit of options
+    under a preset's name; `claim` (or None) replaces the preset it names."""
     start = dict(PRESETS)  # a preset as it is, or as the kernel claims to be it
     for name, base in PRESETS.items():
         if claim is not None and claim.get("preset", "fa2") == base["preset"]:
@@ -178,8 +184,8 @@ def _search(
 
 
 def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
-    """Where FlashAttention-2's sums and its delta may come from, with the tiles that tell
-    then."""
+    """Yields variants of a claim with other sums of the gradient and other sources of
+    delta, with the tiles that matter then; nothing for the output."""
     if tensor == "out":
         return
     grouped = tensor != "dq" and group > 1
@@ -193,8 +199,8 @@ def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
 
 
 def _tiles(claim: Claim, tensor: str) -> Iterator[Claim]:
-    """The tiles that can matter to a tensor: in a gradient, those its sum is rounded
-    after."""
+    """Yields variants of a claim with the tiles (and orders of keys) that can matter to a
+    tensor; for a gradient only where its sum is rounded after each tile, else nothing."""
     recipe = recipe_of(claim)
     if tensor != "out" and all(
         recipe.sites[s] != "working" for s in _ends_of(tensor)[:2]
@@ -223,9 +229,10 @@ DS = ("ds_softmax", "ds_softcap", "ds_scaled", "ds")
 def rounding_sites(
     claim: Claim, fmt: Format, tensor: str = "out", group: int = 1
 ) -> dict[str, tuple[str, ...]]:
-    """The sites on the way to a tensor at which an emulation of inputs in `fmt` rounds to
-    less than fp32, each with those that are made exact with it: successive roundings of
-    one number."""
+    """Returns by name the sites on the way to a tensor at which an emulation of inputs in
+    `fmt` rounds to less than fp32, each with the sites that are made exact together with
+    it, since they round one number in succession. Raises UsageError for a senseless
+    claim."""
     recipe = recipe_of(claim)
 
     def narrow(site: str) -> bool:
@@ -252,7 +259,8 @@ def rounding_sites(
 
 
 def _leading_to(tensor: str, recipe: Recipe, group: int) -> list[str]:
-    """The sites a tensor depends on, in the order of the pass."""
+    """Returns the sites that a tensor depends on under a recipe, in the order of the
+    pass. `group`: query heads per kv head."""
     skipped = {
         "q_scaled": recipe.scale_in == "scores",
         "k_scaled": recipe.scale_again != "k_log2",
@@ -284,13 +292,14 @@ def _leading_to(tensor: str, recipe: Recipe, group: int) -> list[str]:
 
 
 def _ends_of(gradient: str) -> tuple[str, ...]:
-    """The sites of a gradient's sum, from a tile's product to the cast."""
+    """Returns the four sites of a gradient's sum, in order: a tile's product, the running
+    sum, a partial sum, the cast."""
     return (f"{gradient}_product", gradient, f"{gradient}_partial", f"{gradient}_out")
 
 
 def _apart(gradient: str, recipe: Recipe, group: int) -> bool:
-    """Whether a gradient is a sum of several, each rounded: of splits of the keys, of
-    parts of the queries, of a group's heads."""
+    """Whether a gradient is a sum of several sums, each rounded: of splits of the keys
+    (dq), of parts of the queries or of a group's heads (dk, dv)."""
     if gradient == "dq":
         return recipe.splits not in (None, 1)
     grouped = group > 1 and recipe.group_sum == "separate"

@@ -43,7 +43,7 @@ FORWARD = ("p", "accumulator", "row_sum", "scores", "products", "out")
 
 @dataclass(frozen=True)
 class Loss:
-    """One step in a coarser format."""
+    """One step of attention in a coarser format than it should have."""
 
     step: Step
     format: Format
@@ -55,7 +55,7 @@ class Loss:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors in which the loss shows."""
+        """Returns the names of the tensors in which the loss shows."""
         of = {"dq": ("dq",), "dkv": ("dk", "dv"), "ds": ("dq", "dk"), "p_for_dv": ("dv",)}
         of |= {"delta": ("dq", "dk"), "lse": ("dq", "dk", "dv")}
         return of.get(self.step, ("out",))
@@ -65,7 +65,8 @@ class Loss:
 
 
 def rounded(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
-    """x [...], in fp32, in the format."""
+    """Returns x, fp32 of any shape, rounded to the nearest value of the format, or toward
+    zero; the dtype stays."""
     if not toward_zero and fmt.name in ("bfloat16", "float16"):
         return x.to(dtype_of(fmt)).to(x.dtype)
     return round_to(x, fmt, "toward_zero" if toward_zero else "nearest")
@@ -75,7 +76,8 @@ def rounded(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
 
 
 def losses(case: AttentionCase) -> Iterator[Loss]:
-    """What may be coarser in a call of this format, the likeliest first."""
+    """Yields the single steps of the forward pass that may be coarser in a call of this
+    format, the likeliest first; nothing for formats wider than fp32."""
     working, wide = case.format, FORMATS["float32"]
     if working == wide:
         for zero in (False, True):
@@ -118,7 +120,8 @@ def losses(case: AttentionCase) -> Iterator[Loss]:
 
 
 def gradient_losses(case: AttentionCase) -> Iterator[Loss]:
-    """The losses of backward that are tried."""
+    """Yields the single steps of the backward pass that may be coarser in a call of this
+    format; nothing for fp32 and wider."""
     working = case.format
     if working.precision >= FORMATS["float32"].precision:
         return
@@ -146,8 +149,9 @@ def gradient_losses(case: AttentionCase) -> Iterator[Loss]:
 
 
 def forward(case: AttentionCase, loss: Loss, S: Tensor) -> Tensor:
-    """O [B, H, q_len, v_dim] with one step coarser, in the working format; S: its scores,
-    fp32."""
+    """Returns O [B, H, q_len, v_dim], rounded to the working format, of
+    FlashAttention-2's forward pass with one step coarser. S: the call's scores [B, H,
+    q_len, kv_len], fp32."""
     working = case.format
     if loss.step == "products":
         S = _products(case, loss)
@@ -182,13 +186,14 @@ def forward(case: AttentionCase, loss: Loss, S: Tensor) -> Tensor:
 
 
 def _products(case: AttentionCase, loss: Loss) -> Tensor:
+    """Returns the scores of the call, fp32, from q and k rounded to the loss's format."""
     return all_scores(dataclasses.replace(case, q=loss(case.q), k=loss(case.k))).float()
 
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """A call's exact log-sum-exp and the output that a kernel returned: backward's
-    beginning."""
+    """The inputs of a call's backward pass: its scores [B, H, q_len, kv_len], exact
+    log-sum-exp [B, H, q_len], and the output that a kernel returned."""
 
     case: AttentionCase
     S: Tensor
@@ -197,8 +202,9 @@ class Backward:
     cache: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self, loss: Loss) -> dict[str, Tensor]:
-        """dq, dk and dv with one step coarser, in the working format; dk and dv of each
-        query head are summed over a group in fp32."""
+        """Returns dq, dk and dv, by name, of FlashAttention-2's backward pass with one
+        step coarser, rounded to the working format; dk and dv of the query heads of a
+        group are summed in fp32."""
         case, working, tile = self.case, self.case.format, loss.tile
         Q, dO = case.q.float(), upstream(case).float()
         K, V = (x.repeat_interleave(case.group, 1).float() for x in (case.k, case.v))
@@ -230,12 +236,16 @@ class Backward:
 
 
 def _added(loss: Loss, total: Tensor, new: Tensor) -> Tensor:
+    """Returns the running sum after `new` is added, rounded to the loss's format; with
+    `loss.each` the new term is rounded first."""
     return loss(total + (loss(new) if loss.each else new))
 
 
 def residuals(x: Tensor, exact: Tensor, terms: Tensor, tried: Tensor) -> Tensor:
-    """[H]: of the error of each head of x [B, H, rows, d], the share that `tried` leaves:
-    plainly, or with every row over the norm of its terms, whichever is more."""
+    """Returns for each head of x [B, H, rows, d] the share of its error against `exact`
+    that is left against `tried`, [H]: plainly, or with every row divided by the norm of
+    its `terms`, whichever is more; infinite in a head without an error. Elements that are
+    not finite in one of them are left out."""
     usable = x.isfinite() & exact.isfinite() & tried.isfinite()
     size = terms.norm(dim=-1, keepdim=True)
     shares = []
@@ -262,10 +272,12 @@ def imprecision(
     wrong: tuple[str, ...],
     hints: tuple[Loss, ...] | None = None,
 ) -> dict[tuple[str, int], tuple[Loss, float]]:
-    """By tensor and head, the step that explains a kernel's errors, and the share of them
-    that it explains. `returned`: whole tensors of the call; `exact`: its reference;
-    `terms`: the term scale by tensor; `wrong`: what to explain, the output or gradients;
-    `hints`: of other calls, which are tried alone."""
+    """Returns the step that explains a kernel's errors, and the share of them that it
+    explains, by tensor and head; nothing for calls of more than MOST_SCORES scores or
+    formats without a dtype. `returned`: whole tensors of the call; `exact`: its
+    reference; `terms`: the term scale by tensor; `wrong`: what to explain, the output
+    alone or gradients, at least one; `hints`: the steps of other calls, which alone are
+    tried; None: all."""
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES or case.working is not None:
         return {}
     S = all_scores(case).float()

@@ -33,7 +33,7 @@ LOGARITHMS = {
 
 
 def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
-    """Every mistake that is another case, with that case."""
+    """Yields every mistake that is another case, as a cause in words, with that case."""
     families = (
         *(scales, _positions, _window, _masks, _kv_heads, _outputs, _batches),
         *(_keys, _values, _features, _softcap, _sinks),
@@ -44,8 +44,9 @@ def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
 
 
 def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
-    """Causes of this call that are of one mechanism in calls of other lengths, each with
-    the words for that: a tile of keys decides how many are lost, or padded."""
+    """Returns, for causes of this call that name a number of keys, the words of the
+    mechanism that holds in calls of other lengths: a tile of keys decides how many are
+    dropped, or padded. Other causes are not in it."""
     of: dict[str, tuple[str, ...]] = {}
     n = case.kv_len
     for tile in TILES:
@@ -60,18 +61,25 @@ def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
 
 
 def dropped(lost: int) -> str:
+    """Returns the cause of `lost` keys missing at the end, in words."""
     return "the last key is dropped" if lost == 1 else f"the last {lost} keys are dropped"
 
 
 def padded(to: int) -> str:
+    """Returns the cause of keys padded with zeros to a length of `to` that count, in
+    words."""
     return f"the keys are padded with zeros to {to}, and the padding takes part"
 
 
 def filled(tile: int) -> str:
+    """Returns the cause of keys padded with zeros to a multiple of `tile` that count, in
+    words."""
     return f"the keys are padded with zeros to a multiple of {tile}, which take part"
 
 
 def scales(case: AttentionCase) -> Changes:
+    """Yields mistakes of the scale, each with the changed field; a scale that equals the
+    requested one or an earlier one is left out."""
     d, v_dim, asked = case.q.shape[-1], case.v.shape[-1], case.scale
     in_base_2, in_base_e = asked * math.log(2), asked / math.log(2)
     wrong = {
@@ -95,7 +103,8 @@ def scales(case: AttentionCase) -> Changes:
 
 
 def _positions(case: AttentionCase) -> Changes:
-    """The causal mask, and which query sees which key."""
+    """Yields mistakes of the causal mask and of the position it is counted from, each
+    with the changed fields."""
     # The offset with which the last query sees the last key
     right = case.kv_len - case.q_len
     if case.restricts_positions:
@@ -124,6 +133,9 @@ def _positions(case: AttentionCase) -> Changes:
 
 
 def _window(case: AttentionCase) -> Changes:
+    """Yields mistakes of the window, each with the changed fields: ignored, off by one
+    key on a side, ignored on a side, or counted in whole tiles (in calls of at most
+    MOST_SCORES scores); nothing without a window."""
     if case.window is None:
         return
     yield "the window is ignored", {"window": None}
@@ -154,7 +166,9 @@ def _window(case: AttentionCase) -> Changes:
 
 
 def _shifted(case: AttentionCase, step: int) -> Window | None:
-    """The window, kept in place when the offset it is counted from moves by -step."""
+    """Returns the window as it must be for the same keys to stay visible when the causal
+    offset moves by -step; None where there is no window. A right limit that causality is
+    tighter than is dropped."""
     if case.window is None:
         return None
     left, right = case.window
@@ -167,6 +181,9 @@ def _shifted(case: AttentionCase, step: int) -> Window | None:
 
 
 def _masks(case: AttentionCase) -> Changes:
+    """Yields mistakes of the mask, each with the changed fields: ignored, inverted,
+    subtracted, scaled, transposed, of another head or batch entry; nothing without a
+    mask."""
     mask = case.mask
     if mask is None:
         return
@@ -205,6 +222,8 @@ def _masks(case: AttentionCase) -> Changes:
 
 
 def _kv_heads(case: AttentionCase) -> Changes:
+    """Yields mistakes in which kv head a query head reads, with k and v gathered for
+    every query head; nothing with a single kv head."""
     kv, group = case.kv_heads, case.group
     if kv == 1:
         return
@@ -227,7 +246,8 @@ def _kv_heads(case: AttentionCase) -> Changes:
 
 
 def _outputs(case: AttentionCase) -> Changes:
-    """Outputs that come out in the place of another query head."""
+    """Yields mistakes where outputs come out in the place of another query head, with q,
+    k, v, mask and sinks reordered."""
     every = list(range(case.heads))
     orders = {
         "the outputs of heads 2i and 2i + 1 are exchanged": [
@@ -255,6 +275,8 @@ def _outputs(case: AttentionCase) -> Changes:
 
 
 def _batches(case: AttentionCase) -> Changes:
+    """Yields mistakes where batch entries read the tensors of another one, with the
+    changed tensors; nothing for a single entry."""
     if case.q.shape[0] == 1:
         return
     for words, by in {"next": -1, "previous": 1}.items():
@@ -272,7 +294,8 @@ def _batches(case: AttentionCase) -> Changes:
 
 
 def _keys(case: AttentionCase) -> Changes:
-    """Keys lost at the end, or padding that counts as keys."""
+    """Yields mistakes at the ends of the keys, with k, v and mask changed: keys dropped,
+    or padding with zeros that counts."""
     n = case.kv_len
     tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
     for lost in sorted(tails):
@@ -289,18 +312,22 @@ def _keys(case: AttentionCase) -> Changes:
 
 
 def without(case: AttentionCase, key: int) -> CaseChanges:
-    """The mask with one key hidden."""
+    """Returns the case's mask with one key hidden, as fields to change; the mask keeps
+    its kind (bool or additive)."""
     return hiding(case, torch.arange(case.kv_len, device=case.q.device)[None] != key)
 
 
 def hiding(case: AttentionCase, shown: Tensor) -> CaseChanges:
-    """The mask with all hidden that is not `shown`, [q_len or 1, kv_len]."""
+    """Returns the case's mask with everything hidden that is not `shown`, bool [q_len or
+    1, kv_len], as fields to change; the mask keeps its kind (bool or additive)."""
     mask = True if case.mask is None else case.mask
     added = isinstance(mask, Tensor) and mask.dtype != torch.bool
     return {"mask": torch.where(shown, mask, -math.inf if added else False)}
 
 
 def _padded(case: AttentionCase, more: int) -> CaseChanges:
+    """Returns k, v and mask with `more` keys of zeros at the end that every query sees,
+    as fields to change."""
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (case.k, case.v))
     mask = case.mask
     if mask is not None and mask.shape[-1] > 1:
@@ -316,6 +343,8 @@ def _padded(case: AttentionCase, more: int) -> CaseChanges:
 
 
 def _values(case: AttentionCase) -> Changes:
+    """Yields mistakes where K, V or Q is read in another order or in another's place,
+    with the changed tensors."""
     if case.kv_len > 1:
         yield "V is read in reverse order", {"v": case.v.flip(2)}
         yield "V is shifted by one row", {"v": case.v.roll(1, 2)}
@@ -331,7 +360,8 @@ def _values(case: AttentionCase) -> Changes:
 
 
 def _features(case: AttentionCase) -> Changes:
-    """Head dimensions beyond a tile that do not enter the scores."""
+    """Yields mistakes where head dimensions beyond a tile do not enter the scores, with q
+    and k shortened."""
     d = case.q.shape[-1]
     for used in (16, 32, 64, 128):
         if used < d <= 2 * used:
@@ -340,6 +370,9 @@ def _features(case: AttentionCase) -> Changes:
 
 
 def _softcap(case: AttentionCase) -> Changes:
+    """Yields mistakes of the soft cap, each with the changed fields; those that need a
+    bias of all scores only in calls of at most MOST_SCORES scores; nothing without a soft
+    cap."""
     cap = case.softcap
     if cap is None:
         return
@@ -375,6 +408,8 @@ SINK_TILES = (16, 32, 64, 128)
 
 
 def _sinks(case: AttentionCase) -> Changes:
+    """Yields mistakes of the attention sinks, each with the changed sinks; nothing
+    without sinks."""
     if case.sinks is None:
         return
     yield "the attention sinks are ignored", {"sinks": None}

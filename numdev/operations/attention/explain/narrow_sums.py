@@ -39,8 +39,8 @@ MOST_ROWS = 2048  # of all query heads and sequences
 
 
 def looked_at(case: AttentionCase, tensor: str) -> tuple[range, range, range]:
-    """The sequences, queries and keys of a call that suffice: of dq the last queries with
-    all keys, of dk and dv the first keys with all queries."""
+    """Returns the ranges of sequences, queries and keys of a call that suffice: of dq the
+    last queries with all keys, of dk and dv the first keys with all queries."""
     batch = range(max(1, MOST_ROWS // (ROWS * case.group)))
     if tensor == "dq":
         return batch, range(max(0, case.q_len - ROWS), case.q_len), range(case.kv_len)
@@ -56,9 +56,10 @@ class Sums:
 
     @classmethod
     def of(cls, case: AttentionCase, tensor: str, out: Tensor, lse: Tensor) -> Sums:
-        """Of a gradient of a call after the output [B, H, q_len, v_dim] that a kernel
-        returned; `lse`: the exact log-sum-exp [B, H, q_len]. Over a group of query heads
-        dk and dv are summed in fp32."""
+        """Returns the sums of a gradient (`tensor`: dq, dk or dv) of a call, by
+        FlashAttention-2's backward pass after the output `out` [B, H, q_len, v_dim] that
+        a kernel returned; `lse`: the exact log-sum-exp [B, H, q_len]. Over a group of
+        query heads dk and dv are summed in fp32."""
         Q, dO, O = (x.float() for x in (case.q, upstream(case), out))
         K, V = (x.float().repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
         X = Q @ K.mT * case.scale
@@ -83,9 +84,10 @@ class Sums:
         return cls(s=s, d=d)
 
     def narrow(self, x: Tensor, expected: Tensor) -> list[float]:
-        """A lower bound, by head, of the share of the error of a running sum in 16 bits
-        that a gradient x [B, heads, rows, features] has, beyond what its rounding model
-        `expected` has: the largest over tilings, and 0 where none rounds anything."""
+        """Returns for each head a lower bound of the share of the error of a running sum
+        in 16 bits that a gradient x [B, heads, rows, features] has, beyond what its
+        rounding model `expected` has: the largest over tilings, and 0 where none rounds
+        anything."""
         share = self.shares(x)[1].nan_to_num(0.0)
         if bool((share > 0).any()):  # of few: most kernels have none of it
             share = share - self.shares(expected)[0].nan_to_num(0.0).clamp_min(0.0)
@@ -93,9 +95,10 @@ class Sums:
         return largest
 
     def shares(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The share of `d` that is seen in x, [tilings, heads], and what it is at least:
-        CERTAIN standard deviations less. NaN where d is 0 throughout; elements that are
-        not finite count for nothing."""
+        """Returns the share of `d` that is seen in x, [tilings, heads], and what it is at
+        least: CERTAIN standard deviations less, and at most 0 for a share above
+        MOST_SHARE. NaN where d is 0 throughout; elements that are not finite count for
+        nothing."""
         n = x.float() - self.s
         usable = n.isfinite() & self.is_finite
         n, d = torch.where(usable, n, 0.0), torch.where(usable, self.d, 0.0)
@@ -110,11 +113,13 @@ class Sums:
 
     @cached_property
     def is_finite(self) -> Tensor:
+        """Returns where `d` is finite in all tilings, bool [B, heads, rows, features]."""
         return self.d.isfinite().all(dim=0)
 
 
 def _products(weights: Tensor, values: Tensor) -> Tensor:
-    """[tiles, B, H, rows, features]: weights @ values of each least tile of terms."""
+    """Returns weights [B, H, rows, terms] @ values [B, H, terms, features] of each least
+    tile of terms, [tiles, B, H, rows, features]; the last tile is padded with zeros."""
     size = TILES[0]
     more = -weights.shape[-1] % size
     weights = torch.nn.functional.pad(weights, (0, more)).unflatten(-1, (-1, size))
@@ -124,8 +129,9 @@ def _products(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _tilings(products: Tensor) -> Iterator[Tensor]:
-    """Terms of tiles of each size of which there are several, [tiles, 2, ...]: the first
-    tile first, and the last one first."""
+    """Yields the terms of tiles of each size of which there are several, [tiles, 2, ...],
+    summed within a tile; the axis of 2 is the order: the first tile first, and the last
+    one first."""
     for size in TILES:
         parts = products.split(size // TILES[0])
         if len(parts) > 1:
@@ -134,9 +140,9 @@ def _tilings(products: Tensor) -> Iterator[Tensor]:
 
 
 def _stored(case: AttentionCase, tiles: Tensor) -> Tensor:
-    """The running sum of tiles [tiles, ...], rounded before each is added, unless all
-    that is still to come is less than a last digit: then it is rounded as the cast
-    rounds."""
+    """Returns the running sum of tiles [tiles, ...], rounded to the case's format before
+    each is added, unless all that is still to come is less than a last digit: then it is
+    rounded as the cast rounds."""
     fmt = case.format
     ulp, least = 2 * fmt.unit_roundoff, 2.0 ** (fmt.emin - fmt.precision + 1)
     total, to_come = tiles[0], tiles[1:].sum(dim=0)
@@ -148,4 +154,5 @@ def _stored(case: AttentionCase, tiles: Tensor) -> Tensor:
 
 
 def _rounded(case: AttentionCase, x: Tensor) -> Tensor:
+    """Returns x rounded to the case's format, in float32."""
     return x.to(dtype_of(case.format)).float()

@@ -55,9 +55,11 @@ class Probe:
         every: bool = False,
         entry: int | None = None,
     ) -> Probe:
-        """The part of `case` in these heads; `errors` [B, len(heads), q_len] is their
-        size. `every`: all batch entries and rows, where there are no more than SCORES;
-        `entry`: of the batch, which alone."""
+        """Returns the part of `case` in these query heads, with what the kernel returned,
+        `out` [B, H, q_len, v_dim]; `errors` [B, len(heads), q_len] is the size of rows'
+        errors. `whole`: the reference's output of the whole case, or None; `every`: take
+        all batch entries and rows, where there are no more than SCORES; `entry`: take
+        this batch entry alone."""
         every = every and len(errors) * len(heads) * case.q_len * case.kv_len <= SCORES
         most = len(errors) if every else MAX_BATCH
         batch = (
@@ -75,12 +77,13 @@ class Probe:
         return dataclasses.replace(probe, out=probe.take(out).double())
 
     def take(self, x: Tensor) -> Tensor:
-        """The probe's elements of a tensor [B, H, q_len, ...]."""
+        """Returns the probe's elements of a tensor [B, H, q_len, ...]: [b, h, rows,
+        ...]."""
         return x[self.batch][:, self.heads][:, :, self.rows]
 
     def part(self, case: AttentionCase) -> AttentionCase:
-        """A variant of the case, cut down to the probe's batch entries, heads and
-        rows."""
+        """Returns a variant of the case restricted to the probe's batch entries, heads
+        and rows."""
         case = case.select_heads(self.heads).select_rows(self.rows)
         q, k, v = (x[self.batch] for x in (case.q, case.k, case.v))
         mask = case.mask
@@ -89,49 +92,59 @@ class Probe:
         return dataclasses.replace(case, q=q, k=k, v=v, mask=mask)
 
     def answer(self, case: AttentionCase) -> Reference:
-        """The fp64 reference of a variant of the case, at the probe's elements."""
+        """Returns the fp64 reference of a variant of the case, at the probe's
+        elements."""
         return attend(self.part(case))
 
     @cached_property
     def measured(self) -> AttentionCase:
-        """The case itself, cut down to the probe's batch entries, heads and rows."""
+        """Returns the case itself restricted to the probe's batch entries, heads and
+        rows."""
         return self.part(self.case)
 
     @cached_property
     def scores(self) -> Tensor:
+        """Returns the scores of the probe's rows, fp64 [b, h, rows, kv_len], -inf where
+        hidden."""
         return all_scores(self.measured)
 
     def scaled(self, factor: float) -> Reference:
-        """The fp64 reference of the case with `factor` times its scale, at the probe's
-        elements."""
+        """Returns the fp64 reference of the case with `factor` times its scale, at the
+        probe's elements."""
         return attend(dataclasses.replace(self.measured, scale=self.case.scale * factor))
 
     @cached_property
     def exact(self) -> Reference:
+        """Returns the fp64 reference of the case at the probe's elements."""
         return self.scaled(1.0)
 
     @cached_property
     def usable(self) -> Tensor:
+        """Returns which elements are finite in the output and the reference and belong to
+        a row that sees a key: bool [b, h, rows, v_dim]."""
         return finite(self.out) & finite(self.exact.out) & ~self.exact.empty[..., None]
 
     @cached_property
     def unit(self) -> Tensor:
-        """The term scale; infinite where that is 0, so that nothing over it counts."""
+        """Returns the term scale [b, h, rows, v_dim]; infinite where that is 0, so that
+        nothing over it counts."""
         return torch.where(self.exact.term_scale > 0, self.exact.term_scale, math.inf)
 
     def multiplied(self, factor: float | Tensor) -> Reference:
-        """The exact reference with `factor` times its output."""
+        """Returns the exact reference with its output multiplied by `factor`, a number or
+        a tensor that broadcasts to [b, h, rows, v_dim]."""
         return self.with_out(self.exact.out * factor)
 
     def with_out(self, out: Tensor) -> Reference:
-        """The exact reference with another output: unlike it there and nowhere else."""
+        """Returns the exact reference with its output replaced; all other fields stay."""
         return dataclasses.replace(self.exact, out=out)
 
     def cut(self, alternative: Reference, rows: Tensor | None = None) -> float:
-        """How many times smaller the residual is against the alternative, plainly or with
-        the term scale as the unit, whichever is less; 0 where it cannot be judged: too
-        few numbers, or more than half of them in rows without a key. A residual counts as
-        a rounding floor at least."""
+        """Returns how many times smaller the residual is against the alternative than
+        against the exact result, plainly or with the term scale as the unit, whichever is
+        less. `rows`: bool [b, h, rows], the rows that count; None: all. 0 where fewer
+        than LEAST_ELEMENTS elements, or fewer than half of the usable ones, can be
+        compared. A residual counts as a rounding floor at least."""
         usable = self.usable if rows is None else self.usable & rows[..., None]
         none = self.out == 0  # which is what code returns for a row that sees no key
         both = usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
@@ -148,8 +161,8 @@ class Probe:
         return min(cuts)
 
     def share(self, alternative: Reference) -> float:
-        """The share of the rms error that goes if the alternative is what should come
-        out; below 0 where the error grows by that."""
+        """Returns the share of the rms error that goes if the alternative is what should
+        come out; negative where the error grows, 0 where there is none."""
         none = self.out == 0
         both = (
             self.usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
@@ -162,7 +175,8 @@ class Probe:
 
 
 def all_scores(case: AttentionCase) -> Tensor:
-    """S [B, H, q_len, kv_len], fp64."""
+    """Returns the scores S [B, H, q_len, kv_len] of a case in fp64, soft cap and mask
+    included, -inf where hidden."""
     X = (
         case.q.double()
         @ case.k.double().repeat_interleave(case.group, dim=1).mT
@@ -172,8 +186,9 @@ def all_scores(case: AttentionCase) -> Tensor:
 
 
 def rescored(case: AttentionCase, S: Tensor) -> CaseChanges:
-    """What gives the call these scores, -inf where hidden; their slope is that of no
-    cap."""
+    """Returns the fields to change that give the call the scores S [B, H, q_len, kv_len],
+    -inf where hidden: an additive mask in place of mask, soft cap, window and causality.
+    Their slope is that of no cap."""
     bare: CaseChanges = {
         "mask": None,
         "softcap": None,
@@ -184,7 +199,8 @@ def rescored(case: AttentionCase, S: Tensor) -> CaseChanges:
 
 
 class Alternative(NamedTuple):
-    """A cause, and what would come out at a probe's elements."""
+    """A mistake: its cause in words, and what would come out of it at a probe's
+    elements."""
 
     cause: str
     answer: Callable[[Probe], Reference]
@@ -195,8 +211,9 @@ class Alternative(NamedTuple):
 
 
 def rows_of(length: int, rows: int, worst: int) -> Tensor:
-    """At most `rows` query rows in four runs: first, last, around the worst, in the
-    middle."""
+    """Returns at most `rows` query rows of `length`, ascending, int64: four runs at the
+    start, the end, around the row `worst`, and in the middle; all rows where they are no
+    more."""
     if length <= rows:
         return torch.arange(length)
     size = max(1, rows // 4)

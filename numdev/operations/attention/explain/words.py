@@ -15,9 +15,9 @@ SMALL = 0.005  # a site's share of the squared error that is not worth naming
 
 
 def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
-    """One for each kernel, format and tensor, in the order of the rows: its calls
-    together. That of PyTorch's own choice is left out where another kernel has the
-    same."""
+    """Returns one explanation for each kernel, options, format and tensor, in the order
+    of the rows, from all its calls. That of `sdpa-default` is left out where another
+    kernel has the same."""
     groups = grouped(rows, lambda r: (r.kernel, str(r.options), r.format, r.tensor))
     unique: list[Explanation] = []
     for each in map(_explanation, groups.values()):
@@ -30,8 +30,9 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
 
 
 def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
-    """The explanation of one tensor of a kernel in one format, from the rows of all its
-    calls: known where it is in at least half of those that were compared."""
+    """Returns the explanation of one tensor of a kernel in one format, from the rows of
+    all its calls (at least one): known where at least half of those that were compared
+    are explained."""
     first, compared = rows[0], [row for row in rows if row.residual is not None]
     explained = [row for row in compared if row.explained_by]
     is_known = bool(explained) and 2 * len(explained) >= len(compared)
@@ -59,12 +60,13 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
 
 
 def _median(rows: Sequence[AttributionRow], field: str) -> float:
+    """Returns the median of a field over rows, None counting as 0; 0 without rows."""
     return median([float(getattr(row, field) or 0.0) for row in rows] or [0.0])
 
 
 def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
-    """Medians over the calls, the largest share first, those that are too small left
-    out."""
+    """Returns the medians over the calls of each site's share and residual, the largest
+    share first; shares below SMALL are left out."""
     shares = []
     for of_calls in grouped(
         (s for row in rows for s in row.sites), lambda s: s.site
@@ -75,8 +77,8 @@ def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
 
 
 def _name(row: AttributionRow) -> str:
-    """The nearest preset, and what its recipe says beside it, as far as it bears on the
-    tensor."""
+    """Returns the nearest preset in words, with the options of its recipe that bear on
+    the row's tensor: `` `fa2` with 64 keys a tile``."""
     recipe, tensor = row.recipe, row.tensor
     details: list[str] = []
     if tensor != "out" and recipe.get(tensor) == "working":

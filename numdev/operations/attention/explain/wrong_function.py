@@ -63,7 +63,7 @@ class Suspicion:
 
     @property
     def fields(self) -> dict[str, object]:
-        """What a row says of it."""
+        """Returns the fields of a report's row that describe the suspicion."""
         return {
             "suspicion": self.cause,
             "suspicion_cut": self.cut,
@@ -75,7 +75,7 @@ class Suspicion:
 
 def far_off(metrics: Metrics) -> bool:
     """Whether one head's error is beyond what rounding explains, so that a search is
-    worth it."""
+    worth it; False without a floor_ratio."""
     floors, baselines = metrics.get("floor_ratio"), metrics.get("baseline_ratio")
     return (
         floors is not None
@@ -94,15 +94,15 @@ def suspect(
     first: Tensor | None = None,
     hints: Sequence[Alternative] | None = None,
 ) -> dict[int, Suspicion]:
-    """Query head to what it computes instead, for those heads of `far` of which that can
-    be said.
+    """Returns what heads compute instead, by query head, for those heads of `far` of
+    which that can be said.
 
-    `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows
-    `rows` if not in all, `far` a selection of `heads`. `first`: what the kernel returned
-    of the same inputs in a coarser format, whose residual has to shrink too. `hints`:
-    what was found in other calls, and all that is tried here; None: everything. A cause
-    is sought for all heads together (right ones speak against wrong causes), then for the
-    worst, then for its worst batch entry alone."""
+    `case` and `out` [B, H, q_len, v_dim] are whole, `exact` is the reference of `heads`,
+    in the query rows `rows` (indices) if not in all, `far` a selection of `heads`.
+    `first`: what the kernel returned of the same inputs in a coarser format, whose
+    residual has to shrink too. `hints`: mistakes of other calls, and all that is tried
+    here; None: everything. A cause is sought for all heads together (right ones speak
+    against wrong causes), then for the worst, then for its worst batch entry alone."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
     errors = _row_errors(out[:, list(heads)], exact, rows)
@@ -157,8 +157,11 @@ def _of_head(
     rows: Tensor | None,
     entry: int | None,
 ) -> Suspicion | None:
-    """What one head that is far off is said to compute, where the best alternative
-    explaining all heads is ten times nearer there too; None where it is not."""
+    """Returns what one head that is far off is said to compute, where the best
+    alternative of `explaining` is CUT times nearer there too; else None. `errors` [B,
+    len(heads), q_len]: sizes of rows' errors; `first`: the output in a coarser format, or
+    None; `entry`: the batch entry looked at alone, or None; other arguments as of
+    `suspect`."""
     row_errors, best = errors[:, [heads.index(head)]], explaining[0][0]
     probe = Probe.of(case, out, [head], row_errors, whole, entry=entry)
     cut = probe.cut(best.answer(probe))
@@ -193,8 +196,8 @@ def _of_head(
 
 
 def _places(wrong: Tensor) -> list[str]:
-    """Which rows, bool [q_len], these are; and what that is an instance of in other
-    calls."""
+    """Returns in words which query rows the mask `wrong`, bool [q_len], has, and what
+    that is an instance of in calls of other lengths; at least one row."""
     phrases = (in_words(wrong.nonzero()[:, 0]), *instances(wrong[None], None))
     return [f"in {words}" for words in dict.fromkeys(phrases)]
 
@@ -202,7 +205,10 @@ def _places(wrong: Tensor) -> list[str]:
 def _search(
     probe: Probe, hints: Sequence[Alternative] | None = None
 ) -> list[tuple[Alternative, float]]:
-    """The alternatives that explain the probe, the best first, with their cuts."""
+    """Returns the alternatives that explain the probe, at most three, the best first,
+    each with how many times smaller it makes the residual; empty where none reaches CUT.
+    `hints`: alternatives of other calls, which alone are tried; None: all, and estimated
+    factors."""
     tried: Iterable[Alternative] = alternatives(probe)
     if hints is not None:
         general = {hint.cause: hint for hint in hints if hint.general}
@@ -228,8 +234,8 @@ def _search(
 def _any_scale(
     alike: Sequence[tuple[Alternative, float]], case: AttentionCase
 ) -> list[tuple[Alternative, float]]:
-    """Several wrong scales that explain the output alike: the factor is unknown, as is
-    said."""
+    """Returns `alike` unchanged; but several wrong scales that explain the output equally
+    well become one entry that says so, since the factor is unknown then."""
     factors = {cause: changes["scale"] for cause, changes in scales(case)}
     wrong = [x.cause for x, _ in alike if x.cause in factors]
     if len(wrong) < 2 or len(wrong) < len(alike):
@@ -241,8 +247,9 @@ def _any_scale(
 
 
 def _row_errors(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
-    """||o - r|| of every row [B, H, q_len], over what is finite; 0 in rows that are not
-    known."""
+    """Returns ||o - r|| of every row, [B, H, q_len], over finite elements; 0 in rows that
+    see no key. `rows`: indices of the rows that `exact` has, None: all; other rows get
+    0."""
     if rows is not None:
         sampled = _row_errors(out[:, :, rows], exact, None)
         return sampled.new_zeros(out.shape[:3]).index_copy_(2, rows, sampled)

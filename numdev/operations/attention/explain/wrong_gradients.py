@@ -40,11 +40,12 @@ def suspect_gradients(
     judged: Output | None = None,
     hints: Collection[str] | None = None,
 ) -> dict[str, Suspicion]:
-    """Of the gradients that a training step of a small case gave, and the log-sum-exp,
-    those far off, with what seems to be computed instead; nothing where that cannot be
-    said. `part`: of what call. `judged`: what the kernel returned of the same inputs in
-    the format that is judged, whose errors have to shrink too. `hints`: causes of other
-    calls, which alone are tried."""
+    """Returns what seems to be computed instead, by name, for those gradients of a
+    training step of a small case, and the log-sum-exp, that are far off; nothing for
+    those where that cannot be said. `part`: a phrase on which part of a call this is,
+    appended to causes. `judged`: what the kernel returned of the same inputs in the
+    format that is judged, whose errors have to shrink too. `hints`: causes of other
+    calls, which alone are tried; None: all."""
     suspicions: dict[str, Suspicion] = {}
     for names in (("lse",), GRADIENTS):
         if getattr(step, names[0]) is not None:
@@ -54,7 +55,7 @@ def suspect_gradients(
 
 @dataclass(frozen=True, eq=False)
 class _Errors:
-    """The tensors of a step beside their exact results, both fp64."""
+    """The tensors of a step by name, as returned and exact, both fp64."""
 
     exact: Step
     returned: Step
@@ -62,17 +63,22 @@ class _Errors:
 
     @classmethod
     def of(cls, step: Output, exact: Step, empty: Tensor | None = None) -> _Errors:
-        """`empty`: the rows whose log-sum-exp does not count, since they see no key."""
+        """Returns the tensors of a step that are in `exact`; in the returned ones NaN and
+        -inf count as 0, and +inf as the largest number. `empty`: bool [B, H, q_len], the
+        rows whose log-sum-exp does not count, since they see no key."""
         returned = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in exact}
         if empty is not None:
             returned = {n: x.masked_fill(empty, 0.0) for n, x in returned.items()}
         return cls(exact, returned, format_of(step.out.dtype).unit_roundoff)
 
     def size(self, name: str) -> float:
+        """Returns the norm of a tensor's error."""
         return float((self.returned[name] - self.exact[name]).norm())
 
     def cut(self, tried: Step, names: Collection[str]) -> float:
-        """How many times smaller all of these are against what is tried."""
+        """Returns how many times smaller the errors of these tensors are against `tried`
+        than against the exact results: the least such ratio. An error counts as a
+        rounding floor at least; `names` must not be empty."""
         floors = {
             n: self.unit_roundoff / math.sqrt(12) * float(self.exact[n].norm())
             + math.ulp(0.0)
@@ -84,8 +90,8 @@ class _Errors:
         )
 
     def share(self, tried: Step, name: str) -> float:
-        """The share of the rms error that is gone when it is measured against `tried`; 0
-        where there is no error, or none that is finite."""
+        """Returns the share of a tensor's rms error that is gone when it is measured
+        against `tried`; 0 where there is no error, or none that is finite."""
         before, after = self.size(name), float((self.returned[name] - tried[name]).norm())
         return 1 - after / before if before and math.isfinite(before) else 0.0
 
@@ -98,8 +104,9 @@ def _suspects(
     judged: Output | None,
     hints: Collection[str] | None,
 ) -> dict[str, Suspicion]:
-    """What is computed instead of each of `tensors` that is far off; nothing where none
-    is, or no named mistake explains them."""
+    """Returns what is computed instead of each of `tensors` that is far off; nothing
+    where none is, an error is not finite, or no named mistake explains them. Arguments as
+    of `suspect_gradients`."""
     exact = _step(case, tensors)
     empty = empty_rows(case) if "lse" in tensors else None
     errors = _Errors.of(step, exact, empty)
@@ -141,8 +148,9 @@ def _suspects(
 def _best_causes(
     errors: _Errors, steps: Mapping[str, Step], far: Collection[str]
 ) -> tuple[list[str], float]:
-    """The at most three causes that explain all tensors that are far off, the best first,
-    and the cut of the best; no cause where none explains them."""
+    """Returns the at most three causes that explain all tensors of `far`, the best first,
+    and how many times smaller the best makes the error; no cause where none reaches CUT.
+    `steps`: the tensors that would come out, by cause."""
     cuts = sorted(
         ((errors.cut(x, far), cause) for cause, x in steps.items()), reverse=True
     )
@@ -161,9 +169,10 @@ def _suspicion(
     cut: float,
     words: str = "{}",
 ) -> Suspicion | None:
-    """A tensor's suspicion, with the causes in `words`. None where the causes were found
-    in a wider format, `wide`, and explain too little of the errors in the judged one,
-    `coarse`. `kinds`: what each cause is an instance of in other calls."""
+    """Returns the suspicion of the tensor `name`, its causes put into the template
+    `words`. None where the causes were found in a wider format, `wide`, and explain too
+    little of the errors in the judged one, `coarse`. `kinds`: by cause, what it is an
+    instance of in calls of other lengths; `tried`: the tensors of the first cause."""
     share = coarse.share(tried, name)
     if wide is not None and share < LEAST_SHARE:
         return None
@@ -185,7 +194,8 @@ def _suspicion(
 
 
 def _in_words(factor: float, scale: float) -> str:
-    """The factor of a gradient, as the mistake it is."""
+    """Returns in words what a gradient is that is `factor` times the exact one: the
+    mistake that makes this factor, else the number."""
     factors = {
         "is 0": 0.0,
         "is ln 2 times what it should be": math.log(2),
@@ -200,6 +210,8 @@ def _in_words(factor: float, scale: float) -> str:
 
 
 def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
+    """Returns the exact log-sum-exp of a case, 0 in rows that see no key, where `tensors`
+    has `lse`; else its exact gradients dq, dk and dv."""
     if "lse" in tensors:
         forward = attend(case)
         return {"lse": forward.lse.masked_fill(forward.empty, 0.0)}
@@ -210,7 +222,9 @@ def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
 def _mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """Causes, with what would come out."""
+    """Yields the causes that are tried, each with a function that computes what would
+    come out: mistakes of the forward pass, then those of the log-sum-exp or of backward
+    alone. `exact`, `returned`: the tensors in question."""
     with torch.enable_grad():
         leaves = q, k, v = tuple(
             x.double().requires_grad_() for x in (case.q, case.k, case.v)
@@ -218,6 +232,8 @@ def _mistakes(
         tried = [*variants(dataclasses.replace(case, q=q, k=k, v=v))]
 
     def of_variant(one: AttentionCase) -> Step:
+        """Returns the exact tensors of a changed case, as a kernel would that computes
+        it: gradients with respect to the call's own q, k and v."""
         step = _step(one.detached(), exact)
         if "lse" not in exact:  # back from the variant's q, k and v to the call's
             ends, upstream = (one.q, one.k, one.v), [*step.values()]
@@ -239,6 +255,8 @@ def _mistakes(
 def _of_lse(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Yields causes of a wrong log-sum-exp alone, each with a function that returns
+    it."""
     lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
     seen = lse != 0
     constant = float((returned["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
@@ -260,7 +278,8 @@ SPLITS = (2, 4, 8)
 
 
 def merged_in_base_2(case: AttentionCase) -> dict[str, Tensor]:
-    """The log-sum-exp of parts of the keys, each to base e, merged as if to base 2."""
+    """Returns by cause, in words, the log-sum-exp of the call's parts of the keys, each
+    to base e, merged as if to base 2, [B, H, q_len]; empty for a single key."""
     S, merged_by_cause = all_scores(case), {}
     for count in SPLITS:
         width = -(-case.kv_len // count)
@@ -276,6 +295,8 @@ def merged_in_base_2(case: AttentionCase) -> dict[str, Tensor]:
 def _of_backward(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Yields causes that are backward's alone, each with a function that computes dq, dk
+    and dv."""
     if exact["dq"].shape == exact["dk"].shape:
         yield (
             "dq and dk are swapped",
@@ -306,8 +327,8 @@ def _of_backward(
 
 
 def _with_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
-    """The gradients of a delta that is less than it should be by `deficit` over the
-    scale."""
+    """Returns the gradients where delta is less than it should be by `deficit` [B, H,
+    q_len, 1] over the scale. For calls without a soft cap."""
     keys = dataclasses.replace(case, v=case.k, grad_out=deficit * case.q)
     dq = exact["dq"] + deficit * attend(keys).out
     dk = exact["dk"] + gradients(keys).dv
@@ -315,8 +336,8 @@ def _with_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
 
 
 def _scaled(case: AttentionCase, exact: Step, returned: Step) -> tuple[str, Step]:
-    """The cause and the gradients of the scale that fits best, by Gauss-Newton steps from
-    the right one."""
+    """Returns the cause and the gradients of the scale that fits the returned ones best,
+    by Gauss-Newton steps from the right one."""
     unit = {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
 
     def step(t: float) -> Step:
