@@ -19,6 +19,8 @@ class Attention:
     """The operation (`numdev.studies.audit.operation.Operation`)."""
 
     def screened(self, call: Bench, output: Output) -> Bench:
+        """Returns the call as it is where all rows are measured; of a sample the call
+        with the rows beside it in which `output` looks worst (`screening.screened`)."""
         return call if call.selection.queries is None else screened(call, output)
 
     def explained(
@@ -31,9 +33,10 @@ class Attention:
         run: Runner,
         later: list[Failing] | None,
     ) -> Measured[Bench]:
-        """A kernel that declared no claim and errs beyond `fa2` is held to the known way
-        of rounding that explains it, if one does. What errs is named, or waits in `later`
-        for all calls to be measured."""
+        """Returns `measured`, with its rows saying what is known of why the kernel errs:
+        the mistake it makes, or the known way of rounding that explains it where it
+        declares no claim. What errs may instead be appended to `later` (None: nothing
+        waits), to be named when all calls are measured."""
         failing = Failing(kernel, system, run, options, runs, measured)
         if later is not None and failing.wrong and has_room(later, failing):
             later.append(failing)

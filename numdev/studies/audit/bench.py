@@ -94,7 +94,9 @@ class Selection:
         gradients: bool = False,
         sample: Sample | None = None,
     ) -> Selection:
-        """The given heads of a case, or all, and the rows of a sample, or all."""
+        """Returns the selection of the query heads `heads` of a case (None: all) and the
+        rows of a sample (None: all). With gradients the heads grow to whole groups, and
+        grad_out becomes 0 in rows that see no key."""
         case = settled(case) if gradients else case
         chosen = set(range(case.heads) if heads is None else heads)
         if gradients:
@@ -118,36 +120,42 @@ class Selection:
 
     @cached_property
     def kv_heads(self) -> tuple[int, ...]:
-        """The kv heads of the measured query heads."""
+        """Returns the kv heads that the measured query heads read, ascending."""
         return tuple(sorted({h // self.case.group for h in self.heads}))
 
     def heads_of(self, tensor: str) -> tuple[int, ...]:
+        """Returns the measured heads of a tensor by name: kv heads for dk and dv, else
+        query heads."""
         return self.kv_heads if tensor in KV_TENSORS else self.heads
 
     def row_indices(self, tensor: str) -> Tensor | None:
-        """Where the measured rows of `tensor` stand in the call; None where all are
-        measured."""
+        """Returns the positions in the call of the measured rows of `tensor`, int64; None
+        where all are measured."""
         return self.keys if tensor in KV_TENSORS else self.queries
 
     def length_of(self, tensor: str) -> int:
+        """Returns how many rows a tensor has in the call: keys for dk and dv, else
+        queries."""
         return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
-        """The number of rows, or the strata, of which the measured ones of `tensor` are a
-        sample; None where all are measured."""
+        """Returns the number of rows, or the strata, of which the measured ones of
+        `tensor` are a sample; None where all are measured."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         if tensor in self.strata:
             return self.strata[tensor]
         return None if rows is None or len(rows) == length else length
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
-        """`row_indices` without rows that only stood out."""
+        """Returns the positions in the call of the rows of `tensor` that were drawn,
+        int64, without those measured only because they stood out; None where all rows are
+        measured."""
         rows, of = self.row_indices(tensor), self.sampled_from(tensor)
         return rows[of.drawn] if rows is not None and isinstance(of, Strata) else rows
 
     def bins_of(self, tensor: str) -> Tensor | None:
-        """The membership of the drawn rows of `tensor` in bins of positions
-        (`sampling.membership`)."""
+        """Returns which drawn rows of `tensor` are in which bin of positions, fp64 [rows,
+        bins] of 0 and 1; None where the call is too short for bins."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         every = torch.arange(length, device=self.case.q.device)
         bins, of = (
@@ -161,18 +169,19 @@ class Selection:
         )
 
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
-        """The measured heads and rows of a tensor [batch, heads, rows, ...], or those
-        alone."""
+        """Returns the measured heads and rows of a tensor [batch, heads, rows, ...] named
+        `tensor`; axes that hold the measured ones alone already stay as they are."""
         x, rows = self.select_heads(x, tensor), self.row_indices(tensor)
         return x if rows is None or x.shape[2] == len(rows) else x[:, :, rows]
 
     def select_heads(self, x: Tensor, tensor: str = "out") -> Tensor:
-        """The measured heads of a tensor [batch, heads, ...]."""
+        """Returns the measured heads, with all rows, of a tensor [batch, heads, ...]
+        named `tensor`, which may hold these alone already."""
         chosen = self.heads_of(tensor)
         return x if len(chosen) == x.shape[1] else x[:, list(chosen)]
 
     def with_heads(self, case: AttentionCase) -> AttentionCase:
-        """A case of this call's shape, restricted to the measured heads."""
+        """Returns a case of this call's shape restricted to the measured heads."""
         if len(self.heads) == case.heads:
             return case
         if self.gradients:
@@ -180,14 +189,15 @@ class Selection:
         return case.select_heads(list(self.heads))
 
     def restricted(self, case: AttentionCase) -> AttentionCase:
-        """A case of this call's shape, restricted to the measured heads and query
+        """Returns a case of this call's shape restricted to the measured heads and query
         rows."""
         heads = self.with_heads(case)
         return heads if self.queries is None else heads.select_rows(self.queries.cpu())
 
     def exact(self, case: AttentionCase) -> tuple[Reference, Tensor]:
-        """The fp64 reference of what is measured of a case of this call's shape; and the
-        log-sum-exp [B, H, q_len] of all queries for which it is computed."""
+        """Returns the fp64 reference of what is measured of a case of this call's shape,
+        with gradients if they are; and the reference's log-sum-exp, of all queries where
+        dk and dv of a sample need it, else of the measured ones."""
         restricted = self.restricted(case)
         reference = gradients(restricted) if self.gradients else attend(restricted)
         if self.keys is None or not isinstance(reference, Gradients):
@@ -197,7 +207,8 @@ class Selection:
         return dataclasses.replace(reference, **of_keys), whole.lse
 
     def whole(self, case: AttentionCase) -> Reference:
-        """The measured heads of a case of this shape in all queries, computed once."""
+        """Returns the fp64 reference of the measured heads of a case of this shape in all
+        queries, without its term scale; computed once per format."""
         if (name := case.format.name) not in self.wholes:
             whole = attend(self.with_heads(case))
             self.wholes[name] = dataclasses.replace(whole, term_scale=whole.out[..., :0])
@@ -206,8 +217,8 @@ class Selection:
     def baseline(
         self, case: AttentionCase, *, gradients: bool = False
     ) -> Output | Failure:
-        """Plain attention of a case of this shape, or of its sampled rows without dk and
-        dv."""
+        """Returns plain attention of a case of this shape, or of its sampled rows without
+        dk and dv; a Failure with its reason where it cannot run."""
         whole = case if self.queries is None else self.restricted(case)
         output = attempt(find("baseline"), whole, {}, gradients=gradients)
         if self.queries is None or isinstance(output, Failure):
@@ -216,8 +227,8 @@ class Selection:
 
     @cached_property
     def baseline_fp32(self) -> Tensor | None:
-        """The output of plain attention in float32, of what is measured of the case as it
-        came."""
+        """Returns the output of plain attention in float32, of what is measured of the
+        case as it came; None where that cannot run."""
         wide = self.baseline(self.case.rounded_to(FORMATS["float32"]))
         return self.select(wide.out) if isinstance(wide, Output) else None
 
@@ -253,8 +264,10 @@ class Bench:
         exact: tuple[Reference, Tensor],
         watch: Stopwatch,
     ) -> Bench:
-        """The selection in a format. `exact`: `Selection.exact` of the case as it
-        came."""
+        """Returns the bench of the selection in a format: the case rounded to it,
+        reference, baseline and yardsticks. `exact`: what `Selection.exact` returns for
+        the case as it came. Time goes to the sections reference and baseline of
+        `watch`."""
         original = selection.case
         case = original if original.is_in(fmt) else original.rounded_to(fmt)
         unrounded, (reference, lse) = exact[0], exact
@@ -303,43 +316,63 @@ class Bench:
 
     @property
     def exact_by(self) -> str | None:
+        """Returns in words which path computed the reference."""
         return self.reference.by
 
     @property
     def dtype(self) -> torch.dtype:
+        """Returns the dtype of the inputs that kernels get."""
         return self.case.q.dtype
 
     @cached_property
     def distances(self) -> Mapping[str, Distance]:
+        """Returns the exact log-sum-exp, under `lse`, which is not held to rounding."""
         return {"lse": Distance(exact=self.reference.lse, empty=self.reference.empty)}
 
     def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Output:
+        """Returns the tensors as an `Output`, as if a kernel had returned them; `ran`
+        says what ran."""
         fields: dict[str, Any] = dict(tensors)
         return Output(**fields, ran=ran, ran_backward=ran)
 
     def units(self, tensor: str) -> tuple[int, ...]:
+        """Returns the measured heads of a tensor by name: kv heads for dk and dv, else
+        query heads."""
         return self.selection.heads_of(tensor)
 
     def select(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns the measured heads and rows of a tensor [batch, heads, rows, ...] named
+        `tensor`."""
         return self.selection.select(x, tensor)
 
     def select_units(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns the measured heads, with all rows, of a tensor [batch, heads, ...]
+        named `tensor`."""
         return self.selection.select_heads(x, tensor)
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
+        """Returns the number of rows, or the strata, of which the measured ones of
+        `tensor` are a sample; None where all are measured."""
         return self.selection.sampled_from(tensor)
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
+        """Returns the positions of the drawn rows of `tensor`, int64; None where all rows
+        are measured."""
         return self.selection.drawn_rows(tensor)
 
     def bins(self, tensor: str) -> Tensor | None:
+        """Returns which drawn rows of `tensor` are in which bin of positions, fp64 [rows,
+        bins] of 0 and 1; None where the call is too short for bins."""
         return self.selection.bins_of(tensor)
 
     def format_of(self, x: Tensor) -> Format:
+        """Returns the format that a kernel's tensor counts as, by its dtype and values
+        (`returned`)."""
         return returned(x, self.case)
 
     def formats_of(self, output: Output) -> dict[str, Format]:
-        """The format of every tensor that came back and is held to one."""
+        """Returns the format of every tensor that came back and has a yardstick, by
+        name."""
         tensors = output.tensors
         return {
             name: returned(tensors[name], self.case)
@@ -348,14 +381,20 @@ class Bench:
         }
 
     def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str | None:
+        """Returns why no size of error is expected of a tensor that came back in `fmt`
+        under a claim (options of `emulated`, or None), as a clause; None where one is."""
         return unexpected(claim, self.case.format, fmt)
 
     def expected(
         self, claim: Mapping[str, object] | None, output: Output
     ) -> Mapping[str, Tensor]:
+        """Returns by name the tensors, float32, that a kernel with these roundings
+        returns for what is measured, in the formats that `output` came in."""
         return self.predicted(returning(claim, self.case, self.formats_of(output)))
 
     def outside_sample(self, output: Output) -> Mapping[str, Sequence[Outside]]:
+        """Returns what is not finite in rows that are not measured, by tensor and head;
+        empty where all rows are measured or everything is finite."""
         select = self.selection
         if select.queries is None:
             return {}
@@ -381,6 +420,10 @@ class Bench:
         deviation: Deviation,
         measured: Tensor,
     ) -> None:
+        """Adds to the heads' metrics `units` of a kernel's tensor, in place, what only
+        attention knows: empty_nonfinite, a suspicion, narrow_sum, what came in the
+        log-sum-exp's place. `measured`: the tensor's measured heads and rows;
+        `deviation`: its metrics."""
         if tensor == "out":
             self._count_in_empty_rows(units, measured)
             self._suspect(output, units)
@@ -393,7 +436,8 @@ class Bench:
             self._look_for_narrow_sums(output, tensor, units, deviation)
 
     def _count_in_empty_rows(self, units: Sequence[Metrics], out: Tensor) -> None:
-        """How much is not finite in rows that see no key."""
+        """Sets `empty_nonfinite` of each head, in place: how many elements of `out` are
+        not finite in rows that see no key. Nothing is set where every row sees one."""
         if any(unit["empty_rows"] for unit in units):
             wrong = ~out.isfinite() & self.yardsticks["out"].empty[..., None]
             counts = wrong.sum(dim=(0, 2, 3)).tolist()
@@ -401,7 +445,8 @@ class Bench:
                 unit["empty_nonfinite"] = count
 
     def _suspect(self, output: Output, units: Sequence[Metrics]) -> None:
-        """What heads far off seem to compute."""
+        """Adds to the metrics of heads far off, in place, what they seem to compute; does
+        nothing where none is, or the watch says not to search."""
         heads = self.selection.heads
         far = [h for h, unit in zip(heads, units, strict=True) if far_off(unit)]
         if not far or not self.watch.searching:
@@ -417,9 +462,10 @@ class Bench:
     def _count_gradients_of_empty_rows(
         self, units: Sequence[Metrics], dq: Tensor
     ) -> None:
-        """Adds to `nonfinite` what is not finite of dq in rows that see no key: what such
-        a row returns is a convention, but nothing that follows depends on its query,
-        whose gradient is 0. It reaches the weights that make the query."""
+        """Adds to `nonfinite` of each head, in place, what is not finite of dq in rows
+        that see no key: what such a row returns is a convention, but nothing that follows
+        depends on its query, whose gradient is 0. It reaches the weights that make the
+        query."""
         wrong = ~dq.isfinite() & self.yardsticks["dq"].empty[..., None]
         counts = wrong.sum(dim=(0, 2, 3)).tolist()
         for unit, count in zip(units, counts, strict=True):
@@ -432,8 +478,10 @@ class Bench:
         units: Sequence[Metrics],
         deviation: Deviation,
     ) -> None:
-        """At least which share of the error of a running sum in 16 bits is in a gradient,
-        in one kv head of the call and the query heads that read it."""
+        """Sets `narrow_sum` of each head of a gradient, in place: at least which share of
+        the error of a running sum in 16 bits is in it, in one kv head of the call or the
+        query heads that read it; None with a reason in all others. The running sums are
+        cached by gradient for the last output."""
         case, select, ref = self.restricted, self.selection, self.case.ref
         kv_head = tiled.chosen_head(ref.layer, ref.call, len(select.kv_heads))
         heads = range(kv_head * case.group, (kv_head + 1) * case.group)
@@ -481,22 +529,26 @@ class Bench:
 
     @cached_property
     def in_float32(self) -> Reference:
-        """The whole call by plain attention in float32, of the measured heads."""
+        """Returns the whole call by plain attention in float32, of the measured heads,
+        with gradients if they are measured."""
         plain = blocked.gradients if self.selection.gradients else blocked.attend
         return plain(self.selection.with_heads(self.case), torch.float32)
 
     @property
     def by_row(self) -> tuple[str, ...]:
-        """The tensors that the measured queries give alone: of a sample not dk and dv."""
+        """Returns the names of the tensors that the measured queries give alone: of a
+        sample not dk and dv."""
         sampled = self.selection.queries is not None
         return tuple(n for n in self.yardsticks if not (sampled and n in KV_TENSORS))
 
     def predicted(
         self, claim: Mapping[str, object], *, forward: bool = False
     ) -> Mapping[str, Tensor]:
-        """What the emulation with these options returns for what is measured, by tensor;
-        or of the output alone. In fp32, a fraction of the reference's cost, which agrees
-        in rms to 0.1 %. Of sampled keys after a forward pass that rounded nowhere."""
+        """Returns by name what the emulation with these options returns for what is
+        measured, or with `forward` the output alone; cached. In fp32, a fraction of the
+        reference's cost, which agrees in rms to 0.1 %. Of sampled keys after a forward
+        pass that rounded nowhere. Raises UsageError for senseless options and Refused
+        where the call cannot be emulated."""
         key = f"{forward} {sorted(claim.items())!r}"
         if key not in self.predictions:
             with self.watch("predictions"):
@@ -516,8 +568,8 @@ class Bench:
 
 
 def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """What fp32 arithmetic alone may err, relative to the term scale: [B, H, q_len] by
-    query and [B, kv_heads, kv_len] by key.
+    """Returns what fp32 arithmetic alone may err, relative to the term scale: fp64 [B, H,
+    q_len] by query and [B, kv_heads, kv_len] by key.
 
     A score is a sum of d products; in fp32 its roundings amount to about u sqrt(d) / 3 of
     the sum of their sizes, at most |scale| |q_i| |k_j|, and P moves by that relatively.
@@ -539,8 +591,9 @@ def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
 
 
 def settled(case: AttentionCase) -> AttentionCase:
-    """The case with an upstream gradient of 0 where a row sees no key: what such a row
-    returns is a convention, and so would be what flows back through it."""
+    """Returns the case with an upstream gradient of 0 where a row sees no key (what such
+    a row returns is a convention, and so would be what flows back through it); the case
+    itself without an upstream gradient."""
     if case.grad_out is None:
         return case
     empty = empty_rows(case)[..., None]
@@ -548,11 +601,11 @@ def settled(case: AttentionCase) -> AttentionCase:
 
 
 def part(case: AttentionCase, **ranges: range) -> AttentionCase:
-    """The call with ranges of some axes alone (`batch`, `head`, `kv_head`, `row`, `key`),
-    its tensors copied, dense, in their own order of axes in memory: kernels choose by it.
-    With a kv head come all query heads that read it, unless `head` says which. Each row
-    sees what it saw: of rows from r and keys from k, j <= i + offset becomes j' + k <= i'
-    + r + offset."""
+    """Returns the call with ranges of some axes alone (keywords `batch`, `head`,
+    `kv_head`, `row`, `key`), its shortened tensors copied, dense, in their own order of
+    axes in memory: kernels choose by it. With a kv head come all query heads that read
+    it, unless `head` says which. Each row sees what it saw: of rows from r and keys from
+    k, j <= i + offset becomes j' + k <= i' + r + offset."""
     if "kv_head" in ranges and "head" not in ranges:
         group, heads = case.group, ranges["kv_head"]
         ranges["head"] = range(heads.start * group, heads.stop * group)
@@ -572,10 +625,10 @@ def part(case: AttentionCase, **ranges: range) -> AttentionCase:
 
 
 def returned(out: Tensor, case: AttentionCase) -> Format:
-    """The format an output is in: its dtype's, unless it came in the dtype that stores
-    the case's working format, or in a wider one and holds numbers of the working format
-    alone. (What a kernel computes in a wider one it must then return in a wider
-    dtype.)"""
+    """Returns the format an output counts as: its dtype's, unless it came in the dtype
+    that stores the case's working format, or in a wider one and holds numbers of the
+    working format alone. (What a kernel computes in a wider one it must then return in a
+    wider dtype.)"""
     narrow, wide = case.q.dtype, format_of(out.dtype)
     if out.dtype != narrow and case.working is None and wide.contains(case.format):
         same = out.to(narrow).to(out.dtype) == out
@@ -588,8 +641,9 @@ def case_record(
     axes: Mapping[str, object] | None = None,
     formats: Sequence[Format] = (),
 ) -> CaseRecord:
-    """What a call was, all of its heads; `formats`: those that its inputs are rounded
-    to."""
+    """Returns the report's record of a call, with all of its heads. `axes`: its values on
+    a sweep's axes; `formats`: those that its inputs are rounded to, for which overflows
+    are counted."""
     batch, _, _, head_dim = case.q.shape
     has_sinks, v_dim = case.sinks is not None, case.v.shape[3]
     mask, swept = kind_of(case.mask), dict(axes or {})

@@ -49,8 +49,9 @@ class Late(Exception):
 
 
 class Channel:
-    """numdev's end: a socket, and what the process writes to stderr. `has_ended` says
-    whether the process is gone: what it leaves behind may hold the other end for ever."""
+    """numdev's end of the connection: a socket, and what the process writes to stderr.
+    `has_ended` says whether the process is gone: what it leaves behind may hold the other
+    end for ever. Neither may block."""
 
     def __init__(
         self, end: socket.socket, stderr: int, has_ended: Callable[[], bool]
@@ -61,12 +62,13 @@ class Channel:
         os.set_blocking(stderr, False)
 
     def close(self) -> None:
+        """Closes the socket and the pipe of stderr."""
         self.socket.close()
         os.close(self.stderr)
 
     def is_clean(self) -> bool:
-        """Whether nothing has come that nobody asked for, nor was the other end
-        closed."""
+        """Whether nothing has come that nobody asked for, and the other end is still
+        open."""
         try:
             self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -76,6 +78,8 @@ class Channel:
         return False
 
     def send(self, message: bytes, deadline: float) -> None:
+        """Sends a message after its length. Raises Ended where the process ends before,
+        and Late after the deadline (`time.monotonic`)."""
         unsent = memoryview(LENGTH.pack(len(message)) + message)
         while unsent:
             self._wait(selectors.EVENT_WRITE, deadline)
@@ -87,14 +91,15 @@ class Channel:
                 raise Ended from error
 
     def read(self, size: int, deadline: float) -> bytearray:
-        """So many bytes. Raises Ended where they end before, and Late after the
-        deadline."""
+        """Returns the next `size` bytes. Raises Ended where they end before, and Late
+        after the deadline (`time.monotonic`)."""
         message = bytearray(size)
         self.fill(memoryview(message), deadline)
         return message
 
     def fill(self, missing: memoryview, deadline: float) -> None:
-        """Fill memory with what comes; raises as `read`."""
+        """Fills memory with the bytes that come, as many as it holds. Raises Ended where
+        they end before, and Late after the deadline (`time.monotonic`)."""
         while missing:
             self._wait(selectors.EVENT_READ, deadline)
             try:
@@ -108,19 +113,22 @@ class Channel:
             missing = missing[count:]
 
     def last_line(self) -> str:
-        """What the process wrote last to stderr."""
+        """Returns the last line that the process wrote to stderr; empty where it wrote
+        none."""
         self._drain()
         lines = self.tail.decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
 
     def forget(self) -> None:
-        """What was written to stderr until now."""
+        """Drops what was written to stderr until now."""
         self._drain()
         self.tail = b""
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Until the socket is ready. Takes meanwhile what comes on stderr, so that a
-        process that writes much does not wait for a reader."""
+        """Waits until the socket is ready for `event` (of `selectors`). Takes meanwhile
+        what comes on stderr, so that a process that writes much does not wait for a
+        reader. Raises Late after the deadline, and Ended once the process is gone and
+        nothing is left to read."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.socket, event)
             selector.register(self.stderr, selectors.EVENT_READ)
@@ -142,7 +150,8 @@ class Channel:
                     selector.unregister(self.stderr)
 
     def _drain(self) -> bool:
-        """Take one pipe's fill of stderr; False once it is closed."""
+        """Takes one pipe's fill of stderr, of which the last TAIL_BYTES are kept; returns
+        False once it is closed."""
         try:
             text = os.read(self.stderr, 1 << 16)
         except BlockingIOError:
@@ -158,13 +167,14 @@ Part = bytes | memoryview
 
 
 def failed_answer(status: Literal["skipped", "failed"], reason: str) -> list[Part]:
-    """What is sent after the token for a kernel without an output."""
+    """Returns the parts of what is sent after the token for a kernel without an
+    output."""
     return _header({"status": status, "reason": reason})
 
 
 def output_answer(output: Output) -> list[Part]:
-    """What is sent after the token for a kernel's output. Raises ValueError where it says
-    too much."""
+    """Returns the parts of what is sent after the token for a kernel's output: header and
+    bytes of the tensors. Raises ValueError for a header of more than MAX_HEADER bytes."""
     tensors = {name: x for name, x in vars(output).items() if isinstance(x, Tensor)}
     layouts = {
         name: {"dtype": str(x.dtype), "shape": list(x.shape), "stride": list(x.stride())}
@@ -177,6 +187,8 @@ def output_answer(output: Output) -> list[Part]:
 
 
 def _header(content: Mapping[str, object]) -> list[Part]:
+    """Returns the length of a header and its JSON. Raises ValueError for more than
+    MAX_HEADER bytes."""
     text = json.dumps(content, default=str).encode()
     if len(text) > MAX_HEADER:
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {len(text)}")
@@ -186,8 +198,10 @@ def _header(content: Mapping[str, object]) -> list[Part]:
 def read_answer(
     channel: Channel, token: bytes, case: AttentionCase, deadline: float
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
-    """The output of a case, on the CPU, or a status and its reason. Raises ValueError for
-    anything else that came, Ended and Late."""
+    """Returns the output of a case, on the CPU, or a status and its reason. `token`: what
+    the answer must begin and end with. Raises ValueError, KeyError or TypeError for
+    anything else that came, Ended where the process ends before, and Late after the
+    deadline (`time.monotonic`)."""
     _expect(channel, token, deadline)
     answer = _read_answer(channel, case, deadline)
     _expect(channel, token, deadline)
@@ -195,6 +209,8 @@ def read_answer(
 
 
 def _expect(channel: Channel, token: bytes, deadline: float) -> None:
+    """Reads the token. Raises ValueError where something else comes, Ended and Late as
+    reading does."""
     if channel.read(TOKEN_BYTES, deadline) != token:
         raise ValueError("not an answer to this task")
 
@@ -202,6 +218,9 @@ def _expect(channel: Channel, token: bytes, deadline: float) -> None:
 def _read_answer(
     channel: Channel, case: AttentionCase, deadline: float
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
+    """Returns what stands between the tokens of an answer: an output of the case, or a
+    status and its reason. Raises ValueError, KeyError or TypeError for what is neither,
+    Ended and Late as reading does."""
     (length,) = LENGTH.unpack(channel.read(LENGTH.size, deadline))
     if length > MAX_HEADER:
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {length}")
@@ -227,7 +246,7 @@ def _read_answer(
 
 
 def shapes_of(case: AttentionCase) -> dict[str, tuple[int, ...]]:
-    """The tensors that an output of this case may have."""
+    """Returns the shape of every tensor that an output of this case may have, by name."""
     rows = tuple(case.q.shape[:3])
     out = (*rows, case.v.shape[-1])
     inputs = {"dq": case.q, "dk": case.k, "dv": case.v}
@@ -245,7 +264,9 @@ def _tensor(
     shape: tuple[int, ...],
     deadline: float,
 ) -> Tensor:
-    """The next tensor, laid out in memory as it was."""
+    """Returns the next tensor, laid out in memory as it was, or dense where its strides
+    span more than MAX_GAP times its size. Raises ValueError where its shape is not
+    `shape` or its strides are not as many, KeyError for an unknown dtype."""
     dtype, stride = DTYPES[layout["dtype"]], layout["stride"]
     if tuple(layout["shape"]) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {layout['shape']}")
@@ -265,7 +286,8 @@ def _tensor(
 
 
 def read_task(end: socket.socket) -> bytearray:
-    """The next task's bytes. Raises EOFError when numdev sends no more."""
+    """Returns the next task's bytes. Raises EOFError when numdev sends no more, or a
+    length beyond MAX_TASK."""
     (length,) = LENGTH.unpack(_read(end, LENGTH.size))
     if length > MAX_TASK:
         raise EOFError
@@ -273,6 +295,8 @@ def read_task(end: socket.socket) -> bytearray:
 
 
 def _read(end: socket.socket, size: int) -> bytearray:
+    """Returns the next `size` bytes; waits for them. Raises EOFError where they end
+    before."""
     message = bytearray(size)
     missing = memoryview(message)
     while missing:

@@ -44,7 +44,9 @@ Named = str | Path | Mapping[str, object] | AttentionCase  # what names a case, 
 def measured(
     source: CheckSource, plan: Plan, rules: Rules, request: Mapping[str, object]
 ) -> tuple[AuditReport, Judgement]:
-    """What a plan's kernels come to on the source's cases, held to the rules."""
+    """Returns the report and the judgement of a plan's kernels on the source's cases,
+    under the rules. A case that the kernel declines gets skipped rows alone. Calls that
+    fail are named together, when all are measured."""
     watch = Stopwatch(plan.system.device)
     watch.searching = False  # calls that fail are named together, when all are measured
     later: list[Failing] = []
@@ -81,10 +83,14 @@ def measured(
 
 
 def declining(kernel: Kernel) -> Kernel:
-    """The kernel, with a NotImplementedError taken for a refusal (in backward: there is
-    none), and what PyTorch raises where the chosen SDPA operator takes no such call."""
+    """Returns the kernel with Refused raised for V with an infinity, and in place of
+    NotImplementedError and of what PyTorch raises where the chosen SDPA operator takes no
+    such call. Its backward `autograd` becomes a function that differentiates the forward
+    pass."""
 
     def refusing(function: Callable[..., object]) -> Callable[..., object]:
+        """Returns a kernel's function with these exceptions turned into Refused."""
+
         @functools.wraps(function)
         def run(case: AttentionCase, **options: object) -> object:
             refuse(
@@ -117,7 +123,7 @@ def declining(kernel: Kernel) -> Kernel:
 
 
 class CheckSource(ConfigSource):
-    """Cases named by a kernel's author (None: configs/check/default.yaml): a name of
+    """The cases a kernel's author names (None: configs/check/default.yaml): by a name of
     these or of a regime of inputs, a YAML file, captured tensors, a mapping with the keys
     of a YAML case, a call at hand. Drawn ones come once for each seed, with grad_out if
     wanted. Raises UsageError for a name that is none, for what cannot be read, and for
@@ -152,6 +158,9 @@ class CheckSource(ConfigSource):
             )
 
     def _located(self, named: Named, number: int) -> Sequence[Located]:
+        """Returns the located cases of one entry, the `number`-th, which names a mapping
+        without a name. Raises UsageError for a name that is none and a file that holds no
+        cases."""
         seed = self._seeds[0] if self._gradients else None
         if isinstance(named, AttentionCase):
             return [as_located(with_drawn(copied(named, self._device), seed))]
@@ -170,6 +179,7 @@ class CheckSource(ConfigSource):
         return open_cases(path, device=self._device, upstream=seed).cases
 
     def _drawn(self, configs: Sequence[CaseConfig]) -> list[Located]:
+        """Returns the located cases of configurations, each once for every seed."""
         on, seeds = System(device=self._device), self._seeds
         source = ConfigSource(self.target, configs, seeds, on, gradients=self._gradients)
         return list(source)
@@ -181,38 +191,49 @@ LEAST_IN_TILE = 16  # keys in the last tile from which on an error there is no s
 
 
 def _has_distinct_group(c: CaseRecord) -> bool:
+    """Whether there are several kv heads, fewer than query heads, and the group size is
+    not the number of kv heads."""
     return 1 < c.kv_heads < c.heads != c.kv_heads**2
 
 
 def _has_more_queries(c: CaseRecord) -> bool:
+    """Whether there are more queries than keys."""
     return c.q_len > c.kv_len
 
 
 def _has_more_keys(c: CaseRecord) -> bool:
+    """Whether there are more keys than queries, and several queries."""
     return 1 < c.q_len < c.kv_len
 
 
 def _has_single_query(c: CaseRecord) -> bool:
+    """Whether one query sees several keys."""
     return c.q_len == 1 < c.kv_len
 
 
 def _has_full_last_tile(c: CaseRecord) -> bool:
+    """Whether the keys are several whole tiles of TILE."""
     return c.kv_len > TILE and not c.kv_len % TILE
 
 
 def _has_partial_last_tile(c: CaseRecord) -> bool:
+    """Whether the keys are more than a tile, and at least LEAST_IN_TILE are in the last
+    one."""
     return c.kv_len > TILE and c.kv_len % TILE >= LEAST_IN_TILE
 
 
 def _has_length_of_head_dim(c: CaseRecord) -> bool:
+    """Whether queries, keys and head dimension are equally many."""
     return c.q_len == c.kv_len == c.head_dim
 
 
 def _has_other_v_dim(c: CaseRecord) -> bool:
+    """Whether V has another width than q and k."""
     return c.v_dim != c.head_dim
 
 
 def _has_batch(c: CaseRecord) -> bool:
+    """Whether there are several sequences."""
     return c.batch > 1
 
 
@@ -232,8 +253,8 @@ wrong."""
 
 
 def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
-    """Which of SHAPES no call has; a window to both sides too, where calls have
-    windows."""
+    """Returns which of SHAPES no call has, in words; also a window to both sides, where
+    calls have windows and none to both."""
     untested = [words for words, has in SHAPES.items() if not any(map(has, called))]
     windows = [case.window for case in called if case.window is not None]
     if windows and not any(left and right for left, right in windows):
@@ -242,13 +263,14 @@ def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
 
 
 def default_cases() -> tuple[CaseConfig, ...]:
-    """configs/check/default.yaml."""
+    """Returns the cases of configs/check/default.yaml."""
     return read_yaml(bundled("check/default.yaml"), CheckConfig).cases
 
 
 def _by_name(name: str) -> Sequence[CaseConfig]:
-    """A case of the default set, or a regime of inputs, without and with a causal
-    mask."""
+    """Returns the configurations that a name stands for: a case of the default set, or a
+    regime of inputs, without and with a causal mask. Raises UsageError for another
+    name."""
     defaults = {config.name: config for config in default_cases()}
     if name in defaults:
         return [defaults[name]]
@@ -259,4 +281,6 @@ def _by_name(name: str) -> Sequence[CaseConfig]:
 
 
 def _configured(case: Mapping[str, object]) -> Sequence[CaseConfig]:
+    """Returns the configurations of a YAML case, which may list values. Raises UsageError
+    for a key or value that is none."""
     return validated({"cases": [case]}, CheckConfig, "cases").cases

@@ -68,16 +68,17 @@ GONE, KEPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Who measures in this process's place: `workers` processes, or those of a Dask
-    scheduler."""
+    """Which Dask workers measure in this process's place: `workers` processes started
+    here, or those of the scheduler at an address."""
 
     workers: int | None = None
     scheduler: str | None = None
 
 
 def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
-    """None where neither is given: this process measures. UsageError for both, and
-    without Dask."""
+    """Returns the cluster that the options --workers and --scheduler ask for; None where
+    neither is given: this process measures. Raises UsageError for both, for fewer than
+    one worker, and without Dask."""
     if workers is None and scheduler is None:
         return None
     if workers is not None and workers < 1:
@@ -96,9 +97,10 @@ def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
 
 @contextlib.contextmanager
 def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
-    """PyTorch on the threads that each worker gets: on a CPU an equal share, on a GPU
-    all. Here too, since a report is about one number of threads. UsageError for more than
-    GPUs, or CPUs."""
+    """Runs the block with PyTorch on the threads that each local worker gets: on a CPU an
+    equal share, on a GPU all. Here too, since a report is about one number of threads.
+    Changes nothing without local workers. Raises UsageError for more workers than GPUs,
+    or CPUs."""
     if cluster is None or cluster.workers is None:
         yield
         return
@@ -123,7 +125,10 @@ def at_work(
     watch: Stopwatch,
     say: Callable[[str], None],
 ) -> Iterator[Workers]:
-    """The workers of a cluster. Raises UsageError where no scheduler answers."""
+    """Gives the workers of a cluster for the block. `header`: of the journal, of which
+    workers must have the same environment and kernels; `limit_s`: seconds for a kernel;
+    `say` gets a message where workers are waited for. Raises UsageError where no
+    scheduler answers."""
     with contextlib.ExitStack() as stack:
         with watch.stopped():
             client = stack.enter_context(client_of(cluster, plan.system))
@@ -134,14 +139,16 @@ def at_work(
 
 
 def shared_by(header: Mapping[str, object]) -> str:
-    """As JSON, what of a run must be the same on a worker."""
+    """Returns as JSON what of a run must be the same on a worker: environment and kernels
+    of the journal's header, and torch's settings here."""
     same = {name: header[name] for name in ("environment", "kernels")}
     return json.dumps({**same, "torch": torch_settings()}, default=str)
 
 
 @dataclass(eq=False)
 class Workers:
-    """Where cases are sent. `submit` and `drain` give what has come back meanwhile."""
+    """Sends cases to workers. `submit` and `drain` yield the results that have come back
+    meanwhile, in any order."""
 
     plan: Plan
     expected: str  # JSON: what must be the same on a worker
@@ -153,9 +160,11 @@ class Workers:
     arrived: queue.SimpleQueue[Future[Any]] = field(default_factory=queue.SimpleQueue)
 
     def submit(self, located: Located, tasks: Tasks) -> Iterator[Finished]:
-        """Send a case with its unfinished tasks, as soon as there is room for it: two
-        cases for each worker, so that none waits for the next one; of shipped cases one
-        each and one more, so that memory does not grow with the number of layers."""
+        """Sends a case with its unfinished tasks, as soon as there is room for it, and
+        yields what has come back meanwhile. There is room for two cases for each worker,
+        so that none waits for the next one; of shipped cases one each and one more, so
+        that memory does not grow with the number of layers. Raises as `present` does, and
+        what a worker raised."""
         shipped = not isinstance(located, Drawn)
         while True:
             present = max(1, self.present())
@@ -172,12 +181,16 @@ class Workers:
         future.add_done_callback(self.arrived.put)
 
     def drain(self) -> Iterator[Finished]:
-        """What the cases that are still out came to, until all are back."""
+        """Yields the results of the cases that are still out, until all are back. Raises
+        what a worker raised."""
         while self.flights:
             yield from self._landed()
 
     def _landed(self) -> Iterator[Finished]:
-        """What the next case that is done came to; nothing, where none is for a while."""
+        """Yields the results of the next case that is done; nothing, where none is for
+        TICK_S seconds. A case whose worker died twice gets failed rows. Raises the
+        NumdevError of a worker, MeasurementError for another exception there and where
+        the scheduler is gone."""
         from distributed import CancelledError, KilledWorker
 
         try:
@@ -209,9 +222,9 @@ class Workers:
         yield from finished
 
     def present(self) -> int:
-        """How many workers there are now. Raises MeasurementError where the scheduler is
-        gone, UsageError for a worker of several cases at a time, which would share a
-        GPU."""
+        """Returns how many workers there are now. Raises MeasurementError where the
+        scheduler is gone, UsageError for a worker of several cases at a time, which would
+        share a GPU."""
         if self.client.status != "running":
             raise MeasurementError(GONE, hint=KEPT)
         try:
@@ -233,8 +246,9 @@ def shared_out(
     function: Callable[..., T],
     parts: Sequence[tuple[object, ...]],
 ) -> Iterator[T]:
-    """What `function(*part)` returns on the workers for each part, as it comes. Raises
-    what it raises there, MeasurementError for anything but a NumdevError."""
+    """Yields what `function(*part)` returns on the workers for each part, as it comes, in
+    any order. `expected`: what `shared_by` returned. Raises the NumdevError it raises
+    there, and MeasurementError for anything else."""
     from distributed import as_completed
 
     futures = [
@@ -252,6 +266,8 @@ def shared_out(
 
 
 def _called(expected: str, function: Callable[..., T], part: tuple[object, ...]) -> T:
+    """Returns function(*part), on a worker that is checked first; what is printed goes to
+    stderr. Raises UsageError where the worker differs."""
     with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
         check_here(json.loads(expected))
         return function(*part)
@@ -259,8 +275,8 @@ def _called(expected: str, function: Callable[..., T], part: tuple[object, ...])
 
 @contextlib.contextmanager
 def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
-    """A client of the cluster's scheduler; on leaving, nothing that was started here is
-    left."""
+    """Gives a client of the cluster's scheduler for the block; when it is left, nothing
+    that was started here is left. Raises UsageError where no scheduler answers."""
     import dask
     from distributed import Client, Nanny, Scheduler, SpecCluster
     from distributed.comm.addressing import resolve_address
@@ -325,8 +341,10 @@ def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
 def work(
     expected: str, parcel: bytes
 ) -> tuple[list[Finished], dict[str, float]] | NumdevError:
-    """What goes into the journal of a case, and seconds by section; or why nothing was
-    measured."""
+    """Returns what goes into the journal of a case, and seconds by section; or the error
+    that tells why nothing was measured, with the worker's name. `expected`: JSON of what
+    must be the same here; `parcel`: pickled plan, tasks, case and time limit. Runs on a
+    worker."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             shared = json.loads(expected)
@@ -350,7 +368,7 @@ _isolated = functools.cache(Isolated)  # kept from case to case, until `leave`
 
 
 def leave() -> None:
-    """End the process of isolated kernels, if there is one."""
+    """Ends this worker's process of isolated kernels, if there is one."""
     _isolated().close()
 
 
@@ -358,8 +376,9 @@ SAME = "install the same on all workers and restart them"
 
 
 def check_here(expected: Mapping[str, Any]) -> None:
-    """Take over torch's settings. Raises UsageError where anything else is different
-    here, but for the number of GPUs: a worker mostly sees one."""
+    """Sets torch's settings as expected. Raises UsageError where anything else of the
+    environment is different here, but for the number of GPUs: a worker mostly sees
+    one."""
     set_torch(expected["torch"])
     system = System.probe(expected["environment"]["device"])
     actual = json.loads(json.dumps(environment(system), default=str))
@@ -373,8 +392,8 @@ def check_here(expected: Mapping[str, Any]) -> None:
 
 
 def _planned(task: Task, sources: Mapping[str, str]) -> Planned:
-    """The kernel of a task as this worker has it. Raises UsageError where its source is
-    not that of `sources`, by kernel's name."""
+    """Returns the kernel of a task as this worker has it. Raises UsageError where its
+    source is not that of `sources`, by kernel's name."""
     name = task.kernel
     fault = name.removeprefix(PREFIX)
     kernel = CONTROLS[fault].kernel() if task.role == "control" else find(name)

@@ -59,7 +59,7 @@ MOST_SCORES = 1 << 25
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Likeness:
-    """A way of rounding that explains a kernel."""
+    """A known way of rounding that explains a kernel's errors."""
 
     words: str  # `as sdpa-flash rounds on this CPU`: the row's claim
     expected: Step
@@ -68,8 +68,9 @@ class Likeness:
     def without_its_bias(
         self, metrics: Sequence[Metrics], yardstick: Yardstick
     ) -> list[Metrics]:
-        """The metrics of an output, without a large bias that the way has too (two nearer
-        each other than the limit are one); `nulls` says whose it is."""
+        """Returns the metrics of an output's heads, without a large bias that the way has
+        too (two nearer each other than the limit are one): `bias_size` is None there, and
+        `nulls` says whose it is. The heads given are not changed."""
         beyond_limit = functools.partial(excess, "bias_size")
         if not any(beyond_limit(head.get("bias_size")) > 1 for head in metrics):
             return list(metrics)
@@ -90,8 +91,8 @@ class Likeness:
 
 @functools.cache
 def _limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
-    """The default thresholds of a metric, of single heads or of medians, and their least
-    limit."""
+    """Returns the default thresholds of a metric, of single heads or of medians, and
+    their least limit, 0 without any."""
     every = (t for t in default_rules().thresholds if t.metric == name)
     limits = tuple(t for t in every if bool(t.heads) == median)
     ends = [t.at_most or 0.0 for t in limits] + [
@@ -103,8 +104,9 @@ def _limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
 def excess(
     name: str, value: float | None, row: DeviationRow | None = None, n: int = 0
 ) -> float:
-    """How far a metric, or its median of n heads, is on the way to its limit by default;
-    0 where it is within every limit there is."""
+    """Returns how far a metric, or with `n` its median of n heads, is on the way to its
+    default limit: above 1 is beyond; 0 for None and where it is within every limit there
+    is. `row`: the row that picks the limit and widens it; None: the first limit."""
     limits, least = _limits(name, median=bool(n))
     if value is None or abs(value) <= least:
         return 0.0
@@ -115,16 +117,18 @@ def excess(
 
 
 def _is_judged(name: str, row: DeviationRow) -> bool:
-    """Whether a default rule holds this metric of such a row to a limit."""
+    """Whether a default rule limits this metric of such a row."""
     return any(t.metric == name and t.where.fit(row) for t in default_rules().thresholds)
 
 
 def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, ...]:
-    """The tensors of one call that are beyond what the default rules allow them, by
-    rounding: none where another function is suspected of the output, or something is not
-    finite. `narrow`: by sums in 16 bits too, which no way of rounding excuses."""
+    """Returns the tensors of one call that are beyond what the default rules allow them,
+    by rounding: none where another function is suspected of the output, or something is
+    not finite. `narrow`: count sums in 16 bits too, which no way of rounding excuses."""
 
     def is_beyond(heads: Sequence[DeviationRow]) -> bool:
+        """Whether the heads of one tensor, together or one of them, are beyond a limit;
+        False where nothing is predicted."""
         predicted = [r for r in heads if r.worst_row is not None]
         if not predicted:
             return False
@@ -149,8 +153,9 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
 
 
 def locate(measured: Measured[Bench], bench: Bench) -> None:
-    """Say of each head in which rows it is beyond the default limit of a single row, or
-    not finite, where these are few or of one batch entry."""
+    """Writes into each row of `measured`, in place, in which rows of its head it is
+    beyond the default limit of a single row, or not finite, where these are few or of one
+    batch entry."""
     select = (measured.bench or bench).selection
     for at, row in enumerate(measured.rows):
         ratios = (
@@ -181,11 +186,11 @@ def likenesses(
     bench: Bench,
     system: System,
 ) -> dict[str, Likeness]:
-    """By tensor, the way that best explains an output of which `tensors` are beyond their
-    limits under `fa2`: of all that came back, in `formats`, or of the output, or of the
-    gradients. Where it explains all of dk or of dv alone, both are summed over their
-    query heads as it sums them. Nothing where no way does that takes the call, or where
-    no element can be predicted (in float32)."""
+    """Returns by tensor the known way of rounding that best explains an output of which
+    `tensors` are beyond their limits under `fa2`: of all that came back, in `formats`, or
+    of the output, or of the gradients. Where it explains all of dk or of dv alone, both
+    are summed over their query heads as it sums them. Empty where no way does that takes
+    the call, or where no element can be predicted (in float32)."""
     select = bench.selection.select
     returned = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
     names = [n for n, x in returned.items() if n == "out" or all_finite([x])]
@@ -210,8 +215,9 @@ Part = tuple[str, ...]  # tensors that one way is to explain together
 
 
 class _Search:
-    """The ways tried for one output, and the best for each part of its tensors: all, the
-    output, the gradients, and dk or dv alone where a group's heads are summed."""
+    """The search for the known way of rounding that explains one output, with the best
+    way for each part of its tensors: all, the output, the gradients, and dk or dv alone
+    where a group's heads are summed."""
 
     def __init__(
         self,
@@ -241,14 +247,15 @@ class _Search:
 
     @property
     def whole(self) -> Likeness | None:
-        """The way that best explains all tensors together; None where none does."""
+        """Returns the way that best explains all tensors together; None where none
+        does."""
         return self.best.get(self.every)
 
     def try_whole_step(
         self, ways: Iterable[tuple[str, Tried]]
     ) -> list[tuple[str, Tried]]:
-        """Try ways until one explains all tensors; returns those whose output is
-        another."""
+        """Tries ways until one explains all tensors; returns those whose output rules
+        them out. `ways`: names in words, with functions."""
         unlike: list[tuple[str, Tried]] = []
         for words, way in ways:
             if self._has_other_output(way):
@@ -260,15 +267,17 @@ class _Search:
         return unlike
 
     def try_gradients(self, ways: Iterable[tuple[str, Tried]]) -> None:
-        """Try for the gradients alone ways whose output is another, unless the output is
-        wrong and unexplained: its gradients inherit its mistake."""
+        """Tries, for the gradients alone, ways whose output is ruled out. Does nothing
+        where no gradient is beyond its limit, or the output is and no way explains it:
+        its gradients inherit its mistake."""
         is_output_settled = "out" not in self.tensors or self.output in self.best
         if self.gradients in self.steps and is_output_settled:
             for words, way in ways:
                 self._judge(words, way, self.gradients, *self.group_sums)
 
     def by_tensor(self) -> dict[str, Likeness]:
-        """The best way of each tensor that one explains."""
+        """Returns the best way of each tensor that one explains; empties `best` of the
+        sums over a group."""
         summed = [self.best.pop(part) for part in self.group_sums if part in self.best]
         explained = {n: like for part, like in self.best.items() for n in part}
         # Their rounding shows in dv wherever the tiles begin; dk has that of the output
@@ -291,7 +300,8 @@ class _Search:
         return step is not None and self.residuals["out"](step["out"]) > most
 
     def _judge(self, words: str, way: Tried, *parts: Part) -> None:
-        """Note the way for each part that it explains better than those before it."""
+        """Notes the way in `best` for each part that it explains better than those before
+        it; does nothing for a way that cannot take the call."""
         if (expected := way()) is None:
             return
         left = {
@@ -319,10 +329,12 @@ TILES_AND_ORDERS = tuple(
 def _partly_cubic(
     x: Tensor, formats: Mapping[str, Format], bench: Bench
 ) -> Likeness | None:
-    """FlashAttention-4's cubic in keys of a tile that nobody knows: an output that lies
-    between the one with the cubic nowhere and the one with it everywhere. What is left of
-    it beside the one and the other is, squared and together, what these two differ by;
-    rounding to the format makes of two halves up to the root of two of that."""
+    """Returns the explanation that a kernel computes some keys of each tile, unknown
+    which, with FlashAttention-4's cubic exponential; None where its output `x` does not
+    lie between the output with the cubic nowhere and the one with it everywhere, and in
+    formats too coarse to show it. What is left of x against the one and against the other
+    is, squared and together, what these two differ by; rounding to the format makes of
+    two halves up to the root of two of that."""
     if bench.format.unit_roundoff > CUBIC_SHOWS or "out" not in formats:
         return None
     y, best = bench.yardsticks["out"], None
@@ -369,8 +381,9 @@ def held_to(
     bench: Bench,
     system: System,
 ) -> dict[str, Likeness]:
-    """By tensor, the way of these words, whether it explains the call or not: of a kernel
-    that it explains in others. Nothing where it cannot take this one."""
+    """Returns by tensor of `names` the way of these words, whether it explains the call
+    or not: of a kernel that it explains in others. Empty where it cannot take this call,
+    or no way has these words."""
     for each, way in _ways(formats, bench, system):
         if each == words and (step := way()) is not None:
             like = Likeness(words=words, expected=step, residual=1.0)
@@ -379,13 +392,14 @@ def held_to(
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
-    """|x - way| / |x - r| of the way's tensor, rows counting alike; 0 or infinity if x is
-    exact."""
+    """Returns a function that gives |x - way| / |x - r| of a way's tensor, rows counting
+    alike; 0 or infinity if x is exact."""
     wide = x.double()
     weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     size = float(fits.weighed(wide - y.reference, weight).norm())
 
     def residual(expected: Tensor) -> float:
+        """Returns the residual of a way's tensor."""
         left = float(fits.weighed(wide - expected.double(), weight).norm())
         return left / size if size else (math.inf if left else 0.0)
 
@@ -395,7 +409,8 @@ def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
 def _ways(
     formats: Mapping[str, Format], bench: Bench, system: System
 ) -> Iterator[tuple[str, Tried]]:
-    """The ways that are tried, each with its name in words, the likeliest first."""
+    """Yields the known ways of rounding that are tried, each with its name in words, the
+    likeliest first."""
     place = "GPU" if system.device == "cuda" else "CPU"
     claims: dict[str, Mapping[str, object]] = {
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
@@ -430,7 +445,8 @@ class _Designs(Strict):
 
 @functools.cache
 def designs() -> tuple[dict[str, Any], ...]:
-    """How public kernels round: configs/designs.yaml."""
+    """Returns how public kernels round, from configs/designs.yaml: each with its kernel's
+    name, `claim` and variants `tried`."""
     return read_yaml(bundled("designs.yaml"), _Designs).designs
 
 
@@ -441,7 +457,8 @@ def _predicted(
     *,
     forward: bool = False,
 ) -> Step | None:
-    """What a claim predicts; None where it cannot take the call."""
+    """Returns the tensors that a claim (options of `emulated`) predicts; None where the
+    emulation refuses the call."""
     with contextlib.suppress(Refused, MeasurementError, UsageError):
         return bench.predicted(
             emulator.returning(claim, bench.case, formats), forward=forward
@@ -450,7 +467,9 @@ def _predicted(
 
 
 def _written(way: Way, bench: Bench, *, forward: bool = False) -> Step | None:
-    """What a way that is written out returns, and autograd's gradients of it."""
+    """Returns the tensors of a way that is a function of PyTorch, with autograd's
+    gradients unless `forward`, in float32; None where it fails, or the call has more than
+    MOST_SCORES scores."""
     case = bench.restricted
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
         return None
@@ -475,9 +494,9 @@ KEPT_BYTES = 1 << 30
 def explain(
     task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
 ) -> list[AttributionRow]:
-    """Which roundings make the errors of a measured task, by tensor its kernel returned;
-    none where it returned nothing. "Unknown" where emulations predict nothing, as in
-    fp32, and on failure."""
+    """Returns which roundings make the errors of a measured task, a row for each tensor
+    its kernel returned; empty where it returned nothing. A row has a reason instead where
+    emulations predict nothing, as in fp32, and on failure."""
     output, rows = measured.output, list[AttributionRow]()
     if output is None:
         return rows
@@ -500,8 +519,8 @@ def explain(
 
 
 class _Compared:
-    """Some heads of a kernel's output, in the measured rows, the truth, and emulations of
-    them."""
+    """Some heads of a kernel's output, in the measured rows, with their exact results,
+    and emulations of them."""
 
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
@@ -520,8 +539,9 @@ class _Compared:
         self.steps: dict[str, dict[str, Tensor]] = {}  # emulated, by recipe
 
     def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
-        """What a row says of one tensor: which roundings explain it, or why that is not
-        known."""
+        """Returns the fields of an `AttributionRow` that say which roundings explain one
+        tensor; only `reason` where that is not known, and nothing where it has no
+        error."""
         case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
             why = "query rows are sampled, and a key's gradient is a sum over all of them"
@@ -555,7 +575,9 @@ class _Compared:
         }
 
     def emulated(self, tensor: str, tried: fits.Claim) -> Tensor:
-        """One emulation of backward serves all three gradients; the output needs none."""
+        """Returns a tensor of the emulation with these options, for the compared heads.
+        One emulation of backward serves all three gradients; results up to KEPT_BYTES are
+        cached."""
         recipe = emulator.returning(tried, self.case, self.formats)
         key = f"{tensor == 'out'} {sorted(recipe.items())!r}"
         if key in self.steps:
@@ -574,8 +596,8 @@ class _Compared:
 
 
 def _informed(claim: fits.Claim | None, out: AttributionRow) -> fits.Claim | None:
-    """The claim with the tiles that explain the output, where it was right but for
-    those."""
+    """Returns the claim with the tiles that explain the output, where it was right but
+    for those; else the claim as it is."""
     if claim is None or not out.explained_by:
         return claim
     if out.recipe.get("preset") != claim.get("preset", "fa2"):
@@ -585,14 +607,15 @@ def _informed(claim: fits.Claim | None, out: AttributionRow) -> fits.Claim | Non
 
 
 def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
-    """At most `most` of the heads, evenly spread."""
+    """Returns at most `most` of the heads, evenly spread."""
     return heads[:: max(1, len(heads) // most)][:most]
 
 
 def whole_groups(
     heads: tuple[int, ...], group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """About MOST_HEADS query heads, in whole groups, and the kv heads these read."""
+    """Returns about MOST_HEADS of the query heads, in whole groups (`group`: query heads
+    per kv head), and the kv heads these read."""
     kv = chosen(
         tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group)
     )
@@ -613,8 +636,9 @@ PLACE = ("case", "layer", "call", "tensor", "head", "batch", "row")
 def examine(
     task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
 ) -> list[WorstRow]:
-    """The worst rows of each tensor of a measured task, beside what its rows were held
-    to; none where it returned nothing, or no row is near what `most` may show."""
+    """Returns the worst rows of each tensor of a measured task, compared with what its
+    roundings predict; empty where it returned nothing, or no row is near what `most` may
+    show. A failure while they are examined ends it, with the rows until then."""
     bench = measured.bench or bench
     output, held_to, select = measured.output, measured.held_to, bench.selection
     worst: list[WorstRow] = []
@@ -650,8 +674,8 @@ def examine(
 
 
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
-    """The rows that a summary shows, each once: first what is not finite, then ratios
-    from NOTABLE on."""
+    """Returns the rows that a summary shows, at most SHOWN, each once: first what is not
+    finite, then ratios from NOTABLE on, the largest first."""
     notable = [
         r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)
     ]
@@ -667,10 +691,10 @@ OF_PROFILE = ("case", "layer", "attends", "role", "kernel", "options", "format")
 
 
 def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[ProfileRow]:
-    """How each tensor errs along its call, by bin of positions; none where there are no
-    bins, and of planted faults. Errors are root mean squares in the unit of `row_rel`.
-    Not times the floor, which is 0 where a row sees one key: its result is a row of V and
-    needs no rounding."""
+    """Returns how each tensor errs along its call, by bin of positions; empty where there
+    are no bins, and for planted faults. Errors are root mean squares in the unit of
+    `row_rel`. Not times the floor, which is 0 where a row sees one key: its result is a
+    row of V and needs no rounding."""
     rows: list[ProfileRow] = []
     about = {name: x for name, x in identity(task).items() if name in OF_PROFILE}
     for tensor, deviation in measured.along.items():
@@ -695,7 +719,8 @@ def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[Pro
 
 
 def _rms(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:
-    """The root mean square of each bin, to four digits; None for a bin without rows."""
+    """Returns the root mean square of each bin, to four digits; None for a bin without
+    rows."""
     with np.errstate(all="ignore"):
         values = np.sqrt(squares / counts)
     return tuple(float(f"{x:.4g}") if math.isfinite(x) else None for x in values)

@@ -25,6 +25,9 @@ TICK_S = 1.0
 
 
 def main() -> None:
+    """Starts the worker in a new process, waits for its end or numdev's, kills what it
+    started, and ends as it did. The arguments are JSON in sys.argv: numdev's process id,
+    the worker's socket, the lifeline, and sys.path."""
     numdev, pipe, lifeline, sys.path[:] = json.loads(sys.argv[1])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
@@ -61,13 +64,15 @@ def main() -> None:
 
 
 def prctl(option: int, value: int) -> None:
+    """Sets an option of this process on Linux (prctl); does nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def end_of(worker: int, numdev: int, lifeline: int, woken: int) -> int:
-    """The worker's wait status; 0 as soon as numdev has closed the lifeline, or is
-    gone."""
+    """Returns the worker's wait status, when it has ended; 0 as soon as numdev has closed
+    the lifeline, or is gone. Reaps other children meanwhile. `woken`: a pipe that signals
+    write to."""
     while True:
         ready, _, _ = select.select([lifeline, woken], [], [], TICK_S)
         if lifeline in ready or os.getppid() != numdev:
@@ -80,7 +85,7 @@ def end_of(worker: int, numdev: int, lifeline: int, woken: int) -> int:
 
 
 def end_children() -> None:
-    """Kill every child, and what it leaves to this process, until there is none."""
+    """Kills every child, and what it leaves to this process, until there is none."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in children():
@@ -90,7 +95,8 @@ def end_children() -> None:
 
 
 def children() -> list[int]:
-    """The processes whose parent is this one; none where the system has no /proc."""
+    """Returns the processes whose parent is this one; empty where the system has no
+    /proc."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -101,7 +107,8 @@ def children() -> list[int]:
 
 
 def end_as(status: int) -> None:
-    """End as the worker did, for numdev to see."""
+    """Ends this process as the worker did, by signal or exit code, for numdev to see.
+    Does not return."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core is enough
         number = os.WTERMSIG(status)

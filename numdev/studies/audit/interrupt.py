@@ -12,8 +12,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[object]:
-    """SIGINT by `handler`; gives the one before, and restores it. Nothing in other
-    threads."""
+    """Runs the block with SIGINT handled by `handler`; gives the handler before, and
+    restores it. In other threads than the main one it changes nothing and gives None."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -26,9 +26,10 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[object]:
 
 @contextlib.contextmanager
 def noticing() -> Iterator[Callable[[], bool]]:
-    """Says whether an interrupt came meanwhile, which tells the user's from a
-    KeyboardInterrupt that foreign code raised. What handled it before still does, or it
-    is ignored still."""
+    """Gives a function that tells whether an interrupt came since the block began, which
+    tells the user's from a KeyboardInterrupt that foreign code raised. What handled it
+    before still does, or it is ignored still; where that is not Python's, the function
+    says False."""
     before = signal.getsignal(signal.SIGINT)
     came = threading.Event()
     # It ends the process, or is not Python's
@@ -47,8 +48,9 @@ def noticing() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """An interrupt waits for the end of what must not be done by halves; a second does
-    not."""
+    """Runs the block, which must not be done by halves, before an interrupt that comes
+    meanwhile has its effect: it raises KeyboardInterrupt at the end. A second one does at
+    once."""
     came = False
 
     def remember(number: int, frame: object) -> None:

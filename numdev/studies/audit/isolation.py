@@ -73,10 +73,10 @@ def attempt(
     gradients: bool = False,
     within: Within = contextlib.nullcontext,
 ) -> Output | Failure:
-    """The kernel's output, with `gradients` that of one training step, or what went
-    wrong, be it an exception that is no `Exception`; the user's Ctrl-C alone comes out.
-    The kernel gets a copy of the inputs, so that writing into them, a failure, spoils no
-    other's."""
+    """Returns the kernel's output, with `gradients` that of one training step; or a
+    Failure with what went wrong, be it an exception that is no `Exception`; the user's
+    Ctrl-C alone comes out as KeyboardInterrupt. The kernel gets a copy of the inputs, in
+    the state of `within`, so that writing into them, a failure, spoils no other's."""
     run = kernel.gradients if gradients else kernel.attend
     with noticing() as is_interrupted:
         try:
@@ -103,8 +103,8 @@ def attempt(
 
 
 def copied(record: Any, device: str | torch.device | None = None) -> Any:
-    """A case or an output with detached tensors of its own, or on a device, laid out
-    alike."""
+    """Returns a case or an output with detached copies of its tensors, laid out alike;
+    with `device` its tensors are there, and copied only where they were elsewhere."""
     moved = {
         name: strided_as(x.detach().to(device or x.device, copy=device is None), x)
         for name, x in tensors_of(record).items()
@@ -113,6 +113,7 @@ def copied(record: Any, device: str | torch.device | None = None) -> Any:
 
 
 def tensors_of(record: object) -> dict[str, Tensor]:
+    """Returns the tensors of a case or an output by the field's name."""
     return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
 
 
@@ -127,8 +128,8 @@ NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker i
 
 
 class Isolated(contextlib.AbstractContextManager["Isolated"]):
-    """Runs kernels in a worker process. Use as a context manager; not from two threads at
-    once."""
+    """Runs kernels in a worker process, which is started when it is first needed. Use as
+    a context manager; not from two threads at once. `limit_s`: seconds for a kernel."""
 
     def __init__(self, limit_s: float = 60.0) -> None:
         self.limit_s = limit_s
@@ -175,14 +176,15 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         return result
 
     def close(self) -> None:
-        """End the worker, and all that it started."""
+        """Ends the worker, and all that it started; does nothing without one."""
         worker, self.worker = self.worker, None
         if worker is not None:
             worker.close()
 
     def _ready_for(self, name: str) -> Worker:
-        """A worker that waits for a task; a fresh one for a kernel that has failed
-        before, which would only be asked twice."""
+        """Returns a worker that waits for a task: the present one; or a fresh one where
+        that is gone or spoiled, or for a kernel that has failed before, which would only
+        be asked twice. Raises MeasurementError where none can be started."""
         worker = self.worker
         if worker is not None:
             is_spoiled = (
@@ -208,6 +210,8 @@ class Worker:
 
     @classmethod
     def start(cls) -> Worker:
+        """Starts a guard and its worker, and returns them; the worker may not be ready
+        yet. Raises OSError where no process can be started."""
         ours, theirs = socket.socketpair()
         end, lifeline = os.pipe()
         stderr, written = os.pipe()
@@ -235,8 +239,8 @@ class Worker:
         )
 
     def expect_ready(self) -> None:
-        """Wait until it has imported what it needs. Raises MeasurementError where it
-        cannot."""
+        """Waits until the worker has imported what it needs. Raises MeasurementError
+        where it cannot."""
         try:
             token = self.channel.read(TOKEN_BYTES, time.monotonic() + START_S)
             reason = UNUSABLE if token != NOTHING else None
@@ -250,8 +254,9 @@ class Worker:
     def answer(
         self, name: str, task: bytes, case: AttentionCase, limit_s: float
     ) -> Output | Failure:
-        """The worker's answer to a kernel's task, or a Failure that says how the worker
-        ended."""
+        """Returns the worker's answer to a kernel's task (`packed`), on the case's
+        device, or a Failure that says how the worker ended, that it took longer than
+        `limit_s` seconds, or that its answer is unusable."""
         self.kernels.add(name)
         self.channel.forget()
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -271,7 +276,8 @@ class Worker:
             return Failure("failed", f"{UNUSABLE} ({one_line(error)})")
 
     def fate(self) -> str:
-        """How it ended, and the last line it wrote to stderr."""
+        """Returns how the process ended, and the last line it wrote to stderr, in words.
+        Waits for its end for END_S seconds."""
         try:
             code = self.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
@@ -286,7 +292,8 @@ class Worker:
         return f"{what} ({line})" if line else what
 
     def close(self) -> None:
-        """End it, and all that it started."""
+        """Ends the process and all that it started, and removes temporary files that it
+        left."""
         os.close(self.lifeline)
         try:
             self.process.wait(timeout=END_S)
@@ -301,7 +308,8 @@ class Worker:
 
 
 def serve(descriptor: int) -> None:
-    """The worker: run one task after another, until nobody sends any more."""
+    """Runs one task after another, in the worker, until nobody sends any more; ends the
+    process then. `descriptor`: of the socket."""
     end = socket.socket(fileno=descriptor)
     with contextlib.suppress(OSError):  # Linux: when memory runs out, take this process
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -339,21 +347,22 @@ def serve(descriptor: int) -> None:
 
 
 def packed(message: object) -> bytes:
-    """The message as bytes. By torch's pickling: Python's own cannot read tensors of 8
-    bits."""
+    """Returns the message as bytes. By torch's pickling: Python's own cannot read tensors
+    of 8 bits."""
     buffer = io.BytesIO()
     torch.save(message, buffer)
     return buffer.getvalue()
 
 
 def unpacked(sent: bytes | bytearray) -> Any:
-    """The message that numdev packed for its worker. What comes back is foreign, and is
-    never unpickled."""
+    """Returns the message that numdev packed for its worker. Only for that way: what
+    comes back is foreign, and is never unpickled."""
     return torch.load(io.BytesIO(sent), weights_only=False)
 
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
+    """Runs the block with PyTorch on so many threads of the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -368,9 +377,9 @@ SMALL = 1 << 20
 
 
 def fitting(numbers: int) -> int:
-    """On how many threads of a CPU PyTorch computes work whose largest tensor has so many
-    numbers: one, or all. By the shape alone, and never by the load, since sums may depend
-    on it."""
+    """Returns on how many threads of a CPU PyTorch computes work whose largest tensor has
+    so many numbers: one, or all. By the shape alone, and never by the load, since sums
+    may depend on it."""
     return 1 if numbers < SMALL else torch.get_num_threads()
 
 
@@ -378,13 +387,14 @@ SETTINGS = {**switches(), "threads": (torch.get_num_threads, torch.set_num_threa
 
 
 def torch_settings() -> dict[str, object]:
-    """The present values of torch's settings that a kernel's result depends on."""
+    """Returns the present values of torch's settings that a kernel's result depends on,
+    by name."""
     return {name: read() for name, (read, _) in SETTINGS.items()}
 
 
 def set_torch(wanted: Mapping[str, Any]) -> None:
-    """Set what differs from what `torch_settings` gave, and nothing else: that may have
-    effects."""
+    """Sets torch's settings to the values that `torch_settings` returned elsewhere; one
+    that has its value already is not set again, which may have effects."""
     now = torch_settings()
     for name, (_, set_to) in SETTINGS.items():
         if now[name] != wanted[name]:

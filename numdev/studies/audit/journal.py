@@ -73,9 +73,10 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def open(
         cls, directory: Path, header: Mapping[str, object], *, overwrite: bool
     ) -> Journal:
-        """Start or continue in `directory`. Raises UsageError when it cannot be written,
-        holds something else, or, unless `overwrite`, a damaged journal or that of another
-        request."""
+        """Returns the journal in `directory`, started or continued. With `overwrite`, or
+        where another run measured nothing, earlier results there are removed. Raises
+        UsageError when it cannot be written, holds something else, or, unless
+        `overwrite`, a damaged journal or that of another request."""
         journal = cls(directory, header)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -95,18 +96,19 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @property
     def finished(self) -> int:
+        """Returns how many tasks are finished, those of earlier runs included."""
         return len(self._done)
 
     def visit(self, key: str) -> bool:
-        """Note that the task belongs to this run, in this order; True if it is
+        """Notes that the task belongs to this run, in this order; returns whether it is
         finished."""
         self._order.setdefault(key)
         return key in self._done
 
     def append(self, key: str, rows: Mapping[str, Iterable[Row]]) -> bool:
-        """Records a finished task: its rows, by the kind of list of a report they go
-        into. Returns whether it is new: of a task that is recorded already (seeds of one
-        case share a record) the first rows stay."""
+        """Records a finished task and writes it to disk: its rows, by the kind of list of
+        a report they go into. Returns whether it is new: of a task that is recorded
+        already (seeds of one case share a record) the first rows stay."""
         if self.visit(key):
             return False
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
@@ -114,14 +116,14 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return True
 
     def rows(self, kind: str) -> list[Any]:
-        """The rows of a kind of all visited and finished tasks, in the order of first
-        visit: as they were appended, plain data where an earlier run did."""
+        """Returns the rows of a kind of all visited and finished tasks, in the order of
+        first visit: as they were appended, plain data where an earlier run did."""
         done = (self._done.get(key, {}) for key in self._order)
         return [row for rows in done for row in rows.get(kind, ())]
 
     def records(self, kind: str, model: type[M]) -> tuple[M, ...]:
-        """The rows of a kind as records of a report. Raises UsageError where an earlier
-        run's rows are no such records."""
+        """Returns the rows of a kind as records of a report. Raises UsageError where an
+        earlier run's rows are no such records."""
         try:
             return tuple(model.model_validate(row) for row in self.rows(kind))
         except ValidationError as error:
@@ -134,6 +136,9 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             self._refuse(what, error)
 
     def _open(self, *, overwrite: bool) -> None:
+        """Opens the file to append to it: emptied, with a new header, or continued after
+        its last whole line. Raises UsageError for other files in the directory, a damaged
+        journal, and one of another request."""
         path = self.directory / JOURNAL
         *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
         first = [*lines, torn][0]
@@ -169,8 +174,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._file.seek(good)
 
     def _read(self, lines: Iterable[bytes]) -> dict[str, object]:
-        """Take over the tasks of whole lines; the header before them. Raises UsageError
-        for a line that is not as it was written, or not where."""
+        """Takes over the tasks of whole lines, and returns the header before them. Raises
+        UsageError for a line that is not as it was written, or not where."""
         header: dict[str, object] = {}
         for number, line in enumerate(lines, 1):
             body, _, end = line.rpartition(DIGEST)
@@ -195,6 +200,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return header
 
     def _write(self, line: Mapping[str, object]) -> None:
+        """Appends one line with the digest of all lines up to it, at once."""
         assert self._file is not None
         plain: Any = lambda row: row.model_dump(mode="json")  # noqa: E731
         text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=plain)
@@ -204,20 +210,23 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._file.flush()
 
     def _refuse(self, problem: str, error: Exception | None = None) -> NoReturn:
+        """Raises UsageError with the problem and the journal's path."""
         hint = "the journal was edited or damaged: --overwrite measures again"
         raise UsageError(f"{self.directory / JOURNAL}: {problem}", hint=hint) from error
 
 
 def _chained(before: str, body: bytes) -> str:
-    """The digest of a line without its own, after the line with the digest `before`."""
+    """Returns the SHA-256, in hexadecimal, of a line without its own digest, after the
+    line with the digest `before`."""
     return hashlib.sha256(before.encode() + body).hexdigest()
 
 
 def first_difference(
     old: object, new: object, path: str = ""
 ) -> tuple[str, object, object]:
-    """Where two unequal pieces of plain data first differ, as `key.key`, and both values
-    there."""
+    """Returns where two unequal pieces of plain data first differ, as `key.key`, and both
+    values there; a key that is missing counts as None. The path is empty where they
+    differ as a whole."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*new, *old]:
             if old.get(key) != new.get(key):

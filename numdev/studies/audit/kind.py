@@ -27,12 +27,14 @@ TAKE_SINKS = (
 
 
 def tests(report: Measured, rules: Rules) -> Iterator[Test]:
-    """Every rule on every tensor of every kernel in every format, and which calls ran."""
+    """Yields a test for every rule on every tensor of every kernel in every format, and
+    for which calls ran."""
     return tests_of(report.rows, report.plan, rules, report.cases)
 
 
 def beside(report: Measured, rules: Rules) -> Beside:
-    """What planted faults show, and how many heads pass flash-attention's own rule."""
+    """Returns, as `power`, what the gate makes of planted faults, and as `fa_rule` in how
+    many heads flash-attention's own rule holds and of how many; None without any."""
     fa_rule = [
         r.fa_rule for r in report.rows if r.role == "kernel" and r.fa_rule is not None
     ]
@@ -45,13 +47,15 @@ def beside(report: Measured, rules: Rules) -> Beside:
 def findings(
     judgement: Judgement, report: Measured
 ) -> tuple[Sequence[Finding], Sequence[str]]:
+    """Returns the findings of a judgement, and sentences on what was tested, what could
+    not be, and what the report doubts."""
     wrong, tested = findings_in(judgement, report.rows)
     return wrong, (*tested, *_without_sinks(report), *report.doubts)
 
 
 def _without_sinks(report: Measured) -> Iterator[str]:
-    """Which kernels can be judged, where calls have attention sinks and none that was
-    asked for takes them."""
+    """Yields the sentence on which kernels can be judged, where all calls have attention
+    sinks and none that was asked for takes them; else nothing."""
     kernels = [row for row in report.rows if row.role == "kernel"]
     ran = any(row.status == "ok" for row in kernels)
     calls = [case for case in report.cases if isinstance(case, CaseRecord)]
@@ -60,8 +64,8 @@ def _without_sinks(report: Measured) -> Iterator[str]:
 
 
 def summarised(report: AuditReport) -> AuditReport:
-    """The report with its kernels ranked and its answer, as its rows say; what no row
-    tells of stays as it is."""
+    """Returns the report with its kernels ranked and its answer, as its rows say; what no
+    row tells of stays as it is."""
     ranked = summarise(report.rows, report.findings)
     changes = {"answer": ranked.answer, "kernels": ranked.kernels}
     return report.model_copy(
@@ -70,8 +74,8 @@ def summarised(report: AuditReport) -> AuditReport:
 
 
 def sweep_summarised(report: SweepReport) -> SweepReport:
-    """The report with its cells, figures and sentences; as it is where it keeps no rows
-    they could follow from."""
+    """Returns the report with its cells, figures and sentences; as it is where it keeps
+    no rows they could follow from."""
     if not report.rows:
         return report
     # It needs pandas, as no other report does
@@ -81,6 +85,8 @@ def sweep_summarised(report: SweepReport) -> SweepReport:
 
 
 def moves(a: Measured, b: Measured) -> tuple[Any, Compared]:
+    """Returns how rows of two reports, A and B, are named in sentences, and the
+    comparison: groups of rows, what moved from A to B, and notes."""
     # It needs scipy, for which a gate need not wait
     from numdev.gate.compare import moves_of_rows
 

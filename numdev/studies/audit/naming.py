@@ -56,7 +56,8 @@ Named = Mapping[tuple[str, int], Suspicion]  # by tensor and head
 
 @dataclass(eq=False)
 class Failing:
-    """A measured call with a tensor beyond its limits."""
+    """A measured call with a tensor beyond its limits, and what is needed to find out
+    why."""
 
     kernel: Kernel
     system: System
@@ -72,23 +73,25 @@ class Failing:
 
     @property
     def bench(self) -> Bench:
+        """Returns the bench that the call was measured on."""
         return self.measured.bench or self.runs.bench
 
     @property
     def output(self) -> Output:
+        """Returns the output of the first run, which is the one measured."""
         output: Output = self.runs.runs[0]
         return output
 
     @property
     def rows(self) -> list[DeviationRow]:
-        """The rows of this call, one list that is changed in place: whoever holds it sees
-        what is named."""
+        """Returns the rows of this call, one list that is changed in place: whoever has
+        it sees what is named."""
         return self.measured.rows
 
     @cached_property
     def wrong(self) -> tuple[str, ...]:
-        """The tensors beyond their limits; the output alone where it is, of which
-        gradients inherit the mistake."""
+        """Returns the tensors beyond their limits, in the order out, dq, dk, dv, lse; the
+        output alone where it is among them, of which gradients inherit the mistake."""
         wrong = beyond(self.rows)
         of_lse = (
             r
@@ -101,7 +104,8 @@ class Failing:
 
     @cached_property
     def severity(self) -> float:
-        """How many times what is allowed the worst head errs."""
+        """Returns how many times what is allowed the worst head errs; 0 where no tensor
+        is wrong."""
         sizes = [0.0]
         for row in self.rows:
             if row.tensor in self.wrong and row.status == "ok":
@@ -114,8 +118,9 @@ class Failing:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The parts of a call that may go wrong by themselves, and whether its output is
-        wrong: wrong gradients alone tell of another fault."""
+        """Returns, in words, the parts of a call that may go wrong by themselves (`plain`
+        for none), and whether its output is wrong: wrong gradients alone tell of another
+        fault."""
         case = self.bench.case
         masked = "" if case.mask is None else f"{case.mask.dtype} mask"
         present = {
@@ -133,25 +138,32 @@ class Failing:
         return (*features, f"{wrong} wrong")
 
     def again(self, case: AttentionCase, **how: object) -> Output | Failure:
+        """Returns what the kernel returns for another case with the same options; `how`
+        is what `attempt` takes (`gradients`)."""
         return self.run(self.kernel, case, self.options, **how)
 
     @cached_property
     def in_float32(self) -> Output | Failure:
-        """What the kernel returns of the same inputs in float32: 16 bits hide a small
-        mistake."""
+        """Returns the kernel's output of the same inputs in float32 (the case's format
+        where that is wider): 16 bits hide a small mistake. Runs the kernel when it is
+        first read."""
         case = dataclasses.replace(self.bench.case, grad_out=None)
         return self.again(case.rounded_to(_wide(case)))
 
     # --- what it computes --------------------------------------------------------------
 
     def causes(self, hints: Hints | None = None) -> Named:
-        """What is said of the tensors that are wrong; `hints`: all that is tried."""
+        """Returns the mistakes that explain tensors that are wrong, by tensor and head;
+        empty where none does. `hints`: causes of other calls, which alone are tried;
+        None: all. At least one tensor must be wrong."""
         with self.bench.watch("names"):
             if self.wrong[0] == "out":
                 return {("out", h): by for h, by in self._of_output(hints).items()}
             return self._of_gradients(hints)
 
     def _of_output(self, hints: Hints | None) -> Mapping[int, Suspicion]:
+        """Returns the mistakes that explain the output, by query head: sought in float32,
+        and in the judged format only where the error vanishes there."""
         bench, select, out = self.bench, self.bench.selection, self.output.out
         heads, alternatives = select.heads, None if hints is None else hints.alternatives
         wide = self.in_float32
@@ -184,9 +196,10 @@ class Failing:
         )  # fmt: skip
 
     def _of_gradients(self, hints: Hints | None) -> Named:
-        """What gradients and the log-sum-exp are instead, from a part of the call that is
-        searched in a moment: the first batch entries, queries and keys of the kv head
-        that errs most."""
+        """Returns the mistakes that explain gradients and the log-sum-exp, by tensor and
+        head, from a part of the call that is searched in a moment: the first batch
+        entries, queries and keys of the kv head that errs most. Empty where the kernel
+        fails on that part."""
         case, wrong = self.bench.case, [r for r in self.rows if r.tensor in self.wrong]
         worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
         kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
@@ -212,8 +225,10 @@ class Failing:
         return {(r.tensor, r.head or 0): by[r.tensor] for r in wrong if r.tensor in by}
 
     def imprecise(self, hints: tuple[Loss, ...] | None = None) -> tuple[Loss, ...]:
-        """Say which step is coarser than it should be, where one explains a head's
-        errors; returns those. `hints`: of other calls, which alone are tried."""
+        """Writes into the rows which step is coarser than it should be, where one
+        explains a head's errors; returns these steps. `hints`: of other calls, which
+        alone are tried; None: all. Does nothing for samples, some of the heads, and
+        outputs in another dtype."""
         bench, select = self.bench, self.bench.selection
         names = ("out", *(n for n in GRADIENTS if n in bench.yardsticks))
         wrong = tuple(n for n in self.wrong if n != "lse")
@@ -237,18 +252,20 @@ class Failing:
 
     @property
     def ways(self) -> set[str]:
-        """The ways of rounding that it is held to, in words."""
+        """Returns the known ways of rounding that the call's rows are held to, in
+        words."""
         return {r.claim for r in self.rows if r.claim and r.claim.startswith(FOUND)}
 
     def say(self, named: Named) -> None:
-        """Put causes into the rows."""
+        """Writes the mistakes into the rows, in place, by tensor and head."""
         for at, row in enumerate(self.rows):
             if by := named.get((row.tensor, row.head or 0)):
                 self.rows[at] = row.model_copy(update=by.fields)
 
     @property
     def unnamed(self) -> list[int]:
-        """Where in the rows those stand that are of a wrong tensor and have no cause."""
+        """Returns the indices of the rows that are of a wrong tensor and have no
+        cause."""
         return [
             at
             for at, row in enumerate(self.rows)
@@ -259,14 +276,14 @@ class Failing:
         ]
 
     def finish(self) -> None:
-        """Say where errors are, and why there is no cause."""
+        """Writes into the rows where errors are, and why there is no cause."""
         locate(self.measured, self.bench)
         for at in self.unnamed if self.wrong else ():
             self.rows[at].nulls["suspicion"] = UNKNOWN if self.searched else ELSEWHERE
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that keeping the call takes."""
+        """Returns the bytes of memory that keeping the call takes."""
         tensors = (*vars(self.bench.reference).values(), *vars(self.output).values())
         return 3 * sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
@@ -274,16 +291,17 @@ class Failing:
 
     @property
     def unnamed_formats(self) -> dict[str, Format]:
-        """The format of each tensor that is not suspected of computing something else."""
+        """Returns the format of each tensor that came back and is not suspected of
+        computing something else, by name."""
         named = {row.tensor for row in self.rows if row.suspicion}
         formats = self.bench.formats_of(self.output)
         return {tensor: fmt for tensor, fmt in formats.items() if tensor not in named}
 
     @property
     def likes(self) -> Mapping[str, Likeness]:
-        """The known way of rounding that explains the call as it came, by tensor that is
-        not suspected of computing something else; searched for once for the same
-        tensors."""
+        """Returns the known way of rounding that explains the call as it came, by tensor
+        that is not suspected of computing something else; empty where none does or none
+        is needed. Searched for once for the same tensors."""
         formats, wrong = self.unnamed_formats, beyond(self.rows, narrow=False)
         if set(wrong).isdisjoint(self.bench.by_row):
             return {}
@@ -293,14 +311,16 @@ class Failing:
         return self.likes_of[(*formats,)]
 
     def held_to_its_way(self) -> bool:
-        """Hold the call to the known way of rounding that explains it, if one does."""
+        """Measures the call again against the known way of rounding that explains it, and
+        replaces its rows; returns whether one does."""
         if likes := self.likes:
             self.hold(dataclasses.replace(self.runs, likes=likes).measured())
         return bool(likes)
 
     def is_only_a_way(self) -> bool:
         """Whether a known way of rounding explains all that is wrong, and nearly all of
-        its errors: there is no mistake to look for. If so, the call is held to it."""
+        its errors: there is no mistake to look for. If so, the call's rows are replaced
+        by those measured against that way."""
         likes = self.likes
         if not {*self.wrong} <= {*likes} or any(
             x.residual > ENOUGH for x in likes.values()
@@ -312,8 +332,9 @@ class Failing:
         return right
 
     def held_as_elsewhere(self, words: str) -> bool:
-        """Hold the call to the way that explains the kernel in others, if it is within
-        its limits by that."""
+        """Measures the call again against the way of rounding named `words`, which
+        explains the kernel in other calls, and replaces its rows if it is within its
+        limits then; returns whether it is."""
         formats = self.unnamed_formats
         likes = held_to(words, [*formats], formats, self.bench, self.system)
         if not likes:
@@ -325,6 +346,8 @@ class Failing:
         return right
 
     def hold(self, measured: Measured[Bench]) -> None:
+        """Replaces the rows, in place, by those of `measured`; rows that name a mistake
+        and rows without a result stay."""
         bare = [row for row in self.rows if row.status != "ok"]
         named = {(row.tensor, row.head): row for row in self.rows if row.suspicion}
         merged = [named.get((row.tensor, row.head), row) for row in measured.rows]
@@ -338,17 +361,20 @@ VANISHED = 0.5  # of the error: what is left of it in float32 is another fault's
 
 
 def _wide(case: AttentionCase) -> Any:
+    """Returns float32, or the case's format where that has more precision."""
     return max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
 
 
 @dataclass
 class Hints:
-    """What was found in other calls of the kernel."""
+    """Mistakes that were found in other calls of the kernel, false where there are
+    none."""
 
     alternatives: list[Alternative] = field(default_factory=list)  # of outputs
     words: set[str] = field(default_factory=set)  # of gradients and the log-sum-exp
 
     def add(self, named: Named) -> None:
+        """Adds the mistakes of another call."""
         for (tensor, _), by in named.items():
             if tensor == "out":
                 causes = {hint.cause for hint in self.alternatives}
@@ -364,12 +390,13 @@ KEPT_BYTES = 1 << 31  # of calls that wait to be named together
 
 
 def has_room(waiting: Sequence[Failing], call: Failing) -> bool:
+    """Whether this call and those that wait fit into KEPT_BYTES of memory."""
     return sum(each.nbytes for each in (*waiting, call)) <= KEPT_BYTES
 
 
 def name(failing: Failing) -> None:
-    """Name what one call's tensors beyond their limits are of, or say that nothing is
-    known."""
+    """Writes into one call's rows which mistake explains its tensors beyond their limits,
+    or that none is known."""
     if failing.wrong:
         failing.say(failing.causes())
         failing.searched = True
@@ -385,15 +412,17 @@ MOST = 8
 
 
 def conclude(calls: Sequence[Failing]) -> None:
-    """Name what the failing calls of kernels compute, each kernel's in a format
-    together."""
+    """Writes into the rows of all failing calls what their kernels compute, each kernel's
+    in a format together."""
     groups = grouped(calls, lambda c: (label(c.runs.task), c.bench.format.name))
     for same in groups.values():
         _conclude(sorted(same, key=lambda c: -c.severity))
 
 
 def _conclude(calls: Sequence[Failing]) -> None:
-    """Name what the failing calls of one kernel compute, the worst call first."""
+    """Writes into the rows what the failing calls of one kernel compute; the worst call
+    comes first in `calls`. Mistakes, ways of rounding and coarse steps that explain one
+    call are tried on the others, and searches stop after some that find nothing."""
     hints, vain, ways, coarse, early = Hints(), Counts(), Counts(), Counts(), Counts()
     losses: tuple[Loss, ...] = ()
     claims: Counter[str] = Counter()
@@ -445,27 +474,30 @@ def _conclude(calls: Sequence[Failing]) -> None:
 
 @dataclass
 class Counts:
-    """How often something was tried, and in vain since it last was not."""
+    """How often something was tried, how often it succeeded, and in vain how often since
+    then."""
 
     tries: int = 0
     hits: int = 0
     misses: int = 0
 
     def count(self, hit: bool) -> None:
+        """Counts one more try, which succeeded or not."""
         self.tries += 1
         self.hits += hit
         self.misses = 0 if hit else self.misses + 1
 
 
 def _try(call: Failing, hints: Hints) -> bool:
-    """Whether what is known of other calls names all that is wrong in this one."""
+    """Tries the mistakes of other calls on this one, and returns whether they name all
+    that is wrong in it."""
     call.say(call.causes(hints))
     return not call.unnamed
 
 
 def _in_turn(calls: Sequence[Failing]) -> Iterator[Failing]:
-    """All calls: the worst, then the worst of each feature, which are searched; then the
-    others."""
+    """Yields all calls: the worst, then the worst of each feature, which are marked to be
+    searched; then the others."""
     seen: set[str] = set()
     first: list[Failing] = []
     others: list[Failing] = []
@@ -483,6 +515,9 @@ FAR = 10.0  # no sound way of rounding errs so many times what plain attention d
 
 
 def _may_round_so(call: Failing) -> bool:
+    """Whether what is wrong may be a known way of rounding: something is unnamed, the
+    output names no mistake, and no tensor errs more than FAR times what plain attention
+    does."""
     # A wrong log-sum-exp or gradient says nothing about how the others are rounded.
     if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor == "out"):
         return False

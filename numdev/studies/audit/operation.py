@@ -29,14 +29,16 @@ class Returned(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors that the kernel returned, by name."""
+        """Returns the tensors that the kernel returned, by name."""
 
     @property
     def ran(self) -> str | None:
-        """Evidence of what really ran, in words."""
+        """Returns evidence of what really ran, in words; None without."""
 
     @property
-    def ran_backward(self) -> str | None: ...
+    def ran_backward(self) -> str | None:
+        """Returns evidence of what really ran in the backward pass, in words; None
+        without."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,85 +56,96 @@ class PreparedCall(Protocol):
 
     @property
     def case(self) -> Any:
-        """The case that a kernel gets."""
+        """Returns the case that a kernel gets."""
 
     @property
-    def format(self) -> Format: ...
+    def format(self) -> Format:
+        """Returns the format that the call is computed in."""
 
     @property
-    def watch(self) -> Stopwatch: ...
+    def watch(self) -> Stopwatch:
+        """Returns the stopwatch that times go to."""
 
     @property
     def yardsticks(self) -> Mapping[str, Yardstick]:
-        """What each tensor is held to, by tensor, outputs first."""
+        """Returns what each tensor is measured against, by tensor, outputs first."""
 
     @property
     def distances(self) -> Mapping[str, Distance]:
-        """The exact values, by tensor, of those that are held to no rounding where a
-        kernel returns them."""
+        """Returns the exact values, by tensor, of those that are not held to rounding:
+        their distance is measured where a kernel returns them."""
 
     @property
     def baseline(self) -> object:
-        """What plain code in the format returned, or a Failure."""
+        """Returns what plain code in the format returned, or a Failure."""
 
     @property
     def by_row(self) -> Sequence[str]:
-        """The tensors that the measured rows of the output give alone."""
+        """Returns the names of the tensors that the measured rows of the output give
+        alone."""
 
     @property
     def restricted(self) -> object:
-        """What a planted fault is given: the case, in what is measured of it."""
+        """Returns what a planted fault is given: the case, in what is measured of it."""
 
     @property
     def exact_by(self) -> str | None:
-        """The way the exact result was computed, in words."""
+        """Returns the way the exact result was computed, in words; None where nothing is
+        known of it."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the inputs that a kernel gets."""
+        """Returns the dtype of the inputs that a kernel gets."""
 
     @property
     def unscreened(self) -> str | None:
-        """The reason why a sample was not screened for rows that stand out; None where it
-        was."""
+        """Returns the reason why a sample was not screened for rows that look worst; None
+        where it was, or no rows are sampled."""
 
     def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> object:
-        """These tensors, as if a kernel had returned them."""
+        """Returns these tensors, as if a kernel had returned them; `ran`: what ran, in
+        words."""
 
     def units(self, tensor: str) -> Sequence[int]:
-        """Which units of a tensor are measured."""
+        """Returns which units of a tensor are measured."""
 
     def select(self, x: Tensor, tensor: str) -> Tensor:
-        """The measured units and rows of a tensor, or those alone."""
+        """Returns the measured units and rows of a tensor, which may hold these alone
+        already."""
 
-    def select_units(self, x: Tensor, tensor: str) -> Tensor: ...
+    def select_units(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns the measured units of a tensor, with all rows; it may hold these alone
+        already."""
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
-        """The number of rows, or the strata, of which the measured ones are a sample;
-        None where all rows are measured."""
+        """Returns the number of rows, or the strata, of which the measured ones are a
+        sample; None where all rows are measured."""
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
-        """Where the rows of a sample stand in the call; None where all are measured."""
+        """Returns where the rows of a sample stand in the call; None where all are
+        measured."""
 
     def bins(self, tensor: str) -> Tensor | None:
-        """The membership of rows in bins of positions, [rows, bins]; None where errors
-        along a call are not asked for."""
+        """Returns the membership of rows in bins of positions, [rows, bins] of 0 and 1;
+        None where errors along a call are not asked for."""
 
     def format_of(self, x: Tensor) -> Format:
-        """The format that a tensor came back in."""
+        """Returns the format that a tensor came back in."""
 
     def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str | None:
-        """Why no size of error is expected of a tensor that came back in a format, as a
-        clause; None where one is."""
+        """Returns why no size of error is expected of a tensor that came back in a
+        format, as a clause; None where one is. `claim`: the kernel's roundings, None if
+        it claims none."""
 
     def expected(
         self, claim: Mapping[str, object] | None, output: Any
     ) -> Mapping[str, Tensor]:
-        """What a kernel with these roundings returns where it returns these formats."""
+        """Returns by name the tensors that a kernel with the roundings of `claim`
+        returns, in the formats of `output`."""
 
     def outside_sample(self, output: Any) -> Mapping[str, Sequence[Outside]]:
-        """What is not finite in rows that are not measured, by tensor and unit; empty
-        where all rows are finite, as they should be."""
+        """Returns what is not finite in rows that are not measured, by tensor and unit;
+        empty where all rows are finite, as they should be."""
 
     def annotate(
         self,
@@ -142,19 +155,20 @@ class PreparedCall(Protocol):
         deviation: Deviation,
         measured: Tensor,
     ) -> None:
-        """Adds to a kernel's metrics of each unit what the operation knows of them.
-        `measured` is what is measured of the tensor, `deviation` what it came to."""
+        """Adds to a kernel's metrics of each unit, in place, what the operation knows of
+        them. `measured`: the measured units and rows of the tensor; `deviation`: its
+        metrics."""
 
 
 Call = TypeVar("Call", bound=PreparedCall)
 
 
 class Operation(Protocol[Call]):
-    """What is done for an operation's calls beside measuring them."""
+    """What an operation does for its calls besides measuring them."""
 
     def screened(self, call: Call, output: Any) -> Call:
-        """The call, of a sample of rows with those beside it in which an output stands
-        out."""
+        """Returns the call; of a sample of rows with those beside it in which an output
+        looks worst."""
 
     def explained(
         self,
@@ -166,5 +180,6 @@ class Operation(Protocol[Call]):
         run: Runner,
         later: list[Any] | None,
     ) -> Any:
-        """`measured` (a `Measured` of the `Runs`), with what is known of why a kernel
-        errs. What needs other calls beside it waits in `later`, if there is one."""
+        """Returns `measured` (a `Measured` of the `Runs`), with what is known of why a
+        kernel errs. What needs other calls too is appended to `later`, if there is
+        one."""

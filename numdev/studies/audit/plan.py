@@ -39,6 +39,9 @@ RECORDED = ("backward", "heads", "rows", "repeats", "named")  # of a plan, in th
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
+    """A kernel with its options, in one role: under audit, or what it is compared
+    with."""
+
     role: Role
     kernel: Kernel
     options: Mapping[str, object]
@@ -63,7 +66,8 @@ class Task:
 
     @cached_property
     def key(self) -> str:
-        """A hash of all that decides the task's rows."""
+        """Returns 16 hexadecimal digits that identify the task: a hash of its fields.
+        Versions, machine and kernels' sources are in the journal's header."""
         sample = None if self.sample is None else vars(self.sample)
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         return digest({**plain, "case": vars(self.case), "sample": sample})
@@ -93,8 +97,8 @@ class Plan:
         system: System,
         unregistered: Mapping[str, Kernel] | None = None,
     ) -> Plan:
-        """The plan of an audit or a sweep. Raises UsageError for what cannot be run here.
-        `unregistered`: kernels by name that are in no registry."""
+        """Returns the plan of an audit or a sweep. `unregistered`: kernels by name that
+        are in no registry. Raises UsageError for what cannot be run here."""
         same = ["backward", "rows", "repeats"]
         if isinstance(request, SweepRequest):
             kernels = plan_kernels((*request.kernels, request.baseline))
@@ -114,7 +118,7 @@ class Plan:
         )
 
     def record(self, calls: Iterable[CaseRef]) -> PlanRecord:
-        """What was to be measured of these calls, for the report."""
+        """Returns what was to be measured of these calls, for the report."""
         return PlanRecord(
             kernels=tuple(
                 PlannedKernel(role=p.role, kernel=p.kernel.name, options=dict(p.options))
@@ -126,13 +130,15 @@ class Plan:
         )
 
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:
-        """All tasks of a case, as they are reported: by format, what always runs
-        first."""
+        """Yields all tasks of a case with their kernels, as they are reported: by format,
+        what always runs first."""
         for fmt in self.formats:
             for planned in self.kernels:
                 yield planned, self.task(planned, fmt.name, ref)
 
     def task(self, planned: Planned, format_name: str, ref: CaseRef) -> Task:
+        """Returns the task of a kernel on a case in a format (a name); only kernels under
+        audit are repeated."""
         return Task(
             case=ref,
             role=planned.role,
@@ -146,7 +152,8 @@ class Plan:
         )
 
     def sample(self, ref: CaseRef) -> Sample | None:
-        """Which rows of a case are measured: each seed of a sweep has its own."""
+        """Returns which rows of a case are measured; None: all. Each seed of a sweep has
+        its own sample."""
         if self.rows is None:
             return None
         return Sample(count=self.rows, seed=self.seed if ref.seed is None else ref.seed)
@@ -155,8 +162,9 @@ class Plan:
 def header(
     request: Mapping[str, object], system: System, kernels: Sequence[Planned], source: Any
 ) -> dict[str, object]:
-    """What a run must have in common with the journal it continues: not how the source
-    was read."""
+    """Returns what a run must have in common with the journal it continues: the request,
+    the environment, each kernel's source by name, and the source's description but for
+    how it was read."""
     return {
         "request": request,
         "environment": environment(system),
@@ -166,13 +174,15 @@ def header(
 
 
 def environment(system: System) -> dict[str, object]:
-    """All of a machine and its software that may change a number."""
+    """Returns all of a machine and its software that may change a number, numdev's
+    version included."""
     return {**system.as_dict(), "numdev": fingerprint()}
 
 
 @functools.cache
 def fingerprint() -> str:
-    """The version of numdev that measures: its number, and a hash of its source."""
+    """Returns the version of numdev that measures: its number, and a hash of its
+    source."""
     package = Path(numdev.__file__).parent
     whole = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -188,8 +198,8 @@ def plan_kernels(
     *,
     under_audit: bool = False,
 ) -> list[Planned]:
-    """The standard three and the kernels under audit, in the order they run, each once.
-    One of the three that is chosen is measured again as a kernel if it is to be
+    """Returns the standard three and the kernels under audit, in the order they run, each
+    once. One of the three that is chosen is measured again as a kernel if it is to be
     `under_audit`. Raises UsageError for a kernel or an option that does not exist."""
     planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
     for choice in choices:
@@ -204,8 +214,8 @@ def plan_kernels(
 
 
 def plan_controls(*, gradients: bool) -> list[Planned]:
-    """Planted faults in every dose, to be measured beside the kernels on the same
-    data."""
+    """Returns planted faults in every dose, to be measured beside the kernels on the same
+    data; those of backward alone only with gradients."""
     possible = [c for c in CONTROLS.values() if gradients or not c.in_backward_only]
     return [
         Planned(role="control", kernel=control.kernel(), options={"dose": dose})
@@ -215,8 +225,8 @@ def plan_controls(*, gradients: bool) -> list[Planned]:
 
 
 def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Format]:
-    """The formats by name, each once. Raises UsageError for one that no kernel could run
-    in."""
+    """Returns the formats by name, each once. Raises UsageError for one that no kernel
+    could run in."""
     any_format = any(p.kernel.any_format for p in kernels if p.role == "kernel")
     formats: dict[Format, None] = {}
     for name in names:
@@ -240,15 +250,18 @@ def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Forma
 
 
 def digest(data: object) -> str:
+    """Returns 16 hexadecimal digits that identify plain data: SHA-256 of its JSON with
+    sorted keys; what JSON cannot hold counts by its `str`."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def recorded(options: Mapping[str, object]) -> dict[str, object]:
-    """Options as a report can hold them: what JSON has no word for (a dtype, infinity) by
-    name."""
+    """Returns options as a report can hold them: what JSON has no word for (a dtype,
+    infinity) by name."""
 
     def plain(value: object) -> object:
+        """Returns a value as it is where JSON can hold it, else its name or `repr`."""
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float) and math.isfinite(value):

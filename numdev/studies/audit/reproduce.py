@@ -44,7 +44,9 @@ def written(
     template: str,
     facts_of: Callable[[Finding], Mapping[str, object] | None],
 ) -> list[Path]:
-    """A script for each finding for which there are facts, by a template."""
+    """Writes a script for each finding for which `facts_of` gives facts (None: no
+    script), by a template of `data/reproducer`, into `directory`/reproducers; returns the
+    paths."""
     scripts = []
     for finding in findings:
         if (facts := facts_of(finding)) is not None:
@@ -69,9 +71,10 @@ def reproduce(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     seconds: float = SECONDS,
 ) -> list[Path]:
-    """Write a reproducer for the first `count` findings that have a place, into
+    """Writes a reproducer for the first `count` findings that have a place, into
     `directory`/reproducers; returns the scripts. Each is reduced for `seconds`. What
-    cannot be reproduced or written costs its script and no more; `say` is told."""
+    cannot be reproduced or written costs its script and no more; `say` gets the
+    message."""
     scripts: list[Path] = []
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats
@@ -113,8 +116,10 @@ def reproduce(
 def _shown(
     finding: Finding, whole: AttentionCase, plan: Plan, run: Runner, seconds: float
 ) -> dict[str, Any]:
-    """A small call in which a finding's row is accused again, or its kernel fails, and
-    what a script looks at in it. Raises NumdevError where it does not show again."""
+    """Returns the arguments of `script.write` for a finding: a small call in which its
+    row is accused again, or its kernel fails, and what a script looks at in it. `whole`:
+    the call as it came; `seconds`: how long it is reduced. Raises NumdevError where it
+    does not show again."""
     which, metric = ("kernel", finding.kernel, finding.options), finding.metric or ""
     planned = next(p for p in plan.kernels if (p.role, p.kernel.name, p.options) == which)
     case, kernel = whole.rounded_to(format_named(finding.formats[0])), planned.kernel
@@ -124,6 +129,7 @@ def _shown(
         backward = tensor_spec(finding.tensor or "").is_gradient
 
         def fails(case: AttentionCase) -> bool:
+            """Whether the kernel fails on a case."""
             result = run(kernel, case, options, gradients=backward)
             return isinstance(result, Failure) and result.status == "failed"
 
@@ -144,6 +150,8 @@ def _shown(
     task = dataclasses.replace(task, heads=None, repeats=repeats)
 
     def accused(case: AttentionCase) -> DeviationRow | None:
+        """Returns the worst row of a case that is accused as the finding's was; None
+        without one."""
         rows = measure_one(task, declaring, case, plan.system, run)
         worst_first = sorted(rows, key=lambda row: _size(row, metric), reverse=True)
         return next((row for row in worst_first if _shows(row, finding)), None)
@@ -165,13 +173,14 @@ def _shown(
 
 
 def _size(row: DeviationRow, metric: str) -> float:
-    """The size of a row's metric; 0 where it is no number."""
+    """Returns the size of a row's metric; 0 where it is no number."""
     value = value_of(row, metric)[0]
     return abs(value) if isinstance(value, int | float) else 0.0
 
 
 def _shows(row: DeviationRow, finding: Finding) -> bool:
-    """Whether a row is accused as the finding's was."""
+    """Whether a row is accused as the finding's was: beyond the finding's limit,
+    suspected, or surely biased."""
     if row.status != "ok" or row.tensor != (finding.tensor or "out"):
         return False
     if finding.metric == "suspicion":
@@ -206,9 +215,10 @@ def reduce(
     *,
     head: int = 0,
 ) -> AttentionCase:
-    """The smallest form of `case` for which `still_shows` holds: query head `head` alone,
-    else as few kv heads as will do. No candidate is begun after `budget_s` seconds.
-    Raises MeasurementError where the finding does not show in `case` itself."""
+    """Returns the smallest form of `case` for which `still_shows` holds: query head
+    `head` alone, else as few kv heads as will do. No candidate is begun after `budget_s`
+    seconds. The case itself where the smallest form no longer shows the finding. Raises
+    MeasurementError where the finding does not show in `case` itself."""
     if not any(still_shows(case) for _ in range(TRIES)):
         raise MeasurementError(
             f"the finding could not be reproduced in case {case.ref.case!r} "
@@ -217,13 +227,16 @@ def reduce(
     best, deadline = case, time.monotonic() + budget_s
 
     def accept(candidate: AttentionCase) -> bool:
+        """Takes the candidate as the best so far if the finding shows in it in time;
+        returns whether."""
         nonlocal best
         shows = time.monotonic() < deadline and still_shows(candidate)
         best = candidate if shows else best
         return shows
 
     def trim(*ends: tuple[str, bool]) -> None:
-        """Cut as much off these ends as can be, by bisection."""
+        """Cuts as much off these ends (axis, whether at its start) together as can be, by
+        bisection."""
         whole = best
         sizes = {"batch": len(whole.q), "row": whole.q_len, "key": whole.kv_len}
         sizes["kv_head"] = whole.kv_heads

@@ -43,6 +43,8 @@ FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageErr
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured(Generic[Call]):
+    """The rows of a measured task, and what was measured to make them."""
+
     # One per unit and tensor, or a single one that says why there is none
     rows: list[DeviationRow]
     # What the kernel returned first; None where it returned nothing
@@ -72,13 +74,13 @@ class Runs(Generic[Call]):
 
     @property
     def output(self) -> Returned:
-        """The output of the first run, which is the one measured."""
+        """Returns the output of the first run, which is the one measured."""
         output: Returned = self.runs[0]
         return output
 
     def measured(self) -> Measured[Call]:
-        """Rows of every tensor of the first run. MeasurementError where one is
-        lacking."""
+        """Returns the rows of every tensor of the first run. Raises MeasurementError
+        where one is lacking, or in some of the runs."""
         task, bench = self.task, self.bench
         present = self.output.tensors
         outside = bench.outside_sample(self.output) if task.role == "kernel" else {}
@@ -125,15 +127,16 @@ class Runs(Generic[Call]):
         )
 
     def _to_measure(self) -> tuple[str, ...]:
-        """The tensors to be held to rounding: no gradient where none came back, and of a
-        baseline of sampled rows what these give alone."""
+        """Returns the names of the tensors to be compared with rounding: no gradient
+        where none came back, and of a baseline of sampled rows what these give alone."""
         alone = self.task.role in ("baseline", "control")
         tensors = self.bench.by_row if alone else self.bench.yardsticks
         trained = any(tensor_spec(name).is_gradient for name in self.output.tensors)
         return tuple(t for t in tensors if trained or not tensor_spec(t).is_gradient)
 
     def _moved_by_rounding(self, tensor: str) -> list[DeviationRow]:
-        """How far rounding the inputs to the format moves the exact result."""
+        """Returns rows on how far rounding the inputs to the format moves the exact
+        result."""
         yardstick = self.bench.yardsticks[tensor]
         assert yardstick.unrounded is not None
         moved = measure_plain(
@@ -145,7 +148,9 @@ class Runs(Generic[Call]):
         return self._rows(tensor, moved.heads)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
-        """One tensor's metrics beside what is predicted of it."""
+        """Returns one tensor's metrics beside what is predicted of it. `x`: its measured
+        units and rows; `fmt`: the format it counts as. Where nothing is predicted, ratios
+        are None with the reason in `nulls`."""
         bench = self.bench
         yardstick = bench.yardsticks[tensor].for_format(fmt)
         measured = functools.partial(
@@ -187,8 +192,10 @@ class Runs(Generic[Call]):
         tensor: str,
         outside: Mapping[str, Sequence[Outside]],
     ) -> None:
-        """Write into each unit's metrics what holds of all its rows, measured or not:
-        `nonfinite`, the first run's checksum, how far runs differ."""
+        """Writes into each unit's metrics, in place, what holds of all its rows, measured
+        or not: `nonfinite`, the first run's checksum, how far runs differ. `outside`: by
+        tensor, what is not finite in rows that are not measured. Raises MeasurementError
+        where a run lacks the tensor."""
         for unit, beyond in zip(units, outside.get(tensor, ()), strict=False):
             count = unit["nonfinite"] + beyond.nonfinite
             unit["nonfinite"] = count
@@ -224,6 +231,9 @@ class Runs(Generic[Call]):
     def _rows(
         self, tensor: str, units: Sequence[Metrics], out_format: Format | None = None
     ) -> list[DeviationRow]:
+        """Returns the report's rows of one tensor, one for each unit's metrics;
+        `out_format`: the format the tensor counts as, None for one that is not held to
+        rounding."""
         task, bench, output = self.task, self.bench, self.output
         x, is_gradient = output.tensors[tensor], tensor_spec(tensor).is_gradient
         limited = task.format == "float64" and task.role != "precision"
@@ -251,7 +261,7 @@ class Runs(Generic[Call]):
 
 
 def bare_row(task: Task, failure: Failure, tensor: str = FIRST_OUTPUT) -> DeviationRow:
-    """The only row of a task, or of its gradients, without a result."""
+    """Returns the only row of a task, or of its gradients, without a result."""
     return DeviationRow(
         **identity(task),
         head=None,
@@ -262,7 +272,8 @@ def bare_row(task: Task, failure: Failure, tensor: str = FIRST_OUTPUT) -> Deviat
 
 
 def identity(task: Task) -> dict[str, Any]:
-    """The fields of a row that say what the task was."""
+    """Returns the fields of a row that say what the task was: those of the case, role,
+    kernel, format and options."""
     return {
         **vars(task.case),
         **{name: getattr(task, name) for name in ("role", "kernel", "format")},
@@ -271,6 +282,6 @@ def identity(task: Task) -> dict[str, Any]:
 
 
 def options_set(options: Mapping[str, object], kernel: Kernel) -> dict[str, object]:
-    """The options to call the kernel with: those that are not its defaults."""
+    """Returns the options to call the kernel with: those that are not its defaults."""
     defaults = recorded(kernel.options)
     return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}

@@ -52,8 +52,8 @@ def audit(
     rules: Rules | None = None,
     **how: Any,
 ) -> records.AuditReport:
-    """Run `request`, journalling into `directory`; returns the report, judged by the
-    rules (the default ones), which the caller writes. `opened` makes the source,
+    """Runs `request`, journalling into `directory`; returns the report, judged by `rules`
+    (None: the default ones), which the caller writes. `opened` makes the source,
     `unregistered` are kernels by name that are in no registry, `how` is what `run_plan`
     takes. Raises UsageError, before anything is measured, for a request that cannot be
     run here, and MeasurementError when a sound one could not be carried out."""
@@ -105,12 +105,16 @@ def audit(
 
 
 class Described(Protocol):
-    def describe(self) -> dict[str, object]: ...
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def describe(self) -> dict[str, object]:
+        """Returns what is read, as plain data."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the stored tensors by name."""
 
 
 def describe(source: Described) -> dict[str, object]:
-    """What is read, and which of its stored weights are not finite."""
+    """Returns what is read, with `nonfinite_weights` for a source with parameters: by
+    stored tensor, how many elements are not finite. Reads all weights then."""
     described = source.describe()
     if "parameters" in described:
         described["nonfinite_weights"] = nonfinite_of(source.weights())
@@ -118,6 +122,8 @@ def describe(source: Described) -> dict[str, object]:
 
 
 class Results(NamedTuple):
+    """What a run measured: its journal, its rows, and fields for a report."""
+
     journal: Journal
     rows: tuple[records.DeviationRow, ...]
     fields: Mapping[str, Any]  # of a report, whatever its kind
@@ -138,10 +144,11 @@ def run_plan(
     say: Say = lambda text: None,
     command: str = "",
 ) -> Results:
-    """Measure a source. A run that was interrupted continues where `asked` and all else
-    that decides its numbers is the same. `workers`: who measures; None: this process.
-    `save_cases`: where to write cases, unrounded. `say` is told what a user should know
-    that the report does not hold."""
+    """Measures a source, and returns the results. A run that was interrupted continues
+    where `asked` and all else that decides its numbers is the same. `workers`: who
+    measures; None: this process. `save_cases`: where to write cases, unrounded. `say`
+    gets what a user should know that the report does not hold. Raises UsageError where no
+    call was selected, or the directory cannot be used."""
     notes = tuple(source.notes)
     for note in notes:
         say(note)
@@ -191,9 +198,9 @@ def run_source(
     save: Add | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> list[CaseRef]:
-    """Every case of a source through every kernel, by `run` or on `workers`; what is
-    finished already is not even loaded. `save` keeps cases as they come by. Returns which
-    calls came."""
+    """Measures every case of a source through every kernel, by `run` or on `workers`,
+    into the journal; what is finished already is not even loaded. `save` writes cases as
+    they come by. Returns which calls came."""
     calls: list[CaseRef] = []
     visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
     with watch("capture"):
@@ -245,9 +252,9 @@ def reproducers(
     say: Say,
     **how: Any,
 ) -> list[Path]:
-    """The scripts of what was found, for which its verdict need not wait. An audit's
-    source is opened again, `opened` is that of a sweep; `how` is what `reproduce`
-    takes."""
+    """Writes the scripts of findings, for which the verdict need not wait, and returns
+    their paths; removes those of an earlier run. An audit's source is opened again,
+    `opened` is that of a sweep; `how` is what `reproduce` takes."""
     # Of an earlier run of this request
     shutil.rmtree(directory / FOLDER, ignore_errors=True)
     if not (report.findings and request.reproducers):
@@ -269,5 +276,5 @@ def reproducers(
 def provenance(
     system: System, described: Mapping[str, object], command: str
 ) -> records.Provenance:
-    """Where the numbers of a report made now, here, come from."""
+    """Returns where the numbers of a report made now, here, come from."""
     return records.Provenance.now(command, system.as_dict(), described)

@@ -33,8 +33,9 @@ FUSED = {"cuda": ("sdpa-efficient", "sdpa-flash"), "cpu": ()}
 
 
 def screened(bench: Bench, output: Output) -> Bench:
-    """The bench of a sample of query rows and keys with those beside it in which an
-    output stands out; where that cannot be told, the same with the reason."""
+    """Returns the bench of a sample of query rows and keys with those beside it in which
+    an output looks worst; where that cannot be told, the same bench with the reason in
+    `unscreened`."""
     select, strata, places = bench.selection, dict[str, Strata](), dict[str, Any]()
     try:
         with bench.watch("reference"):
@@ -58,9 +59,11 @@ def screened(bench: Bench, output: Output) -> Bench:
 def suspicion(
     bench: Bench, output: Output, beside: Output | Reference, tensors: Sequence[str]
 ) -> Tensor:
-    """[rows]: how far each row is from the second output, relative to its size and what
-    is typical of the head, as a multiple of the head's median: the most of these tensors,
-    heads and sequences. Infinite in a row that is not finite and should be."""
+    """Returns how far each row is from the second output, fp32 [rows]: relative to its
+    size and what is typical of the head, as a multiple of the head's median; the most of
+    these tensors, heads and sequences. Infinite in a row that is not finite and should
+    be. `beside`: the second output; `tensors`: their names, of which one at least besides
+    lse came back."""
     select, most = bench.selection, []
     for tensor in (n for n in tensors if n != "lse" and getattr(output, n) is not None):
         x, y = (select.select_heads(getattr(o, tensor), tensor) for o in (output, beside))
@@ -79,7 +82,8 @@ def suspicion(
 
 
 def second(bench: Bench, output: Output) -> Output | Reference:
-    """The call computed by another operator than the output's."""
+    """Returns the call computed by another operator than the output's: on CUDA another
+    fused one, where one takes the call, else plain attention in float32."""
     case, trained = bench.case, bench.selection.gradients
     square = case.mask is None and case.window is None and not case.causal_offset
     # Others get a mask of all scores

@@ -58,10 +58,10 @@ Call = tuple[AttentionCase, dict[str, object]]
 
 
 def figure_for(metric: str, bias_of: str | None = None) -> str:
-    """The figure in which a finding about `metric` is shown: where the metric needs more
-    than the kernel's and the exact tensor, the absolute one it is a ratio of. `bias_of`
-    is the report's word for whose bias it is. Raises UsageError for a metric that is
-    neither."""
+    """Returns the figure in which a finding about `metric` is shown: where the metric
+    needs more than the kernel's and the exact tensor, the absolute one it is a ratio of.
+    `bias_of` is the report's word for whose bias it is. Raises UsageError for a metric
+    that is neither."""
     if metric in ("bias_size", "bias_p", "bias_t"):
         return {"mean": "bias", "sign": "bias_sign"}.get(
             bias_of or "mean", "bias_feature"
@@ -86,7 +86,7 @@ def write(
     system: System,
     limit: float | None = None,
 ) -> Path:
-    """Write reproduce.py and tensors.safetensors into `directory`; returns the script.
+    """Writes reproduce.py and tensors.safetensors into `directory`; returns the script.
     `head` is a kv head for dk and dv. `metric` is one of FIGURES, `noise`, or `raises`;
     `observed` its value. The deviation shows from `limit` on: by default half of that,
     and one element for `nonfinite`. `options`: not defaults. Raises UsageError for an
@@ -128,7 +128,7 @@ def write(
 
 
 def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
-    """Raise MeasurementError for a case that a script of torch alone cannot compute."""
+    """Raises MeasurementError for a case that a script of torch alone cannot compute."""
     if case.working is not None:
         raise MeasurementError(
             f"no reproducer: torch has no dtype for {case.working.name}"
@@ -143,7 +143,8 @@ def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
 
 
 def _facts_of_inputs(case: AttentionCase) -> dict[str, object]:
-    """What the template needs of a case: its fields, and how its tensors are loaded."""
+    """Returns what the template needs of a case, by name: its fields, and how its tensors
+    are loaded."""
     tensors = {n: getattr(case, n) for n in (*REQUIRED, *OPTIONAL)}
     present = {n: x for n, x in tensors.items() if x is not None}
     stored = {x.dtype for x in present.values()}
@@ -157,7 +158,8 @@ def _facts_of_inputs(case: AttentionCase) -> dict[str, object]:
 
 
 def _measured_on(kernel: Kernel, options: Mapping[str, object], system: System) -> str:
-    """In words, which kernel was measured, with which options, torch and machine."""
+    """Returns in words which kernel was measured, with which options, torch and
+    machine."""
     settings = ", ".join(f"{n} = {v!r}" for n, v in options.items())
     with_options = f" with {settings}" if options else ""
     where = f"{system.cpu} ({system.cpu_capability})"
@@ -168,7 +170,9 @@ def _measured_on(kernel: Kernel, options: Mapping[str, object], system: System) 
 
 
 def rendered(template: str, facts: Mapping[str, object]) -> str:
-    """A script made of a template in `data/reproducer`."""
+    """Returns the text of a script made of a template in `data/reproducer`, by the name
+    without `.py.j2`. A fact that the template needs and lacks raises
+    jinja2.UndefinedError."""
     blocks: Any = {
         "trim_blocks": True,
         "lstrip_blocks": True,
@@ -181,7 +185,7 @@ def rendered(template: str, facts: Mapping[str, object]) -> str:
 
 
 def literal(value: object) -> str:
-    """A value as Python source. Raises UsageError where it has none."""
+    """Returns a value as Python source. Raises UsageError where it has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, tuple | list):
@@ -195,8 +199,9 @@ def literal(value: object) -> str:
 def _call(
     kernel: Kernel, options: Mapping[str, object], case: AttentionCase, tensor: str
 ) -> Call:
-    """How the template spells the call, and the case as it was given (its mask
-    explicit)."""
+    """Returns the case as the kernel was given it (its mask explicit), and the facts by
+    which the template spells the call. Raises UsageError for an option that has no
+    spelling, or a function that no script can import."""
     name = kernel.name
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
         forced, positions = backend_of(name), case.window or case.causal_offset
@@ -233,7 +238,9 @@ def _function(
     options: Mapping[str, object],
     case: AttentionCase,
 ) -> Call:
-    """A function of q, k, v: the arguments that numdev gives it, by their names."""
+    """Returns the case as a function of q, k, v was given it, and the facts by which the
+    template spells the call: the arguments by their names. `path`: module:name. Raises
+    UsageError for a function that no script can import."""
     module, _, name = path.partition(":")
     if not name:  # no module has it under its name
         what = f"a script of its own cannot import {path}"
@@ -269,15 +276,16 @@ def _function(
 
 
 def _view(x: Tensor) -> str:
-    """A stored tensor as a view with its axes in memory as the kernel saw them."""
+    """Returns the suffix (`.permute(...)`) by which a script views a stored tensor with
+    its axes in memory as the kernel saw them; empty where they are in order."""
     order = storage_order(x)
     inverse = ", ".join(str(order.index(axis)) for axis in range(x.ndim))
     return "" if order == sorted(order) else f".permute({inverse})"
 
 
 def _shown(case: AttentionCase) -> str:
-    """Which keys a query may see, as an expression of i, j and mask; empty if it may see
-    all."""
+    """Returns which keys a query may see, as an expression of i, j and mask; empty if it
+    may see all."""
     parts = ["(j <= i)"] if case.is_causal else []
     left, right = case.window or (None, None)
     parts += [f"(j >= i - {left})"] if left is not None else []
@@ -289,8 +297,8 @@ def _shown(case: AttentionCase) -> str:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """`module:name` where the module has the function under that name; else its own name
-    alone."""
+    """Returns `module:name` where the module has the function under that name; else its
+    own name alone, which no script can import."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(sys.modules.get(module), name, None) is function and module != "__main__":
@@ -299,7 +307,8 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def folder_of(module: str) -> str | None:
-    """The folder from which a module is imported; None where it comes from no file."""
+    """Returns the folder from which a module is imported; None where it comes from no
+    file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return None

@@ -35,13 +35,16 @@ class SweepPlan:
 
     @property
     def size(self) -> str:
+        """Returns the number of cells, seeds and tasks as a sentence."""
         cells = len(self.request.cases) * len(self.plan.formats) * len(self.plan.kernels)
         seeds = len(self.request.seeds)
         return f"{cells} cells x {seeds} seeds: {cells * seeds} tasks."
 
 
 def plan(request: SweepRequest) -> SweepPlan:
-    """Check a request against this machine and what is registered; raises UsageError."""
+    """Returns the sweep that a request asks for, checked against this machine and what is
+    registered; nothing is measured. Raises UsageError for what cannot be run here, and a
+    grid without an axis."""
     system = System.probe(request.device)
     plan = Plan.of(request, system)
     request = request.model_copy(
@@ -73,8 +76,9 @@ def plan(request: SweepRequest) -> SweepPlan:
 def sweep(
     planned: SweepPlan, directory: Path, *, rules: Rules | None = None, **how: Any
 ) -> SweepReport:
-    """Run the plan, journalling into `directory`; returns the report, judged by the rules
-    (the default ones), which the caller writes. `how`: of `run_plan`."""
+    """Runs the plan, journalling into `directory`; returns the report, judged by `rules`
+    (None: the default ones), which the caller writes. `how`: options of `run_plan`. The
+    report has rows only where the request keeps them (`keep: head`)."""
     rules = rules or default_rules()
     check_system(planned.plan.system.as_dict(), rules)
     request, source, grid = planned.request, planned.source, planned.grid

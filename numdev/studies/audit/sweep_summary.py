@@ -13,7 +13,8 @@ from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentence
 
 
 def summarised(report: SweepReport) -> SweepReport:
-    """The report with its cells, figures and summary as its rows have them."""
+    """Returns the report with its cells, figures and summary as its rows have them.
+    Raises MeasurementError where rows, plan and request contradict each other."""
     request = _request_of(report)
     grid = _grid_of(report, request)
     baseline = baseline_of(request, report.plan)
@@ -37,6 +38,8 @@ def summarised(report: SweepReport) -> SweepReport:
 
 
 def _request_of(report: SweepReport) -> SweepRequest:
+    """Returns the request of a sweep's report. Raises MeasurementError where it is
+    none."""
     try:
         return SweepRequest.model_validate(report.request)
     except ValidationError as error:
@@ -45,7 +48,8 @@ def _request_of(report: SweepReport) -> SweepRequest:
 
 
 def _grid_of(report: SweepReport, request: SweepRequest) -> Grid:
-    """The grid, which every row must stand in."""
+    """Returns the grid, which every row must stand in. Raises MeasurementError where one
+    does not, or the axis or metric is none of the grid's."""
     grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])
     requested = {case.name for case in request.cases}
     if strays := {row.case for row in report.rows} - requested:
@@ -61,8 +65,8 @@ def _grid_of(report: SweepReport, request: SweepRequest) -> Grid:
 
 
 def baseline_of(request: SweepRequest, plan: PlanRecord) -> PlannedKernel:
-    """What ratios are relative to. Raises MeasurementError where the plan has no such
-    kernel."""
+    """Returns the planned kernel that ratios are relative to. Raises MeasurementError
+    where the plan has no such kernel."""
     name, options = request.baseline.name, request.baseline.options.items()
     for kernel in plan.kernels:
         same = kernel.kernel.rpartition(":")[2] == name.rpartition(":")[2]

@@ -9,6 +9,8 @@ from numdev.report import document as doc
 
 
 def blocks(report: SweepReport) -> Iterator[doc.Node]:
+    """Yields what is shown of a sweep: what the curves are, the curves, and what was not
+    measured."""
     summary = report.summary
     yield doc.Paragraph(
         "Deviation from the fp64 reference of the same rounded inputs, by "

@@ -40,7 +40,8 @@ Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what
 
 
 def as_located(case: AttentionCase, axes: Mapping[str, object] | None = None) -> Located:
-    """A case in memory as a `Located`, which can be pickled."""
+    """Returns a case in memory as a `Located`, which can be pickled. `axes`: its values
+    on a sweep's axes."""
     return Captured(
         ref=case.ref, axes=dict(axes or {}), load=functools.partial(copy.copy, case)
     )
@@ -54,7 +55,9 @@ def measured_here(
     watch: Stopwatch,
     later: list[Failing] | None = None,
 ) -> Iterator[Finished]:
-    """What goes into the journal of a case, measured in this process."""
+    """Yields what goes into the journal of a case, measured in this process: the case's
+    record, then the rows of each task. Kernels under audit run by `run`; `later` gets
+    calls that are named when all are measured (None: each is named by itself)."""
     with watch("capture"):
         case = located.load()
     with _threads(case):
@@ -68,7 +71,8 @@ def measured_here(
 
 
 def _threads(case: AttentionCase) -> AbstractContextManager[None]:
-    """PyTorch on as many threads as the call's scores are worth."""
+    """Returns a context with PyTorch on as many threads as the call's scores are
+    worth."""
     return threads(fitting(case.q.shape[:3].numel() * case.kv_len))
 
 
@@ -80,9 +84,9 @@ def measure_case(
     watch: Stopwatch,
     later: list[Failing] | None = None,
 ) -> Iterator[tuple[Task, Rows]]:
-    """Each task of a case, which come format by format, with its rows as soon as they are
-    there. Kernels under audit run by `run`. Nothing where none of the plan's heads is in
-    the case."""
+    """Yields each task of a case, which must come format by format, with its rows as soon
+    as they are measured. Kernels under audit run by `run`; `later` gets calls that are
+    named when all are measured. Nothing where none of the plan's heads is in the case."""
     sample = plan.sample(case.ref)
     selection = Selection.of(case, plan.heads, gradients=plan.backward, sample=sample)
     if not selection.heads:
@@ -113,7 +117,8 @@ def _rows(
     run: Runner,
     later: list[Failing] | None = None,
 ) -> Rows:
-    """What a task comes to: its rows, and what the plan wants to know beside them."""
+    """Returns the rows of a task by kind: `row`, and what the plan asks for besides,
+    `profile`, `worst` and `attribution`."""
     own_run = run if task.role == "kernel" else attempt
     measured = measure_task(task, kernel, bench, plan.system, own_run, later)
     rows: dict[str, Sequence[object]] = {"row": measured.rows}
@@ -136,9 +141,11 @@ def measure_task(
     later: list[Any] | None = None,
     operation: Operation[Any] = ATTENTION,
 ) -> of_rows.Measured[Call]:
-    """A kernel on a prepared call. One that is missing or declines is `skipped`; one that
-    raises, or whose output cannot be measured, is `failed`. Where the forward pass runs
-    and a training step does not, one row of a gradient says why there is none."""
+    """Returns the rows of a kernel on a prepared call, with what was measured. A kernel
+    that is missing or declines is `skipped`; one that raises, or whose output cannot be
+    measured, is `failed`. Where the forward pass runs and a training step does not, one
+    row of a gradient says why there is none. `later` gets a call that errs, to be named
+    with others."""
     if missing := kernel.missing(system):
         why = Failure("skipped", missing)
         return of_rows.Measured(rows=[of_rows.bare_row(task, why)])
@@ -168,8 +175,8 @@ def measure_task(
 def _outputs(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner
 ) -> tuple[list[Any] | Failure, Failure | None]:
-    """What a kernel returns, and why there are no gradients, where its forward pass alone
-    runs."""
+    """Returns what a kernel returns in each run, or a Failure; and why there are no
+    gradients, where its forward pass alone runs."""
     outputs = _runs(task, kernel, call, run)
     if not (isinstance(outputs, Failure) and task.gradients and task.role == "kernel"):
         return outputs, None
@@ -181,6 +188,8 @@ def _outputs(
 
 
 def _unmeasured(task: Task, error: Exception) -> DeviationRow:
+    """Returns the only row of a task that failed while it was measured, with the error's
+    words."""
     return of_rows.bare_row(
         task, Failure("failed", f"while measuring: {one_line(error)}")
     )
@@ -189,9 +198,9 @@ def _unmeasured(task: Task, error: Exception) -> DeviationRow:
 def _runs(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner
 ) -> list[object] | Failure:
-    """What the task's kernel returns, as often as asked. Floor and baseline are the
-    call's; the output of `precision` only holds a place, since `rows` compares the two
-    references."""
+    """Returns what the task's kernel returns, as often as asked, or the first Failure.
+    Floor and baseline are the call's; the output of `precision` only holds a place, since
+    `rows` compares the two references."""
     yardsticks = call.yardsticks
     names = [t for t in yardsticks if task.gradients or not tensor_spec(t).is_gradient]
     if task.role == "precision":
@@ -221,6 +230,8 @@ def bench_of(
     gradients: bool = False,
     sample: Sample | None = None,
 ) -> Bench:
+    """Returns the bench of a case in a format (a name), with these query heads (None:
+    all) and rows of a sample (None: all)."""
     selection = Selection.of(case, heads, gradients=gradients, sample=sample)
     exact = selection.exact(selection.case)
     return Bench.of(selection, format_named(format_name), exact, Stopwatch())
@@ -229,7 +240,8 @@ def bench_of(
 def measure_one(
     task: Task, kernel: Kernel, case: AttentionCase, system: System, run: Runner = attempt
 ) -> list[DeviationRow]:
-    """The rows of one task on a case in memory."""
+    """Returns the rows of one task on a case in memory; a single failed row where it
+    cannot be measured."""
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
         with _threads(case):

@@ -28,7 +28,8 @@ TOTAL = "total"
 
 
 class Stopwatch:
-    """Runs from when it is made. `with watch("reference"):` counts for that section."""
+    """Counts seconds by section, from when it is made. `with watch("reference"):` counts
+    for that section. `device`: on `cuda` a section waits for the device where it ends."""
 
     def __init__(self, device: str = "cpu", sections: Sequence[str] = SECTIONS) -> None:
         self._spent = dict.fromkeys(sections, 0.0)
@@ -51,7 +52,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Count nothing until the block is left: somebody else works, and counts."""
+        """Counts nothing until the block is left: somebody else works, and counts."""
         self._lap()
         try:
             yield
@@ -59,16 +60,18 @@ class Stopwatch:
             self._last = time.perf_counter()
 
     def add(self, seconds: Mapping[str, float]) -> None:
+        """Adds seconds by section, of another process; all sections must be there."""
         for section in self._spent:
             self._spent[section] += seconds[section]
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by section until now, and their sum as `total`."""
+        """Returns seconds by section until now, and their sum as `total`."""
         self._lap()
         return {**self._spent, TOTAL: sum(self._spent.values())}
 
     def _lap(self) -> None:
-        """The time since the last border is of the section that is open."""
+        """Adds the time since the last border to the section that is open. Waits for the
+        device on a GPU; a fault of it is not raised here."""
         if self._waits:
             import torch
 
@@ -81,8 +84,8 @@ class Stopwatch:
 
 
 def words(timings: Mapping[str, float]) -> str:
-    """`12.3 s: capture 2.1, kernels 0.8`, without what rounds to 0.0; empty without
-    times."""
+    """Returns times in words, `12.3 s: capture 2.1, kernels 0.8`, without what rounds to
+    0.0; empty without a total."""
     if TOTAL not in timings:
         return ""
     shares = [f"{s} {x:.1f}" for s, x in timings.items() if s != TOTAL and x >= 0.05]

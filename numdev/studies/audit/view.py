@@ -66,6 +66,8 @@ ULP_LABELS = (f"<1/{2 ** -ULPS[0]}", *(f"1/{2 ** -p}" if p < 0 else str(2**p)
 
 
 def blocks(report: AuditReport) -> Iterator[doc.Node]:
+    """Yields what is shown of an audit: ranking, maps, curves, worst rows, explanations,
+    weights."""
     summary = report.summary
     for name, kernels in grouped(summary.kernels, attrgetter("format")).items():
         yield from _format(name, kernels)
@@ -98,14 +100,16 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
 
 
 def _name(k: KernelSummary) -> Cell:
+    """Returns the cell with a kernel's name and options; strong for a kernel under
+    audit."""
     return Cell(
         labelled(k.kernel, k.options), style="strong" if k.role == "kernel" else ""
     )
 
 
 def _predicted(value: float | None) -> Cell:
-    """The worst head's error over what its roundings predict; far above 1 it stands
-    out."""
+    """Returns the cell of the worst head's error over what its roundings predict, styled
+    `bad` far above 1; NONE without a number."""
     if value is None:
         return Cell(NONE)
     return Cell(
@@ -114,8 +118,8 @@ def _predicted(value: float | None) -> Cell:
 
 
 def _max(k: KernelSummary) -> str:
-    """The largest absolute error, as text; marked as a lower bound where rows are
-    sampled."""
+    """Returns the largest absolute error, as text; marked as a lower bound (≥) where rows
+    are sampled."""
     return ("" if k.rows_measured is None or k.max_abs is None else "≥") + si(k.max_abs)
 
 
@@ -137,8 +141,8 @@ RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
 
 
 def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
-    """One format: kernels ranked, their gradients and phases, and what the tables need
-    said."""
+    """Yields the blocks of one format: kernels ranked, their gradients and phases, and
+    remarks that the tables need."""
     shown = [k for k in kernels if k.ok and k.role != "precision"]
     yield doc.table(
         [column for column, _ in RANKING],
@@ -156,7 +160,8 @@ def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
 
 
 def _numbers(k: KernelSummary) -> list[Cell]:
-    """A kernel's line: one that returns NaN is not described by its other elements."""
+    """Returns a kernel's line of the ranking; one that returns NaN or infinity is not
+    described by its other elements: every number is `NaN`."""
     if k.nonfinite:
         return [_name(k), *[Cell("NaN", style="bad")] * (len(RANKING) - 1)]
     return [cell(k) for _, cell in RANKING]
@@ -165,7 +170,8 @@ def _numbers(k: KernelSummary) -> list[Cell]:
 def _parts(
     title: str, parts: Sequence[tuple[KernelSummary, str, PartSummary]]
 ) -> doc.Table:
-    """A row for each part of each kernel."""
+    """Returns a table with a row for each part (kernel, name of the part, its
+    numbers)."""
     return doc.table(
         [RANKING[0][0], Column("of", align="left"), *(column for column, _ in RATIOS)],
         [
@@ -178,8 +184,8 @@ def _parts(
 
 
 def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
-    """What one format's tables need said: their unit, what ran by default, who is
-    missing."""
+    """Yields the remarks that one format's tables need: what rounding the inputs costs,
+    what ran by default, noise, and why a kernel was skipped or failed."""
     for k in kernels:
         if k.role == "precision" and k.mean_abs:
             yield Item(
@@ -219,9 +225,9 @@ LIMITS = {"expected_ratio": (1.1, 1.5, 3.0, 10.0), "floor_ratio": SHADES}
 
 
 def maps(report: Any) -> Iterator[doc.Table]:
-    """For each kernel, format and tensor the error over what is expected, else over the
-    floor, layer by head; of several calls the largest. The kernel that is farthest off
-    comes first."""
+    """Yields for each kernel, format and tensor a heat map, layer by head, of the error
+    over what is expected, or over the floor where a head has no expected error; of
+    several calls the largest. The kernel that is farthest off comes first."""
     places, groups = Places(report.rows), defaultdict[Any, dict[Any, DeviationRow]](dict)
     for row in report.rows:
         if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
@@ -252,11 +258,15 @@ def maps(report: Any) -> Iterator[doc.Table]:
 
 
 def _value(row: DeviationRow) -> float:
+    """Returns by what rows of a head are compared: infinite where it has elements that
+    are not finite, else error over expected, over the floor, or 0."""
     return math.inf if row.nonfinite else row.expected_ratio or row.floor_ratio or 0.0
 
 
 def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
-    """A head: its number, and all of it in the tooltip; the colour is logarithmic."""
+    """Returns the cell of a head: its value of `metric`, coloured by the logarithm, its
+    ratios and largest error as tooltip, and `name` as the cell's id. NONE without a row
+    or value, `NaN` where elements are not finite."""
     value: float | None = None if row is None else getattr(row, metric)
     if row is None or value is None:
         return Cell(NONE)
@@ -278,7 +288,8 @@ def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
 
 
 def by_layer(report: AuditReport) -> Iterator[doc.Node]:
-    """The error of the output over the floor, layer by layer: the median over heads."""
+    """Yields curves of the error of the output over the floor, layer by layer: the median
+    over heads; nothing for fewer than three layers."""
     rows = [
         row
         for row in report.rows
@@ -310,6 +321,7 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
 
 
 def _kernel(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
+    """Returns the kernel's name with its options, and its role."""
     return labelled(row.kernel, row.options), row.role
 
 
@@ -317,9 +329,9 @@ def _kernel(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
 
 
 def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
-    """For each format, tensor and kind of attention the errors over what is predicted;
-    where nothing is, the errors themselves. Medians over calls of the length that most
-    have."""
+    """Yields for each format, tensor and kind of attention curves of the errors over what
+    is predicted, by bin of positions; where nothing is, the errors themselves. Medians
+    over calls of the length that most calls have."""
     figures = defaultdict(list)
     groups = grouped(profiles, attrgetter("format", "attends", "tensor"))
     for (name, attends, tensor), rows in groups.items():
@@ -364,8 +376,9 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
 
 
 def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
-    """How many elements err by how many ulps: kernels beside the floor and what is
-    predicted."""
+    """Yields histograms as curves: the share of elements, in %, that err by how many
+    ulps, kernels beside the floor and what is predicted; one block, empty without
+    profiles."""
     groups = defaultdict[Any, dict[Any, list[int]]](dict)
     for row in profiles:
         if row.role == "baseline":
@@ -406,8 +419,8 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
 
 
 def _peaks(figure: Figure) -> Iterator[Item]:
-    """Where each kernel of a figure first errs twice what is predicted, and where
-    most."""
+    """Yields where each kernel of a figure first errs at least twice what is predicted,
+    and where most; nothing for one that never does."""
     for curve in figure.curves:
         over = [point for point in curve.points if point.mean >= 2]
         if over and figure.relative and curve.role == "kernel":
@@ -422,6 +435,8 @@ def _peaks(figure: Figure) -> Iterator[Item]:
 
 
 def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
+    """Returns the error of each bin of a profile, or with `relative` over what is
+    predicted; None for a bin without either."""
     if not relative:
         return row.errors
     predicted = row.predicted or [None] * len(row.errors)
@@ -430,7 +445,9 @@ def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
 
 
 def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
-    """The rows that err most, where they stand, and what is special about them."""
+    """Yields a list of the rows that err most, where they stand, and what is special
+    about them; with a heading where there are any. `sampled`: whether only some rows were
+    measured."""
     if rows:
         yield doc.Heading(
             f"Rows with the largest errors{', of those measured' * sampled}"
@@ -443,7 +460,8 @@ def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node
 
 
 def _explanations(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
-    """Which roundings make each kernel's errors, and what the sites in the table are."""
+    """Yields the table of which roundings make each kernel's errors, and a paragraph on
+    what its sites are."""
     yield doc.words(
         ("kernel", "", "makes the errors of", "residual", "next", "of its squared error"),
         map(_explanation, explanations),
@@ -456,8 +474,8 @@ def _explanations(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
 
 
 def _explanation(e: Explanation) -> tuple[Cell | str, ...]:
-    """A line of the table: the kernel, the tensor, the emulation and its residual, the
-    next best, and the shares of the sites."""
+    """Returns a line of the table: the kernel, the tensor, the emulation and its
+    residual, the next best, and the shares of the sites."""
     kernel = Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong")
     source = Cell(_source(e), style="" if e.is_identified else "warn")
     following = f"{e.next_preset or NONE} {ratio(e.next_residual)}"
@@ -466,7 +484,8 @@ def _explanation(e: Explanation) -> tuple[Cell | str, ...]:
 
 
 def _source(e: Explanation) -> str:
-    """The emulation that makes these errors, or comes nearest."""
+    """Returns in words the emulation that makes these errors, or comes nearest, and in
+    how many calls."""
     if e.nearest is None:
         return "not identified" if e.calls or e.reason else "no error"
     name = e.nearest.replace("`", "")
@@ -478,8 +497,9 @@ def _source(e: Explanation) -> str:
 
 
 def _weights(rows: Sequence[WeightRow]) -> Iterator[tuple[str, ...]]:
-    """The stored tensors together, format by format; means are over elements that it can
-    hold."""
+    """Yields a line for each format: how many stored tensors, their mean and largest
+    change and the tensor that has it, and how many elements the format cannot hold; means
+    are over elements that it can."""
     for name, these in grouped(rows, attrgetter("format")).items():
         sized = [row for row in these if row.max_abs is not None]
         worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
