@@ -262,17 +262,10 @@ class _Observer(TorchFunctionMode):
             turn % len(q),
         )
         few = part(case, batch=range(at, at + 1)).select_heads(heads)
-        operator, few_out = operator_of(out), out.detach()[at : at + 1, heads]
-        claim = claim_of(operator, case, system)  # which depends on how large the call is
         kernel = find("sdpa-default")
         if not dropout_p:
-            name = next(n for n, op in OPERATORS[system.device].items() if op == operator)
-            kernel = Kernel(
-                name=name,
-                function=lambda case: Output(out=few_out),
-                claims=lambda case, output, system: claim,
-                backward=None,
-            )
+            few_out = out.detach()[at : at + 1, heads]
+            kernel = kernel_that_ran(operator_of(out), case, few_out, system)
         planned = Planned(role="kernel", kernel=kernel, options={})
         plan = Plan(
             system=system,
@@ -299,6 +292,21 @@ class _Observer(TorchFunctionMode):
             "nonfinite": worst["nonfinite"],
             "finding": next((f.sentence for f in findings), None),
         })  # fmt: skip
+
+
+def kernel_that_ran(
+    operator: str, case: AttentionCase, few_out: Tensor, system: System
+) -> Kernel:
+    """Returns SDPA's kernel of this operator, as a kernel that answers any case with
+    `few_out`. `case`: the whole call, on whose size the claim depends."""
+    claim = claim_of(operator, case, system)
+    name = next(n for n, op in OPERATORS[system.device].items() if op == operator)
+    return Kernel(
+        name=name,
+        function=lambda case: Output(out=few_out),
+        claims=lambda case, output, system: claim,
+        backward=None,
+    )
 
 
 def operator_of(out: Tensor) -> str:

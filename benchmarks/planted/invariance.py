@@ -63,7 +63,9 @@ def in_tiles_of_16(case: AttentionCase) -> torch.Tensor:
     return emulated(case)
 
 
-@planted("invariance", "Sound; the log-sum-exp comes with the output, but not in decoding.")
+@planted(
+    "invariance", "Sound; the log-sum-exp comes with the output, but not in decoding."
+)
 def lse_of_several_rows(case: AttentionCase) -> Output:
     output = find("emulated").attend(case, block_kv=16)
     return output if case.q_len > 1 else dataclasses.replace(output, lse=None)

@@ -111,8 +111,8 @@ class KernelPlan(NamedTuple):
 
 
 def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> KernelPlan:
-    """Returns the KernelPlan that a kernel is compiled for: what it needs of a case and of all
-    its options in force, as constants."""
+    """Returns the constants that a kernel is compiled for, from a case and from all
+    its options in force."""
     first, last = key_limits(case)
     mask, additive = case.mask, case.mask is not None and case.mask.dtype != torch.bool
     # A mask's lowest number, times log2 e, would be -inf.
