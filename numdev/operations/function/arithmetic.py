@@ -1,0 +1,245 @@
+"""What kernels err beside the rounding of their results, in float32.
+
+A sum of K terms t with the result o, added one after another with unit roundoff u, errs
+with a variance of at most
+
+    0.18 u^2 (o^2 K / 3 + (S - o^2 / K) K / 2),    S = sum t^2
+
+(each of K roundings errs by up to u times a partial sum, with a variance of 0.18 u^2
+times its square; partial sums grow along o, and walk like a bridge beside it). S is one
+more run of the operator, on squares. Kernels add in blocks and err half of that. A
+transcendental function errs 0.6 u."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from numdev.exact.dtypes import is_floating
+from numdev.exact.rounding import FLOAT32, EveryOperation, values_format
+from numdev.exact.wide import widened
+
+aten = torch.ops.aten
+U = FLOAT32.unit_roundoff
+PER_STEP = 0.18  # the variance of a rounding error, in u^2 of what is rounded
+OF_A_FUNCTION = 0.6  # u: the error of a transcendental function
+FUNCTIONS = frozenset(
+    """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh
+    asinh acosh atanh sigmoid erf erfc erfinv pow rsqrt reciprocal gelu silu mish softplus
+    elu celu selu hardswish hardsigmoid log_sigmoid_forward logit lgamma digamma
+    sigmoid_backward tanh_backward gelu_backward silu_backward mish_backward
+    softplus_backward elu_backward log_sigmoid_backward logaddexp xlogy sinc i0 addcdiv
+    addcmul lerp smooth_l1_loss huber_loss hardswish_backward glu glu_backward
+    linalg_cross binary_cross_entropy binary_cross_entropy_backward""".split()  # noqa: SIM905
+)
+# What normalises over a sum: outputs err by a share of themselves, and of the mean that
+# is taken away, with the square root of how many numbers go into it.
+NORMS = frozenset(
+    """native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit
+    cudnn_batch_norm _fused_rms_norm var var_mean std std_mean linalg_vector_norm norm
+    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
+    _fused_rms_norm_backward _softmax _log_softmax _softmax_backward_data
+    _log_softmax_backward_data prod cumprod logcumsumexp _logcumsumexp dist cdist
+    _cdist_forward _pdist_forward linalg_inv_ex linalg_cholesky_ex
+    linalg_solve_triangular triangular_solve _linalg_det""".split()  # noqa: SIM905
+)
+# What adds up, and into what no other operator has a shape of its own.
+SCATTERED = frozenset(
+    """embedding_dense_backward index_add scatter_add scatter_reduce index_put
+    _index_put_impl max_pool2d_with_indices_backward upsample_bilinear2d_backward
+    upsample_nearest2d_backward avg_pool2d_backward nll_loss_forward mse_loss nll_loss2d
+    nll_loss2d_forward""".split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a sum adds: how many numbers (one, or for each result), and the sum of their
+    squares."""
+
+    count: float | Tensor
+    squares: Tensor
+
+
+Arguments = Sequence[object]
+
+
+class Arithmetic(EveryOperation):
+    """`EveryOperation`, whose results of float32 err by what their arithmetic errs too,
+    at random, normally distributed.
+
+    `noise` seeds that; rounding is to nearest, or with `seed` stochastic."""
+
+    def __init__(self, *, noise: int, seed: int | None = None) -> None:
+        super().__init__(seed=seed)
+        self.noise = noise
+        self.normal: dict[torch.device, torch.Generator] = {}
+
+    def result(
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        values: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        fmt = None if dtype.is_complex else values_format(dtype)
+        if fmt == FLOAT32 and values.numel():
+            variance = variance_of(func, args, values)
+            if variance is not None:
+                values = values + variance.sqrt() * self._drawn(values)
+        return super().result(func, args, values, dtype)
+
+    def _drawn(self, like: Tensor) -> Tensor:
+        device = like.device
+        if device not in self.normal:
+            self.normal[device] = torch.Generator(device).manual_seed(self.noise)
+        return torch.randn(
+            like.shape, generator=self.normal[device], dtype=like.dtype, device=device
+        )
+
+
+def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | None:
+    """The variance of what an operator errs in float32 before its result is rounded, of
+    the shape of `values`; None of one that errs in rounding alone, and 0 where a result
+    is not finite."""
+    name = func.overloadpacket.__name__
+    if name.rstrip("_") in FUNCTIONS:
+        return _finite((OF_A_FUNCTION * U * values).square())
+    terms = TERMS.get(name)
+    if terms is not None:
+        added = terms(func, args, values)
+        return _finite(of_sum(values, added.count, added.squares))
+    if name in NORMS:
+        return _finite(_of_norm(args, values))
+    if name in SCATTERED:
+        count = max(1.0, _largest(args) / values.numel())
+        return _finite(PER_STEP * U**2 * values.square() * count / 3)
+    return None
+
+
+def of_sum(result: Tensor, count: float | Tensor, squares: Tensor) -> Tensor:
+    """The variance of a sum of `count` terms, one after another, whose squares add up to
+    `squares`: see the module. 0 of a single term."""
+    along = result.square() * count / 3
+    beside = (squares - result.square() / count).clamp_min(0) * count / 2
+    variance: Tensor = PER_STEP * U**2 * (along + beside)
+    return variance * (count > 1)
+
+
+def _finite(variance: Tensor) -> Tensor:
+    return variance.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _of_norm(args: Arguments, values: Tensor) -> Tensor:
+    """Of a result that divides by a sum over K numbers, or takes their mean away: K as
+    far as it can be told from the shapes, here the largest input over the statistics that
+    it has."""
+    largest = max((x for x in args if is_floating(x)), key=_size, default=None)
+    if largest is None:
+        return torch.zeros_like(values)
+    x = widened(largest)
+    count = float(x.shape[-1] if values.numel() >= x.numel() else x.numel())
+    if values.numel() < x.numel():
+        count = max(1.0, x.numel() / values.numel())
+    typical = values.square().mean()
+    spread = x.var(correction=0) if x.numel() > 1 else x.square().sum()
+    lean = 1 + float(x.mean().square() / spread) if float(spread) > 0 else 1.0
+    growth = PER_STEP * count / 3 + OF_A_FUNCTION**2
+    size = values.square() + min(lean, 1e6) * typical / math.sqrt(count)
+    return U**2 * growth * size
+
+
+def _size(x: object) -> int:
+    return x.numel() if isinstance(x, Tensor) else 0
+
+
+def _largest(args: Arguments) -> float:
+    return float(max((_size(x) for x in args if is_floating(x)), default=1))
+
+
+# --- how many terms, and their squares ------------------------------------------------
+
+
+def _reduced(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Of a sum along dimensions, or a mean."""
+    x = cast(Tensor, widened(args[0]))
+    count = max(1.0, x.numel() / values.numel())
+    total = func(x.square(), *args[1:3])
+    if "mean" in func.overloadpacket.__name__:
+        total = total / count
+    return Terms(count, total.reshape(values.shape))
+
+
+def _along(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Of running sums."""
+    x, dim = cast(Tensor, widened(args[0])), cast(int, args[1])
+    if not x.ndim:
+        return Terms(1.0, x.square())
+    shape = [1] * x.ndim
+    shape[dim] = x.shape[dim]
+    count = torch.arange(1, x.shape[dim] + 1, dtype=x.dtype, device=x.device)
+    return Terms(count.reshape(shape), x.square().cumsum(dim))
+
+
+def _product(first: int) -> Callable[[OpOverload, Arguments, Tensor], Terms]:
+    """Of a product of matrices or vectors whose left factor is argument `first`; before
+    it stands what is added."""
+
+    def terms(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+        left, right = (cast(Tensor, widened(x)) for x in args[first : first + 2])
+        squares = left.square() @ right.square()
+        return Terms(float(left.shape[-1]), squares.expand(values.shape))
+
+    return terms
+
+
+def _convolution(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    x, weight = (cast(Tensor, widened(x)) for x in args[:2])
+    transposed = bool(args[6])
+    count = weight[:, 0].numel() if transposed else weight[0].numel()
+    squares = func(x.square(), weight.square(), None, *args[3:])
+    return Terms(float(count), squares)
+
+
+def _convolution_backward(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Of the gradient that has this shape: of the input, the weight or the bias."""
+    back, x, weight = (cast(Tensor, widened(each)) for each in args[:3])
+    which = 0 if values.shape == x.shape else 1 if values.shape == weight.shape else 2
+    mask = [i == which for i in range(3)]
+    squares = func(back.square(), x.square(), weight.square(), *args[3:-1], mask)[which]
+    per_weight = back.numel() / back.shape[1]
+    count = (weight[0].numel(), per_weight, per_weight)[which]
+    return Terms(float(max(1, count)), squares)
+
+
+def _pooled(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Of averages over windows."""
+    x = cast(Tensor, widened(args[0]))
+    size = cast(Sequence[int], args[1])
+    if "adaptive" in func.overloadpacket.__name__:
+        count = max(1.0, x.numel() / values.numel())
+    else:
+        dims = x.ndim - 2
+        count = float(math.prod(size if len(size) == dims else [size[0]] * dims))
+    return Terms(count, func(x.square(), *args[1:]) / count)
+
+
+TERMS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
+    **dict.fromkeys(("sum", "mean", "nansum"), _reduced),
+    "cumsum": _along,
+    **dict.fromkeys(("mm", "bmm", "mv", "dot"), _product(0)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _product(1)),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    **dict.fromkeys(
+        ("avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
+         "_adaptive_avg_pool3d"),
+        _pooled,
+    ),
+}  # fmt: skip

@@ -1,0 +1,158 @@
+"""The reference as truth and as yardstick: one function, run exactly, rounded, and as
+PyTorch runs it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from numdev.exact.rounding import Rounding
+from numdev.exact.running import evaluate
+from numdev.exact.wide import UNROUNDED, Wide, widened
+from numdev.operations.function.arithmetic import Arithmetic
+from numdev.operations.function.running import Cotangents, FunctionRun, private, run
+from numdev.operations.function.trees import (
+    Arguments,
+    Values,
+    as_real,
+    gradient_name,
+    outputs_of,
+)
+
+RANDOM = 4  # runs that round stochastically, beside one that rounds to nearest
+SOUND = 2  # more of them, which stand for sound kernels
+
+
+class _Spread(nn.Module):
+    """A function of a tuple and a mapping that calls another one with them."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(
+        self, positional: Sequence[object], named: Mapping[str, object]
+    ) -> object:
+        return self.function(*positional, **named)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FunctionReference:
+    """A reference on one call. Results are by name, in fp64 (integers as they are),
+    complex ones as real [..., 2]."""
+
+    function: Callable[..., object]
+    arguments: Arguments
+    seed: int
+    backward: bool
+
+    @cached_property
+    def cotangents(self) -> Cotangents | None:
+        return Cotangents(seed=self.seed) if self.backward else None
+
+    @property
+    def other_cotangents(self) -> Cotangents | None:
+        """Those of another seed: a gradient may depend on nothing else."""
+        return Cotangents(seed=self.seed + 1) if self.backward else None
+
+    @cached_property
+    def plain(self) -> FunctionRun:
+        """The call as PyTorch runs it here. Raises what the reference raises."""
+        return run(
+            private(self.function),
+            self.arguments,
+            seed=self.seed,
+            cotangents=self.cotangents,
+        )
+
+    @cached_property
+    def truth(self) -> Values:
+        """What the reference is, with no rounding. Raises Unsupported for what has no
+        exact result."""
+        return self.computed(UNROUNDED)
+
+    @cached_property
+    def rounded(self) -> list[Values]:
+        """Runs with every operation rounded: to nearest, then stochastically."""
+        nearest = [self.computed(Arithmetic(noise=0))]
+        return nearest + [self._at_random(seed) for seed in range(1, 1 + RANDOM)]
+
+    @cached_property
+    def sound(self) -> list[Values]:
+        """Two further runs, rounded stochastically: what the yardstick does not know."""
+        first = 1 + RANDOM
+        return [self._at_random(seed) for seed in range(first, first + SOUND)]
+
+    def _at_random(self, seed: int) -> Values:
+        return self.computed(Arithmetic(noise=seed, seed=seed))
+
+    def computed_exactly(
+        self, arguments: Arguments, cotangents: Cotangents | None = None
+    ) -> Values:
+        """The exact result of other arguments, and of other gradients that come back;
+        nothing where there is none of them."""
+        try:
+            return self.computed(UNROUNDED, arguments, cotangents)
+        except Exception:  # the reference is foreign, and these are not its data
+            return {}
+
+    def computed(
+        self,
+        rounding: Rounding,
+        arguments: Arguments | None = None,
+        cotangents: Cotangents | None = None,
+    ) -> Values:
+        """A run under a rounding, of these arguments and gradients or of the call's."""
+        inputs = (arguments or self.arguments).copied(gradients=self.backward)
+        cotangents = cotangents or self.cotangents
+        by_path = {f"[{i}]{path}": name for i, path, name in _paths(inputs)}
+        done = evaluate(
+            _Spread(self.function),
+            *inputs.tree,
+            rounding=rounding,
+            seed=self.seed,
+            cotangent=cotangents.of if cotangents is not None else None,
+        )
+        values = outputs_of(done.output)
+        positional, named = done.arguments
+        after = Arguments(positional=positional, named=named, names=inputs.names)
+        ran = after.leaves()
+        values |= {name: ran[name] for name in self.plain.written}
+        for path, gradient in done.gradients.items():
+            name = gradient_name(by_path.get(path, path.removeprefix("function.")))
+            if name in self.plain.gradients and gradient is not None:
+                values[name] = gradient
+        return {name: as_real(widened(x)).detach() for name, x in values.items()}
+
+
+def _paths(arguments: Arguments) -> list[tuple[int, str, str]]:
+    """Of each tensor of the arguments where it stands: 0 for those in order, 1 for those
+    by name; its path; its name."""
+    names = {id(x): name for name, x in arguments.leaves().items()}
+    placed: list[tuple[int, str, str]] = []
+    for i, part in enumerate(arguments.tree):
+        paths, _ = tree_flatten_with_path(part)
+        placed += [
+            (i, keystr(path), names[id(x)]) for path, x in paths if isinstance(x, Tensor)
+        ]
+    return placed
+
+
+def moved_by_half_an_ulp(arguments: Arguments, seed: int) -> Arguments:
+    """The arguments with every floating-point number moved by up to half of its unit
+    roundoff, at random: no kernel can know better than its inputs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(name: str, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        drawn = torch.rand(x.shape, generator=generator, dtype=torch.float64)
+        step = torch.finfo(x.dtype).eps / 2 * (2 * drawn - 1)
+        return Wide.of(x.detach().double() * (1 + step.to(x.device)), x.dtype)
+
+    return arguments.mapped(move)

@@ -1,0 +1,194 @@
+"""Runs of a function as PyTorch runs it: what it returns, writes and differentiates to.
+
+A function under test is foreign code. It gets copies; what it returns is copied away
+before anything else runs; memory that it may be given for its output was filled with NaN.
+What it does besides computing is in `FunctionRun.misdeeds`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from numdev.cases import strided_as
+from numdev.exact.dtypes import is_floating
+from numdev.metrics.bits import same
+from numdev.operations.function.trees import (
+    Arguments,
+    Values,
+    as_real,
+    gradient_name,
+    outputs_of,
+)
+
+POISONED = 4  # blocks of an output's size that are filled with NaN and given back
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FunctionRun:
+    """What one call of a function came to, in tensors of their own."""
+
+    outputs: Values  # detached, strided as they came
+    gradients: Values = field(default_factory=dict)
+    written: Values = field(default_factory=dict)  # arguments that it wrote into
+    raw: Values = field(default_factory=dict)  # the outputs in the memory they came in
+    differentiable: tuple[str, ...] = ()  # outputs that gradients went back into
+    alias: str | None = None  # an input in whose memory an output lies
+    overwritten: tuple[str, ...] = ()  # outputs that a later call wrote into
+
+    @property
+    def tensors(self) -> Values:
+        """All that came of the call: outputs, arguments written into, gradients."""
+        return {**self.outputs, **self.written, **self.gradients}
+
+    def misdeeds(self, like: FunctionRun) -> list[str]:
+        """What it did that the reference does not, in clauses."""
+        wrong = [name for name in self.written if name not in like.written]
+        clauses = [f"writes into its inputs ({', '.join(wrong)})"] if wrong else []
+        if self.alias and not like.alias and self.alias not in like.written:
+            clauses.append(f"returns memory of its input {self.alias}")
+        lacking = [n for n in like.differentiable if n not in self.differentiable]
+        if like.gradients and lacking:
+            clauses.append(f"lets no gradient back from {', '.join(lacking)}")
+        if self.overwritten:
+            names = ", ".join(self.overwritten)
+            clauses.append(
+                f"writes a later call's result into an earlier one's ({names})"
+            )
+        return clauses
+
+    def finished(self) -> FunctionRun:
+        """The same when all calls were made: with what a later one wrote into, and
+        without the memory that outputs came in."""
+        pairs = ((name, x, self.outputs[name]) for name, x in self.raw.items())
+        changed = [n for n, x, y in pairs if not same(as_real(x), as_real(y))]
+        return dataclasses.replace(self, raw={}, overwritten=tuple(changed))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cotangents:
+    """The gradients that come back into a call's outputs: normal numbers of a seed, the
+    same for every implementation."""
+
+    seed: int
+
+    def of(self, i: int, output: Tensor) -> Tensor:
+        """Fp64 values of the shape of the i-th output, rounded to bfloat16, which every
+        format but those of 8 bits and float16 has."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + i)
+        real = torch.float64
+        drawn = torch.randn(output.shape, generator=generator, dtype=real)
+        values = drawn.bfloat16().to(real).to(output.device)
+        return values.to(torch.complex128) if output.is_complex() else values
+
+
+def run(
+    function: Callable[..., object],
+    arguments: Arguments,
+    *,
+    seed: int,
+    cotangents: Cotangents | None = None,
+) -> FunctionRun:
+    """One call with copies of the arguments. `seed`: of PyTorch's generators, which are
+    as before afterwards. With `cotangents` gradients are taken by autograd, of all
+    outputs that have one. Raises what the function raises."""
+    inputs = arguments.copied(gradients=cotangents is not None)
+    leaves = inputs.leaves()
+    with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
+        returned = function(*inputs.positional, **dict(inputs.named))
+        _wait(leaves)
+        outputs = outputs_of(returned)
+        gradients: Values = {}
+        through: tuple[str, ...] = ()
+        if cotangents is not None:
+            through = _through(outputs)
+            parameters = _parameters(function)
+            gradients = _gradients(
+                {n: outputs[n] for n in through},
+                {n: x for n, x in {**leaves, **parameters}.items() if x.requires_grad},
+                cotangents,
+            )
+    before = arguments.leaves()
+    written = {
+        n: x for n, x in leaves.items() if not same(as_real(x), as_real(before[n]))
+    }
+    return FunctionRun(
+        outputs=_taken(outputs),
+        gradients=_taken(gradients),
+        written=_taken(written),
+        differentiable=through,
+        alias=_alias(outputs, leaves),
+        raw={name: x.detach() for name, x in outputs.items()},
+    )
+
+
+def private(function: Callable[..., object]) -> Callable[..., object]:
+    """A module as a copy that a run may change; a function as it is."""
+    return copy.deepcopy(function) if isinstance(function, nn.Module) else function
+
+
+def poison(like: Sequence[Tensor]) -> None:
+    """Fill memory of the sizes of these tensors with NaN (integers: with their largest
+    number) and give it back, so that what is not written is seen."""
+    for x in like:
+        blocks = [torch.empty_like(x) for _ in range(POISONED)]
+        for block in blocks:
+            with contextlib.suppress(RuntimeError):  # a dtype that cannot be filled
+                block.fill_(torch.nan if is_floating(x) else 1)
+        del blocks
+
+
+def _through(outputs: Values) -> tuple[str, ...]:
+    return tuple(n for n, x in outputs.items() if is_floating(x) and x.requires_grad)
+
+
+def _parameters(function: Callable[..., object]) -> Values:
+    if not isinstance(function, nn.Module):
+        return {}
+    return {name: x for name, x in function.named_parameters()}
+
+
+def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:
+    """By name; 0 where no output depends on a leaf."""
+    if not outputs or not leaves:
+        return {}
+    back = [cotangents.of(i, x).to(x.dtype) for i, x in enumerate(outputs.values())]
+    gradients = torch.autograd.grad(
+        list(outputs.values()), list(leaves.values()), back, allow_unused=True
+    )
+    pairs = zip(leaves, gradients, strict=True)
+    return {gradient_name(name): x for name, x in pairs if x is not None}
+
+
+def _alias(outputs: Values, leaves: Values) -> str | None:
+    """The name of an input in whose memory an output lies; None where none does."""
+    where = {x.untyped_storage().data_ptr(): n for n, x in leaves.items() if x.numel()}
+    for x in outputs.values():
+        if x.numel() and x.untyped_storage().data_ptr() in where:
+            return where[x.untyped_storage().data_ptr()]
+    return None
+
+
+def _taken(values: Values) -> Values:
+    """Copies in memory of their own, laid out alike."""
+    plain = {n: x.detach().resolve_conj().resolve_neg() for n, x in values.items()}
+    return {name: strided_as(x.clone(), x) for name, x in plain.items()}
+
+
+def _wait(leaves: Values) -> None:
+    """Wait for all streams of the device, side streams too."""
+    if any(x.is_cuda for x in leaves.values()):
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

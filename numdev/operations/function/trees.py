@@ -1,0 +1,133 @@
+"""What goes into a function and what comes out of it, by name.
+
+A report names tensors by an identifier: of the only output `output`, of several
+`output_0` or `output_loss`; of an argument the parameter's name; of a gradient that and
+`_grad`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from numdev.cases import strided_as
+from numdev.exact.dtypes import is_floating
+from numdev.tensors import GRADIENT
+
+OUTPUT = "output"
+LONGEST_NAME = 70  # characters of a name, beside what tells two apart
+Values = dict[str, Tensor]  # tensors by name
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arguments:
+    """What a function is called with: trees of tensors and other objects."""
+
+    positional: tuple[object, ...] = ()
+    named: Mapping[str, object] = field(default_factory=dict)
+    names: tuple[str, ...] = ()  # of the positional ones, as far as they are told
+
+    @property
+    def tree(self) -> tuple[tuple[object, ...], dict[str, object]]:
+        return self.positional, dict(self.named)
+
+    def leaves(self) -> Values:
+        """The tensors by name, in order."""
+        named = (*self.names, *(f"argument_{i}" for i in range(len(self.positional))))
+        pairs: list[tuple[str, object]] = []
+        for i, value in enumerate(self.positional):
+            first = named[i] if i < len(self.names) else f"argument_{i}"
+            pairs += _flat(value, first)
+        for name, value in self.named.items():
+            pairs += _flat(value, name)
+        return _distinct(pairs)
+
+    def mapped(self, change: Callable[[str, Tensor], Tensor]) -> Arguments:
+        """The same with each tensor replaced by `change` of its name and itself."""
+        by_identity = {id(x): change(name, x) for name, x in self.leaves().items()}
+        positional, named = tree_map(lambda x: by_identity.get(id(x), x), self.tree)
+        return Arguments(positional=positional, named=named, names=self.names)
+
+    def copied(self, *, gradients: bool) -> Arguments:
+        """Tensors of memory of their own, laid out alike; with `gradients` all that are
+        floating-point require one."""
+
+        def copy(name: str, x: Tensor) -> Tensor:
+            own_copy = strided_as(x.detach().clone(), x)
+            return own_copy.requires_grad_(gradients and is_floating(x))
+
+        return self.mapped(copy)
+
+
+def arguments_of(data: object, function: Callable[..., object]) -> Arguments:
+    """What a function of inputs returned, as arguments of `function`: a mapping has
+    arguments by name, a tuple or a list those in order, anything else is the only one."""
+    if isinstance(data, Mapping) and all(isinstance(name, str) for name in data):
+        return Arguments(named=dict(data))
+    positional = tuple(data) if isinstance(data, tuple | list) else (data,)
+    return Arguments(positional=positional, names=parameters_of(function))
+
+
+def parameters_of(function: Callable[..., object]) -> tuple[str, ...]:
+    """The names of a function's positional parameters; none where they cannot be
+    read."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def outputs_of(output: object) -> Values:
+    """The tensors of what a function returned, by name, in order."""
+    return _distinct(_flat(output, OUTPUT))
+
+
+def gradient_name(name: str) -> str:
+    return f"{name}{GRADIENT}"
+
+
+def _flat(value: object, first: str) -> list[tuple[str, object]]:
+    paths, _ = tree_flatten_with_path(value)
+    return [(first + keystr(path), x) for path, x in paths]
+
+
+def _distinct(pairs: Sequence[tuple[str, object]]) -> Values:
+    """The tensors of these pairs, each once, under names that are identifiers."""
+    values: Values = {}
+    seen: set[int] = set()
+    for path, x in pairs:
+        if not isinstance(x, Tensor) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        name = identifier(path)
+        number = 1
+        while name in values:
+            number += 1
+            name = f"{identifier(path)}_{number}"
+        values[name] = x
+    return values
+
+
+def identifier(path: str) -> str:
+    """A path in a tree, such as `output[0]['loss']`, as a name: `output_0_loss`."""
+    words = re.sub(r"[^A-Za-z0-9.]+", "_", path).strip("_.")
+    words = words if words[:1].isalpha() else f"_{words}"
+    return words[:LONGEST_NAME]
+
+
+def is_judged(x: Tensor) -> bool:
+    """Whether a tensor is of numbers that a format rounds."""
+    return is_floating(x)
+
+
+def as_real(x: Tensor) -> Tensor:
+    """A complex tensor as one of its parts, [..., 2]; any other as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

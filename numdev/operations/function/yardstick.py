@@ -1,0 +1,312 @@
+"""What may be erred, element by element, and how far an error is beyond it.
+
+Of a tensor the mean square error D of the reference's rounded runs is what plain code
+errs: at least ulp^2/12, and a tenth of its mean everywhere, since that an element's few
+runs hit it is luck. A kernel may also err as much as the reference does as PyTorch runs
+it here (`plain`), sum by sum.
+
+A ratio of root mean squares over numbers that D weighs counts as one of
+n_eff = (sum D)^2 / sum D^2 numbers: that is how luck widens it (`OF_ALL`, and the largest
+of m slices, `of_slices`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from numdev.formats import Format, round_to, ulp
+
+SHARE_OF_MEAN = 0.1  # of the mean of D, that is added everywhere
+OF_ALL = 1.5  # standard deviations that ln of the ratio over all may be above 0
+LEAST_Z = 1.0  # the same of the largest of m slices, in units of sqrt(2 ln m / n_eff)
+TIMES_SOUND = 2.0  # or so many times as many as sound runs have
+LEAST_EFFECTIVE = 4.0  # numbers that a slice has in effect, below which it is not judged
+LEAST_ELEMENT = 5.0  # what single elements of a sound kernel reach, in sqrt(D)
+OF_U = 1 / 8  # of a unit roundoff: what an output may lean by
+TIMES_LEAN = 3.0  # or so many times what the yardstick's runs lean
+LEAST_FOR_LEAN = 16.0  # numbers in effect, below which a lean is not told from luck
+BLOCKS = (1, 16, 128)  # places of an axis that are a slice together
+NO_YARDSTICK = 3.0  # times what is predicted: beyond it the plain reference is none
+TINY = 1e-300
+TOO_FEW = "too few numbers to tell a lean from luck"
+
+
+class Lean(NamedTuple):
+    """How an error goes along with the truth: in shares of it, with its t."""
+
+    size: float
+    t: float
+
+
+class Element(NamedTuple):
+    """The element that errs most beside what is allowed for it."""
+
+    ratio: float
+    place: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """The slice of a tensor that errs most beside what is allowed for it."""
+
+    ratio: float
+    luck: float
+    place: str
+    z: float  # of ln ratio, in units of sqrt(2 ln m / n_eff)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excess:
+    """An error beside what is allowed. Ratios are of root mean squares; `luck` is how
+    many times larger luck may make one; None: not judged, `nulls` says why."""
+
+    ratio: float | None = None
+    luck: float | None = None
+    predicted: float | None = None
+    effective: float | None = None
+    worst_slice: Slice | None = None
+    worst_element: Element | None = None
+    element_luck: float | None = None
+    slope: Lean | None = None
+    slope_luck: float | None = None
+    shift: Lean | None = None
+    shift_luck: float | None = None
+    nulls: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Errors:
+    """What may be erred in one tensor: the truth in fp64, and the errors of runs.
+
+    Elements of which the truth or a run is not finite are not `usable`: 0 in all of
+    these."""
+
+    truth: Tensor
+    format: Format
+    runs: tuple[Tensor, ...]  # errors of rounded runs
+    sound: tuple[Tensor, ...]  # of further runs
+    plain: Tensor  # of the reference as PyTorch runs it
+    usable: Tensor  # bool
+
+    @classmethod
+    def of(
+        cls,
+        truth: Tensor,
+        fmt: Format,
+        runs: Sequence[Tensor],
+        sound: Sequence[Tensor],
+        plain: Tensor,
+    ) -> Errors:
+        every = (truth, *runs, *sound, plain)
+        usable = torch.stack([x.isfinite() for x in every]).all(dim=0)
+
+        def error(x: Tensor) -> Tensor:
+            return torch.where(usable, x - truth, 0.0)
+
+        return cls(
+            truth=torch.where(usable, truth, 0.0),
+            format=fmt,
+            runs=tuple(map(error, runs)),
+            sound=tuple(map(error, sound)),
+            plain=error(plain),
+            usable=usable,
+        )
+
+    @cached_property
+    def floor(self) -> Tensor:
+        return round_to(self.truth, self.format)
+
+    @cached_property
+    def mean_square(self) -> Tensor:
+        """D: what plain code errs, squared, of each element; 0 where it is not usable."""
+        d = torch.stack([e.square() for e in self.runs]).mean(dim=0)
+        d = torch.maximum(d, ulp(self.truth, self.format).square() / 12)
+        d = torch.where(self.usable, d, 0.0)
+        mean = d.sum() / self.usable.sum().clamp_min(1)
+        return torch.where(self.usable, d + SHARE_OF_MEAN * mean, 0.0)
+
+    @cached_property
+    def rms(self) -> float:
+        """The root of the mean of D."""
+        count = max(1, int(self.usable.sum()))
+        return math.sqrt(float(self.mean_square.sum()) / count)
+
+    @cached_property
+    def plain_ratio(self) -> float:
+        """The error of the reference as PyTorch runs it over what its operations
+        explain."""
+        return _root(self.plain.square().sum(), self.mean_square.sum())
+
+    @cached_property
+    def allowed_plain(self) -> Tensor:
+        """The squared errors of the plain reference; 0 where it is no yardstick."""
+        if self.plain_ratio > NO_YARDSTICK:
+            return torch.zeros_like(self.plain)
+        return self.plain.square()
+
+    @cached_property
+    def z_of_sound(self) -> float:
+        """The largest slice of sound runs, as of `Slice.z`."""
+        slices = [_worst_slice(e, self, 0.0) for e in self.sound]
+        return max((s.z for s in slices if s is not None), default=0.0)
+
+    @cached_property
+    def largest_of_sound(self) -> float:
+        """The largest element of a sound run, in sqrt(D)."""
+        elements = [_worst_element(e, self) for e in self.sound]
+        return max((element.ratio for element in elements), default=0.0)
+
+    @cached_property
+    def luck_of_leans(self) -> tuple[float, float]:
+        """How many times more than `OF_U` slope and shift may be: what all runs lean,
+        `TIMES_LEAN` times."""
+        plain = (self.plain,) if self.plain_ratio <= NO_YARDSTICK else ()
+        every = [_leans(e, self) for e in (*self.runs, *self.sound, *plain)]
+        slopes = [abs(slope.size) for slope, _ in every]
+        shifts = [abs(shift.size) for _, shift in every]
+        slope, shift = (TIMES_LEAN * max(x) / OF_U for x in (slopes, shifts))
+        return max(1.0, slope), max(1.0, shift)
+
+    def beside(self, output: Tensor) -> Excess:
+        """How far an output is beyond what is allowed; elements that are not finite
+        count as 0."""
+        error = torch.where(self.usable & output.isfinite(), output - self.truth, 0.0)
+        d = self.mean_square
+        total = float(d.sum())
+        if not total:
+            why = "no element is finite in the exact result and in all runs"
+            return Excess(nulls={"reference_ratio": why})
+        effective = total**2 / max(float(d.square().sum()), TINY)
+        size, nulls = error.square().sum(), {}
+        allowed = torch.maximum(d.sum(), self.allowed_plain.sum())
+        worst = _worst_slice(error, self, self.z_of_sound)
+        if worst is None:
+            nulls["slice_ratio"] = "no slice has enough numbers"
+        slope = shift = None
+        if effective >= LEAST_FOR_LEAN:
+            slope, shift = _leans(error, self)
+        else:
+            nulls |= dict.fromkeys(("slope", "shift"), TOO_FEW)
+        luck_of_slope, luck_of_shift = self.luck_of_leans
+        return Excess(
+            ratio=_root(size, allowed),
+            luck=math.exp(OF_ALL / math.sqrt(effective)),
+            predicted=_root(size, d.sum()),
+            effective=effective,
+            worst_slice=worst,
+            worst_element=_worst_element(error, self),
+            element_luck=max(LEAST_ELEMENT, self.largest_of_sound),
+            slope=slope,
+            slope_luck=luck_of_slope,
+            shift=shift,
+            shift_luck=luck_of_shift,
+            nulls=nulls,
+        )
+
+
+def _root(numerator: Tensor, denominator: Tensor) -> float:
+    return math.sqrt(float(numerator) / max(float(denominator), TINY))
+
+
+def _worst_element(error: Tensor, of: Errors) -> Element:
+    if not error.numel():
+        return Element(0.0, ())
+    allowed = torch.maximum(of.mean_square, of.allowed_plain).clamp_min(TINY)
+    ratios = error.abs() / allowed.sqrt()
+    at = int(ratios.argmax())
+    return Element(float(ratios.flatten()[at]), tuple(_place_of(at, error.shape)))
+
+
+def _leans(error: Tensor, of: Errors) -> tuple[Lean, Lean]:
+    """The slope of an error on the truth, and its mean over the truth's size, both in
+    unit roundoffs: weighted least squares, each with its t."""
+    weight = torch.where(of.usable, 1 / of.mean_square.clamp_min(TINY), 0.0)
+    weight = weight / weight.sum().clamp_min(TINY)
+    u = of.format.unit_roundoff
+    size = float((weight * of.truth.square()).sum().sqrt())
+    if not size:
+        return Lean(0.0, 0.0), Lean(0.0, 0.0)
+
+    def lean(along: Tensor) -> Lean:
+        power = float((weight * along.square()).sum())
+        slope = float((weight * along * error).sum()) / max(power, TINY)
+        left = (weight * along * (error - slope * along)).square().sum()
+        spread = float(left.sqrt()) / max(power, TINY)
+        return Lean(slope, slope / spread if spread else math.copysign(math.inf, slope))
+
+    slope, shift = lean(of.truth), lean(torch.ones_like(of.truth))
+    return Lean(slope.size / u, _number(slope)), Lean(
+        shift.size / size / u, _number(shift)
+    )
+
+
+def _number(lean: Lean) -> float:
+    """Its t, as JSON can hold it; 0 of no lean."""
+    if not lean.size:
+        return 0.0
+    return max(-1e300, min(1e300, lean.t))
+
+
+def _worst_slice(error: Tensor, of: Errors, z: float) -> Slice | None:
+    """The slice that is farthest beyond what is allowed for it, over all axes and blocks
+    of these; None where none has enough numbers. `z`: of sound runs."""
+    worst: Slice | None = None
+    z = max(LEAST_Z, TIMES_SOUND * z)
+    fields = (error.square(), of.mean_square, of.mean_square.square(), of.allowed_plain)
+    for name, parts in _families(torch.stack(fields)):
+        square, d, d_square, plain = parts
+        effective = d.square() / d_square.clamp_min(TINY)
+        judged = effective >= LEAST_EFFECTIVE
+        count = int(judged.sum())
+        if count < 2:
+            continue
+        ratio = (square / torch.maximum(d, plain).clamp_min(TINY)).sqrt()
+        spread = (2 * math.log(count) / effective.clamp_min(1.0)).sqrt()
+        beyond = torch.where(judged, ratio / (z * spread).exp(), -1.0)
+        at = int(beyond.argmax())
+        if worst is not None and beyond[at] <= worst.ratio / worst.luck:
+            continue
+        largest = float(ratio[at])
+        above = math.log(max(largest, TINY) / 1.1) / float(spread[at])
+        worst = Slice(
+            ratio=largest,
+            luck=math.exp(z * float(spread[at])),
+            place=name.format(at=at),
+            z=max(0.0, above),
+        )
+    return worst
+
+
+def _families(fields: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Sums of stacked fields [4, ...] over slices, [4, slices], with what a slice is
+    called."""
+    shape = fields.shape[1:]
+    for axis, size in enumerate(shape):
+        others = [i + 1 for i in range(len(shape)) if i != axis]
+        sums = fields.sum(dim=others) if others else fields
+        for block in BLOCKS:
+            if size < 2 or (block > 1 and size <= block):
+                continue
+            what = f"of axis {axis}" if len(shape) > 1 else ""
+            if block == 1:
+                yield f"place {{at}} {what}".strip(), sums
+                continue
+            padded = torch.nn.functional.pad(sums, (0, -size % block))
+            blocks = padded.reshape(4, -1, block).sum(dim=-1)
+            yield f"block {{at}} of {block} {what}".strip(), blocks
+    if len(shape) > 2:
+        yield "row {at} of the last axis", fields.sum(dim=-1).flatten(1)
+
+
+def _place_of(index: int, shape: Sequence[int]) -> Iterator[int]:
+    places = []
+    for size in reversed(shape):
+        index, place = divmod(index, size)
+        places.append(place)
+    yield from reversed(places)

@@ -1,0 +1,265 @@
+"""What the rounding of a reference explains, and how far beyond it an error is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from numdev.formats import FORMATS, round_to
+from numdev.operations.function.arithmetic import Arithmetic, of_sum, variance_of
+from numdev.operations.function.reference import (
+    FunctionReference,
+    moved_by_half_an_ulp,
+)
+from numdev.operations.function.trees import Arguments, arguments_of, outputs_of
+from numdev.operations.function.yardstick import Errors, Lean
+
+aten = torch.ops.aten
+U = 2.0**-24
+BFLOAT16 = FORMATS["bfloat16"]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def errors_of(truth: Tensor, size: float = 1.0, runs: int = 7) -> Errors:
+    """Of a tensor in bfloat16 whose runs err by normal numbers of a size."""
+    every = [truth + size * drawn(*truth.shape, seed=i + 1).double() for i in range(runs)]
+    plain = truth + size * drawn(*truth.shape, seed=99).double()
+    return Errors.of(truth, BFLOAT16, every[: runs - 2], every[runs - 2 :], plain)
+
+
+# --- the arithmetic of sums -----------------------------------------------------------
+
+
+def in_order(terms: Tensor) -> Tensor:
+    """The float32 sum along the first axis, one term after another."""
+    total = torch.zeros_like(terms[0])
+    for term in terms:
+        total = total + term
+    return total
+
+
+@pytest.mark.parametrize("lean", [0.0, 3.0])
+def test_a_sum_in_order_errs_as_its_variance_says(lean: float) -> None:
+    """Of terms that cancel, and of terms of one sign: the rms over 2,000 sums of 200
+    terms is within a factor of 2 of the model, which is no bound."""
+    terms = drawn(200, 2000) + lean
+    exact = terms.double().sum(0)
+    variance = of_sum(exact, 200.0, terms.double().square().sum(0))
+    ratio = float((in_order(terms) - exact).square().mean() / variance.mean())
+    assert 0.25 < ratio < 2
+
+
+def test_one_term_has_no_error_of_a_sum() -> None:
+    assert float(of_sum(torch.tensor(3.0), 1.0, torch.tensor(9.0))) == 0
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "count"),
+    [
+        (aten.mm.default, (drawn(6, 50), drawn(50, 4)), 50),
+        (aten.bmm.default, (drawn(2, 6, 50), drawn(2, 50, 4)), 50),
+        (aten.addmm.default, (drawn(4), drawn(6, 50), drawn(50, 4)), 50),
+        (aten.sum.dim_IntList, (drawn(6, 50), [1]), 50),
+    ],
+)
+def test_products_and_sums_have_the_squares_of_their_terms(
+    func: torch._ops.OpOverload, args: tuple[object, ...], count: int
+) -> None:
+    wide = tuple(x.double() if isinstance(x, Tensor) else x for x in args)
+    result = func(*wide)
+    variance = variance_of(func, wide, result)
+    assert variance is not None
+    assert variance.shape == result.shape
+    scale = U * math.sqrt(0.09 * count * count)  # o^2 K / 3 + (S - o^2 / K) K / 2, S ~ K
+    assert 0.2 < float(variance.mean().sqrt()) / scale < 2
+
+
+def test_a_gradient_of_a_convolution_has_the_terms_of_its_own() -> None:
+    x, w = drawn(2, 3, 8, 8).double(), drawn(5, 3, 3, 3).double()
+    back = drawn(2, 5, 6, 6).double()
+    args = (back, x, w, [5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3)
+    results = aten.convolution_backward.default(*args)
+    for result, count in zip(results, (27, 72, 72), strict=True):
+        variance = variance_of(aten.convolution_backward.default, args, result)
+        assert variance is not None
+        assert variance.shape == result.shape
+        assert float(variance.mean()) > (0.3 * U) ** 2 * float(result.square().mean()), (
+            count
+        )
+
+
+def test_what_is_not_finite_and_what_only_moves_has_no_arithmetic() -> None:
+    infinite = torch.tensor([math.inf, math.nan, 1.0], dtype=torch.float64)
+    variance = variance_of(aten.exp.default, (infinite,), infinite)
+    assert variance is not None
+    assert variance.tolist() == [0.0, 0.0, pytest.approx((0.6 * U) ** 2)]
+    assert variance_of(aten.add.Tensor, (infinite, infinite), infinite) is None
+
+
+def test_runs_of_one_seed_are_the_same_and_of_another_are_not() -> None:
+    x = drawn(20, 300)
+    reference = FunctionReference(
+        function=lambda x: x.sum(-1), arguments=Arguments(positional=(x,)), seed=0,
+        backward=False,
+    )  # fmt: skip
+    first, again, other = (
+        reference.computed(Arithmetic(noise=seed))["output"] for seed in (1, 1, 2)
+    )
+    assert first.equal(again)
+    assert not first.equal(other)
+
+
+# --- the yardstick --------------------------------------------------------------------
+
+
+def test_an_error_of_the_yardsticks_size_is_one_and_the_rounding_is_the_least() -> None:
+    truth = drawn(64, 128).double()
+    errors = errors_of(truth)
+    excess = errors.beside(truth + drawn(64, 128, seed=50).double())
+    assert excess.ratio == pytest.approx(1 / math.sqrt(1.1), abs=0.05)
+    assert excess.effective is not None
+    assert excess.luck == pytest.approx(math.exp(1.5 / math.sqrt(excess.effective)))
+    exact = errors_of(truth, 0.0)
+    least = round_to(truth, BFLOAT16) - truth
+    assert 0.5 < float(least.square().mean() / exact.mean_square.mean()) < 1.5
+
+
+def test_a_bad_row_is_a_slice_and_a_bad_element_an_element() -> None:
+    truth = drawn(64, 128).double()
+    errors = errors_of(truth)
+    row, element = (truth + drawn(64, 128, seed=50).double() for _ in range(2))
+    row[17] += 4 * drawn(128, seed=5).double()
+    element[3, 5] += 40
+    slice_of_row = errors.beside(row).worst_slice
+    assert slice_of_row is not None
+    assert slice_of_row.place == "place 17 of axis 0"
+    assert slice_of_row.ratio > 1.1 * slice_of_row.luck
+    worst = errors.beside(element).worst_element
+    assert worst is not None
+    assert worst.place == (3, 5)
+    assert worst.ratio > 20
+
+
+def test_a_last_partial_block_is_a_slice() -> None:
+    truth = drawn(8, 200).double()
+    errors = errors_of(truth)
+    output = truth + drawn(8, 200, seed=50).double()
+    output[:, 192:] += 3
+    worst = errors.beside(output).worst_slice
+    assert worst is not None
+    assert worst.place in ("block 12 of 16 of axis 1", "block 1 of 128 of axis 1")
+
+
+def test_a_scale_is_a_slope_and_a_constant_is_a_shift() -> None:
+    truth = drawn(64, 128).double()
+    errors = errors_of(truth, 0.01)
+    noise = 0.01 * drawn(64, 128, seed=50).double()
+    u = BFLOAT16.unit_roundoff
+    scaled = errors.beside(truth * (1 + u) + noise).slope
+    shifted = errors.beside(truth + u + noise).shift
+    assert isinstance(scaled, Lean)
+    assert isinstance(shifted, Lean)
+    assert scaled.size == pytest.approx(1, abs=0.1)
+    assert shifted.size == pytest.approx(1, abs=0.1)
+    assert min(scaled.t, shifted.t) > 10
+    sound = errors.beside(truth + noise)
+    assert sound.slope is not None
+    assert abs(sound.slope.t) < 5
+
+
+def test_a_plain_reference_that_errs_more_may_be_equalled_up_to_three_times() -> None:
+    truth = drawn(64, 128).double()
+    every = [truth + drawn(64, 128, seed=i).double() for i in range(7)]
+    large, far = (truth + k * drawn(64, 128, seed=9).double() for k in (2.0, 9.0))
+    noisy = Errors.of(truth, BFLOAT16, every[:5], every[5:], large)
+    assert noisy.beside(large).ratio == pytest.approx(1)
+    no_yardstick = Errors.of(truth, BFLOAT16, every[:5], every[5:], far)
+    assert no_yardstick.plain_ratio > 3
+    assert (no_yardstick.beside(far).ratio or 0) > 3
+
+
+def test_what_is_not_finite_is_left_out_and_an_empty_tensor_is_not_judged() -> None:
+    truth = drawn(8, 8).double()
+    truth[0, 0], truth[1, 1] = math.inf, math.nan
+    errors = errors_of(truth)
+    output = truth.clone()
+    output[2, 2] = math.nan
+    assert errors.beside(output).ratio == 0
+    nothing = errors_of(torch.zeros(0, 4, dtype=torch.float64)).beside(torch.zeros(0, 4))
+    assert nothing.ratio is None
+    assert "no element is finite" in nothing.nulls["reference_ratio"]
+
+
+# --- the reference --------------------------------------------------------------------
+
+
+def reference(
+    function: object, *arguments: object, backward: bool = False
+) -> FunctionReference:
+    assert callable(function)
+    return FunctionReference(
+        function=function, arguments=arguments_of(arguments, function), seed=3,
+        backward=backward,
+    )  # fmt: skip
+
+
+def test_truth_rounded_runs_and_pytorchs_have_the_same_names() -> None:
+    def norm(x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        r = x.square().mean(-1, keepdim=True).rsqrt()
+        return {"n": x * r * weight, "r": r[:, 0]}
+
+    of = reference(norm, drawn(8, 16).bfloat16(), drawn(16).bfloat16(), backward=True)
+    names = ["output_n", "output_r", "x_grad", "weight_grad"]
+    assert list(of.plain.tensors) == names
+    for values in (of.truth, *of.rounded, *of.sound):
+        assert list(values) == names
+    wide = {n: x.double() for n, x in of.plain.tensors.items()}
+    for name, truth in of.truth.items():
+        off = float(
+            (wide[name] - truth).square().mean().sqrt() / truth.square().mean().sqrt()
+        )
+        assert 1e-4 < off < 1e-2, name
+
+
+def test_a_module_is_differentiated_with_respect_to_its_parameters_too() -> None:
+    layer = torch.nn.Linear(16, 4).bfloat16()
+    of = reference(layer, drawn(8, 16).bfloat16(), backward=True)
+    assert list(of.plain.tensors) == ["output", "input_grad", "weight_grad", "bias_grad"]
+    assert list(of.truth) == list(of.plain.tensors)
+
+
+def test_an_argument_that_is_written_into_is_an_output() -> None:
+    def fill(x: Tensor, out: Tensor) -> None:
+        out.copy_(x * 3)
+
+    of = reference(fill, drawn(8).bfloat16(), torch.zeros(8).bfloat16())
+    assert list(of.plain.tensors) == ["out"]
+    assert of.truth["out"].equal(drawn(8).bfloat16().double() * 3)
+
+
+def test_dropout_of_a_seed_drops_the_same_everywhere() -> None:
+    of = reference(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(1000))
+    assert of.truth["output"].equal(of.plain.outputs["output"].double())
+
+
+def test_half_an_ulp_moves_floating_point_inputs_alone() -> None:
+    x, index = drawn(100).bfloat16(), torch.arange(4)
+    moved = moved_by_half_an_ulp(Arguments(positional=(x, index)), 1)
+    wide, same = moved.positional
+    assert same is index
+    off = (wide.exact - x.double()).abs() / x.double().abs()  # type: ignore[attr-defined]
+    assert 0 < float(off.max()) <= 2.0**-8
+
+
+def test_trees_have_names_that_are_identifiers_each_once() -> None:
+    x = drawn(2)
+    assert list(outputs_of((x, {"a b": drawn(3)}, x, 7))) == ["output_0", "output_1_a_b"]
+    assert list(outputs_of(x)) == ["output"]
+    inputs = Arguments(positional=(x, [drawn(1)]), named={"k": drawn(2)}, names=("q",))
+    assert list(inputs.leaves()) == ["q", "argument_1_0", "k"]
