@@ -16,9 +16,10 @@ GRADIENT = "_grad"
 class Words:
     """What sentences call an operation, and what is part of it."""
 
-    operation: str = "operation"
-    unit: str = "unit"  # of which each has its own metrics
-    plain: str = "plain code"  # the baseline
+    operation: str = "function"
+    unit: str = "result"  # of which each has its own metrics
+    plain: str = "the reference"  # the baseline
+    has_units: bool = False  # whether a tensor has several of them, which have a number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,9 @@ class TensorSpec:
 
 # A row of dk or dv is a key, and sums over the queries that see it. delta is one number
 # for a row of dS: its error is in every element of dq and dk.
-_WORDS = Words(operation="attention", unit="head", plain="eager attention")
+_WORDS = Words(
+    operation="attention", unit="head", plain="eager attention", has_units=True
+)
 ATTENTION = (
     TensorSpec(name="out", words="the output", of=_WORDS),
     TensorSpec(

@@ -60,6 +60,19 @@ WRONG = {
     "noise_ratio": "is not reproducible: {tensor} changes between runs on the same "
     "inputs by up to "
     "{number}× the error of one rounding ({allowed})",
+    "form": "does not return what the reference does: {tensor}: {form}",
+    "mismatches": "returns other integers than the reference: {number} elements of "
+    "{tensor} differ",
+    "reference_ratio": "is inaccurate{errs_in}: the rms error of {tensor} is {number}× "
+    "what the reference's own rounding explains (limit {bound}×)",
+    "slice_ratio": "is inaccurate in {slice_at} of {tensor}: the rms error there is "
+    "{number}× what the reference's own rounding explains (limit {bound}×)",
+    "element_ratio": "errs in single elements of {tensor}: at {element_at} by {number}× "
+    "what the reference's own rounding explains (limit {bound}×)",
+    "slope": "scales {tensor}: its error goes along with the exact result by {number} "
+    "unit roundoffs (limit {bound}); such errors do not average out",
+    "shift": "shifts {tensor}: its mean error is {number} unit roundoffs of its size "
+    "(limit {bound}); such errors do not average out",
     "lse_error": "returns a wrong log-sum-exp: its error is {number} × (1 + "
     "|log-sum-exp|) (limit "
     "{bound}); the backward pass uses it",
@@ -637,7 +650,17 @@ def _fields_of_rows(rows: Rows) -> dict[str, object]:
         "bias_p": si(worst.bias_p),
         "bias_of": worst.bias_of,
         "sequences": worst.sequences,
+        **_beside_reference(worst),
     }
+
+
+def _beside_reference(row: DeviationRow) -> dict[str, object]:
+    """What the templates take of a row's numbers beside a reference."""
+    beside = row.beside_reference
+    if beside is None:
+        return {}
+    at = ", ".join(map(str, beside.element_at))
+    return {"form": beside.form, "slice_at": beside.slice_at, "element_at": f"[{at}]"}
 
 
 def _place(rows: Rows) -> str:

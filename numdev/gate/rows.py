@@ -19,6 +19,7 @@ from numdev.metrics import tiled
 from numdev.metrics.of_rows import FIELDS
 from numdev.report import (
     AuditReport,
+    BesideReference,
     CallRecord,
     CaseRecord,
     DeviationRow,
@@ -37,6 +38,7 @@ OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 # What a row may say that it returned; of names, so that this needs no torch.
 FORMAT = re.compile(r"bfloat16|float(16|32|64)|float8_\w+|e\d+m\d+")
 CHECKSUM = re.compile(r"[0-9a-f]{16}")  # of `metrics.bits`
+LEANS = frozenset({"slope", "slope_t", "shift", "shift_t"})  # may be below 0
 SIGNED = frozenset({"bias", "bias_sign", "bias_feature", "bias_size", "bias_t"})
 NUMBERS = FIELDS - {"layer", "seed", "head", "step"}  # of a row
 HUGE = 1e300  # what numdev writes in place of a larger multiple
@@ -73,7 +75,9 @@ def something(row: DeviationRow) -> bool:
     """Whether there is anything to judge in a measured row. There is not in a head
     without a row that sees a key, or that overflows as it should, unless more rows exist
     than were looked at."""
-    return bool(row.elements != 0 or row.nonfinite or row.sampled)
+    beside = row.beside_reference
+    other = beside is not None and (beside.form or beside.mismatches is not None)
+    return bool(row.elements != 0 or row.nonfinite or row.sampled or other)
 
 
 def check_whole(report: Measured) -> None:
@@ -242,7 +246,12 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
         return f"errs by more than {row.format} can"
     if row.bias_p is not None and row.bias_p > 1:
         return "has a probability above 1"
+    beside = row.beside_reference
+    if beside is not None and (why := _beside_contradiction(beside)):
+        return why
     if row.elements == 0 and (row.nonfinite or row.overflow or not floor.elements):
+        return None
+    if row.elements == 0 and beside is not None and beside.form:
         return None
     if not row.elements or mean is None or rms is None or largest is None:
         return "has no error values"
@@ -266,6 +275,18 @@ def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     counts = [(each.elements, each.sequences) for each in (row, floor)]
     if alike and not row.nonfinite and not row.overflow and counts[0] != counts[1]:
         return "has more or fewer elements or sequences than the floor"
+    return None
+
+
+def _beside_contradiction(numbers: BesideReference) -> str | None:
+    """Returns what cannot be among numbers beside a reference; None where all can."""
+    for name, value in vars(numbers).items():
+        if not isinstance(value, float):
+            continue
+        if abs(value) > HUGE or (value < 0 and name not in LEANS):
+            return f"has a {name} that cannot be, {value!r},"
+        if name.endswith("_luck") and value < 1:
+            return f"has a {name} below 1"
     return None
 
 

@@ -24,7 +24,7 @@ from pydantic import (
 
 from numdev.errors import closest
 from numdev.kinds import REGISTERED, kind_of
-from numdev.metrics.of_rows import METRICS, Value
+from numdev.metrics.of_rows import METRICS, Value, value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase
 from numdev.report.numbers import power
@@ -33,6 +33,7 @@ from numdev.yamlfile import Names, Strict, as_list, bundled, parse_bundled, read
 
 K = TypeVar("K")
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
+STATEMENTS = ("suspicion", "form")  # metrics that are words
 
 
 Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(as_list)]
@@ -130,16 +131,20 @@ class Limit(Strict):
 
     metric: Metric
     at_most: Annotated[float, Field(ge=0)] | None = None
-    absent: Literal[True] | None = None  # there may be no such statement: of `suspicion`
+    absent: Literal[True] | None = None  # there may be no such statement
+    at_least: Annotated[float, Field(gt=0)] | None = None
+    """What the number has to be for the row to tell anything: below it nothing is
+    decided."""
 
     @model_validator(mode="after")
     def _one(self) -> Limit:
-        """Returns the limit; raises ValueError unless it has exactly one of `at_most` and
-        `absent`, and `absent` for `suspicion` alone."""
-        if (self.at_most is None) == (self.absent is None):
-            raise ValueError("give one of at_most and absent")
-        if (self.absent is not None) != (self.metric == "suspicion"):
-            raise ValueError("`absent` is for suspicion, and the only limit for it")
+        """Returns the limit; raises ValueError unless it has exactly one of `at_most`,
+        `at_least` and `absent`, and `absent` for statements alone."""
+        if sum(x is not None for x in (self.at_most, self.absent, self.at_least)) != 1:
+            raise ValueError("give one of at_most, at_least and absent")
+        if (self.absent is not None) != (self.metric in STATEMENTS):
+            which = " and ".join(STATEMENTS)
+            raise ValueError(f"`absent` is for {which}, and the only limit for them")
         return self
 
     def excess(self, value: Value) -> float:
@@ -148,13 +153,20 @@ class Limit(Strict):
         is 0, and for a statement where there may be none."""
         if self.absent:
             return 0.0 if value is None else math.inf
+        if self.at_least is not None:
+            return 0.0  # it accuses nobody
         size = abs(float(value or 0.0))
         if size != size:
             return math.inf
         return size / self.at_most if self.at_most else (math.inf if size else 0.0)
 
     def __str__(self) -> str:
-        return "none" if self.absent else f"{self.metric} ≤ {power(f'{self.at_most:g}')}"
+        if self.absent:
+            return "none"
+        sign, limit = "≤", self.at_most
+        if self.at_least is not None:
+            sign, limit = "≥", self.at_least
+        return f"{self.metric} {sign} {power(f'{limit:g}')}"
 
 
 class Certain(Strict):
@@ -195,6 +207,12 @@ class Threshold(Limit):
     limit as near to it as that of all rows, and decide nothing."""
     scatter: Annotated[float, Field(ge=0)] = 0
     """Standard deviations of luck that a ratio may be above 1, whatever the limit."""
+    times: Metric | None = None
+    """A number of the row by which the limit is multiplied: how far luck may raise what
+    is judged."""
+    only_where: dict[Metric, float] = Field(default_factory=dict)
+    """Numbers of the row that have to be above these for it to offend: a lean that is
+    not certain accuses nobody."""
     may_lack: Literal["nothing", "rows", "numbers"] = "nothing"
     """`numbers`: as `rows`, and a row may lack the number for a reason that the row bears
     out."""
@@ -233,6 +251,22 @@ class Threshold(Limit):
         least, most = self.few
         return self.model_copy(
             update={"heads": least, "at_most": max(self.at_most or 0.0, most)}
+        )
+
+    def for_luck_of(self, row: DeviationRow) -> Threshold:
+        """Returns the threshold for a row, its limit raised by the row's own luck."""
+        luck = value_of(row, self.times)[0] if self.times else None
+        if self.at_most is None or not isinstance(luck, float):
+            return self
+        limit = math.ceil(1000 * self.at_most * luck) / 1000
+        return self.model_copy(update={"at_most": limit})
+
+    def is_certain(self, row: DeviationRow) -> bool:
+        """Returns whether the numbers of `only_where` let a row offend."""
+        numbers = {metric: value_of(row, metric)[0] for metric in self.only_where}
+        return all(
+            abs(float(numbers[metric] or 0.0)) > least
+            for metric, least in self.only_where.items()
         )
 
     def widened_for_sample_size(self, row: DeviationRow, heads: int = 1) -> Threshold:
@@ -369,3 +403,9 @@ def default_rules_for_checks() -> Rules:
     return rules.model_copy(
         update={"thresholds": (*more.thresholds, *rules.thresholds, *each)}
     )
+
+
+@lru_cache(maxsize=1)
+def default_rules_for_functions() -> Rules:
+    """Reads configs/gate/function.yaml."""
+    return read_yaml(bundled("gate/function.yaml"), Rules)

@@ -30,11 +30,13 @@ from numdev.gate.rows import (
 from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches
 from numdev.grouping import grouped
 from numdev.metrics.of_rows import (
+    BESIDE_REFERENCE,
     ERRORS,
     ESTIMATED,
     MAXIMA,
     TESTED,
     WHOLE,
+    Value,
     interval_of,
     value_of,
 )
@@ -55,6 +57,10 @@ from numdev.tensors import TENSORS, tensor_spec
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 REASONS = 5  # calls whose inputs are not finite
 PLACES = 3  # of offending rows that are named
+TOO_LITTLE = {
+    "moved": "another seed's data move the result by only {number}× what rounding "
+    "explains (needed: {least:g}×): inputs of larger spread would judge"
+}
 NOTHING = "no row matches"
 EMPTY = "no element of this tensor could be judged"
 
@@ -195,7 +201,8 @@ def _beside_limits(
     lacking: list[Lacking] = []
     heads = 1 if threshold.heads is None else len(rows)
     for row in rows:
-        result = _beside_limit(threshold.widened_for_sample_size(row, heads), row)
+        widened = threshold.for_luck_of(row).widened_for_sample_size(row, heads)
+        result = _beside_limit(widened, row)
         if isinstance(result, str):
             lacking.append((row, result))
         else:
@@ -233,10 +240,20 @@ def _beside_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
         value, why = value_of(row, limit.metric)
         if value is not None or limit.absent:
             beside = Held(row, limit, value, limit.excess(value))
+            if limit.at_least is not None and float(value or 0.0) < limit.at_least:
+                return beside._replace(unsure=_too_little(limit, value))
             return _of_sample(beside) if row.sampled else beside
         if why is None:
             break
     return why or NOT_MEASURED
+
+
+def _too_little(limit: Limit, value: Value) -> str:
+    """Why a row whose number is below what it has to be tells nothing."""
+    number = three(float(value or 0.0), limit.at_least)
+    return TOO_LITTLE.get(
+        limit.metric, "{metric} is {number} (needed: {least:g})"
+    ).format(metric=limit.metric, number=number, least=limit.at_least)
 
 
 def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord) -> bool:
@@ -254,6 +271,8 @@ def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
         return row.noise is None and plan.repeats < 2
     if metric == "empty_nonfinite":
         return not row.empty_rows
+    if metric in BESIDE_REFERENCE:
+        return row.beside_reference is not None
     if metric == "narrow_sum":
         return why != NOT_MEASURED  # a reason that `check_whole` has held beside the call
     # Too few heads have it, or it is a sample's maximum
@@ -322,7 +341,7 @@ def _offending(threshold: Threshold, judged: Sequence[Held]) -> list[Held]:
     over all of them together."""
     if threshold.heads is not None and judged and _median(judged).excess <= 1:
         return []
-    sure = [True] * len(judged)
+    sure = [threshold.is_certain(h.row) for h in judged]
     if threshold.certain:
         sure = holm([h.row.bias_p or 0.0 for h in judged], threshold.certain.alpha)
     return [

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from numdev.metrics.statistics import noise_ratio
-from numdev.report.records.rows import Count, DeviationRow
+from numdev.report.records.rows import BesideReference, Count, DeviationRow
 
 Value = float | str | None
 
@@ -20,9 +20,23 @@ def lse_error(row: DeviationRow) -> float | None:
     return row.rms / (1 + (row.rms / row.rel if row.rel else 0.0))
 
 
-DERIVED: dict[str, Callable[[DeviationRow], float | None]] = {
+def _beside_reference(name: str) -> Callable[[DeviationRow], Value]:
+    """Returns the function that takes a number beside a reference out of a row."""
+
+    def number(row: DeviationRow) -> Value:
+        numbers = row.beside_reference
+        value: Value = None if numbers is None else vars(numbers)[name]
+        return value
+
+    return number
+
+
+# Numbers beside the reference of a function
+BESIDE_REFERENCE = frozenset(BesideReference.model_fields) - {"slice_at", "element_at"}
+DERIVED: dict[str, Callable[[DeviationRow], Value]] = {
     "noise_ratio": noise_ratio,
     "lse_error": lse_error,
+    **{name: _beside_reference(name) for name in sorted(BESIDE_REFERENCE)},
 }
 # Every metric is in one of the next four: what sampled rows tell of all of them. One that
 # is in none is not judged where rows are sampled.
@@ -30,6 +44,7 @@ WHOLE = frozenset(
     # Counted in all rows
     {"nonfinite", "empty_nonfinite", "empty_rows", "overflow", "noise"}
     | {"elements", "sequences", "rows_measured", "suspects"}  # said of the sample itself
+    | BESIDE_REFERENCE  # of functions, whose rows are all measured
 )
 # Extreme values: over sampled rows they are lower bounds, and so never pass.
 MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
@@ -91,6 +106,8 @@ def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     if metric not in DERIVED:
         return row.interval.get(metric)
     value = DERIVED[metric](row)
+    if isinstance(value, str):
+        return None
     if value == 0:
         return 0.0, 0.0
     ends = row.interval.get("rms")

@@ -16,7 +16,7 @@ from verdict_runs import measured
 from numdev.cases import AttentionCase
 from numdev.config import AXES
 from numdev.kernels import find
-from numdev.metrics.of_rows import METRICS
+from numdev.metrics.of_rows import BESIDE_REFERENCE, METRICS
 from numdev.report import Report, read, write
 from numdev.testing import check
 
@@ -112,7 +112,13 @@ def _limit(rng: random.Random, low: float, high: float) -> float:
 
 def _threshold(number: int, rng: random.Random) -> dict[str, Any]:
     metric = rng.choice(
-        (*sorted(METRICS), "expected_ratio", "rms", "nonfinite", "suspicion")
+        (
+            *sorted(METRICS - BESIDE_REFERENCE),
+            "expected_ratio",
+            "rms",
+            "nonfinite",
+            "suspicion",
+        )
     )
     rule: dict[str, Any] = {"name": f"rule {number}", "metric": metric}
     rule |= {"absent": True} if metric == "suspicion" else {"at_most": _limit(rng, -5, 4)}

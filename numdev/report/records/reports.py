@@ -73,7 +73,8 @@ class Places:
         self._seeds = len({row.seed for row in rows}) > 1
         self._calls = len({row.call for row in rows}) > 1
         tensors = (getattr(row, "tensor", None) for row in rows)
-        self._unit = tensor_spec(next(filter(None, tensors), FIRST_OUTPUT)).of.unit
+        of = tensor_spec(next(filter(None, tensors), FIRST_OUTPUT)).of
+        self._unit = of.unit if of.has_units else ""
 
     def layer(self, place: Place | DeviationRow | WorstRow) -> str:
         """Returns a place's layer in words, with its phase: `layer 3 decode`. The module
@@ -86,7 +87,8 @@ class Places:
         words = self.layer(place)
         words += f" step {place.step}" if place.step is not None else ""
         words += f" call {place.call}" if self._calls and place.call != place.step else ""
-        words += f" {self._unit} {place.head}" if place.head is not None else ""
+        if place.head is not None and self._unit:
+            words += f" {self._unit} {place.head}"
         return words + (f", seed {place.seed}" if self._seeds else "")
 
 
@@ -317,6 +319,12 @@ class AuditReport(Report):
     def tables(self) -> Mapping[str, Sequence[Record]]:
         """Returns `rows`, and `weights` where stored weights were cast."""
         return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
+
+
+class FunctionReport(AuditReport):
+    """The result of a check of a function beside its reference."""
+
+    kind: Literal["function"] = "function"  # type: ignore[assignment]
 
 
 class SweepReport(Report):

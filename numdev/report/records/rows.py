@@ -110,6 +110,36 @@ class Who(TypedDict):
     format: str
 
 
+class BesideReference(Record):
+    """A tensor beside what its reference's own rounding explains
+    (`numdev.operations.function`). A `luck` is how many times luck alone may raise the
+    number before it."""
+
+    form: str | None = None  # in what its shape or dtype is not the reference's
+    mismatches: Count | None = None  # of integers: how many are not the reference's
+    reference_ratio: float | None = None  # rms error over what is explained
+    reference_luck: float | None = None
+    # The same over what its operations explain, however it errs as PyTorch runs it
+    predicted_ratio: float | None = None
+    effective: float | None = None  # how many numbers stand behind that, in effect
+    slice_ratio: float | None = None  # the same of the worst slice along an axis
+    slice_luck: float | None = None
+    slice_at: str | None = None
+    element_ratio: float | None = None  # the largest error of an element, likewise
+    element_luck: float | None = None
+    element_at: tuple[int, ...] = ()
+    slope: float | None = None  # of the error on the exact result, in unit roundoffs
+    slope_luck: float | None = None
+    slope_t: float | None = None
+    shift: float | None = None  # the mean error over the result's size, likewise
+    shift_luck: float | None = None
+    shift_t: float | None = None
+    # How far another seed's data move the exact result, over what rounding explains
+    moved: float | None = None
+    # The same of inputs moved by half of their unit roundoff
+    conditioning: float | None = None
+
+
 class OfKernel(Record):
     role: Role
     kernel: str
@@ -224,6 +254,8 @@ class DeviationRow(OfKernel, _OfCall):
     errs_in: str | None = None
     # Of what that is an instance, in calls of other lengths
     errs_in_of: tuple[str, ...] = ()
+    # Of a function, beside the reference that was handed over with it
+    beside_reference: BesideReference | None = None
     nulls: dict[str, str] = Field(default_factory=dict)  # metric to the reason it is null
 
 
