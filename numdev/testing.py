@@ -44,6 +44,7 @@ from numdev.yamlfile import validated
 
 Thresholds = str | Path | Mapping[str, object] | None
 Cases = Named | Sequence[Named] | None
+FORMATS = ("bfloat16", "float16")
 SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
 
 
@@ -110,7 +111,7 @@ def check(
     function: Callable[..., object] | Kernel,
     *,
     cases: Cases = None,
-    formats: str | Sequence[str] = ("bfloat16", "float16"),
+    formats: str | Sequence[str] = FORMATS,
     backward: Backward = "auto",
     device: str = "auto",
     seeds: int | Sequence[int] = 0,
@@ -118,9 +119,12 @@ def check(
     claims: Mapping[str, object] | None = None,
     reproducers: str | Path | None = None,
     invariant: str | Sequence[str] = (),
+    reference: Callable[..., object] | None = None,
+    inputs: Callable[..., object] | str | Path | None = None,
+    shapes: str = "",
 ) -> CheckResult:
     """Returns whether `function(q, k, v, ...)` computes attention as well as it can, with
-    what is wrong.
+    what is wrong; with a `reference`, whether any function computes what that computes.
 
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
     kv_heads, kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a
@@ -140,9 +144,29 @@ def check(
     None makes a temporary one. `invariant`: axes (docs/invariance.md) along which the
     output and the log-sum-exp must keep their bits.
 
+    With a `reference` the function takes what that takes, and `inputs` are a function of
+    a seed that returns its arguments, a safetensors file of them by name, or normal
+    numbers in `shapes` (`x=256x1024,w=1024`). Errors are held to what the reference errs
+    itself where its operations are rounded (docs/guide-function.md). Arguments keep their
+    formats unless `formats` are asked for; gradients are checked with backward=True, or
+    where an argument requires one. `cases`, `claims` and `invariant` are of attention
+    alone.
+
     Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed,
     or nothing was measured. Raises UsageError for wrong arguments, MeasurementError for
     rules made for another system."""
+    if reference is not None:
+        if cases is not None or claims is not None or invariant:
+            raise UsageError("reference: cases, claims and invariant are of attention")
+        from numdev.beside import check_beside
+
+        return check_beside(
+            function.function if isinstance(function, Kernel) else function,
+            reference=reference, inputs=inputs, shapes=shapes,
+            formats=() if formats is FORMATS else formats,
+            backward=None if backward == "auto" else backward,
+            seeds=seeds, device=device, thresholds=thresholds,
+        )  # fmt: skip
     name, kernel = _kernel_of(function, claims)
     rules = _rules(thresholds)
     axes = _axes_of(invariant)
@@ -212,7 +236,7 @@ def _checked(
         kernel=name, passed=sound and not (changes or untried), report=report,
         judgement=judgement, changes=tuple(changes), untried=tuple(untried),
         skipped=left_out, notes=notes, reproducer=next(iter(scripts), None),
-        words=_laid_out(words, scripts, (*notes, *left_out)),
+        words=laid_out(words, scripts, (*notes, *left_out)),
     )  # fmt: skip
 
 
@@ -270,6 +294,50 @@ def _scripts(
         return []
     where = _directory(reproducers, name)
     return reproduce(wanted, source, plan, attempt, where, say, count=1, seconds=SECONDS)
+
+
+def check_function(
+    function: Callable[..., object],
+    *,
+    reference: Callable[..., object],
+    inputs: Callable[..., object] | str | Path | None = None,
+    shapes: str = "",
+    formats: str | Sequence[str] = (),
+    backward: bool | None = None,
+    seeds: int | Sequence[int] = 0,
+    device: str = "auto",
+    thresholds: Thresholds = None,
+) -> CheckResult:
+    """Returns what `numdev.beside.check_beside`, whose arguments it takes, returns of a
+    function that passed beside its reference. Raises CheckFailed, an AssertionError that
+    has the result, for any other."""
+    __tracebackhide__ = True
+    from numdev.beside import check_beside
+
+    result = check_beside(
+        function,
+        reference=reference,
+        inputs=inputs,
+        shapes=shapes,
+        formats=formats,
+        backward=backward,
+        seeds=seeds,
+        device=device,
+        thresholds=thresholds,
+    )
+    if not result.passed:
+        raise CheckFailed(result)
+    return result
+
+
+def match(
+    reference: Callable[..., object], *, thresholds: Thresholds = None
+) -> Callable[[object, object], tuple[bool, str]]:
+    """Returns a judge of single outputs beside a reference: given the arguments and an
+    output, whether it passes, and why not (`numdev.beside.match`)."""
+    from numdev.beside import match as judge
+
+    return judge(reference, thresholds=thresholds)
 
 
 def check_attention(
@@ -374,7 +442,7 @@ def _verdict_words(
     return [*words, *(f.sentence for f in changes), *untried]
 
 
-def _laid_out(
+def laid_out(
     words: Sequence[str], scripts: Sequence[Path], remarks: Sequence[str]
 ) -> str:
     """Returns the paragraphs of a check as text, filled to WIDTH: its verdict (`words`),

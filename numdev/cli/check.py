@@ -14,7 +14,7 @@ import click
 from numdev.cli.diagnose import attention_options
 from numdev.cli.options import DEVICES
 from numdev.cli.session import FILE, command
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, UsageError
 
 if TYPE_CHECKING:
     from numdev.report.document import Document
@@ -29,7 +29,19 @@ CASE = (
     "configs/check/default.yaml]"
 )
 BACKWARD = "Whether dq, dk and dv are checked too.  [default: if autograd supports it]"
-RULES = "YAML file of thresholds.  [default: configs/gate/check.yaml and default.yaml]"
+RULES = (
+    "YAML file of thresholds.  [default: configs/gate/check.yaml and default.yaml; with "
+    "--reference configs/gate/function.yaml]"
+)
+REFERENCE = (
+    "What TARGET is to compute, FILE.py:function: any function of PyTorch. Its exact "
+    "result is the truth, and its own rounding the yardstick."
+)
+INPUTS = (
+    "With --reference: FILE.py:function of a seed that returns the arguments, or a "
+    "safetensors file of them by name."
+)
+SHAPE = "With --reference, in place of --inputs: normal numbers, x=256x1024,w=1024."
 OUTPUT = "Directory for failure scripts.  [default: a temporary folder]"
 DEVICE = "Where to run.  [default: auto]"
 CLAIM = (
@@ -55,6 +67,9 @@ CLAIM = (
     help="Seed for random inputs. Repeatable.  [default: 0]",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help=DEVICE)
+@click.option("--reference", metavar="FILE:NAME", help=REFERENCE)
+@click.option("--inputs", metavar="FILE[:NAME]", help=INPUTS)
+@click.option("--shape", "shapes", default="", metavar="NAME=AxB,...", help=SHAPE)
 @click.option(
     "--json", "as_json", is_flag=True, help="The verdict and the report as JSON."
 )
@@ -70,10 +85,13 @@ def check(
     thresholds: Path | None,
     seeds: tuple[int, ...],
     device: str,
+    reference: str | None,
+    inputs: str | None,
+    shapes: str,
     as_json: bool,
 ) -> None:
     """Check one kernel on small cases: is it attention, and as exact as its format
-    allows?
+    allows? With --reference, any function: is it its reference?
 
     TARGET is FILE.py:function, package.module:function (the current folder is searched
     too) or a name of `numdev kernels`. Prints the verdict, what is wrong and where, what
@@ -81,8 +99,44 @@ def check(
     passed. 1: a limit is exceeded. 2: a wrong option, or a function that cannot be
     imported. 3: nothing could be judged (not a pass)."""
     gc.disable()  # a tenth of the time, most of it while torch is imported
-    from numdev.kernels import find
     from numdev.report.renderers import terminal
+
+    if reference is not None:
+        if cases or claims:
+            raise UsageError("--reference: --case and --claim are of attention alone")
+        result = beside(
+            target, reference, inputs, shapes=shapes, formats=formats, backward=backward,
+            device=device, seeds=seeds or 0, thresholds=thresholds, output=output,
+        )  # fmt: skip
+    else:
+        if inputs or shapes:
+            raise UsageError("--inputs and --shape need a --reference")
+        result = of_attention(
+            target, cases, formats, claims, backward=backward, device=device,
+            seeds=seeds, thresholds=thresholds, output=output,
+        )  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(as_data(result)))
+    else:
+        terminal.show(shown(result))
+    context.find_root().obj = code = CODES[result.verdict]
+    context.exit(code)
+
+
+def of_attention(
+    target: str,
+    cases: tuple[str, ...],
+    formats: tuple[str, ...],
+    claims: tuple[str, ...],
+    *,
+    backward: bool | None,
+    device: str,
+    seeds: tuple[int, ...],
+    thresholds: Path | None,
+    output: Path | None,
+) -> CheckResult:
+    """A check of a kernel of attention."""
+    from numdev.kernels import find
     from numdev.system import System
     from numdev.testing import check as run
 
@@ -90,7 +144,7 @@ def check(
         kernel = find(target)
         if missing := kernel.missing(System.probe(device)):
             raise MeasurementError(f"{kernel.name} cannot run here: {missing}")
-        result = run(
+        return run(
             kernel,
             cases=cases or None,
             formats=formats or ("bfloat16", "float16"),
@@ -101,12 +155,59 @@ def check(
             claims=attention_options(None, claims, "--claim") if claims else None,
             reproducers=output,
         )
-    if as_json:
-        click.echo(json.dumps(as_data(result)))
-    else:
-        terminal.show(shown(result))
-    context.find_root().obj = code = CODES[result.verdict]
-    context.exit(code)
+
+
+def beside(
+    target: str,
+    reference: str,
+    inputs: str | None,
+    *,
+    shapes: str,
+    formats: tuple[str, ...],
+    backward: bool | None,
+    device: str,
+    seeds: int | tuple[int, ...],
+    thresholds: Path | None,
+    output: Path | None,
+) -> CheckResult:
+    """A check of a function beside its reference. The function is imported and run in a
+    process of its own, in which nothing of the reference is."""
+    from numdev import report as reports
+    from numdev.beside import check_beside
+    from numdev.kernels import imported
+    from numdev.operations.function.process import FunctionProcess
+    from numdev.report.renderers import html
+    from numdev.studies.audit.functions import served
+
+    on_cpu = device == "cpu" or (device == "auto" and not _has_cuda())
+    with (
+        FunctionProcess(run=served, forks=on_cpu) as process,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        named = inputs is not None and ":" in inputs
+        result = check_beside(
+            target,
+            reference=imported(reference, "reference"),
+            inputs=imported(str(inputs), "function of inputs") if named else inputs,
+            shapes=shapes,
+            formats=formats,
+            backward=backward,
+            seeds=seeds,
+            device=device,
+            thresholds=thresholds,
+            process=process,
+        )
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        reports.write(result.report, output)
+        html.write(result.report, output)
+    return result
+
+
+def _has_cuda() -> bool:
+    """Whether there is a GPU, told without starting CUDA: a fork of a process that has
+    cannot use it."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def as_data(result: CheckResult) -> dict[str, object]:

@@ -1,0 +1,207 @@
+"""`check` of any function beside a reference: is it that, and as exact as its format
+allows? `numdev.testing.check_function` asserts it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from numdev.errors import UsageError
+from numdev.formats import Format, format_named
+from numdev.gate.judgement import Judgement
+from numdev.gate.judging import check_system
+from numdev.gate.rules import Rules, default_rules_for_functions, read_rules
+from numdev.kernels import imported
+from numdev.operations.function.inputs import calls_of
+from numdev.operations.function.judged import DRAWS
+from numdev.operations.function.process import FunctionProcess
+from numdev.operations.function.running import FunctionRun
+from numdev.operations.function.trees import Arguments, outputs_of
+from numdev.report import FunctionReport, Outcome
+from numdev.studies.audit.functions import (
+    Asked,
+    FormatPart,
+    RunAll,
+    checked_function,
+    in_process,
+    is_few,
+    planned,
+    run_all,
+)
+from numdev.studies.audit.script import name_of
+from numdev.system import System
+from numdev.testing import CheckResult, Thresholds, laid_out
+from numdev.yamlfile import validated
+
+NOTHING = "no test could be judged"
+
+
+def check_beside(
+    function: Callable[..., object] | str,
+    *,
+    reference: Callable[..., object],
+    inputs: Callable[..., object] | str | Path | None = None,
+    shapes: str = "",
+    formats: str | Sequence[str] = (),
+    backward: bool | None = None,
+    seeds: int | Sequence[int] = 0,
+    device: str = "auto",
+    thresholds: Thresholds = None,
+    name: str | None = None,
+    process: FunctionProcess | None = None,
+) -> CheckResult:
+    """Whether a function computes what its reference computes, as exactly as its format
+    allows. There is no tolerance: errors are held to what the reference errs itself where
+    its operations are rounded.
+
+    `inputs`: a function of a seed that returns the arguments, or a list of argument
+    tuples; the path of a safetensors file of named arguments; None: normal numbers in
+    `shapes` (`x=256x1024,w=1024`). `formats`: to which floating-point arguments are
+    rounded; none: as they come (those of `shapes` in bfloat16). `backward`: whether
+    gradients are checked; None: where an argument requires one. `process`: what runs the
+    function, which is then a name to import; None: it runs in this process, before
+    anything of the reference is computed.
+
+    Raises UsageError for wrong arguments, and MeasurementError where the process does not
+    answer."""
+    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
+    if not seeds:
+        raise UsageError("seeds: expected at least 1, got 0")
+    make = calls_of(inputs, reference, shapes=shapes)
+    system = System.probe(device)
+    asked = Asked(
+        name=name or (function if isinstance(function, str) else name_of(function)),
+        reference=reference,
+        make=make,
+        backward=_wants_gradients(make(seeds[0])) if backward is None else backward,
+        seeds=seeds,
+        device=system.device,
+    )
+    run = _runner(function, process, backward=asked.backward)
+    wanted = [dataclasses.replace(asked, format=x) for x in _formats(formats, inputs)]
+    parts = [_ran(each, run) for each in wanted]
+    source = name_of(inputs) if callable(inputs) else inputs and str(inputs)
+    request = {"target": asked.name, "inputs": source or shapes}
+    return _judged(parts, request, system, _rules(thresholds))
+
+
+def _judged(
+    parts: Sequence[FormatPart],
+    source: Mapping[str, object],
+    system: System,
+    rules: Rules,
+) -> CheckResult:
+    """What the runs come to by the rules."""
+    check_system(system.as_dict(), rules)
+    asked = parts[0].asked
+    request = {
+        **source,
+        "reference": name_of(asked.reference),
+        "formats": [part.format.name for part in parts],
+        "seeds": list(asked.seeds),
+        "backward": asked.backward,
+        "rules": rules.name,
+    }
+    return _result(*checked_function(parts, rules, request, system))
+
+
+def _result(report: FunctionReport, judgement: Judgement) -> CheckResult:
+    return CheckResult(
+        kernel=str(report.request["target"]),
+        passed=judgement.outcome is Outcome.PASSED,
+        report=report,
+        judgement=judgement,
+        notes=report.tested,
+        words=laid_out(_words(report), (), report.tested),
+    )
+
+
+def match(
+    reference: Callable[..., object], *, thresholds: Thresholds = None
+) -> Callable[[object, object], tuple[bool, str]]:
+    """A judge of single outputs, for task files that call one with a task's data and the
+    output of a submission: `(data, output) -> (is it right, in words)`. `data` is the
+    reference's only argument, or a tuple of its arguments."""
+    rules = _rules(thresholds)
+
+    def judge(data: object, output: object) -> tuple[bool, str]:
+        arguments = data if isinstance(data, tuple) else (data,)
+        system = System.probe(_device_of(arguments))
+        asked = Asked(
+            name="the output",
+            reference=reference,
+            make=calls_of(lambda: arguments, reference),
+            device=system.device,
+            again=False,
+        )
+        part = _ran(asked, lambda draws: [FunctionRun(outputs=outputs_of(output))])
+        result = _judged([part], {"target": asked.name}, system, rules)
+        return result.passed, result.in_short
+
+    return judge
+
+
+def _device_of(tree: object) -> str:
+    tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+    return next((x.device.type for x in tensors), "cpu")
+
+
+def _runner(
+    function: Callable[..., object] | str,
+    process: FunctionProcess | None,
+    *,
+    backward: bool,
+) -> RunAll:
+    if isinstance(function, str):
+        if process is None:
+            function = imported(function, "function")
+        else:
+            return in_process(process, function, backward=backward)
+    return partial(run_all, function, backward=backward)
+
+
+def _ran(asked: Asked, run: RunAll) -> FormatPart:
+    """The calls, and what the function returned of them, before anything of the reference
+    is computed; of more draws where a result is few numbers."""
+    plan = planned(asked)
+    outputs = run(plan.draws)
+    if asked.again and is_few(outputs, plan):
+        plan = planned(asked, DRAWS)
+        outputs = run(plan.draws)
+    return FormatPart(asked=asked, plan=plan, runs=outputs)
+
+
+def _wants_gradients(calls: Sequence[Arguments]) -> bool:
+    return any(x.requires_grad for call in calls for x in call.leaves().values())
+
+
+def _formats(names: str | Sequence[str], inputs: object) -> list[Format | None]:
+    """The formats to round arguments to; None: as they come."""
+    asked = (names,) if isinstance(names, str) else tuple(names)
+    if not asked:
+        return [None if inputs is not None else format_named("bfloat16")]
+    return [format_named(name) for name in asked]
+
+
+def _rules(thresholds: Thresholds) -> Rules:
+    if thresholds is None:
+        return default_rules_for_functions()
+    if isinstance(thresholds, Mapping):
+        return validated({"name": "given", **thresholds}, Rules, "thresholds")
+    return read_rules(Path(thresholds))
+
+
+def _words(report: FunctionReport) -> list[str]:
+    """The verdict, then what is wrong."""
+    lines = [
+        f"{verdict.outcome.word} {verdict.kernel} ({verdict.format})"
+        + (f": {verdict.reason}" if verdict.reason else "")
+        for verdict in report.verdicts
+    ]
+    wrong = [f.sentence for f in report.findings if f.severity != "note"]
+    return [*lines, *wrong] or [NOTHING]

@@ -1,0 +1,173 @@
+"""Arguments: where they come from, and others of the same shapes.
+
+A source of inputs is a function of a seed; of a file or of shapes there are such
+functions too. What cannot tell a right function from a wrong one is redrawn: a bias of 0,
+a weight of 1."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from numdev.errors import UsageError, one_line
+from numdev.exact.dtypes import is_floating
+from numdev.formats import Format, dtype_of, round_to
+from numdev.operations.function.trees import Arguments, arguments_of
+
+Make = Callable[[int], Sequence[Arguments]]  # the calls of a seed
+SHAPE = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+(?:x\d+)*|)\s*")
+TRIVIAL = (0.0, 1.0)  # numbers of which a tensor that is nothing else tells nothing
+
+
+def calls_of(
+    source: Callable[..., object] | Path | str | None,
+    function: Callable[..., object],
+    *,
+    shapes: str = "",
+) -> Make:
+    """The calls of each seed: of a function of inputs, of a safetensors file of named
+    arguments, or of normal numbers in the shapes `x=256x1024,w=1024`. Raises UsageError
+    for anything else."""
+    if source is None:
+        sizes = parsed_shapes(shapes)
+        return lambda seed: [_drawn(sizes, seed)]
+    if callable(source):
+        make = source
+        return lambda seed: _from_function(make, function, seed)
+    path = Path(source)
+    if path.suffix != ".safetensors":
+        raise UsageError(
+            f"inputs: expected FILE.py:function or FILE.safetensors, got {source}"
+        )
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except Exception as error:
+        raise UsageError(f"{path}: cannot be read: {one_line(error)}") from error
+    return lambda seed: [Arguments(named=tensors)]
+
+
+def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
+    """`x=256x1024,w=1024` as shapes by name; an empty shape is a single number. Raises
+    UsageError for what is none."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for part in filter(None, text.split(",")):
+        match = SHAPE.fullmatch(part)
+        if match is None:
+            raise UsageError(f"shape: expected NAME=AxBxC, got {part!r}")
+        sizes[match[1]] = tuple(int(n) for n in match[2].split("x") if n)
+    if not sizes:
+        raise UsageError(
+            "inputs: expected a function, a file or shapes, got none",
+            hint="--inputs ref.py:inputs, or --shape x=256x1024,w=1024",
+        )
+    return sizes
+
+
+def _drawn(sizes: Mapping[str, tuple[int, ...]], seed: int) -> Arguments:
+    generator = torch.Generator().manual_seed(seed)
+    named = {name: torch.randn(s, generator=generator) for name, s in sizes.items()}
+    return Arguments(named=named)
+
+
+def _from_function(
+    make: Callable[..., object], function: Callable[..., object], seed: int
+) -> list[Arguments]:
+    """What a function of inputs gives for a seed: as its parameter `seed`, as its only
+    one, and in PyTorch's generators. A list of tuples is several calls."""
+    with torch.random.fork_rng(devices=_devices()):
+        torch.manual_seed(seed)
+        try:
+            data = make(**_seed_for(make, seed))
+        except Exception as error:
+            raise UsageError(f"inputs: the function raised {one_line(error)}") from error
+    if isinstance(data, list) and data and all(isinstance(x, tuple) for x in data):
+        return [arguments_of(x, function) for x in data]
+    return [arguments_of(data, function)]
+
+
+def _devices() -> Sequence[int]:
+    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+
+
+def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return {}
+    if "seed" in parameters:
+        return {"seed": seed}
+    needed = [n for n, p in parameters.items() if p.default is p.empty
+              and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]  # fmt: skip
+    if len(needed) > 1:
+        raise UsageError(
+            f"inputs: expected a function of a seed, got one of {', '.join(needed)}"
+        )
+    return {needed[0]: seed} if needed else {}
+
+
+def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments:
+    """The arguments on a device; floating-point ones correctly rounded to a format, if
+    one is asked for."""
+
+    def move(name: str, x: Tensor) -> Tensor:
+        moved = x.detach()
+        if fmt is not None and moved.is_floating_point():
+            moved = round_to(moved.double(), fmt).to(dtype_of(fmt))
+        return moved.to(device)
+
+    return arguments.mapped(move)
+
+
+def trivial(arguments: Arguments) -> list[str]:
+    """The names of floating-point tensors of several elements that hold nothing but 0 or
+    nothing but 1."""
+    return [
+        name
+        for name, x in arguments.leaves().items()
+        if x.is_floating_point()
+        and x.numel() > 1
+        and any(bool((x == value).all()) for value in TRIVIAL)
+    ]
+
+
+def redrawn(arguments: Arguments, names: Sequence[str], seed: int) -> Arguments:
+    """The same with these tensors moved by up to one half, at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, x: Tensor) -> Tensor:
+        if name not in names:
+            return x
+        moved = x.double().cpu() + torch.rand(x.shape, generator=generator) - 0.5
+        return moved.to(x.dtype).to(x.device)
+
+    return arguments.mapped(draw)
+
+
+def shuffled(arguments: Arguments, seed: int) -> Arguments:
+    """The same with the elements of each floating-point tensor in another order: other
+    data of the same distribution, where the source knows no other."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def shuffle(name: str, x: Tensor) -> Tensor:
+        if not is_floating(x) or x.numel() < 2:
+            return x
+        order = torch.randperm(x.numel(), generator=generator).to(x.device)
+        return x.flatten()[order].reshape(x.shape)
+
+    return arguments.mapped(shuffle)
+
+
+def differ(a: Arguments, b: Arguments) -> bool:
+    """Whether floating-point tensors of two calls have the same names and shapes, and
+    other values."""
+    first, second = a.leaves(), b.leaves()
+    if {n: x.shape for n, x in first.items()} != {n: x.shape for n, x in second.items()}:
+        return False
+    return any(is_floating(x) and not x.equal(second[n]) for n, x in first.items())

@@ -1,0 +1,276 @@
+"""One call of a function beside its reference: each tensor with what may be erred in it,
+and the numbers of an implementation's tensor.
+
+A call whose results are few numbers is drawn several times, under several seeds, which
+are judged together: in such a tensor the first axis is the draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from numdev.exact.dtypes import is_floating
+from numdev.exact.rounding import values_format
+from numdev.formats import FORMATS, Format, round_to
+from numdev.operations.function.inputs import differ, shuffled
+from numdev.operations.function.reference import FunctionReference, moved_by_half_an_ulp
+from numdev.operations.function.running import FunctionRun
+from numdev.operations.function.trees import Arguments, Values, as_real, is_judged
+from numdev.operations.function.yardstick import Errors, Excess
+from numdev.report import BesideReference
+
+SMALLEST = 1e-300
+FEW = 16  # elements of a tensor, up to which a call is drawn several times
+DRAWS = 8  # how often then
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Form:
+    """What a tensor of the reference looks like, of one draw."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def difference(self, x: Tensor) -> str | None:
+        """In what another tensor differs, in words; None where in nothing."""
+        if tuple(x.shape) != self.shape:
+            return f"it has the shape {list(x.shape)}, not {list(self.shape)}"
+        if x.dtype != self.dtype:
+            return f"it is {_short(x.dtype)}, not {_short(self.dtype)}"
+        return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Judge:
+    """A tensor of a call: its exact value, what may be erred, how far inputs move it."""
+
+    form: Form
+    truth: Tensor  # fp64, or integers
+    plain: Tensor  # as PyTorch runs the reference
+    rounded: Sequence[Tensor]  # the values of all rounded runs
+    errors: Errors | None  # None: it holds integers
+    moved: float | None = None
+    conditioning: float | None = None
+
+    @property
+    def format(self) -> Format:
+        """The format of its values; float64 of integers, which it does not round."""
+        if self.errors is None:
+            return FORMATS["float64"]
+        return values_format(self.form.dtype)
+
+    @cached_property
+    def floor(self) -> Tensor:
+        return round_to(self.truth.double(), self.format)
+
+    def nonfinite(self, x: Tensor) -> tuple[int, int]:
+        """How many elements are NaN or infinite where the exact result, rounded once, is
+        not, or the reverse; and how many more are so where a run of the reference is
+        too."""
+        kinds = _kinds(self.floor)
+        free = torch.zeros_like(kinds, dtype=torch.bool)
+        for run in (*self.rounded, self.plain):
+            free |= _kinds(run) != kinds
+        other = _kinds(x) != kinds
+        return int((other & ~free).sum()), int((other & free).sum())
+
+    def mismatches(self, x: Tensor) -> int:
+        """How many integers are not the reference's. One that rounding changes in a run
+        of the reference may be any of what came there."""
+        wrong = x != self.truth
+        for run in (*self.rounded, self.plain):
+            wrong &= x != run
+        return int(wrong.sum())
+
+    def numbers(
+        self, x: Tensor | None, form: str | None
+    ) -> tuple[BesideReference, dict[str, str]]:
+        """The numbers of an implementation's tensor (None: its form allows none), with
+        the reason of each that is lacking."""
+        about = BesideReference(
+            form=form, moved=self.moved, conditioning=self.conditioning
+        )
+        lacking = set(BesideReference.model_fields) - {"form"}
+        if x is None:
+            return about, dict.fromkeys(lacking, "a tensor of another form has no errors")
+        if self.errors is None:
+            count = self.mismatches(x)
+            why = dict.fromkeys(lacking - {"mismatches"}, "integers are not rounded")
+            return about.model_copy(update={"mismatches": count}), why
+        excess = self.errors.beside(x.double())
+        nulls = {"mismatches": "no integers", **excess.nulls}
+        return about.model_copy(update=_fields(excess)), nulls
+
+
+def _fields(excess: Excess) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "reference_ratio": excess.ratio,
+        "reference_luck": excess.luck,
+        "predicted_ratio": excess.predicted,
+        "effective": excess.effective,
+        "element_luck": excess.element_luck,
+    }
+    if excess.worst_element is not None:
+        fields["element_ratio"], fields["element_at"] = excess.worst_element
+    if excess.worst_slice is not None:
+        worst = excess.worst_slice
+        fields |= {
+            "slice_ratio": worst.ratio,
+            "slice_luck": worst.luck,
+            "slice_at": worst.place,
+        }
+    if excess.slope is not None and excess.shift is not None:
+        fields |= {
+            "slope": excess.slope.size,
+            "slope_t": excess.slope.t,
+            "slope_luck": excess.slope_luck,
+            "shift": excess.shift.size,
+            "shift_t": excess.shift.t,
+            "shift_luck": excess.shift_luck,
+        }
+    return fields
+
+
+def _kinds(x: Tensor) -> Tensor:
+    """0 where finite, 1 and 2 where infinite, 3 where NaN."""
+    kinds = torch.zeros(x.shape, dtype=torch.int8, device=x.device)
+    if not x.is_floating_point():
+        return kinds
+    kinds = kinds.masked_fill(x == torch.inf, 1).masked_fill(x == -torch.inf, 2)
+    return kinds.masked_fill(x.isnan(), 3)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FunctionCall:
+    """A call, drawn once or several times, with its reference."""
+
+    name: str
+    draws: Sequence[FunctionReference]
+    others: Sequence[Arguments] = field(default_factory=tuple)
+    """Data of other seeds of the same shapes, one for each draw."""
+
+    @cached_property
+    def forms(self) -> dict[str, Form]:
+        """Of each tensor, by name, outputs first."""
+        return {
+            name: Form(shape=tuple(x.shape), dtype=x.dtype)
+            for name, x in self.draws[0].plain.tensors.items()
+        }
+
+    @cached_property
+    def judges(self) -> dict[str, Judge]:
+        """What each tensor is held to, by name. Raises what the reference raises, and
+        Unsupported for what has no exact result."""
+        truths = [draw.truth for draw in self.draws]
+        moved = [
+            draw.computed_exactly(other, draw.other_cotangents)
+            for draw, other in zip(self.draws, self.others, strict=False)
+        ]
+        shaken = [
+            draw.computed_exactly(moved_by_half_an_ulp(draw.arguments, draw.seed))
+            for draw in self.draws
+        ]
+        return {name: self._judge(name, truths, moved, shaken) for name in self.forms}
+
+    def _judge(
+        self,
+        name: str,
+        truths: Sequence[Values],
+        moved: Sequence[Values],
+        shaken: Sequence[Values],
+    ) -> Judge:
+        truth = stacked([x[name] for x in truths])
+        plain = stacked([as_real(draw.plain.tensors[name]) for draw in self.draws])
+        runs = self._runs(name, lambda draw: draw.rounded)
+        errors = None
+        if is_judged(plain):
+            sound = self._runs(name, lambda draw: draw.sound)
+            fmt = values_format(self.forms[name].dtype)
+            errors = Errors.of(truth, fmt, runs, sound, plain.double())
+        return Judge(
+            form=self.forms[name],
+            truth=truth,
+            plain=plain,
+            rounded=runs,
+            errors=errors,
+            moved=_distance(name, truth, moved, errors),
+            conditioning=_distance(name, truth, shaken, errors),
+        )
+
+    def _runs(
+        self, name: str, runs_of: Callable[[FunctionReference], Sequence[Values]]
+    ) -> list[Tensor]:
+        """A tensor of each run, over all draws."""
+        by_draw = [runs_of(draw) for draw in self.draws]
+        return [stacked([x[name] for x in runs]) for runs in zip(*by_draw, strict=True)]
+
+    def tensors_of(
+        self, runs: Sequence[FunctionRun]
+    ) -> tuple[dict[str, Tensor | None], dict[str, str]]:
+        """An implementation's tensors over all draws, None where the form is another
+        one; and what is wrong with the form of each, or with what else it did."""
+        wrong: dict[str, str] = {}
+        first = next(iter(self.forms))
+        for draw, ran in zip(self.draws, runs, strict=True):
+            if misdeeds := ran.misdeeds(draw.plain):
+                wrong.setdefault(first, f"it {'; it '.join(misdeeds)}")
+        tensors: dict[str, Tensor | None] = {}
+        for name, form in self.forms.items():
+            every = [ran.tensors.get(name) for ran in runs]
+            present = [x for x in every if x is not None]
+            if len(present) < len(runs):
+                wrong[name] = "it is missing"
+            elif why := next(filter(None, map(form.difference, present)), None):
+                wrong[name] = why
+            comparable = len(present) == len(runs) and all(
+                tuple(x.shape) == form.shape and is_floating(x) == form.is_floating
+                for x in present
+            )
+            tensors[name] = stacked(list(map(as_real, present))) if comparable else None
+        returned = dict.fromkeys(name for ran in runs for name in ran.outputs)
+        if extra := [name for name in returned if name not in self.forms]:
+            names = ", ".join(extra)
+            wrong.setdefault(
+                first, f"it returns more tensors than the reference: {names}"
+            )
+        return tensors, wrong
+
+
+def stacked(draws: Sequence[Tensor]) -> Tensor:
+    """One draw as it is; several along a first axis."""
+    return draws[0] if len(draws) == 1 else torch.stack(list(draws))
+
+
+def _distance(
+    name: str, truth: Tensor, others: Sequence[Values], errors: Errors | None
+) -> float | None:
+    """The rms distance of another exact result from the truth over what rounding
+    explains; None where there is none of the same shape, and of integers."""
+    if errors is None or not others or any(name not in x for x in others):
+        return None
+    other = stacked([x[name] for x in others])
+    if other.shape != truth.shape:
+        return None
+    apart_by = torch.where(errors.usable & other.isfinite(), other - errors.truth, 0.0)
+    count = max(1, int(errors.usable.sum()))
+    rms: float = (float(apart_by.square().sum()) / count) ** 0.5
+    return min(rms / max(errors.rms, SMALLEST), 1e300)
+
+
+def other_data(arguments: Arguments, others: Sequence[Arguments], seed: int) -> Arguments:
+    """Data of the same shapes for the question whether a result depends on them: those of
+    another seed, else the same in another order."""
+    fitting = (x for x in others if differ(arguments, x))
+    return next(fitting, None) or shuffled(arguments, seed)

@@ -1,0 +1,252 @@
+"""A function in a process of its own, in which the reference is never imported or run.
+
+On a CPU the process is a fork, begun before anything is computed, which costs no second
+import of PyTorch; with CUDA it is a new interpreter. It reads tasks that numdev pickled.
+Its answers are a JSON header and the bytes of tensors, and are never unpickled. It is no
+sandbox: the process may read and write what its user may."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from numdev.errors import MeasurementError, UsageError, one_line
+from numdev.operations.function.running import FunctionRun
+from numdev.operations.function.trees import Arguments, Values
+
+LIMIT_S = 600.0  # for all draws of a call for the function, its compilation included
+LARGEST_HEADER = 1 << 26  # bytes
+GROUPS = ("outputs", "gradients", "written")
+Answer = FunctionRun | str  # or why there is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the process is asked: a target that it imports, and what to call it with."""
+
+    target: str
+    draws: Sequence[tuple[int, Arguments]]  # by seed
+    backward: bool
+
+
+RunWork = Callable[[Work], Sequence[Answer]]
+
+
+@dataclass(eq=False)
+class FunctionProcess:
+    """A process that runs a function. Use as a context manager; it ends with it."""
+
+    run: RunWork
+    forks: bool
+    limit_s: float = LIMIT_S
+    _pid: int = 0
+    _to: int = -1
+    _back: int = -1
+    _ended: bool = field(default=False, repr=False)
+
+    def __enter__(self) -> FunctionProcess:
+        task, self._to = os.pipe()
+        self._back, answer = os.pipe()
+        if self.forks:
+            self._pid = os.fork()
+            if self._pid == 0:
+                os.close(self._to)
+                os.close(self._back)
+                _serve_and_exit(self.run, task, answer)
+        else:
+            self._pid = _started(self.run, task, answer)
+        os.close(task)
+        os.close(answer)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in (self._to, self._back):
+            with contextlib.suppress(OSError):
+                os.close(end)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+    def answers(self, work: Work) -> list[Answer]:
+        """What the function came to on each draw, or why there is nothing. Raises
+        MeasurementError where the process ends, answers nonsense, or not in time."""
+        buffer = io.BytesIO()
+        torch.save(work, buffer)
+        until = time.monotonic() + self.limit_s
+        try:
+            _write(self._to, buffer.getvalue())
+            header = self._header(until)
+            if header and "usage" in header[0]:
+                raise UsageError(str(header[0]["usage"]))
+            return [self._one(answer, until) for answer in header]
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise MeasurementError(f"the function's process {_fate(error)}") from error
+
+    def _header(self, until: float) -> list[Mapping[str, object]]:
+        (size,) = struct.unpack("<q", self._read(8, until))
+        if not 0 <= size <= LARGEST_HEADER:
+            raise ValueError("its answer has no header")
+        header: list[Mapping[str, object]] = json.loads(self._read(size, until))
+        answers = _listed(header)
+        if not all(isinstance(answer, dict) for answer in answers):
+            raise ValueError("its answer is none")
+        return header
+
+    def _one(self, answer: Mapping[str, object], until: float) -> Answer:
+        if "reason" in answer:
+            return str(answer["reason"])
+        groups: dict[str, Values] = {}
+        for group in GROUPS:
+            entries = answer[group]
+            assert isinstance(entries, list)
+            groups[group] = {
+                str(name): self._tensor(str(dtype), shape, until)
+                for name, dtype, shape in entries
+            }
+        alias = answer["alias"]
+        return FunctionRun(
+            **groups,
+            alias=None if alias is None else str(alias),
+            differentiable=tuple(map(str, _listed(answer["differentiable"]))),
+            overwritten=tuple(map(str, _listed(answer["overwritten"]))),
+        )
+
+    def _tensor(self, dtype_name: str, shape: object, until: float) -> Tensor:
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("its answer has a dtype that is none")
+        sizes = [int(str(n)) for n in _listed(shape)]
+        count = math.prod(sizes)
+        if any(n < 0 for n in sizes):
+            raise ValueError("its answer has a shape that is none")
+        data = bytearray(self._read(count * dtype.itemsize, until))
+        if not data:
+            return torch.empty(sizes, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(sizes)
+
+    def _read(self, size: int, until: float) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            ready, _, _ = select.select([self._back], [], [], until - time.monotonic())
+            if not ready:
+                raise ValueError(f"gave no answer within {self.limit_s:g} s")
+            part = os.read(self._back, min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _listed(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError("its answer has no list")
+    return value
+
+
+def _fate(error: Exception) -> str:
+    if isinstance(error, EOFError | BrokenPipeError):
+        return "ended without an answer"
+    return f"gave an unusable answer ({one_line(error)})"
+
+
+def _started(run: RunWork, task: int, answer: int) -> int:
+    """A new interpreter that serves; its process id."""
+    module, name = run.__module__, run.__name__
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        f"from {module} import {name}\n"
+        "from numdev.operations.function.process import _serve_and_exit\n"
+        f"_serve_and_exit({name}, {task}, {answer})"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=(task, answer),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    return process.pid
+
+
+def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
+    """Answer tasks until nobody sends any more; never returns."""
+    try:
+        with contextlib.suppress(OSError):  # it has one where it was started anew
+            os.setsid()
+        os.dup2(2, 1)  # what a foreign function prints
+        for message in _messages(task):
+            work = torch.load(io.BytesIO(message), weights_only=False)
+            try:
+                header, tensors = _as_message(run(work))
+            except UsageError as error:
+                header, tensors = [{"usage": str(error)}], []
+            text = json.dumps(header).encode()
+            os.write(answer, struct.pack("<q", len(text)))
+            _write_all(answer, text)
+            for x in tensors:
+                flat = x.detach().cpu().contiguous().flatten()
+                _write_all(answer, flat.view(torch.uint8).numpy().tobytes())
+    except BaseException as error:
+        print(one_line(error), file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+def _as_message(
+    answers: Sequence[Answer],
+) -> tuple[list[dict[str, object]], list[Tensor]]:
+    header: list[dict[str, object]] = []
+    tensors: list[Tensor] = []
+    for answer in answers:
+        if isinstance(answer, str):
+            header.append({"reason": answer})
+            continue
+        entry: dict[str, object] = {
+            "alias": answer.alias,
+            "differentiable": list(answer.differentiable),
+            "overwritten": list(answer.overwritten),
+        }
+        for name in GROUPS:
+            values: Values = vars(answer)[name]
+            tensors += values.values()
+            entry[name] = [
+                (n, str(x.dtype).removeprefix("torch."), list(x.shape))
+                for n, x in values.items()
+            ]
+        header.append(entry)
+    return header, tensors
+
+
+def _messages(descriptor: int) -> Iterator[bytes]:
+    with os.fdopen(descriptor, "rb") as stream:
+        while head := stream.read(8):
+            (size,) = struct.unpack("<q", head)
+            yield stream.read(size)
+
+
+def _write(descriptor: int, message: bytes) -> None:
+    _write_all(descriptor, struct.pack("<q", len(message)))
+    _write_all(descriptor, message)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,171 @@
+"""What numdev knows of reports of functions beside their reference: an audit's rows and
+tests, by rules and in words of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from numdev.gate.findings import findings_in
+from numdev.gate.judgement import Judgement, Test
+from numdev.gate.rows import check_whole
+from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
+from numdev.gate.thresholds import tests_of
+from numdev.grouping import grouped
+from numdev.kinds import Judged, Kind
+from numdev.report import DeviationRow, Finding, FunctionReport
+from numdev.report import document as doc
+from numdev.report.document import Cell, Column
+from numdev.report.numbers import ratio, si, three
+from numdev.studies.audit.kind import moves
+
+SOUND = 1.1  # times the floor: as exact as the format allows
+MOSTLY_EXPLAINED = 1.3  # times what the reference's operations explain
+NO_YARDSTICK = 3.0
+SENSITIVE = 3.0  # times what rounding explains, that inputs moved by half an ulp move
+NARROW = 10.0  # times what rounding explains: data that move the result less judge little
+
+
+def tests(report: FunctionReport, rules: Rules) -> Iterator[Test]:
+    """Every rule on every tensor of the function. The default rules are of attention, and
+    stand for those of functions."""
+    if rules.thresholds == default_rules().thresholds:
+        rules = default_rules_for_functions()
+    numbers = [row.beside_reference for row in report.rows]
+    if not any(x is not None and x.mismatches is not None for x in numbers):
+        floats = [t for t in rules.thresholds if t.metric != "mismatches"]
+        rules = rules.model_copy(update={"thresholds": tuple(floats)})
+    return tests_of(report.rows, report.plan, rules, report.cases)
+
+
+def findings(
+    judgement: Judgement, report: FunctionReport
+) -> tuple[Sequence[Finding], Sequence[str]]:
+    wrong, tested = findings_in(judgement, report.rows)
+    return wrong, (*tested, *remarks(report.rows), *report.doubts)
+
+
+def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
+    """Sentences on the reference, and on inputs that judge little."""
+    ok = [row for row in rows if row.status == "ok"]
+    for tensor, of_tensor in grouped(ok, lambda row: row.tensor).items():
+        yield from _of_reference(tensor, of_tensor)
+        kernels = [row for row in of_tensor if row.role == "kernel"]
+        numbers = [row.beside_reference for row in kernels if row.beside_reference]
+        shaken = max((x.conditioning or 0.0 for x in numbers), default=0.0)
+        if shaken > SENSITIVE:
+            yield (
+                f"{tensor} is sensitive: inputs moved by half an ulp move it by "
+                f"{three(shaken)}× what rounding explains."
+            )
+        moved = min((x.moved for x in numbers if x.moved is not None), default=NARROW)
+        if moved < NARROW:
+            yield (
+                f"The inputs judge {tensor} only roughly: another seed's data move it by "
+                f"{three(moved)}× what rounding explains."
+            )
+
+
+def _of_reference(tensor: str, rows: Sequence[DeviationRow]) -> Iterator[str]:
+    """A sentence on a reference that errs by more than its operations explain."""
+    plain = [row for row in rows if row.role == "baseline" and row.beside_reference]
+    ratios = {_own_ratio(row): row for row in plain}
+    worst = max(ratios, default=0.0)
+    if worst <= MOSTLY_EXPLAINED:
+        return
+    sentence = (
+        f"The reference errs in {tensor} by {three(worst)}× what its operations explain, "
+        f"as PyTorch runs it here ({ratios[worst].case})"
+    )
+    if worst > NO_YARDSTICK:
+        sentence += "; it is no yardstick, and the function is held to the operations"
+    yield f"{sentence}."
+
+
+def _own_ratio(row: DeviationRow) -> float:
+    numbers = row.beside_reference
+    return 0.0 if numbers is None else numbers.predicted_ratio or 0.0
+
+
+def passing(report: FunctionReport, passed: Sequence[Test]) -> str | None:
+    """The clause on a function that passed: as exact as its format allows, or as the
+    reference is."""
+    name = passed[0].kernel
+    rows = [r for r in report.rows if r.role == "kernel" and r.kernel == name]
+    over_floor = [row.floor_ratio for row in rows if row.floor_ratio is not None]
+    numbers = [row.beside_reference for row in rows if row.beside_reference]
+    worst = max((x.reference_ratio or 0.0 for x in numbers), default=0.0)
+    beside = f"rms error at most {three(worst)}× what the reference's rounding explains"
+    if over_floor and max(over_floor) <= SOUND:
+        return f"as exact as the format allows; {beside}"
+    if not over_floor:
+        return "as the reference"
+    return (
+        f"as the reference in this format; {beside}, {ratio(max(over_floor))}× the floor"
+    )
+
+
+def summarised(report: FunctionReport) -> FunctionReport:
+    return report
+
+
+COLUMNS = (
+    Column("call", align="left"),
+    Column("tensor", align="left"),
+    Column("error / explained"),
+    Column("worst slice"),
+    Column("worst element"),
+    Column("error / floor"),
+    Column("error / reference"),
+    Column("max error"),
+)
+LEGEND = (
+    "explained: what the reference errs where its operations are rounded, one by one. "
+    "floor: the exact result rounded once. reference: as PyTorch runs it here. Worst: "
+    "the largest of a slice along an axis, and of an element, over what is explained."
+)
+
+
+def blocks(report: FunctionReport) -> Iterator[doc.Node]:
+    """The numbers of each tensor in each call."""
+    rows = [row for row in report.rows if row.role in ("kernel", "baseline")]
+    ok = [row for row in rows if row.status == "ok"]
+    for name, of_kernel in grouped(ok, lambda row: row.kernel).items():
+        yield doc.table(
+            COLUMNS,
+            map(_line, of_kernel),
+            [row.role != "kernel" for row in of_kernel],
+            title=f"{name}, {of_kernel[0].format}",
+        )
+    yield from doc.notes((LEGEND,))
+
+
+def _line(row: DeviationRow) -> list[Cell]:
+    beside = row.beside_reference
+    numbers: Mapping[str, object] = vars(beside) if beside is not None else {}
+
+    def cell(name: str) -> Cell:
+        value = numbers.get(name)
+        return Cell(ratio(value if isinstance(value, float) else None))
+
+    return [
+        Cell(row.case),
+        Cell(row.tensor),
+        *map(cell, ("reference_ratio", "slice_ratio", "element_ratio")),
+        Cell(ratio(row.floor_ratio)),
+        Cell(ratio(row.baseline_ratio)),
+        Cell(si(row.max_abs)),
+    ]
+
+
+FUNCTION = Kind(
+    report=FunctionReport,
+    blocks=blocks,
+    judged=Judged(
+        check=check_whole,
+        tests=tests,
+        findings=findings,
+        summarised=summarised,
+        passing=passing,
+    ),
+    moves=moves,
+)

@@ -1,0 +1,542 @@
+"""A check of any function beside its reference: calls, rows, report.
+
+The function runs first, on all of the calls, before anything of the reference is
+computed; then the reference says what is exact and what rounding explains
+(`numdev.operations.function`), and rows are measured as those of every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from numdev.cases import CaseRef
+from numdev.errors import MeasurementError, one_line
+from numdev.formats import Format, format_of
+from numdev.gate.judgement import Judgement
+from numdev.gate.judging import concluded, judgement_of
+from numdev.gate.rules import Rules, as_data
+from numdev.kernels import Kernel, imported, no_claim
+from numdev.metrics.finiteness import Outside
+from numdev.metrics.yardstick import Yardstick
+from numdev.operations.function.inputs import (
+    Make,
+    prepared,
+    redrawn,
+    trivial,
+)
+from numdev.operations.function.judged import (
+    FEW,
+    FunctionCall,
+    Judge,
+    other_data,
+)
+from numdev.operations.function.process import Answer, FunctionProcess, Work
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.running import (
+    Cotangents,
+    FunctionRun,
+    poison,
+    private,
+    run,
+)
+from numdev.operations.function.trees import Arguments
+from numdev.report import (
+    AuditSummary,
+    BesideReference,
+    DeviationRow,
+    Extent,
+    FunctionCallRecord,
+    FunctionReport,
+    PlannedKernel,
+    PlanRecord,
+    Role,
+)
+from numdev.studies.audit.isolation import Failure, Runner
+from numdev.studies.audit.operation import Distance
+from numdev.studies.audit.plan import Task
+from numdev.studies.audit.rows import bare_row
+from numdev.studies.audit.run import provenance
+from numdev.studies.audit.task import measure_task
+from numdev.studies.audit.timing import Stopwatch
+from numdev.system import System
+
+HELD_TO_REFERENCE = "a function is judged beside its reference"
+ROLES: tuple[tuple[Role, str], ...] = (
+    ("precision", "inputs moved by half an ulp"),
+    ("floor", "floor"),
+    ("baseline", "reference"),
+)
+LARGEST_FOR_DRAWS = 1 << 22  # numbers of the inputs, above which a call is drawn once
+STRIDE = 1000  # from the seed of one draw to the next one's
+Runs = Sequence[FunctionRun | Failure]
+RunAll = Callable[[Sequence["Draw"]], Runs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """One draw of a call: what the function is called with."""
+
+    call: int  # which call it is a draw of
+    seed: int
+    arguments: Arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionPlan:
+    """What is to be judged: calls by name, each with its draws, and what else is known
+    of their data."""
+
+    names: tuple[str, ...]
+    draws: tuple[Draw, ...]
+    others: tuple[Sequence[Arguments], ...]  # of each call: other data, one for each draw
+    redrawn: tuple[str, ...]  # arguments of the later calls that were all 0, or all 1
+
+    def of(self, call: int) -> list[Draw]:
+        return [drawn for drawn in self.draws if drawn.call == call]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a check is asked: a function by name, its reference, and how to run them. Of
+    floating-point arguments `format` is what they are rounded to; None: as they come."""
+
+    name: str
+    reference: Callable[..., object]
+    make: Make
+    format: Format | None = None
+    backward: bool = False
+    seeds: Sequence[int] = (0,)
+    device: str
+    again: bool = True  # whether a second call is judged
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FunctionTensors:
+    """The tensors of an implementation as rows are measured: [1, 1, rows, features]."""
+
+    tensors: Mapping[str, Tensor]
+    ran: str | None = None
+    ran_backward: str | None = None
+
+
+def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
+    """The calls of all seeds, and for each, where it is `asked`, a second call on other
+    data, in which what was all 0 or all 1 is redrawn; each drawn so many times."""
+    calls: list[tuple[str, list[Draw], list[Arguments]]] = []
+    dull: dict[str, None] = {}
+    for seed in asked.seeds:
+        seeds = [seed + STRIDE * i for i in range(draws)]
+        first, second = ([_data(asked, s + step) for s in seeds] for step in (0, 1))
+        for i in range(len(first[0])):
+            name = f"seed {seed}" + (f" call {i}" if len(first[0]) > 1 else "")
+            at_first = [calls_of_seed[i] for calls_of_seed in first]
+            later = [
+                other_data(x, others[i : i + 1], s)
+                for x, others, s in zip(at_first, second, seeds, strict=True)
+            ]
+            names = trivial(later[0])
+            dull |= dict.fromkeys(names if asked.again else ())
+            again = [redrawn(x, names, s) for x, s in zip(later, seeds, strict=True)]
+            for called, chosen, others, step in (
+                (name, at_first, later, 0),
+                (f"{name} again", again, at_first, 1),
+            ):
+                drawn = [
+                    Draw(call=len(calls), seed=s + step, arguments=x)
+                    for x, s in zip(chosen, seeds, strict=True)
+                ]
+                if asked.again or not step:
+                    calls.append((called, drawn, others))
+    return FunctionPlan(
+        names=tuple(name for name, _, _ in calls),
+        draws=tuple(drawn for _, of_call, _ in calls for drawn in of_call),
+        others=tuple(tuple(others) for _, _, others in calls),
+        redrawn=tuple(dull),
+    )
+
+
+def _data(asked: Asked, seed: int) -> list[Arguments]:
+    return [prepared(x, asked.format, asked.device) for x in asked.make(seed)]
+
+
+def is_few(runs: Runs, plan: FunctionPlan) -> bool:
+    """Whether a result is so few numbers that a call is to be drawn several times."""
+    first = runs[0]
+    numbers = sum(x.numel() for x in plan.draws[0].arguments.leaves().values())
+    if isinstance(first, Failure) or numbers > LARGEST_FOR_DRAWS:
+        return False
+    outputs = first.outputs.values()
+    return any(x.numel() < FEW and x.is_floating_point() for x in outputs)
+
+
+def run_all(
+    function: Callable[..., object], draws: Sequence[Draw], *, backward: bool
+) -> list[FunctionRun | Failure]:
+    """The function on every draw, one after another, in this process."""
+    runs: list[FunctionRun | Failure] = []
+    function = private(function)
+    for drawn in draws:
+        last = runs[-1] if runs else None
+        if isinstance(last, FunctionRun):
+            poison(list(last.outputs.values()))
+        try:
+            cotangents = Cotangents(seed=drawn.seed) if backward else None
+            runs.append(
+                run(function, drawn.arguments, seed=drawn.seed, cotangents=cotangents)
+            )
+        except Exception as error:  # it is foreign code
+            runs.append(Failure("failed", one_line(error)))
+    return [x.finished() if isinstance(x, FunctionRun) else x for x in runs]
+
+
+def served(work: Work) -> list[Answer]:
+    """What a process of its own does: import the function, and run it on every draw.
+    Raises UsageError for a target that cannot be imported."""
+    function = imported(work.target, "function")
+    draws = [Draw(call=0, seed=seed, arguments=x) for seed, x in work.draws]
+    runs = run_all(function, draws, backward=work.backward)
+    return [x.reason if isinstance(x, Failure) else x for x in runs]
+
+
+def in_process(process: FunctionProcess, target: str, *, backward: bool) -> RunAll:
+    """What runs the function of this target on all draws in a process of its own."""
+
+    def run_draws(draws: Sequence[Draw]) -> Runs:
+        pairs = tuple((draw.seed, draw.arguments) for draw in draws)
+        answers = process.answers(Work(target=target, draws=pairs, backward=backward))
+        return [Failure("failed", x) if isinstance(x, str) else x for x in answers]
+
+    return run_draws
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedFunction:
+    """A call as rows are measured of it: a `PreparedCall`."""
+
+    call: FunctionCall
+    format: Format
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    distances: Mapping[str, Distance] = field(default_factory=dict)
+    unscreened: str | None = None
+    exact_by: str | None = "fp64"
+    case: None = None
+    restricted: None = None
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.call.forms.values())).dtype
+
+    @property
+    def by_row(self) -> Sequence[str]:
+        return tuple(self.call.judges)
+
+    @cached_property
+    def yardsticks(self) -> dict[str, Yardstick]:
+        return {name: self._yardstick(judge) for name, judge in self.call.judges.items()}
+
+    def _yardstick(self, judge: Judge) -> Yardstick:
+        """The exact result as rows. What an element's terms are is not told of a
+        function: its term scale is what a single rounding that errs so much is of."""
+        truth = in_rows(judge.truth.double())
+        scale = truth.abs()
+        if judge.errors is not None:
+            root = judge.errors.mean_square.sqrt() * 12**0.5
+            scale = in_rows(root / judge.format.unit_roundoff)
+        shape = truth.shape[:3]
+        return Yardstick(
+            reference=truth,
+            term_scale=scale,
+            empty=torch.zeros(shape, dtype=torch.bool, device=truth.device),
+            format=judge.format,
+            baseline=in_rows(judge.plain),
+            unrounded=truth,
+        )
+
+    @cached_property
+    def baseline(self) -> FunctionTensors:
+        judges = self.call.judges
+        return self.as_output({name: in_rows(x.plain) for name, x in judges.items()})
+
+    def as_output(
+        self, tensors: Mapping[str, Tensor], ran: str | None = None
+    ) -> FunctionTensors:
+        return FunctionTensors(
+            tensors={
+                name: x if x.is_floating_point() else x.double()
+                for name, x in tensors.items()
+            },
+            ran=ran,
+        )
+
+    def units(self, tensor: str) -> Sequence[int]:
+        return (0,)
+
+    def select(self, x: Tensor, tensor: str) -> Tensor:
+        return x
+
+    def select_units(self, x: Tensor, tensor: str) -> Tensor:
+        return x
+
+    def sampled_from(self, tensor: str) -> None:
+        return None
+
+    def drawn_rows(self, tensor: str) -> None:
+        return None
+
+    def bins(self, tensor: str) -> None:
+        return None
+
+    def format_of(self, x: Tensor) -> Format:
+        return format_of(x.dtype)
+
+    def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str:
+        return HELD_TO_REFERENCE
+
+    def expected(self, claim: object, output: object) -> Mapping[str, Tensor]:
+        return {}
+
+    def outside_sample(self, output: object) -> Mapping[str, Sequence[Outside]]:
+        return {}
+
+    def annotate(self, *_: object) -> None:
+        """Its numbers are put into rows when these are finished."""
+
+
+class Functions:
+    """Functions as an operation: all rows are measured, and causes are named with the
+    rows."""
+
+    @staticmethod
+    def screened(call: PreparedFunction, output: object) -> PreparedFunction:
+        return call
+
+    @staticmethod
+    def explained(
+        kernel: Kernel, options: object, runs: object, measured: object, *_: object
+    ) -> object:
+        return measured
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """A tensor of any shape as [1, 1, rows, features], its last axis being the
+    features."""
+    width = x.shape[-1] if x.ndim and x.numel() else x.numel()
+    return x.reshape(1, 1, -1, width) if width else x.reshape(1, 1, 0, 1)
+
+
+def rows_of(
+    asked: Asked,
+    call: FunctionCall,
+    ref: CaseRef,
+    runs: Runs,
+    system: System,
+    watch: Stopwatch,
+    fmt: Format,
+) -> Iterator[DeviationRow]:
+    """The rows of one call: of the floor, of the reference as PyTorch runs it, of the
+    function."""
+
+    def task(role: Role, name: str) -> Task:
+        return Task(
+            case=ref, role=role, kernel=name, format=fmt.name, gradients=asked.backward
+        )
+
+    every = [task(role, name) for role, name in ROLES] + [task("kernel", asked.name)]
+    try:
+        with watch("reference"):
+            prepared_call = PreparedFunction(call=call, format=fmt, watch=watch)
+            judges = call.judges
+    except Exception as error:  # it may be foreign code
+        why = Failure("failed", f"the reference: {one_line(error)}")
+        yield from (bare_row(each, why) for each in every)
+        return
+    for each in every[:-1]:
+        kernel = Kernel(name=each.kernel, function=_nothing, claims=no_claim)
+        for row in measure_task(
+            each, kernel, prepared_call, system, _never, None, Functions()
+        ).rows:
+            yield _completed(row, judges, _values_of(each.role, judges), {})
+    failed = next((x for x in runs if isinstance(x, Failure)), None)
+    if failed is not None:
+        yield bare_row(every[-1], failed, next(iter(judges)))
+        return
+    ran = [x for x in runs if isinstance(x, FunctionRun)]
+    tensors, wrong = call.tensors_of(ran)
+    whole = {n: judges[n].floor if x is None else x for n, x in tensors.items()}
+    output = prepared_call.as_output({n: in_rows(x) for n, x in whole.items()})
+    kernel = Kernel(name=asked.name, function=_nothing, claims=no_claim)
+    measured = measure_task(
+        every[-1], kernel, prepared_call, system, _giving(output), None, Functions()
+    )
+    for row in measured.rows:
+        yield _completed(row, judges, tensors, wrong)
+
+
+def _nothing(case: object) -> None:
+    """What stands in place of a kernel's function: the outputs are here already."""
+
+
+def _giving(output: FunctionTensors) -> Runner:
+    """What runs no kernel: the output is here already."""
+    return cast(Runner, lambda *_, **__: output)
+
+
+def _never(*_: object, **__: object) -> Failure:
+    raise MeasurementError("it runs no kernel")
+
+
+def _values_of(role: str, judges: Mapping[str, Judge]) -> dict[str, Tensor | None]:
+    if role == "baseline":
+        return {name: judge.plain for name, judge in judges.items()}
+    return {name: judge.floor for name, judge in judges.items()}
+
+
+def _completed(
+    row: DeviationRow,
+    judges: Mapping[str, Judge],
+    tensors: Mapping[str, Tensor | None],
+    wrong: Mapping[str, str],
+) -> DeviationRow:
+    """A measured row with its numbers beside the reference; the bare one of a tensor of
+    another form."""
+    if row.status != "ok" or row.role == "precision":
+        return row
+    judge, x = judges[row.tensor], tensors[row.tensor]
+    numbers, nulls = judge.numbers(x, wrong.get(row.tensor))
+    if x is None:
+        return _without_numbers(row, numbers, nulls)
+    nonfinite, overflow = judge.nonfinite(x)
+    changes: dict[str, object] = {
+        "beside_reference": numbers,
+        "nulls": {**row.nulls, **nulls},
+        "nonfinite": nonfinite,
+    }
+    if overflow:
+        changes["overflow"] = overflow
+    return row.model_copy(update=changes)
+
+
+def _without_numbers(
+    row: DeviationRow, numbers: BesideReference, nulls: dict[str, str]
+) -> DeviationRow:
+    fields = ("case", "source", "module", "layer", "call", "seed", "role", "kernel",
+              "options", "format", "head", "tensor", "tensors", "status")  # fmt: skip
+    return DeviationRow(
+        **{name: getattr(row, name) for name in fields},
+        elements=0,
+        nonfinite=0,
+        beside_reference=numbers,
+        nulls=nulls,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FormatPart:
+    """What was asked in one format, its calls, and what the function came to in them."""
+
+    asked: Asked
+    plan: FunctionPlan
+    runs: Runs
+
+    @property
+    def format(self) -> Format:
+        return self.asked.format or format_of_inputs(self.plan.draws[0].arguments)
+
+
+def checked_function(
+    parts: Sequence[FormatPart],
+    rules: Rules,
+    request: Mapping[str, object],
+    system: System,
+) -> tuple[FunctionReport, Judgement]:
+    """The report of a function's runs in each format, held to the rules."""
+    watch = Stopwatch(system.device)
+    rows: list[DeviationRow] = []
+    records: dict[str, FunctionCallRecord] = {}
+    for part in parts:
+        for call, runs in _calls(part):
+            ref = CaseRef(case=call.name, source="inputs", module=part.asked.name)
+            rows += rows_of(part.asked, call, ref, runs, system, watch, part.format)
+            records.setdefault(call.name, _record(call, part.format))
+    report = FunctionReport(
+        provenance=provenance(system, {"tensors": request.get("inputs")}, "numdev.check"),
+        request=dict(request),
+        summary=AuditSummary(answer=(), kernels=()),
+        plan=_plan_record(parts),
+        cases=tuple(records.values()),
+        rows=tuple(rows),
+        timings=watch.seconds(),
+        doubts=tuple(_doubts(parts[0].plan)),
+    )
+    report = report.model_copy(update={"rules": as_data(rules)})
+    judgement = judgement_of(report, rules)
+    return concluded(report, judgement), judgement
+
+
+def _calls(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
+    """Each call with its reference, and what the function came to in its draws."""
+    by_call: dict[int, list[FunctionRun | Failure]] = {}
+    for draw, ran in zip(part.plan.draws, part.runs, strict=True):
+        by_call.setdefault(draw.call, []).append(ran)
+    for number, runs in by_call.items():
+        yield _call_of(part.asked, part.plan, number), runs
+
+
+def _call_of(asked: Asked, plan: FunctionPlan, number: int) -> FunctionCall:
+    references = [
+        FunctionReference(
+            function=asked.reference,
+            arguments=drawn.arguments,
+            seed=drawn.seed,
+            backward=asked.backward,
+        )
+        for drawn in plan.of(number)
+    ]
+    others = plan.others[number]
+    return FunctionCall(name=plan.names[number], draws=references, others=others)
+
+
+def format_of_inputs(arguments: Arguments) -> Format:
+    """The format of the first floating-point argument; float32 where there is none."""
+    leaves = arguments.leaves().values()
+    dtypes = (x.dtype for x in leaves if x.is_floating_point())
+    return format_of(next(dtypes, torch.float32))
+
+
+def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
+    extents: dict[str, Extent] = {}
+    try:
+        for name, judge in call.judges.items():
+            shape = in_rows(judge.truth).shape
+            extents[name] = Extent(units=1, rows=shape[2], width=shape[3])
+    except Exception:  # its rows say why
+        extents = {"output": Extent(units=1, rows=1)}
+    return FunctionCallRecord(
+        case=call.name, batch=1, source_format=fmt.name, tensors=extents
+    )
+
+
+def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
+    asked = parts[0].asked
+    roles = [*ROLES, ("kernel", asked.name)]
+    return PlanRecord(
+        kernels=tuple(PlannedKernel(role=role, kernel=name) for role, name in roles),
+        named=True,
+        formats=tuple(part.format.name for part in parts),
+        calls=tuple((name, None) for name in parts[0].plan.names),
+        backward=asked.backward,
+    )
+
+
+def _doubts(plan: FunctionPlan) -> Iterator[str]:
+    if plan.redrawn:
+        names = ", ".join(plan.redrawn)
+        yield (
+            f"All 0 or all 1 in the inputs, so that leaving it out changes nothing: "
+            f"{names}. Judged on redrawn numbers in the calls named `again`."
+        )

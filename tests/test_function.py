@@ -1,0 +1,333 @@
+"""A check of any function beside its reference: sound ones pass, faulty ones do not, and
+what cannot be judged is no pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import function_examples as examples
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import Tensor
+
+import numdev
+from numdev.cli.main import cli
+from numdev.errors import MeasurementError, UsageError
+from numdev.gate.judging import judge_report
+from numdev.gate.rules import Threshold, default_rules_for_functions
+from numdev.operations.function.process import FunctionProcess, Work
+from numdev.operations.function.trees import Arguments
+from numdev.report import FunctionReport, read, write
+from numdev.studies.audit.functions import served
+from numdev.testing import CheckFailed, CheckResult, check_function, match
+
+EXAMPLES = Path(examples.__file__)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered() -> Iterator[None]:
+    examples.REUSED.clear()
+    yield
+    examples.REUSED.clear()
+
+
+def checked(function: Callable[..., object], **options: object) -> CheckResult:
+    same = {"reference": examples.rms_norm, "inputs": examples.inputs}
+    return numdev.check(function, **{**same, **options})  # type: ignore[arg-type]
+
+
+def rules_broken(result: CheckResult) -> set[str]:
+    exceeded = (t for t in result.judgement.tests if t.standing == "exceeded")
+    return {test.rule for test in exceeded}
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "fused", "split"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_sound_functions_pass(name: str, backward: bool) -> None:
+    result = checked(getattr(examples, name), backward=backward)
+    assert result.passed, str(result)
+    tensors = {row.tensor for row in result.report.rows if row.role == "kernel"}
+    assert tensors == ({"output", "x_grad", "w_grad"} if backward else {"output"})
+
+
+def test_what_is_rounded_once_is_as_exact_as_the_format_allows() -> None:
+    verdict = checked(examples.fused).report.verdicts[0]
+    assert (verdict.reason or "").startswith("as exact as the format allows; ")
+    verdict = checked(examples.rms_norm).report.verdicts[0]
+    assert (verdict.reason or "").startswith("as the reference in this format; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("other_eps", "error"),
+        ("scaled", "slope"),
+        ("shifted", "shift"),
+        ("cut", "error"),
+        ("without_weight", "error"),
+        ("stale_row", "slice"),
+        ("one_nan", "finiteness"),
+        ("unwritten", "slice"),
+        ("remembered", "error"),
+        ("other_shape", "form"),
+        ("other_dtype", "form"),
+        ("nothing", "form"),
+        ("two", "form"),
+        ("writes", "form"),
+        ("alias", "form"),
+        ("reused", "form"),
+    ],
+)
+def test_faulty_functions_fail_by_a_rule(name: str, rule: str) -> None:
+    result = checked(getattr(examples, name))
+    assert result.verdict == "FAIL", str(result)
+    broken = rules_broken(result)
+    assert rule in broken or (name == "unwritten" and "finiteness" in broken), broken
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other_shape", "it has the shape [1, 32, 256], not [32, 256]"),
+        ("other_dtype", "it is float32, not bfloat16"),
+        ("nothing", "it is missing"),
+        ("two", "it is missing"),
+        ("writes", "it writes into its inputs (x"),
+        ("alias", "it returns memory of its input x"),
+        ("reused", "it writes a later call's result into an earlier one's (output"),
+    ],
+)
+def test_another_form_is_told_in_words(name: str, words: str) -> None:
+    assert words in checked(getattr(examples, name)).report.findings[0].sentence
+
+
+def test_a_function_that_raises_is_not_judged() -> None:
+    result = checked(examples.raises)
+    assert result.verdict == "NOT JUDGED"
+    sentence = result.report.findings[0].sentence
+    assert "failed in 2 of 2 calls: ValueError: no such kernel" in sentence
+
+
+def test_a_weight_of_1_is_judged_once_redrawn_and_told() -> None:
+    result = checked(examples.without_weight)
+    calls = {row.case for row in result.report.rows if row.role == "kernel"}
+    assert calls == {"seed 0", "seed 0 again"}
+    wrong = {f.place.case for f in result.report.findings if f.place is not None}
+    assert wrong == {"seed 0 again"}
+    assert any("All 0 or all 1 in the inputs" in note for note in result.notes)
+
+
+def test_inputs_that_cannot_judge_are_no_pass() -> None:
+    """A sum of a constant and very little: another seed moves it by less than rounding
+    does."""
+
+    def reference(x: Tensor) -> Tensor:
+        return 1000 + x * 1e-3
+
+    inputs = examples.top_inputs
+    result = checked(reference, reference=reference, inputs=inputs, formats="bfloat16")
+    assert result.verdict == "NOT JUDGED"
+    assert "inputs of larger spread would judge" in str(result)
+    wrong = checked(lambda x: 1100 + x, reference=reference, inputs=inputs)
+    assert wrong.verdict == "FAIL"
+
+
+def test_a_scalar_is_judged_over_several_seeds() -> None:
+    same = {"reference": examples.loss, "inputs": examples.loss_inputs}
+    sound = checked(examples.loss, **same)
+    assert sound.passed, str(sound)
+    [record] = [c for c in sound.report.cases if c.case == "seed 0"]
+    assert record.extents()["output"].width == 8
+    assert checked(examples.smoothed_loss, **same).verdict == "FAIL"
+
+
+def test_integers_are_the_references() -> None:
+    same = {"reference": examples.top, "inputs": examples.top_inputs}
+    assert checked(examples.top, **same).passed
+    result = checked(examples.top_but_last, **same)
+    assert "integers" in rules_broken(result)
+    assert "32 elements of output_1 differ" in str(result)
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16"])
+def test_formats_round_the_arguments(format: str) -> None:
+    result = checked(examples.fused, formats=format, shapes="x=32x256,w=256", inputs=None)
+    assert result.passed, str(result)
+    assert {row.format for row in result.report.rows} == {format}
+    assert {row.out_format for row in result.report.rows if row.role == "kernel"} == {
+        format
+    }
+
+
+def test_a_file_of_named_arguments(tmp_path: Path) -> None:
+    x, w = examples.inputs(0)
+    save_file({"x": x, "w": w}, tmp_path / "a.safetensors")
+    assert checked(examples.fused, inputs=str(tmp_path / "a.safetensors")).passed
+    assert not checked(examples.scaled, inputs=tmp_path / "a.safetensors").passed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"inputs": None}, "inputs: expected a function, a file or shapes, got none"),
+        ({"inputs": None, "shapes": "x:3"}, "shape: expected NAME=AxBxC, got 'x:3'"),
+        ({"inputs": "a.txt"}, "inputs: expected FILE.py:function or FILE.safetensors"),
+        (
+            {"inputs": lambda a, b: a},
+            "inputs: expected a function of a seed, got one of a, b",
+        ),
+        ({"seeds": []}, "seeds: expected at least 1, got 0"),
+        ({"cases": "ties"}, "reference: cases, claims and invariant are of attention"),
+    ],
+)
+def test_wrong_arguments_are_told(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as told:
+        checked(examples.fused, **options)
+    assert words in str(told.value)
+
+
+def test_a_reference_without_an_exact_result_is_not_judged() -> None:
+    def reference(x: Tensor) -> Tensor:
+        return x.view(torch.int32).float()
+
+    result = checked(reference, reference=reference, inputs=examples.top_inputs)
+    assert result.verdict == "NOT JUDGED"
+    assert "aten.view.dtype" in str(result)
+    assert "return x.view(torch.int32).float()" in str(result)
+
+
+def test_a_reference_that_errs_more_than_its_operations_is_told() -> None:
+    """On a CPU, the product of 24 numbers in bfloat16 is rounded after each factor."""
+
+    def product(x: Tensor) -> Tensor:
+        return x.prod(dim=-1)
+
+    def inputs(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.rand(256, 24, generator=generator) + 0.1).bfloat16()
+
+    result = checked(product, reference=product, inputs=inputs)
+    assert any(
+        note.startswith("The reference errs in output by ") for note in result.notes
+    )
+
+
+def test_the_function_runs_before_anything_of_the_reference() -> None:
+    order: list[str] = []
+
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        order.append("reference")
+        return examples.rms_norm(x, w)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        order.append("function")
+        return examples.fused(x, w)
+
+    assert checked(function, reference=reference).passed
+    assert order[:3] == ["function", "function", "reference"]
+    assert "function" not in order[2:]
+
+
+def test_check_function_raises_and_match_judges_one_output() -> None:
+    same = {"reference": examples.rms_norm, "inputs": examples.inputs}
+    assert check_function(examples.fused, **same).passed
+    with pytest.raises(CheckFailed) as failed:
+        check_function(examples.scaled, **same)
+    assert "FAIL function_examples:scaled" in str(failed.value)
+    data = examples.inputs(5)
+    judge = match(examples.rms_norm)
+    assert judge(data, examples.fused(*data))[0]
+    is_right, words = judge(data, examples.scaled(*data))
+    assert not is_right
+    assert words.startswith("the output (bfloat16) ")
+
+
+def test_a_report_is_written_read_gated_and_shown(tmp_path: Path) -> None:
+    result = checked(examples.scaled)
+    write(result.report, tmp_path)
+    report = read(tmp_path)
+    assert isinstance(report, FunctionReport)
+    assert report == result.report
+    assert judge_report(report).outcome == result.judgement.outcome
+    gated = CliRunner().invoke(cli, ["gate", str(tmp_path)], standalone_mode=False)
+    assert gated.return_value == 1
+    page = ["report", str(tmp_path), "--format", "html"]
+    shown = CliRunner().invoke(cli, page, standalone_mode=False)
+    assert "error / explained" in shown.output
+
+
+def test_limits_grow_with_luck_and_leans_count_where_they_are_certain() -> None:
+    rules = {t.name: t for t in default_rules_for_functions().thresholds}
+    result = checked(examples.scaled)
+    [row, _] = [r for r in result.report.rows if r.role == "kernel"]
+    beside = row.beside_reference
+    assert beside is not None
+    luck = beside.reference_luck or 0
+    assert rules["error"].for_luck_of(row).at_most == pytest.approx(1.1 * luck, abs=1e-3)
+    assert rules["slope"].is_certain(row)
+    unsure = beside.model_copy(update={"slope_t": -9.9})
+    assert not rules["slope"].is_certain(
+        row.model_copy(update={"beside_reference": unsure})
+    )
+    with pytest.raises(ValueError, match="at_most, at_least and absent"):
+        Threshold(name="both", metric="moved", at_most=1, at_least=1)
+
+
+# --- in a process of its own ----------------------------------------------------------
+
+
+def run_in_process(name: str, *, forks: bool = True, limit_s: float = 60) -> object:
+    work = Work(
+        target=f"function_examples:{name}", backward=True,
+        draws=tuple((seed, Arguments(positional=examples.inputs(seed))) for seed in (0, 1)),
+    )  # fmt: skip
+    with FunctionProcess(run=served, forks=forks, limit_s=limit_s) as process:
+        return process.answers(work)
+
+
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_process_answers_bit_for_bit(forks: bool) -> None:
+    answers = run_in_process("fused", forks=forks)
+    assert isinstance(answers, list)
+    for seed, ran in enumerate(answers):
+        assert ran.outputs["output"].equal(examples.fused(*examples.inputs(seed)))
+        assert list(ran.gradients) == ["argument_0_grad", "argument_1_grad"]
+
+
+def test_what_a_process_may_do_wrong_costs_its_answer() -> None:
+    assert run_in_process("raises") == ["ValueError: no such kernel"] * 2
+    with pytest.raises(MeasurementError, match="ended without an answer"):
+        run_in_process("ends")
+    with pytest.raises(MeasurementError, match=r"gave no answer within 0\.5 s"):
+        run_in_process("hangs", limit_s=0.5)
+    with pytest.raises(UsageError, match="has no function 'nope'"):
+        run_in_process("nope")
+
+
+def invoked(*arguments: str) -> tuple[int, str]:
+    command = ["check", *arguments, "--reference", f"{EXAMPLES}:rms_norm"]
+    result = CliRunner().invoke(cli, command, standalone_mode=False)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return int(result.return_value or 0), " ".join(result.output.split())
+
+
+def test_the_command_line_checks_a_function_by_name(tmp_path: Path) -> None:
+    inputs = ("--inputs", f"{EXAMPLES}:inputs")
+    code, out = invoked(f"{EXAMPLES}:fused", *inputs)
+    assert (code, "as exact as the format allows" in out) == (0, True)
+    code, out = invoked(
+        f"{EXAMPLES}:scaled", *inputs, "--json", "-o", str(tmp_path / "o")
+    )
+    data = json.loads(out)
+    assert (code, data["verdict"]) == (1, "FAIL")
+    assert data["findings"][0]["metric"] == "reference_ratio"
+    assert isinstance(read(tmp_path / "o"), FunctionReport)
+    code, out = invoked(f"{EXAMPLES}:fused", "--shape", "x=32x256,w=256", "--backward")
+    assert code == 0
+    with pytest.raises(UsageError, match="are of attention alone"):
+        invoked(f"{EXAMPLES}:fused", *inputs, "--case", "ties")
