@@ -32,6 +32,10 @@ QUICK = {
         "--seeds 1 --only matmul",
         "| matmul | yes | 1.0",
     ),
+    "benchmarks/functions.py": (
+        "--seeds 1 --only mean --no-faults",
+        "accused 0 of 3 sound runs",
+    ),
     "benchmarks/gate_speed.py": ("--rows 100 --repeats 1", "| 100 |"),
     "benchmarks/heavy_tails.py": ("--length 100 --samples 2", "every 32nd"),
     "benchmarks/instability.py": ("tests/data/reports/train.json", "|"),
