@@ -144,13 +144,8 @@ def check(
     None makes a temporary one. `invariant`: axes (docs/invariance.md) along which the
     output and the log-sum-exp must keep their bits.
 
-    With a `reference` the function takes what that takes, and `inputs` are a function of
-    a seed that returns its arguments, a safetensors file of them by name, or normal
-    numbers in `shapes` (`x=256x1024,w=1024`). Errors are held to what the reference errs
-    itself where its operations are rounded (docs/guide-function.md). Arguments keep their
-    formats unless `formats` are asked for; gradients are checked with backward=True, or
-    where an argument requires one. `cases`, `claims` and `invariant` are of attention
-    alone.
+    With a `reference`, whose arguments the function takes, see `check_function`; `cases`,
+    `claims` and `invariant` are of attention alone.
 
     Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed,
     or nothing was measured. Raises UsageError for wrong arguments, MeasurementError for
@@ -158,30 +153,58 @@ def check(
     if reference is not None:
         if cases is not None or claims is not None or invariant:
             raise UsageError("reference: cases, claims and invariant are of attention")
-        from numdev.beside import check_beside
-
-        return check_beside(
-            function.function if isinstance(function, Kernel) else function,
-            reference=reference, inputs=inputs, shapes=shapes,
-            formats=() if formats is FORMATS else formats,
-            backward=None if backward == "auto" else backward,
-            seeds=seeds, device=device, thresholds=thresholds,
+        return _beside(
+            function, reference, inputs, shapes, formats, backward, seeds, device,
+            thresholds,
         )  # fmt: skip
     name, kernel = _kernel_of(function, claims)
-    rules = _rules(thresholds)
-    axes = _axes_of(invariant)
-    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
+    rules, axes = _rules(thresholds), _axes_of(invariant)
     plan = _plan(kernel, formats, System.probe(device), backward=backward is not False)
-    named: Sequence[Named] | None = (
-        [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
-    )
-    source = CheckSource(named, seeds, plan.system.device, gradients=plan.backward)
+    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     asked = {
         "target": name, "formats": [fmt.name for fmt in plan.formats],
         "backward": backward, "seeds": list(seeds), "rules": rules.name,
         "claims": claims and dict(claims),
     }  # fmt: skip
+    source = _source(cases, seeds, plan)
     return _checked(name, source, plan, rules, asked, axes, reproducers)
+
+
+def _beside(
+    function: Callable[..., object] | Kernel,
+    reference: Callable[..., object],
+    inputs: Callable[..., object] | str | Path | None,
+    shapes: str,
+    formats: str | Sequence[str],
+    backward: Backward,
+    seeds: int | Sequence[int],
+    device: str,
+    thresholds: Thresholds,
+) -> CheckResult:
+    """Returns the result of a check of any function beside its reference. `formats`, if
+    they are the default ones of attention: those that the arguments have."""
+    from numdev.beside import check_beside
+
+    return check_beside(
+        function.function if isinstance(function, Kernel) else function,
+        reference=reference,
+        inputs=inputs,
+        shapes=shapes,
+        formats=() if formats is FORMATS else formats,
+        backward=None if backward == "auto" else backward,
+        seeds=seeds,
+        device=device,
+        thresholds=thresholds,
+    )
+
+
+def _source(cases: Cases, seeds: Sequence[int], plan: Plan) -> CheckSource:
+    """Returns the calls of a check: `cases` (one, several, or None: the default ones),
+    drawn with each of the seeds, with gradients where the plan has them."""
+    named: Sequence[Named] | None = (
+        [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
+    )
+    return CheckSource(named, seeds, plan.system.device, gradients=plan.backward)
 
 
 def _plan(

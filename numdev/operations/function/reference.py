@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,10 @@ class FunctionReference:
             cotangent=cotangents.of if cotangents is not None else None,
         )
         values = outputs_of(done.output)
-        positional, named = done.arguments
+        # The tree of arguments that `Arguments.tree` is.
+        positional, named = cast(
+            tuple[tuple[object, ...], Mapping[str, object]], done.arguments
+        )
         after = Arguments(positional=positional, named=named, names=inputs.names)
         ran = after.leaves()
         values |= {name: ran[name] for name in self.plain.written}
