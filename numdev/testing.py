@@ -129,10 +129,9 @@ def check(
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
     kv_heads, kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a
     tuple of that and the log-sum-exp [batch, heads, q_len]. What else it takes is read
-    off its parameters' names (docs/kernels.md). What it has no parameter for, and what it
-    raises NotImplementedError or `numdev.kernels.Refused` for, is skipped, and said.
-    There is no tolerance to choose: the rules of `numdev gate` hold its errors against
-    the fp64 result of the same rounded inputs.
+    off its parameters' names (docs/kernels.md). What it has no parameter for or refuses
+    (NotImplementedError, `numdev.kernels.Refused`) is skipped, and said. There is no
+    tolerance: its errors are held to the fp64 result of the same rounded inputs.
 
     `cases`: one or several: names from configs/check/default.yaml, regimes of inputs
     (docs/hazards.md), paths of captured tensors or of YAML files, mappings with keys of a
