@@ -265,15 +265,6 @@ def test_heads_that_were_repeated_were_not_tested() -> None:
     assert "fewer kv heads" not in str(error)
 
 
-def attending(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
 def test_shapes_and_gradients_that_were_not_tested_are_named() -> None:
     """What a kernel declines is said by its shape; gradients of masks are not
     measured."""
@@ -283,7 +274,8 @@ def test_shapes_and_gradients_that_were_not_tested_are_named() -> None:
     ) -> Tensor:
         if q.shape[2] > k.shape[2] or v.shape[3] != q.shape[3]:
             raise NotImplementedError("a grid of its own")
-        return attending(q, k, v, attn_mask, is_causal)
+        out: Tensor = planted.wrapper(q, k, v, attn_mask, is_causal)
+        return out
 
     cases = ["full", "more-queries", "v-of-another-width", "bias-by-head", "decode", "six-on-two",
              "length-of-head-dim", "continued"]  # fmt: skip
@@ -439,13 +431,8 @@ def test_a_sound_kernel_passes_every_feature() -> None:
 def test_writing_into_the_inputs_is_wrong(backward: bool) -> None:
     """A kernel that scales k in place is found out although its answer and gradients are
     right."""
-
-    def careless(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        out = plain(q, k.clone(), v, is_causal)
-        k.data.mul_(2)
-        return out
-
-    error = failing(careless, cases="full", formats="bfloat16", backward=backward)
+    how: Any = {"formats": "bfloat16", "backward": backward}
+    error = failing(planted.writes_into_k, cases="full", **how)
     assert "writes into its inputs (k)" in " ".join(str(error).split())
 
 
@@ -516,50 +503,16 @@ def test_a_small_fault_everywhere_hides_no_large_one() -> None:
     ]
 
 
-def online(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by exp(S - m), whose P is cast before P V. In float16 the dq
-    of `bias-by-head` is beyond the limits of `fa2`, and as autograd rounds this."""
-    S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-    if is_causal:
-        S = S.masked_fill(torch.ones(S.shape[2:], dtype=torch.bool).triu(1), -math.inf)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        S = S.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        S = S + attn_mask.float()
-    top = S.amax(-1, keepdim=True).detach().nan_to_num(neginf=0.0)
-    total = (S - top).exp().sum(-1, keepdim=True)
-    total = torch.where(total == 0, 1.0, total)
-    out = ((S - top).exp().to(q.dtype).float() @ v.float() / total).to(q.dtype)
-    return out, (top + total.log())[..., 0]
-
-
 def test_a_wrong_log_sum_exp_is_one_finding_and_accuses_no_gradient() -> None:
     """Of calls of more keys than gradients are searched on, of rows that see no key, and
     of one whose dq is that of another way of rounding. The worst head is one that sees
     few keys."""
 
-    def constant(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = online(q, k, v, attn_mask, is_causal)
-        return out, lse + 0.2
-
-    error = failing(
-        constant, cases=["full", "empty-rows", "bias-by-head"], formats="float16"
-    )
+    cases = ["full", "empty-rows", "bias-by-head"]
+    error = failing(planted.lse_constant, cases=cases, formats="float16")
     report = error.result.report
     (finding,) = [f for f in report.findings if f.severity == "exceeded"]
-    assert (finding.cause, finding.count) == ("in the log-sum-exp, +0.2 is added", 10)
+    assert (finding.cause, finding.count) == ("in the log-sum-exp, +0.1 is added", 10)
     assert finding.place is not None
     assert finding.place.case == "empty-rows"
     other = {
@@ -572,19 +525,8 @@ def test_a_wrong_gradient_accuses_no_other() -> None:
     """A dk without its scale is named; the dq beside it is held to the way that explains
     it."""
 
-    def unscaled(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        k = k.clone()
-        if k.requires_grad:
-            k.register_hook(lambda grad: grad * 8)
-        return online(q, k, v, attn_mask, is_causal)[0]
-
-    error = failing(unscaled, cases=["bias-by-head", "full"], formats="float16")
+    cases = ["bias-by-head", "full"]
+    error = failing(planted.dk_unscaled, cases=cases, formats="float16")
     report = error.result.report
     (finding,) = [f for f in report.findings if f.severity == "exceeded"]
     assert (finding.cause, finding.count) == ("dk lacks the scale", 8)
@@ -612,13 +554,8 @@ def test_a_key_that_is_lost_in_one_call_is_sought_in_all() -> None:
 
 def test_keys_beyond_a_tile_are_one_finding() -> None:
     """In calls of 129, 161 and 99 keys, which lose 1, 33 and 35."""
-
-    def tiles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = k.shape[2] // 64 * 64
-        return plain(q, k[:, :, :n], v[:, :, :n])
-
     cases = ["full", "cross", "decode"]
-    error = failing(tiles, cases=cases, formats="bfloat16", backward=False)
+    error = failing(planted.tail_64, cases=cases, formats="bfloat16", backward=False)
     (finding,) = [f for f in error.result.report.findings if f.severity == "exceeded"]
     assert finding.cause == "keys beyond the last full tile of 64 are dropped"
     assert (finding.count, finding.judged) == (10, 10)

@@ -371,19 +371,14 @@ def test_the_demo(capsys: Any, tmp_path: Path) -> None:
     assert "expected a report of effects, got one of audit" in err
 
 
-def one_head_off(case: AttentionCase) -> Any:
-    factor = torch.where(torch.arange(case.heads) == 1, 1.01, 1.0)[:, None, None]
-    return find("sdpa-math").attend(dataclasses.replace(case, q=case.q * factor))
-
-
 def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path) -> None:
     """At the output, by its own share; and the gate says the same of the stored
     report."""
-    flags = ("--no-sites", "--kernel", "test_effects:one_head_off", "--format", "float32")
+    flags = ("--no-sites", "--kernel", "planted:one_head_off", "--format", "float32")
     report = studied(capsys, tmp_path, "demo", "--sequences", "2", *flags)
     assert {(f.rule, f.kernel) for f in report.findings} == {
-        ("own share", "test_effects:one_head_off"),
-        ("model", "test_effects:one_head_off"),
+        ("own share", "planted:one_head_off"),
+        ("model", "planted:one_head_off"),
     }
     code, out, _ = ran(capsys, "gate", tmp_path / "out")
     assert code == 1
@@ -398,7 +393,7 @@ def test_a_pipeline_is_compared_at_its_latents_and_its_image(
     """All runs start from one noise: float32 is nearer to the truth than bfloat16 by the
     ratio of unit roundoffs, within a factor of 8, and attention costs what its rounding
     model makes. A head that is a hundredth off is found at both outputs."""
-    off = "test_effects:one_head_off"
+    off = "planted:one_head_off"
     flags = (
         "--sequences",
         "2",

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from on_bench import HERE, grouped_step, prepare, task_of
-from torch import Tensor
 
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.formats import format_named
@@ -28,19 +27,6 @@ from numdev.studies.audit.task import measure_task
 from numdev.studies.audit.view import positions, spread
 
 
-def sound(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-
-def late(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Right at first, and off by more and more towards the last row: by 5 % of its output
-    there."""
-    out = sound(q, k, v, is_causal=is_causal).float()
-    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-    share = torch.linspace(0, 1, out.shape[2])[:, None] ** 6
-    return (out * (1 + 0.05 * share * noise)).to(q.dtype)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
     shape: dict[str, Any] = {
@@ -53,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
     request = AuditRequest(
         target="x.yaml",
         cases=[CaseConfig(name=f"c{n}", **shape) for n in (1, 2)],
-        kernels=tuple(Choice(name=f"test_profile:{name}") for name in ("late", "sound")),
+        kernels=tuple(Choice(name=f"planted:{name}") for name in ("late", "wrapper")),
         formats=("bfloat16",),
         reproducers=0,
     )
@@ -127,9 +113,7 @@ def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
 def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> None:
     """Its last bin is far above what is predicted, its first are not, nor a sound
     kernel's."""
-    bad, good = (
-        drawn(made.profiles, f"test_profile:{name}") for name in ("late", "sound")
-    )
+    bad, good = (drawn(made.profiles, f"planted:{name}") for name in ("late", "wrapper"))
     assert bad[-1] > 5
     assert [*bad[:7], *good] == pytest.approx([1.0] * 26, abs=0.1)
 
@@ -153,10 +137,10 @@ def test_errors_in_ulps_are_counted_by_size(made: AuditReport) -> None:
     shares = {c.label: {p.label: p.mean for p in c.points} for c in figure.curves}
     assert all(sum(of.values()) == pytest.approx(100) for of in shares.values())
     assert {"1", "2"}.isdisjoint(shares["floor"])
-    late, sound = (shares[f"test_profile:{name}"] for name in ("late", "sound"))
-    assert sound == pytest.approx(shares["test_profile:sound, predicted"], abs=0.5)
+    late, sound = (shares[f"planted:{name}"] for name in ("late", "wrapper"))
+    assert sound == pytest.approx(shares["planted:wrapper, predicted"], abs=0.5)
     assert late["4"] > 0.1
-    assert "4" not in shares["test_profile:late, predicted"]
+    assert "4" not in shares["planted:late, predicted"]
 
 
 def test_the_page_draws_them(made: AuditReport) -> None:
@@ -166,10 +150,10 @@ def test_the_page_draws_them(made: AuditReport) -> None:
     page = html.page(made)
     assert page.count("(64 rows): error / expected by position</figcaption>") == 1
     first = next(row.starts[-1] for row in made.profiles)
-    worst = drawn(made.profiles, "test_profile:late")[-1]
-    assert f"<title>test_profile:late at row {first}: {worst:.3g}</title>" in page
-    assert "<title>test_profile:sound at row 1: " in page
-    assert "<title>test_profile:sound at row 0: " not in page
+    worst = drawn(made.profiles, "planted:late")[-1]
+    assert f"<title>planted:late at row {first}: {worst:.3g}</title>" in page
+    assert "<title>planted:wrapper at row 1: " in page
+    assert "<title>planted:wrapper at row 0: " not in page
     (peak,) = (
         item
         for n in positions(made.profiles)
@@ -179,5 +163,5 @@ def test_the_page_draws_them(made: AuditReport) -> None:
     points = re.findall(r"late at row (\d+): ([\d.]+)", page)
     onset = next(at for at, x in points if float(x) >= 2)
     most = f"row {onset}; most at row {first}: {worst:.2f}×."
-    assert peak.lead.startswith("test_profile:late (bfloat16")
+    assert peak.lead.startswith("planted:late (bfloat16")
     assert peak.text == f"first above 2× the predicted error at {most}"

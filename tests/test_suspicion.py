@@ -18,7 +18,6 @@ from loaded import load
 from on_bench import HERE, prepare, task_of
 from planted import CATALOGUE
 from planted.function import calls_of
-from torch import Tensor
 
 import numdev
 from numdev.cases import AttentionCase, CaseRef, visible
@@ -126,14 +125,8 @@ def test_the_best_explanations_come_first(
     assert [cut for _, cut in found] == best
 
 
-def _scaled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """The scale is off by 0.1 %, which a rounding in bfloat16 hides."""
-    how = {"is_causal": is_causal, "scale": 1.001 * q.shape[-1] ** -0.5}
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
-
-
 @pytest.mark.parametrize(("function", "tensor", "cause"), [
-    (_scaled, "out", "the scale is 1.0010 times the requested one"),
+    (planted.scale_1001, "out", "the scale is 1.0010 times the requested one"),
     (planted.dq_without_scale, "dq", "dq lacks the scale"),
     (planted.delta_missing, "dk",
      "in the backward pass, delta, the row sum of dO·O, is left out"),

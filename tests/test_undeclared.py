@@ -47,27 +47,9 @@ LAGGING = (
 )
 
 
-def wrapper(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False,
-    enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """PyTorch's own choice, which on a CPU sums gradients in the working format."""
-    how = {"is_causal": is_causal, "enable_gqa": enable_gqa}
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, **how)
-
-
 def eager(case: Any) -> Tensor:
     """The preset itself, in both passes."""
     return attend(case, recipe("eager"))
-
-
-def returns_nan(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None
-) -> Tensor:
-    """Right, but 0/0 in a row that sees no key."""
-    S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
-    S = S if attn_mask is None else S.masked_fill(~attn_mask, -math.inf)
-    return torch.softmax(S, dim=-1).to(q.dtype) @ v
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +69,7 @@ def claims(rows: Any) -> set[str]:
 
 @pytest.mark.parametrize(("function", "way"), [
     (planted.through_casts, "as autograd rounds exp(S - m), cast before P V"),
-    (wrapper, "as sdpa-flash rounds on this CPU"), (eager, "as eager rounds"),
+    (planted.wrapper, "as sdpa-flash rounds on this CPU"), (eager, "as eager rounds"),
 ])  # fmt: skip
 @pytest.mark.one_in(3)
 def test_sound_kernels_without_a_claim_pass(function: Any, way: str) -> None:
@@ -194,7 +176,7 @@ WIDE = {"name": "wide", "heads": 8, "kv_heads": 2, "seq_len": 256, "causal": Tru
 
 @pytest.mark.parametrize(("function", "way"), [
     (grouped(apart=False), "fa2"), (grouped(apart=True), "as fa2 rounds" + APART),
-    (lambda q, k, v, is_causal=False: wrapper(q, k, v, is_causal=is_causal),
+    (lambda q, k, v, is_causal=False: planted.wrapper(q, k, v, is_causal=is_causal),
      "as sdpa-flash rounds on this CPU" + APART),
 ])  # fmt: skip
 @pytest.mark.one_in(3)
@@ -290,7 +272,9 @@ def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
     """And the message says so, with or without gradients."""
     cases = ["empty-rows", "full"]
     with pytest.raises(CheckFailed) as caught:
-        check_attention(returns_nan, cases=cases, formats=BF16, backward=backward)
+        check_attention(
+            planted.nan_without_keys, cases=cases, formats=BF16, backward=backward
+        )
     said = " ".join(str(caught.value).split())
     assert "returns NaN or infinity in fully masked rows" in said
     assert "empty-rows" in said
@@ -306,7 +290,7 @@ def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
 
 def test_a_number_in_rows_without_keys_passes() -> None:
     """0 there; and what takes no mask is not asked."""
-    for function in (planted.through_casts, wrapper):
+    for function in (planted.through_casts, planted.wrapper):
         check_attention(function, cases="empty-rows")
     result = check_attention(planted.sound, cases=["empty-rows", "full"])
     assert (
@@ -325,7 +309,7 @@ def test_what_overflows_on_the_way_is_no_fault_of_a_kernel(
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if wrong:
             v.register_hook(lambda dv: torch.where(torch.arange(64) == 5, math.nan, dv))
-        return wrapper(q, k, v)
+        return planted.wrapper(q, k, v)
 
     draw = torch.Generator().manual_seed(0)
     q, k, v, dO = (torch.randn(1, 2, 64, 64, generator=draw) for _ in range(4))
@@ -352,14 +336,9 @@ def test_what_explained_a_call_is_tried_alone_in_the_next(
         searched.append(bench.case.ref.case)
         return whole(output, tensors, formats, bench, system)
 
-    def wrapped(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal
-        )
-
     monkeypatch.setattr(naming, "likenesses", counted)
     given: Any = {"cases": ["causal", "long", "cross"], "formats": "bfloat16"}
-    rows = check_attention(wrapped, **given).report.rows
+    rows = check_attention(planted.wrapper, **given).report.rows
     assert len(searched) == 1
     claims = {r.claim for r in rows if r.role == "kernel" and r.tensor == "dv"}
     assert claims == {"as sdpa-flash rounds on this CPU"}

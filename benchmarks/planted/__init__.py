@@ -21,6 +21,7 @@ from planted import (  # noqa: F401
     narrow,
     processes,
     verdicts,
+    wrapped,
 )
 from planted.record import CATALOGUE, FAMILIES, Planted, of_family
 

@@ -287,6 +287,13 @@ def in_entry_1(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return (put(q, 1, q[1] * 1.0625) if len(q) > 1 else q), k, v
 
 
+def doubled(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """K, which is then doubled where it stands."""
+    copy = k.clone()
+    k.data.mul_(2)
+    return q, copy, v
+
+
 def first_of_group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """dK and dV come from the first query head of a group alone."""
     group = q.shape[1] // k.shape[1]
@@ -389,6 +396,7 @@ _place("scale-of-one-head", "Head 1 has 1.03 times the scale.", FULL, "full", r"
 _place("entry-1-scaled", "Batch entry 1 has 1.06 times the scale.", "full causal", "grouped", r"scale is 1\.06.* entry 1 alone", {"inputs": in_entry_1})
 for _size in (64, 80, 96, 128, 192):
     _function(f"tail-{_size}", f"The keys after the last multiple of {_size} are dropped.", "long", "long causal", rf"{TAIL}|last full tile of {_size} are dropped", tail(_size))
+_function("writes-into-k", "The answer is right, and K is twice what it was.", "", "", None, {"inputs": doubled})
 _function("two-faults", "The scale is 1 % too large, and the keys after the last multiple of 64 are dropped.", "long", "long", rf"scale is 1\.0|{TAIL}|last full tile of 64", {**scaled(1.01), **tail(64)})
 _function("last-key", "The last key is dropped.", FULL, "full", TAIL, {"hide": lambda n, m, i, j: j == m - 1})
 _function("first-key", "The first key is dropped.", "full", "full", "first key", {"hide": lambda n, m, i, j: (j == 0) & (m > 1)})
@@ -483,6 +491,7 @@ _place("four-heads-at-once", "Query heads from 4 on are never written.", "", "si
 _place("as-many-queries-as-keys", "Rows from the number of keys on are never written.", "", "more-queries causal-more-queries", "the output is 0 in all rows from 48", {"p": lambda P, S, top: P * (torch.arange(S.shape[2]) < S.shape[3])[:, None]})
 _place("transposed-where-square", "K is transposed where its length is head_dim.", "", "length-of-head-dim", None, {"inputs": lambda q, k, v: (q, k.mT if k.shape[2] == k.shape[3] else k, v)})
 _place("entry-1-zero", "Batch entry 1 is 0.", "full causal", "grouped", "0 everywhere|0 in .*", {"out": lambda O: put(O, 1, 0.0) if len(O) > 1 else O})
+_place("nan-without-keys", "Rows that see no key are 0/0.", "", "empty-rows", None, {"total": lambda x, S, top: torch.where(S.isfinite().any(-1, keepdim=True), x, 0.0)}, place="in fully masked rows")
 _place("nan-row-0", "Row 0 is NaN.", FULL, "full", None, rows(0, 1, None, lambda x: math.nan), place="row 0")
 _place("nan-64th", "Every 64th row is NaN.", "long", "full", None, rows(63, None, 64, lambda x: math.nan), place="row 63|64th row from 63")
 _place("nan-tail", "Rows from 128 on are NaN.", "long", "long", None, rows(128, None, None, lambda x: math.nan), place="rows? (from )?128")
