@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from numdev.exact.dtypes import is_floating
-from numdev.exact.refusals import unsupported
+from numdev.exact.refusals import unsupported_error
 from numdev.exact.wide import Wide, widened
 
 
@@ -46,7 +46,7 @@ def wide_module(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
     except TypeError as error:
-        raise unsupported(
+        raise unsupported_error(
             type(module).__name__, f"it cannot be copied: {error}"
         ) from error
 
@@ -58,7 +58,9 @@ def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for x in tensors:
         if not isinstance(x, Wide) and x.layout != torch.strided:
-            raise unsupported("an argument", f"it is a tensor of the layout {x.layout}")
+            raise unsupported_error(
+                "an argument", f"it is a tensor of the layout {x.layout}"
+            )
         shared = id(x) if isinstance(x, Wide) else x.untyped_storage()._cdata
         groups[shared, x.dtype].append(x)
     copies: dict[int, Tensor] = {}
@@ -75,7 +77,7 @@ def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
         x.exact if isinstance(x, Wide) else x.detach().resolve_conj() for x in group
     ]
     begin = min(x.storage_offset() for x in values)
-    end = max(x.storage_offset() + _span(x) for x in values)
+    end = max(x.storage_offset() + _storage_extent(x) for x in values)
     base = values[0].as_strided((end - begin,), (1,), begin)
     if base.is_neg():
         base = base.resolve_neg()
@@ -92,7 +94,7 @@ def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
     return copies
 
 
-def _span(x: Tensor) -> int:
+def _storage_extent(x: Tensor) -> int:
     """Returns how many elements of its storage lie from a tensor's first to its last one,
     gaps included; 0 for an empty tensor."""
     if not x.numel():
@@ -115,10 +117,10 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
         if isinstance(x, Tensor):
             yield x
         else:
-            pending += _parts(x)
+            pending += _members(x)
 
 
-def _parts(x: object) -> list[object]:
+def _members(x: object) -> list[object]:
     """Returns the objects directly inside x: the values of a mapping, the members of a
     list, tuple or set, else the attributes of x; none for a Python module, class or
     function."""

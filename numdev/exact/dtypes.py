@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from numdev.exact.refusals import argument
+from numdev.exact.refusals import operator_argument
 
 COMPLEX = {
     torch.float16: torch.complex32,
@@ -49,7 +49,7 @@ def is_floating_dtype(x: object) -> TypeGuard[torch.dtype]:
     return isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex)
 
 
-def computed_in(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which values of this dtype are computed: complex128 for a
     complex one, float64 for a real floating-point one, and integers and bools
     unchanged."""
@@ -58,7 +58,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
 
-def promoted(tensors: Iterable[Tensor]) -> torch.dtype:
+def promoted_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Returns the dtype that PyTorch promotes these tensors to; non-floating ones are
     ignored. A tensor without dimensions counts only where no other tensor does. Complex
     dtypes count as their real ones. Without any floating-point tensor it is PyTorch's
@@ -69,16 +69,16 @@ def promoted(tensors: Iterable[Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, real or [torch.get_default_dtype()])
 
 
-def asked_dtype(
+def requested_dtype(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> torch.dtype | None:
     """Returns the floating-point dtype that a call's arguments (`dtype`, `out_dtype`,
     `input_dtype` or `half_to_float`) set for its result; None where they set none."""
     for name in ("dtype", "out_dtype", "input_dtype"):
-        dtype = argument(func, args, kwargs, name)
+        dtype = operator_argument(func, args, kwargs, name)
         if isinstance(dtype, torch.dtype) and is_floating_dtype(dtype):
             return dtype
-    if argument(func, args, kwargs, "half_to_float") is True:
+    if operator_argument(func, args, kwargs, "half_to_float") is True:
         return torch.float32
     return None
 
@@ -94,12 +94,14 @@ def result_dtypes(
     follow `NORMS`; every other operator gives the dtype that is asked for, else the
     promoted one."""
     name = func.overloadpacket.__name__
-    common = asked_dtype(func, args, kwargs) or promoted(_tensors(args, kwargs))
+    common = requested_dtype(func, args, kwargs) or promoted_dtype(
+        _tensor_arguments(args, kwargs)
+    )
     common = REAL.get(common, common)
     if name == "_fused_rms_norm":  # its second result is 1 / rms
         dtypes = [common, torch.promote_types(common, torch.float32)]
     elif name in NORMS:
-        dtypes = [_of_norm(func, args, kwargs, role, common) for role in NORMS[name]]
+        dtypes = [_norm_dtype(func, args, kwargs, role, common) for role in NORMS[name]]
     else:
         dtypes = [common] * len(results)
     return [
@@ -108,7 +110,7 @@ def result_dtypes(
     ]
 
 
-def _of_norm(
+def _norm_dtype(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], role: str,
     common: torch.dtype,
 ) -> torch.dtype:  # fmt: skip
@@ -116,16 +118,18 @@ def _of_norm(
     STATISTICS; `common`: the dtype where that input is None. On a CPU, and for group norm
     on a GPU, statistics have the common dtype; otherwise at least float32."""
     if role == STATISTICS:
-        x = argument(func, args, kwargs, "input")
+        x = operator_argument(func, args, kwargs, "input")
         assert isinstance(x, Tensor)
         on_cpu = (
             x.device.type == "cpu" or func.overloadpacket.__name__ == "native_group_norm"
         )
         return common if on_cpu else torch.promote_types(x.dtype, torch.float32)
-    x = argument(func, args, kwargs, role)
+    x = operator_argument(func, args, kwargs, role)
     return x.dtype if isinstance(x, Tensor) else common
 
 
-def _tensors(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
+def _tensor_arguments(
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> list[Tensor]:
     """Returns all tensors among a call's arguments, also those in lists."""
     return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

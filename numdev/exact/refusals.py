@@ -63,15 +63,18 @@ def check_supported(
     draws random numbers inside, or changes storage. `rrelu` outside training passes."""
     name = func.overloadpacket.__name__
     if func is torch.ops.aten.view.dtype:
-        raise unsupported(func, BITS)
+        raise unsupported_error(func, BITS)
     if (reason := REASONS.get(name)) is None:
         return
-    if name.startswith("rrelu") and argument(func, args, kwargs, "training") is False:
+    if (
+        name.startswith("rrelu")
+        and operator_argument(func, args, kwargs, "training") is False
+    ):
         return
-    raise unsupported(func, reason)
+    raise unsupported_error(func, reason)
 
 
-def argument(
+def operator_argument(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], name: str
 ) -> object:
     """Returns the value of an operator's argument `name` in a call, given by position or
@@ -82,27 +85,28 @@ def argument(
     return None
 
 
-def unsupported(
+def unsupported_error(
     what: object, reason: str, frames: Iterable[tuple[str, int]] | None = None
 ) -> Unsupported:
     """Returns (does not raise) the error `what at file:line (source): reason`. `frames`:
     file and line of the frames to search for the user's code, from the innermost on;
     None: those that are running."""
-    return Unsupported(
-        f"{what}{place(_running() if frames is None else frames)}: {reason}"
-    )
+    where = source_location(_running_lines() if frames is None else frames)
+    return Unsupported(f"{what}{where}: {reason}")
 
 
-def translated(what: object, error: RuntimeError) -> Exception:
+def as_unsupported(what: object, error: RuntimeError) -> Exception:
     """Returns what to raise in place of PyTorch's `error`: Unsupported where its message
     says that an operator cannot compute in fp64, else the error itself. `what`: the
     operator to name. The line is from the error's own traceback, else from the running
     code."""
     reason = next((r for words, r in PHRASES.items() if words in str(error)), None)
-    return error if reason is None else unsupported(what, reason, _frames_of(error))
+    if reason is None:
+        return error
+    return unsupported_error(what, reason, _lines_of_error(error))
 
 
-def place(frames: Iterable[tuple[str, int]]) -> str:
+def source_location(frames: Iterable[tuple[str, int]]) -> str:
     """Returns ` at file:line (source)` for the innermost frame that is neither PyTorch's
     nor this package's, ` in the backward pass` while autograd runs, where no line of the
     user's is running, and an empty string where no frame is the user's."""
@@ -115,7 +119,7 @@ def place(frames: Iterable[tuple[str, int]]) -> str:
     return ""
 
 
-def _running() -> Iterator[tuple[str, int]]:
+def _running_lines() -> Iterator[tuple[str, int]]:
     """Yields file and line of each running frame, from the caller's outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -123,10 +127,10 @@ def _running() -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
-def _frames_of(error: BaseException) -> list[tuple[str, int]]:
+def _lines_of_error(error: BaseException) -> list[tuple[str, int]]:
     """Returns file and line of each frame of an error's traceback, from the innermost
     outwards, followed by the frames that are running now."""
     frames = [
         (frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)
     ]
-    return [*reversed(frames), *_running()]
+    return [*reversed(frames), *_running_lines()]

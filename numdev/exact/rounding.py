@@ -101,7 +101,7 @@ class EveryOperation:
         fmt = values_format(dtype)
         in_format = IN_FORMAT_ON_CPU if device.type == "cpu" else IN_FORMAT
         if fmt.contains(FLOAT32) or func.overloadpacket.__name__.rstrip("_") in in_format:
-            return rounded_number(value, fmt)
+            return round_number(value, fmt)
         # A kernel for 16 bits computes with it in float32 and rounds the product to
         # float32 first, which turns decimal ties (1.25 x 0.7) back into ties. Unrounded
         # it does the same here.
@@ -121,11 +121,11 @@ class EveryOperation:
         if self.chosen is not None and not self.chosen(func, args):
             return values
         if self.seed is None:
-            return rounded(values, values_format(dtype))
+            return round_values(values, values_format(dtype))
         if values.device not in self.generators:
             generator = torch.Generator(values.device).manual_seed(self.seed)
             self.generators[values.device] = generator
-        return rounded(values, values_format(dtype), self.generators[values.device])
+        return round_values(values, values_format(dtype), self.generators[values.device])
 
 
 def values_format(dtype: torch.dtype) -> Format:
@@ -134,7 +134,7 @@ def values_format(dtype: torch.dtype) -> Format:
     return format_named(PARTS[dtype]) if dtype in PARTS else format_of(dtype)
 
 
-def rounded(
+def round_values(
     values: Tensor, fmt: Format, generator: torch.Generator | None = None
 ) -> Tensor:
     """Returns fp64 (or complex128) values rounded once to a format, complex ones part by
@@ -151,6 +151,6 @@ def rounded(
     return torch.view_as_complex(parts) if values.is_complex() else parts
 
 
-def rounded_number(value: float, fmt: Format) -> float:
+def round_number(value: float, fmt: Format) -> float:
     """Returns a Python number rounded to nearest in a format."""
     return float(round_to(torch.tensor(value, dtype=torch.float64), fmt))

@@ -17,9 +17,15 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from numdev.errors import UsageError
 from numdev.exact.copies import wide_arguments, wide_module
 from numdev.exact.dtypes import is_floating
-from numdev.exact.refusals import translated
+from numdev.exact.refusals import as_unsupported
 from numdev.exact.rounding import EveryOperation, Rounding
-from numdev.exact.wide import UNROUNDED, Wide, check_readable, compute, widened
+from numdev.exact.wide import (
+    UNROUNDED,
+    Wide,
+    check_readable,
+    compute_operation,
+    widened,
+)
 
 aten = torch.ops.aten
 # Of an output that has a gradient, by its number and itself: the gradient that comes back
@@ -54,7 +60,9 @@ class Computing(TorchDispatchMode):
         if func is aten.logsumexp.default and isinstance(self.rounding, EveryOperation):
             with self:
                 return _logsumexp(*args, **(kwargs or {}))
-        return compute(func, args, kwargs or {}, self.rounding, draws=self.draws)
+        return compute_operation(
+            func, args, kwargs or {}, self.rounding, draws=self.draws
+        )
 
 
 @contextmanager
@@ -71,7 +79,7 @@ def computing(
     mode = Computing(rounding, draws=seed is not None)
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(_hidden_paths_off())
+        stack.enter_context(_without_hidden_paths())
         # Nothing is compiled otherwise, and it is slow to load
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -111,12 +119,12 @@ def evaluate(
     if isinstance(function, nn.Module):
         function = wide_module(function)
     with computing(rounding, seed=seed):
-        leaves = _differentiable(function, inputs)
+        leaves = _gradient_leaves(function, inputs)
         with torch.set_grad_enabled(cotangent is not None or torch.is_grad_enabled()):
             try:
                 output = function(*inputs)
             except RuntimeError as error:
-                raise translated("an operator", error) from error.__cause__
+                raise as_unsupported("an operator", error) from error.__cause__
             check_readable(output)
             gradients = (
                 _gradients(output, leaves, cotangent) if cotangent is not None else {}
@@ -124,7 +132,7 @@ def evaluate(
     return Evaluation(output, inputs, gradients)
 
 
-def _differentiable(
+def _gradient_leaves(
     function: Callable[..., object], inputs: tuple[object, ...]
 ) -> dict[str, Tensor]:
     """Returns the tensors that require a gradient, by name: arguments by their path in
@@ -144,7 +152,7 @@ def _gradients(
     outputs = [x for x in tree_leaves(output) if is_floating(x) and x.requires_grad]
     if not outputs or not leaves:
         return dict.fromkeys(leaves)
-    back = [_cotangent(cotangent, i, x) for i, x in enumerate(outputs)]
+    back = [_wide_cotangent(cotangent, i, x) for i, x in enumerate(outputs)]
     gradients = torch.autograd.grad(
         outputs, list(leaves.values()), back, allow_unused=True
     )
@@ -152,7 +160,7 @@ def _gradients(
     return dict(zip(leaves, values, strict=True))
 
 
-def _cotangent(cotangent: Cotangent, i: int, output: Tensor) -> Tensor:
+def _wide_cotangent(cotangent: Cotangent, i: int, output: Tensor) -> Tensor:
     """Returns the gradient with respect to output number `i` as a `Wide` tensor of the
     output's dtype. Raises UsageError where its shape is not the output's."""
     with _disable_current_modes():
@@ -175,7 +183,7 @@ def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 
 @contextmanager
-def _hidden_paths_off() -> Iterator[None]:
+def _without_hidden_paths() -> Iterator[None]:
     """Enters a context in which oneDNN, cuDNN and the fast path of multi-head attention
     are off; at its end they are as before."""
     switches = (

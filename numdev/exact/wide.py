@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from numdev.errors import UsageError
 from numdev.exact.dtypes import (
-    computed_in,
+    compute_dtype,
     is_floating,
     is_floating_dtype,
-    promoted,
+    promoted_dtype,
     result_dtypes,
 )
 from numdev.exact.refusals import (
@@ -31,12 +31,12 @@ from numdev.exact.refusals import (
     STORAGE,
     VECTORS,
     Unsupported,
-    argument,
+    as_unsupported,
     check_supported,
-    translated,
-    unsupported,
+    operator_argument,
+    unsupported_error,
 )
-from numdev.exact.rounding import Rounding, Unrounded, rounded, values_format
+from numdev.exact.rounding import Rounding, Unrounded, round_values, values_format
 
 aten = torch.ops.aten
 UNROUNDED = Unrounded()
@@ -95,7 +95,7 @@ class Wide(Tensor):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Outside of a run, as when a cache is put together: nothing is rounded."""
-        return compute(func, args, kwargs or {}, UNROUNDED)
+        return compute_operation(func, args, kwargs or {}, UNROUNDED)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Wide({self.dtype}, {self.exact})"
@@ -120,7 +120,7 @@ class Wide(Tensor):
             self.dtype,
             self.shape,
         ):
-            raise unsupported("Tensor.data", STORAGE)
+            raise unsupported_error("Tensor.data", STORAGE)
         self.exact = other.exact
 
     data = property(Tensor.detach, _replace_values)
@@ -131,17 +131,17 @@ class Wide(Tensor):
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Raises Unsupported: what NumPy computes cannot be followed."""
-        raise unsupported("Tensor.numpy", NUMPY)
+        raise unsupported_error("Tensor.numpy", NUMPY)
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
-        raise unsupported("numpy.asarray", NUMPY)
+        raise unsupported_error("numpy.asarray", NUMPY)
 
     def __dlpack__(self, *_: object, **__: object) -> NoReturn:
-        raise unsupported("Tensor.__dlpack__", POINTER)
+        raise unsupported_error("Tensor.__dlpack__", POINTER)
 
     def data_ptr(self) -> NoReturn:
         """Raises Unsupported: what is read by address cannot be followed."""
-        raise unsupported("Tensor.data_ptr", POINTER)
+        raise unsupported_error("Tensor.data_ptr", POINTER)
 
 
 @overload
@@ -154,7 +154,7 @@ def widened(x: object) -> object:
     as it is."""
     if isinstance(x, Wide):
         return x.exact
-    return x.to(computed_in(x.dtype)) if is_floating(x) else x
+    return x.to(compute_dtype(x.dtype)) if is_floating(x) else x
 
 
 @overload
@@ -167,10 +167,10 @@ def narrowed(x: object) -> object:
     returned as it is. Raises UsageError for a dtype that numdev has no format for."""
     if not isinstance(x, Wide):
         return x
-    return rounded(x.exact, values_format(x.dtype)).to(x.dtype)
+    return round_values(x.exact, values_format(x.dtype)).to(x.dtype)
 
 
-def compute(
+def compute_operation(
     func: OpOverload,
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
@@ -196,11 +196,11 @@ def compute(
         # So that what is written into the view is written into it
         return func(*args, **kwargs)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], Wide):
-        return _reshaped_in_place(func, args, kwargs)
+        return _reshape_in_place(func, args, kwargs)
     if name in DRAWS:
-        if not draws and argument(func, args, kwargs, "generator") is None:
-            raise unsupported(func, "it draws random numbers, and no seed was set")
-        return _drawn(func, args, kwargs, rounding)
+        if not draws and operator_argument(func, args, kwargs, "generator") is None:
+            raise unsupported_error(func, "it draws random numbers, and no seed was set")
+        return _draw_random(func, args, kwargs, rounding)
     return _Call(func, args, kwargs, rounding).run()
 
 
@@ -220,8 +220,8 @@ class _Call:
         self.has_floats = bool(floats)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.device = tensors[0].device if tensors else None
-        self.common = promoted(floats)
-        self.targets = list(written(func, args, kwargs))
+        self.common = promoted_dtype(floats)
+        self.targets = list(written_tensors(func, args, kwargs))
         # By the identity of what the operation is given to write into: the tensor it
         # stands for.
         self.stands_for: dict[int, Tensor] = {}
@@ -235,24 +235,26 @@ class _Call:
         for target in self.targets:
             values = widened(target)
             self.given[id(target)], self.stands_for[id(values)] = values, target
-        args, kwargs = tree_map(self._read, self._with_numbers_read())
+        args, kwargs = tree_map(self._read_leaf, self._arguments_with_read_numbers())
         args, kwargs = _without_half_to_float(self.func, args, kwargs)
         try:
             with _float64_by_default(not self.has_floats):
                 result = self.func(*args, **kwargs)
         except RuntimeError as error:
-            raise translated(self.func, error) from error.__cause__
+            raise as_unsupported(self.func, error) from error.__cause__
         for target in self.targets:
-            self._write(target)
+            self._round_written(target)
         leaves, spec = tree_flatten(result)
         dtypes = result_dtypes(self.func, self.args, self.kwargs, leaves)
-        outs = [self._result(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        outs = [
+            self._wrap_result(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)
+        ]
         for i in FREE.get(self.func.overloadpacket.__name__, ()):
             if isinstance(out := outs[i], Wide):
-                out.refusal = unsupported(self.func, VECTORS).message
+                out.refusal = unsupported_error(self.func, VECTORS).message
         return tree_unflatten(outs, spec)
 
-    def _read(self, x: object) -> object:
+    def _read_leaf(self, x: object) -> object:
         """Returns one leaf of the arguments as the fp64 operation gets it: the fp64
         values of a floating-point tensor, the fp64 dtype for a floating-point dtype,
         anything else as it is."""
@@ -261,10 +263,12 @@ class _Call:
         if isinstance(x, Wide):
             return self.rounding.read(x.exact, x.dtype, is_weight=x.is_weight)
         if is_floating_dtype(x):
-            return computed_in(x)
+            return compute_dtype(x)
         return widened(x)
 
-    def _with_numbers_read(self) -> tuple[tuple[object, ...], dict[str, object]]:
+    def _arguments_with_read_numbers(
+        self,
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Returns the positional and the named arguments, with Python numbers as the
         rounding reads them; unchanged where no argument is a tensor."""
         if self.device is None:
@@ -275,13 +279,13 @@ class _Call:
         }
         # Of which there may be fewer
         positional = zip(self.args, kinds.values(), strict=False)
-        args = tuple(self._number(x, kind, self.device) for x, kind in positional)
+        args = tuple(self._read_number(x, kind, self.device) for x, kind in positional)
         named = {
-            n: self._number(x, kinds[n], self.device) for n, x in self.kwargs.items()
+            n: self._read_number(x, kinds[n], self.device) for n, x in self.kwargs.items()
         }
         return args, named
 
-    def _number(self, x: object, kind: str, device: torch.device) -> object:
+    def _read_number(self, x: object, kind: str, device: torch.device) -> object:
         """Returns x as the rounding reads it if it is a float, or an int that meets
         floating-point values (`kind`, the argument's type in the schema, is no size or
         dimension); else x."""
@@ -293,23 +297,23 @@ class _Call:
             return value if value != x else x  # an integer that stays one
         return x
 
-    def _write(self, target: Tensor) -> None:
+    def _round_written(self, target: Tensor) -> None:
         """Rounds what was written into `target` to its dtype, in place, and gives it the
         new shape where `out=` resized it. A tensor that is not floating-point stays as it
         was written."""
         values = self.given[id(target)]
         if not is_floating(target):
             return
-        new = self._rounded(values, target.dtype)
+        new = self._round(values, target.dtype)
         if not isinstance(target, Wide):
-            target.copy_(rounded(values, values_format(target.dtype)))
+            target.copy_(round_values(values, values_format(target.dtype)))
             return
         if new is not values:
             values.copy_(new)
         if target.shape != values.shape:  # `out=` grew
-            _resize(target, values)
+            _replace_with_resized(target, values)
 
-    def _result(self, x: object, dtype: torch.dtype) -> object:
+    def _wrap_result(self, x: object, dtype: torch.dtype) -> object:
         """Returns one result: the caller's own tensor where the operation wrote into it,
         a rounded `Wide` tensor of `dtype` for a new floating-point tensor, an unrounded
         one for a view, anything else as it is. Raises Unsupported for a sparse or nested
@@ -320,18 +324,22 @@ class _Call:
             return x
         if x.layout != torch.strided or x.is_nested:
             layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-            raise unsupported(self.func, f"it makes a tensor of the layout {layout}")
+            raise unsupported_error(
+                self.func, f"it makes a tensor of the layout {layout}"
+            )
         if self.func.is_view:
             return Wide.of(x, dtype)
-        return Wide.of(self._rounded(x, dtype), dtype)
+        return Wide.of(self._round(x, dtype), dtype)
 
-    def _rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def _round(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns `values` rounded to `dtype` as the run's rounding says. Raises
         Unsupported for a dtype that numdev has no format for."""
         try:
             return self.rounding.result(self.func, self.args, values, dtype)
         except UsageError as error:
-            raise unsupported(self.func, f"numdev has no format for {dtype}") from error
+            raise unsupported_error(
+                self.func, f"numdev has no format for {dtype}"
+            ) from error
 
 
 def check_readable(tree: object) -> None:
@@ -342,17 +350,17 @@ def check_readable(tree: object) -> None:
             raise Unsupported(x.refusal)
 
 
-def written(
+def written_tensors(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Iterator[Tensor]:
     """Yields the tensors that an operation writes into: by its schema, and the running
     statistics of a batch norm in training, which its schema does not name."""
-    trains = argument(func, args, kwargs, "training") is True
+    trains = operator_argument(func, args, kwargs, "training") is True
     unsaid = WRITES.get(func.overloadpacket.__name__, ()) if trains else ()
     for parameter in func._schema.arguments:
         writes = parameter.alias_info is not None and parameter.alias_info.is_write
         if writes or parameter.name in unsaid:
-            value = argument(func, args, kwargs, parameter.name)
+            value = operator_argument(func, args, kwargs, parameter.name)
             yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
 
 
@@ -392,7 +400,7 @@ def _float64_by_default(wanted: bool) -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def _drawn(
+def _draw_random(
     func: OpOverload,
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
@@ -402,8 +410,8 @@ def _drawn(
     seed draws what it draws there. An in-place draw writes into its tensor and returns
     it."""
     if func is aten.native_dropout.default:
-        return _dropped_out(func, args, kwargs, rounding)
-    target = next(written(func, args, kwargs), None)  # one at most
+        return _apply_dropout(func, args, kwargs, rounding)
+    target = next(written_tensors(func, args, kwargs), None)  # one at most
     ordinary, named = tree_map(narrowed, (args, dict(kwargs)))
     result = func(*ordinary, **named)
     if isinstance(target, Wide):
@@ -415,7 +423,7 @@ def _drawn(
     )
 
 
-def _dropped_out(
+def _apply_dropout(
     func: OpOverload,
     args: tuple[Any, ...],
     kwargs: Mapping[str, object],
@@ -428,11 +436,15 @@ def _dropped_out(
     ones = torch.ones_like(narrowed(x))
     _, mask = func(ones, *args[1:], **kwargs)
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    values = widened(x) * mask * (scale if argument(func, args, kwargs, "train") else 1.0)
+    values = (
+        widened(x)
+        * mask
+        * (scale if operator_argument(func, args, kwargs, "train") else 1.0)
+    )
     return Wide.of(rounding.result(func, args, values, x.dtype), x.dtype), mask
 
 
-def _reshaped_in_place(
+def _reshape_in_place(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, object]
 ) -> Wide:
     """Returns the tensor, its shape and strides changed in place as the view operation
@@ -441,21 +453,21 @@ def _reshaped_in_place(
     values = wide.exact.detach()  # another tensor may hold this very one
     func(values, *args[1:], **kwargs)
     wide.exact = values
-    with _metadata_alone():
+    with _changing_metadata_only():
         func(*args, **kwargs)
     return wide
 
 
-def _resize(wide: Wide, values: Tensor) -> None:
+def _replace_with_resized(wide: Wide, values: Tensor) -> None:
     """Gives a tensor the values, and with them the shape, that an operation wrote for
     it."""
     wide.exact = values
-    with _metadata_alone():
+    with _changing_metadata_only():
         aten.resize_.default(wide, list(values.shape))
 
 
 @contextmanager
-def _metadata_alone() -> Iterator[None]:
+def _changing_metadata_only() -> Iterator[None]:
     """Enters a context in which operations change the shape and strides of a `Wide`
     tensor itself and leave its values alone."""
     guard = torch._C._DisableTorchDispatch()

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from numdev.exact.dtypes import is_floating
-from numdev.exact.rounding import rounded, rounded_number, values_format
+from numdev.exact.rounding import round_number, round_values, values_format
 from numdev.exact.running import Computing
 from numdev.exact.wide import Wide
 from numdev.formats import Format
@@ -101,7 +101,7 @@ class AtSites:
         if not moves(func) or fmt.precision > self.format.precision:
             return value
         is_rounded = self.places.site_of(func, ()) in self.sites
-        return rounded_number(value, fmt) if is_rounded else value
+        return round_number(value, fmt) if is_rounded else value
 
     def result(
         self,
@@ -125,7 +125,7 @@ class AtSites:
         model's."""
         if fmt.precision > self.format.precision:
             return values
-        return rounded(values, fmt, self.generator)
+        return round_values(values, fmt, self.generator)
 
 
 class Running(Computing):
