@@ -222,7 +222,7 @@ class _Observer(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if func is F.multi_head_attention_forward:
-            func = capturing.multi_head_with(self._observed)
+            func = capturing.multi_head_calling(self._observed)
         elif func is F.scaled_dot_product_attention:
             func = self._observed
         return func(*args, **(kwargs or {}))

@@ -22,7 +22,12 @@ from numdev.config import AuditRequest
 from numdev.gate.judging import judge_report
 from numdev.sources.capture import capture
 from numdev.sources.checkpoint import open_checkpoint
-from numdev.sources.prompts import draw, from_text, model_inputs, wanted
+from numdev.sources.prompts import (
+    draw_input,
+    model_inputs,
+    needed_inputs,
+    prompt_from_text,
+)
 from numdev.studies.audit.kind import TAKE_SINKS
 from numdev.studies.audit.view import maps
 
@@ -201,7 +206,7 @@ def text(directory: Path, name: str, words: range) -> Path:
 def test_every_chunk_carries_the_special_tokens(tmp_path: Path) -> None:
     """They count for the length."""
     file = text(tmp_path, "a.txt", range(6))
-    prompt = from_text([file], tokenizer(special=True), length=4, sequences=8)
+    prompt = prompt_from_text([file], tokenizer(special=True), length=4, sequences=8)
     assert prompt.inputs["input_ids"].dtype == torch.int64
     assert prompt.inputs["input_ids"].tolist() == [
         [CLS, 10 + i, 11 + i, SEP] for i in (0, 2, 4)
@@ -229,7 +234,7 @@ def test_a_text_is_cut_whatever_the_tokenizer_cuts(
     file, around = text(tmp_path, "a", range(words)), 2 * special
     reads = tokenizer(special=special)
     reads = CutsNothing(tokenizer_object=reads.backend_tokenizer, unk_token="[UNK]")
-    prompt = from_text([file], reads, length=length, sequences=8)
+    prompt = prompt_from_text([file], reads, length=length, sequences=8)
     ids, step = list(range(10, 10 + words)), length - around
     whole = [ids[at : at + step] for at in range(0, words - step + 1, step)][:8] or [ids]
     expected = [[CLS, *chunk, SEP] if special else chunk for chunk in whole]
@@ -246,7 +251,7 @@ def test_a_tokenizer_written_in_python_is_read_too(tmp_path: Path) -> None:
     """ByT5's: a byte is its value + 3, and </s> is 1."""
     file = tmp_path / "a.txt"
     file.write_text("abcde", encoding="utf-8")
-    prompt = from_text([file], ByT5Tokenizer(), length=3, sequences=8)
+    prompt = prompt_from_text([file], ByT5Tokenizer(), length=3, sequences=8)
     assert prompt.inputs["input_ids"].tolist() == [[100, 101, 1], [102, 103, 1]]
 
 
@@ -284,7 +289,7 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
 ) -> None:
     files = [text(tmp_path, "a", range(4)), text(tmp_path, "b", range(2))]
     reads = tokenizer(special=True, padding_side=side, pad_token=pad)
-    prompt = from_text(files, reads, length=6, sequences=2)
+    prompt = prompt_from_text(files, reads, length=6, sequences=2)
     short, fill = [CLS, 10, 11, SEP], [PAD, PAD]
     ids, mask = (prompt.inputs[n][1].tolist() for n in ("input_ids", "attention_mask"))
     assert ids == (fill + short if side == "left" else short + fill)
@@ -302,10 +307,10 @@ def test_images_and_spectrograms_have_the_configs_size(
 ) -> None:
     """Drawn from N(0, 1) with the seed, without touching torch's own generator."""
     model = getattr(models, name)()
-    assert argument in wanted(model)
+    assert argument in needed_inputs(model)
     state = torch.get_rng_state()
     prompt, same, other = (
-        draw(argument, model, count=3, length=9, seed=s) for s in (5, 5, 6)
+        draw_input(argument, model, count=3, length=9, seed=s) for s in (5, 5, 6)
     )
     assert prompt.inputs[argument].shape == shape
     assert prompt.description == words

@@ -30,10 +30,10 @@ from numdev.sources.capture import (
     attention_modules,
     capture,
     chosen_keys,
-    handed_over,
-    unaudited,
+    items_from_run,
+    unaudited_modules,
 )
-from numdev.sources.mixers import in_words
+from numdev.sources.mixers import mixers_in_words
 from numdev.studies.audit.run import audit
 
 B, N, STEPS = 3, 12, 3
@@ -290,7 +290,7 @@ def test_a_run_is_gone_through_item_by_item() -> None:
             events.append("ended")
 
     def meet_all() -> None:
-        for i in handed_over(run):
+        for i in items_from_run(run):
             events.extend([f"met {i}"])
 
     with pytest.raises(Stop):
@@ -299,7 +299,7 @@ def test_a_run_is_gone_through_item_by_item() -> None:
         "ended"
     ]
     events.clear()
-    items = handed_over(run)
+    items = items_from_run(run)
     next(items)
     items.close()
     assert events == ["made 0", "ended"]
@@ -389,7 +389,7 @@ def test_a_layer_without_a_softmax_is_named_and_refuses_no_model() -> None:
     )
     model = nn.Sequential(nn.Embedding(96, 16), *layers)
     assert [case.ref.case for case in cases_of(model, {"input": IDS})] == ["2#0"]
-    assert in_words(unaudited(model)) == "layer 1 (LinearAttention)"
+    assert mixers_in_words(unaudited_modules(model)) == "layer 1 (LinearAttention)"
     layers[0].how = "softmax"
     with pytest.raises(Unseen, match="not seen in 1;"):
         cases_of(model, {"input": IDS})
@@ -402,7 +402,7 @@ def test_a_layer_without_a_softmax_is_named_and_refuses_no_model() -> None:
     *((n, "") for n in ("llama", "gpt2", "t5_seq2seq", "wav2vec2", "whisper", "clip", "roformer")),
 ])  # fmt: skip
 def test_what_mixes_tokens_without_a_softmax_is_known(name: str, others: str) -> None:
-    assert in_words(unaudited(models.build(name))) == others
+    assert mixers_in_words(unaudited_modules(models.build(name))) == others
 
 
 def test_projections_of_a_part_are_those_of_what_attends() -> None:

@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError
 from numdev.sources.capture import attention_implementation, capture
-from numdev.sources.loss import LANGUAGE, OWN, Upstream, find_upstream, with_drawn
+from numdev.sources.loss import (
+    LANGUAGE,
+    OWN,
+    Upstream,
+    find_upstream,
+    with_drawn_gradient,
+)
 from numdev.sources.projection import Projection, Projections
 
 B, N = 2, 8
@@ -221,7 +227,9 @@ def test_drawn_gradients_are_normal_and_in_the_cases_format() -> None:
     """Mean 0 and variance 1 within five standard errors; bfloat16 values for a bfloat16
     case."""
     q = torch.zeros(2, 4, 512, 16, dtype=torch.bfloat16)
-    case = with_drawn(AttentionCase(ref=CaseRef(case="c"), q=q, k=q, v=q, scale=1.0), 0)
+    case = with_drawn_gradient(
+        AttentionCase(ref=CaseRef(case="c"), q=q, k=q, v=q, scale=1.0), 0
+    )
     assert case.grad_out.dtype == torch.bfloat16
     x = case.grad_out.double()
     assert abs(x.mean().item()) < 5 / math.sqrt(x.numel())
@@ -294,10 +302,15 @@ def captured(
     upstream = None if drawn else find_upstream(model, inputs, seed=0)
 
     def on_call(case: AttentionCase) -> None:
-        found.append((case, projections.of(case)))
+        found.append((case, projections.take(case)))
 
     capture(
-        model, inputs, on_call, source="test", upstream=upstream, on_met=projections.met
+        model,
+        inputs,
+        on_call,
+        source="test",
+        upstream=upstream,
+        on_met=projections.record_call,
     )
     return found
 

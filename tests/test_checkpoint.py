@@ -40,7 +40,7 @@ from numdev.sources.checkpoint import (
     open_state_dict,
     read_config,
 )
-from numdev.sources.containers import StoredTensor, read
+from numdev.sources.containers import StoredTensor, read_tensors
 from numdev.sources.distributed import read_metadata
 from numdev.sources.prompts import model_inputs, read_text
 from numdev.studies.training.weights.files import open_weights
@@ -380,7 +380,7 @@ def test_a_pointer_of_git_lfs_is_recognised_everywhere(
     for name in ("w.pt", "w.safetensors", "text.txt"):
         (tmp_path / name).write_text(text)
     for reading in (
-        lambda: list(read(tmp_path / "w.pt")), lambda: list(read(tmp_path / "w.safetensors")),
+        lambda: list(read_tensors(tmp_path / "w.pt")), lambda: list(read_tensors(tmp_path / "w.safetensors")),
         lambda: read_text(tmp_path / "text.txt"),
     ):  # fmt: skip
         fails(reading, MeasurementError, said)
@@ -466,7 +466,7 @@ def test_identity_is_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         seen.add(files.identity(both))
     (tmp_path / "a").write_bytes(content + b"x")
     assert len(seen | {files.identity(both)}) == 6
-    later = files.identifying([tmp_path / "b"])
+    later = files.start_identity([tmp_path / "b"])
     assert later() == later()
     (tmp_path / "b").unlink()
     with pytest.raises(FileNotFoundError):

@@ -1089,7 +1089,7 @@ def test_attention_by_hand_has_its_own_sites(
     monkeypatch.setattr(llama, "eager_attention_forward", narrow)
     target = models.saved("llama", tmp_path)
     study, subject = opened(target, sequences=1, length=12, formats=("float32",))
-    with capture.led(subject.wide, "eager"):
+    with capture.attention_override(subject.wide, "eager"):
         met = sites_of(subject, study.chunks[0], monkeypatch, attention=None)
     assert met.count(("_softmax", "attention scores")) == 2
     assert (

@@ -15,7 +15,7 @@ from numdev.kernels import Output
 from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
 from numdev.operations.attention.explain import imprecise
-from numdev.sources.loss import with_drawn
+from numdev.sources.loss import with_drawn_gradient
 
 rates = load("benchmarks/suspicion_rates.py")
 SHAPE = rates.Shape(batch=2, heads=2, kv_heads=2, q_len=150, kv_len=150)
@@ -34,7 +34,7 @@ OF_BACKWARD = {"ds-truncated": ("dq", "dk"), "dq-accumulator-rounded": ("dq",)}
 
 
 def step_of(name: str, fmt: str) -> tuple[AttentionCase, Output]:
-    case = with_drawn(rates.make(SHAPE, "normal", fmt, 0), 0)
+    case = with_drawn_gradient(rates.make(SHAPE, "normal", fmt, 0), 0)
     return case, differentiate(CATALOGUE[name].kernel.attend, case)
 
 

@@ -24,7 +24,15 @@ from numdev.errors import UsageError
 from numdev.formats import format_named, round_to
 from numdev.kernels.reference import attend
 from numdev.sources.opening import ConfigSource
-from numdev.sources.regimes import REGIMES, Draws, Inputs, Shapes, check, draw, draw_mask
+from numdev.sources.regimes import (
+    REGIMES,
+    Draws,
+    Inputs,
+    Shapes,
+    checked_regime,
+    draw,
+    draw_mask,
+)
 from numdev.system import System
 from numdev.yamlfile import bundled, read_yaml
 
@@ -239,7 +247,7 @@ def test_every_cell_can_be_drawn() -> None:
     sweep = read_yaml(bundled("sweep/hazards.yaml"), SweepConfig)
     for located in source_of(sweep.cases).cases:
         config = located.config
-        check(config.inputs.name, config.inputs.options)
+        checked_regime(config.inputs.name, config.inputs.options)
         if config.seq_len * (config.kv_len or config.seq_len) > 2**17:
             continue  # seconds, and no other
         case = located.load()

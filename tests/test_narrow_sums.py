@@ -19,7 +19,7 @@ from numdev.kernels.reference import gradients
 from numdev.metrics import tiled
 from numdev.operations.attention.explain.narrow_sums import CERTAIN, Sums
 from numdev.report import AuditReport
-from numdev.sources.loss import with_drawn
+from numdev.sources.loss import with_drawn_gradient
 from numdev.testing import check
 
 rates = load("benchmarks/suspicion_rates.py")
@@ -31,7 +31,7 @@ LONG = {
 
 def drawn(fmt: str = "bfloat16") -> AttentionCase:
     shape = rates.Shape(batch=1, heads=2, kv_heads=2, q_len=224, kv_len=224)
-    return with_drawn(rates.make(shape, "normal", fmt, 0), 0)
+    return with_drawn_gradient(rates.make(shape, "normal", fmt, 0), 0)
 
 
 def shares(case: AttentionCase, function: Any, tensor: str) -> list[float]:

@@ -17,7 +17,7 @@ from numdev import report
 from numdev.cli.main import main
 from numdev.errors import MeasurementError
 from numdev.sources import checkpoint
-from numdev.sources.checkpoint import Deferred, Streamed, open_checkpoint, read_on
+from numdev.sources.checkpoint import Deferred, Streamed, open_checkpoint, read_to_device
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "12", "--device", "cpu")
 IDS = {"input_ids": torch.arange(3, 27).reshape(2, 12)}
@@ -93,8 +93,8 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
 def test_later_layers_are_never_read(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """With --layers 0 the run ends after layer 0: neither the next one nor the head is
     read."""
-    noting = Mock(side_effect=read_on)
-    monkeypatch.setattr(checkpoint, "read_on", noting)
+    noting = Mock(side_effect=read_to_device)
+    monkeypatch.setattr(checkpoint, "read_to_device", noting)
     target = models.saved(name, tmp_path)
     ours = audit(target, "a", "--stream", "--layers", "0")
     read = {call.args[0].name for call in noting.call_args_list}

@@ -27,7 +27,7 @@ from numdev.operations.attention.explain import wrong_function
 from numdev.operations.attention.explain.mistakes import variants
 from numdev.operations.attention.explain.probe import Alternative
 from numdev.operations.attention.explain.wrong_function import CUT, far_off, suspect
-from numdev.sources.loss import with_drawn
+from numdev.sources.loss import with_drawn_gradient
 from numdev.studies.audit.task import measure_task
 
 rates = load("benchmarks/suspicion_rates.py")
@@ -136,7 +136,7 @@ def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) 
     """From the same call in float32; gradients by their own mistake; a sound kernel by
     nothing."""
     case = rates.make(rates.SHAPES["causal"], "normal", "bfloat16", 0)
-    bench = prepare(with_drawn(case, 0), "bfloat16", gradients=True)
+    bench = prepare(with_drawn_gradient(case, 0), "bfloat16", gradients=True)
     kernel = of_function("mine", function)
     rows = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows
     assert {r.suspicion for r in rows if r.tensor == tensor} == {cause}

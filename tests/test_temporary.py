@@ -14,7 +14,7 @@ from oracles import make_case
 
 from numdev import temporary
 from numdev.report import io
-from numdev.sources.tensorfile import writing
+from numdev.sources.tensorfile import writing_cases
 from numdev.studies.audit.journal import JOURNAL, Journal
 
 KILLED = """
@@ -115,7 +115,7 @@ def test_saved_cases_leave_no_half_folder(places: tuple[Path, Path]) -> None:
     """Of an earlier run that was killed while it saved cases there."""
     results, scratch = places
     start(results, scratch, "kill").wait()
-    with writing(results / "saved") as add:
+    with writing_cases(results / "saved") as add:
         add(make_case(dtype=torch.float32, heads=1, q_len=2, kv_len=2, head_dim=2), {})
     assert {name for name in contents(results) if "saved" in name} == {"saved"}
     assert (results / "saved").stat().st_mode & 0o777 == 0o755

@@ -22,7 +22,7 @@ from numdev import report
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels.reference import attend
-from numdev.sources.tensorfile import open_cases, write, writing
+from numdev.sources.tensorfile import open_cases, write_cases, writing_cases
 
 TENSORS = ("q", "k", "v", "mask", "sinks", "grad_out")
 
@@ -81,7 +81,7 @@ def test_every_part_of_a_case_comes_back(
 
     plain = {n: getattr(case(), n) for n in "qkv"}
     written = case(**{n: cast(x) for n, x in {**plain, **changes}.items()})
-    write(tmp_path / "one.safetensors", [written])
+    write_cases(tmp_path / "one.safetensors", [written])
     read = only(tmp_path / "one.safetensors")
     assert read.ref == written.ref
     for name in ("scale", "is_causal", "causal_offset", "window", "softcap"):
@@ -105,7 +105,7 @@ def test_strides_come_back(
 ) -> None:
     """They decide which backends run; what comes back is laid out as a dense copy would
     be. And tensors may share memory, which safetensors refuses to store twice."""
-    write(tmp_path / "one.safetensors", [case(q=made, k=made, v=made)])
+    write_cases(tmp_path / "one.safetensors", [case(q=made, k=made, v=made)])
     read = only(tmp_path / "one.safetensors")
     assert all(torch.equal(x, made) for x in (read.q, read.k, read.v))
     assert read.q.stride() == strides == made.clone().stride()
@@ -172,7 +172,7 @@ def test_an_audit_of_saved_cases_gives_the_same_rows(tmp_path: Path, name: str) 
 
 
 def save(directory: Path, *names: str, **options: Any) -> None:
-    with writing(directory, **options) as add:
+    with writing_cases(directory, **options) as add:
         for name in names:
             if name == "Ctrl-C":
                 raise KeyboardInterrupt

@@ -33,12 +33,12 @@ from numdev.sources.files import naming, quiet, some
 from numdev.sources.loss import (
     TrainingStep,
     Upstream,
-    at_home,
     loss_of,
-    tracing,
-    with_drawn,
+    to_model_device,
+    tracing_from_attention,
+    with_drawn_gradient,
 )
-from numdev.sources.mixers import is_mixer, mixers
+from numdev.sources.mixers import is_mixer, outermost_mixers
 
 T = TypeVar("T")
 # What it returns, if anything, is the answer
@@ -65,7 +65,7 @@ class _Abandoned(BaseException):
     """Raised in the run when its consumer wants no further item."""
 
 
-def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
+def items_from_run(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     """Yields each item that `run(hand_over)` passes to `hand_over`. A model has to be run
     for its calls to be met, so `run` works in a thread, with the CUDA device, grad mode
     and context variables of this one; exactly one side runs at any time. What it raises
@@ -144,17 +144,19 @@ def capture(
     def run() -> Any:
         """Runs the model's forward pass, or its generation."""
         if generate is not None:
-            return decode(model, at_home(model, inputs), generate)
+            return decode(model, to_model_device(model, inputs), generate)
         return model(
-            **at_home(model, {**inputs, **(upstream.arguments if upstream else {})})
+            **to_model_device(
+                model, {**inputs, **(upstream.arguments if upstream else {})}
+            )
         )
 
     handed = (
         on_call
         if upstream is None
-        else lambda case: on_call(with_drawn(case, upstream.seed))
+        else lambda case: on_call(with_drawn_gradient(case, upstream.seed))
     )
-    with tracing(model, step), led(model):
+    with tracing_from_attention(model, step), attention_override(model):
         answer = capture_run(run, watch, handed, step)
     if step is None:
         return watch.calls.total(), ()
@@ -183,7 +185,7 @@ def capture_run(
     return None
 
 
-def answered(
+def run_with_answers(
     model: nn.Module, run: Callable[[], T], answer: Callable[[AttentionCase], Tensor]
 ) -> T:
     """Returns what `run` returns when the result of every attention call that the model
@@ -191,7 +193,11 @@ def answered(
     for a call that numdev cannot audit, and for attention that was not seen; what `run`
     raises passes."""
     watch = Watch(model, source="")
-    with led(model), watch.watching(), _Interceptor(answer, watch).meeting():
+    with (
+        attention_override(model),
+        watch.watching(),
+        _Interceptor(answer, watch).meeting(),
+    ):
         return run()
 
 
@@ -245,10 +251,10 @@ def _owns_projections(module: nn.Module) -> bool:
     return all(any(role.search(name) for name in names) for role in QKV)
 
 
-def unaudited(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
+def unaudited_modules(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
     """Yields (layer or None, name, module) of the modules of a model that mix tokens
     without a softmax."""
-    for name, module in mixers(model, _owns_projections):
+    for name, module in outermost_mixers(model, _owns_projections):
         yield layer_of(module, name), name, module
 
 
@@ -267,7 +273,7 @@ def layer_of(module: nn.Module, name: str) -> int | None:
 
 
 @contextmanager
-def followed(
+def module_hooks(
     modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., None]
 ) -> Iterator[None]:
     """Enters a context in which `enter(module, arguments, keywords)` is called when one
@@ -315,7 +321,7 @@ class Watch:
         self.step, self.on_met = step, on_met
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
         self.owners = {m for m in self.modules if _owns_projections(m)}
-        self.mixers = {module for _, module in mixers(model, _owns_projections)}
+        self.mixers = {module for _, module in outermost_mixers(model, _owns_projections)}
         self.running: list[Frame] = []
         self.calls: Counter[str] = Counter()
         self.ran, self.seen = Counter[nn.Module](), Counter[nn.Module]()
@@ -349,7 +355,7 @@ class Watch:
             if self.running and self.running[-1].module is module:
                 self.running.pop()
 
-        with followed(modules, enter, leave):
+        with module_hooks(modules, enter, leave):
             yield
         attending = self.owners | self.softmaxes
         missed = sorted(self.modules[m] for m in attending if self.ran[m] > self.seen[m])
@@ -473,14 +479,14 @@ class _Interceptor(TorchFunctionMode):
         if self.watch and not self.watch.running:
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return self._multi_head(args, kwargs)
+            return self._meet_multi_head(args, kwargs)
         if self.watch and getattr(func, "__name__", "") == "softmax":
             self.watch.note_softmax()
-        return (self._meet if func is F.scaled_dot_product_attention else func)(
+        return (self._meet_sdpa if func is F.scaled_dot_product_attention else func)(
             *args, **kwargs
         )
 
-    def _meet(
+    def _meet_sdpa(
         self,
         query: Tensor,
         key: Tensor,
@@ -507,7 +513,7 @@ class _Interceptor(TorchFunctionMode):
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
                 mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
         offset = key.shape[-2] - q.shape[-2]
-        window = _window(ref, self.passed.get("sliding_window"), mask, q, offset)
+        window = _window_of_call(ref, self.passed.get("sliding_window"), mask, q, offset)
         try:
             case = AttentionCase(
                 ref=ref,
@@ -537,14 +543,19 @@ class _Interceptor(TorchFunctionMode):
             out = out.reshape(*query.shape[:-1], out.shape[-1])
         return out if self.step is None else self.step.hold(case, out)
 
-    def _multi_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    def _meet_multi_head(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> object:
         """Returns what `multi_head_attention_forward` returns, its SDPA call met. It
         calls SDPA by the name in its own module, where this mode sees nothing, so it is
         run from a copy in which that name is ours. Where weights are asked for (the
         default) it multiplies by hand: then the call is met in a run without, which
         computes the same function, and the model gets the answer of its own run (with
         gradients the met call's, for gradients must pass through it)."""
-        original, met = F.multi_head_attention_forward, multi_head_with(self._meet)
+        original, met = (
+            F.multi_head_attention_forward,
+            multi_head_calling(self._meet_sdpa),
+        )
         if not kwargs.get("need_weights", True):
             return met(*args, **kwargs)
         # Without weights `is_causal` would stand for the mask; with them the mask is
@@ -554,7 +565,7 @@ class _Interceptor(TorchFunctionMode):
         return (answer if self.step is None else out), weights
 
 
-def multi_head_with(
+def multi_head_calling(
     sdpa: Callable[..., Tensor],
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Returns a copy of PyTorch's `multi_head_attention_forward` that calls `sdpa` in
@@ -566,7 +577,7 @@ def multi_head_with(
     )
 
 
-def _window(
+def _window_of_call(
     ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
 ) -> Window | None:
     """Returns the window (left, right) of `size` keys, the query's own included; None for
@@ -607,10 +618,10 @@ def attention_implementation(model_class: Any) -> str:
 
 
 @contextmanager
-def led(model: nn.Module, way: str = NAME) -> Iterator[None]:
+def attention_override(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
     """Enters a context in which a model of transformers calls numdev's attention
-    function, or the one registered as `way`, whatever it was loaded with; without effect
-    on another model. Restored at the end."""
+    function, or the one registered as `implementation`, whatever it was loaded with;
+    without effect on another model. Restored at the end."""
     whole: Any = next(
         (m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")), None
     )
@@ -624,7 +635,7 @@ def led(model: nn.Module, way: str = NAME) -> Iterator[None]:
     }
     before = {name: config._attn_implementation for name, config in configs.items()}
     try:
-        whole.set_attn_implementation(way)
+        whole.set_attn_implementation(implementation)
         yield
     finally:
         whole.set_attn_implementation(before)
@@ -675,8 +686,8 @@ def _attention(
         if attention_mask is None and on.get(
             "is_causal", getattr(module, "is_causal", True)
         ):
-            shown = shown & _not_later(query, key)
-        attention_mask = _shown_alone(attention_mask, shown)
+            shown = shown & _causal_mask(query, key)
+        attention_mask = _hide_others(attention_mask, shown)
     call = (module, query, key, value, attention_mask)
     try:
         with nullcontext() if active else interceptor:
@@ -711,14 +722,14 @@ def chosen_keys(
     )  # fmt: skip
 
 
-def _not_later(query: Tensor, key: Tensor) -> Tensor:
+def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
     """Returns which keys are not later than a query, the last query standing at the last
     key, bool [q_len, kv_len]."""
     n, m = query.shape[2], key.shape[2]
     return torch.ones(n, m, dtype=torch.bool, device=key.device).tril(m - n)
 
 
-def _shown_alone(mask: Tensor | None, shown: Tensor) -> Tensor:
+def _hide_others(mask: Tensor | None, shown: Tensor) -> Tensor:
     """Returns a mask that also hides what `shown` (bool) does not show; `shown` itself
     without a mask."""
     if mask is None or mask.dtype == torch.bool:
@@ -726,7 +737,7 @@ def _shown_alone(mask: Tensor | None, shown: Tensor) -> Tensor:
     return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
 
 
-def in_parts(
+def run_in_parts(
     model: nn.Module, inputs: Mapping[str, Tensor], ends: Iterable[int]
 ) -> Iterator[object]:
     """Yields what a model returns for each part of its `input_ids`, up to each of `ends`,

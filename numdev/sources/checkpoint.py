@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
-from numdev.sources.capture import attention_implementation, followed
+from numdev.sources.capture import attention_implementation, module_hooks
 from numdev.sources.containers import (
     INDEX,
     SUFFIXES,
@@ -106,27 +106,27 @@ class StoredWeights:
     def vocab_size(self) -> int | None:
         """Returns how many token ids the model knows; None where the config does not
         say."""
-        return size(self.config, "vocab_size")
+        return first_positive(self.config, "vocab_size")
 
     @property
     def max_length(self) -> int | None:
         """Returns the longest sequence, in tokens, that the model has positions for; None
         where the config sets none."""
-        limit = size(self.config, *LENGTHS)
+        limit = first_positive(self.config, *LENGTHS)
         if limit and POSITIONS_AFTER_PADDING.search(str(self.config.get("model_type"))):
             return limit - int(self.config.get("pad_token_id") or 0) - 1
         return limit
 
-    def identifying(self) -> Callable[[], str]:
+    def start_identity(self) -> Callable[[], str]:
         """Begins to hash the files in threads, and returns a function that waits for the
         64 hex digits that identify the weights by the names and contents of their
         files."""
-        return storage.identifying(self.files)
+        return storage.start_identity(self.files)
 
     def identity(self) -> str:
         """Returns the 64 hex digits that identify the weights by the names and contents
         of their files. Reads all of them; raises OSError for one that cannot be read."""
-        return self.identifying()()
+        return self.start_identity()()
 
     def describe(self) -> dict[str, object]:
         """Returns what a report says of the weights beside their name and identity:
@@ -155,7 +155,9 @@ class StoredWeights:
             for stored in container.tensors():
                 if tied or stored.tie is None or stored.tie not in seen:
                     seen.add(stored.tie)
-                    tensor = storage.plain(container.path, stored.name, stored.read())
+                    tensor = storage.checked_tensor(
+                        container.path, stored.name, stored.read()
+                    )
                     yield stored.name.removeprefix(self.prefix), tensor
 
 
@@ -163,16 +165,16 @@ class StoredWeights:
 class Checkpoint(StoredWeights):
     """An opened Hugging Face checkpoint: its config is read, its weight files exist."""
 
-    def identifying(self) -> Callable[[], str]:
+    def start_identity(self) -> Callable[[], str]:
         """Begins to hash config.json and the weight files in threads, and returns a
         function that waits for the 64 hex digits that identify them."""
-        return storage.identifying((self.path / "config.json", *self.files))
+        return storage.start_identity((self.path / "config.json", *self.files))
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
         """Returns transformers' model in eval mode on this device, its weights cast to
         `dtype`, its attention open to capture. Raises MeasurementError for an unknown
         architecture, and for weights that do not fit it."""
-        return self._built(dict(self.tensors(tied=True)), dtype).to(device).eval()
+        return self._build_model(dict(self.tensors(tied=True)), dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
         """Returns transformers' model in eval mode on the CPU, with a `Deferred` without
@@ -189,16 +191,16 @@ class Checkpoint(StoredWeights):
         empty, deferred = dict[str, Tensor](), dict[str, Tensor]()
         for container in self.containers:
             for stored in container.tensors():
-                x = storage.plain(container.path, stored.name, stored.read())
+                x = storage.checked_tensor(container.path, stored.name, stored.read())
                 empty[stored.name] = torch.empty_like(x, device=META)
-                make = partial(read_on, stored)
+                make = partial(read_to_device, stored)
                 deferred[stored.name] = Deferred.of(empty[stored.name], make)
         # Once all on the meta device, to find out what is missing: values are drawn for
         # that, in the memory of a model that has none.
-        self._built(empty, dtype, device_map={"": META})
-        return self._built(deferred, dtype).eval()
+        self._build_model(empty, dtype, device_map={"": META})
+        return self._build_model(deferred, dtype).eval()
 
-    def _built(
+    def _build_model(
         self, state: dict[str, Tensor], dtype: torch.dtype, **options: object
     ) -> nn.Module:
         """Returns transformers' model of the weights `state`. `options` are passed to its
@@ -206,7 +208,7 @@ class Checkpoint(StoredWeights):
         for missing, unused or misshapen weights. May change `state`: scales of quantised
         weights become one for each row and column."""
         self._refuse_counts(state)
-        cls, config = self._class_and_config()
+        cls, config = self._model_class_and_config()
         self._refuse_larger(cls, config, state)
         with quiet(), blaming(self.path, "build the model with transformers"):
             self._even_out_blocks(state)
@@ -281,7 +283,7 @@ class Checkpoint(StoredWeights):
                         state[name].repeat_interleave(b, axis).narrow(axis, 0, n)
                     )
 
-    def _class_and_config(self) -> tuple[Any, object]:
+    def _model_class_and_config(self) -> tuple[Any, object]:
         """Returns the model class of transformers that the config names first, and the
         config as an object of transformers; weights in fp8 are to be dequantised. Raises
         MeasurementError for an unknown class or type, for a config that transformers
@@ -375,10 +377,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     # transformers' own files have transformers' names
     if not opened.has_more:
         return opened
-    return replace(opened, prefix=storage.common_prefix(_names_in(containers)))
+    return replace(opened, prefix=storage.common_prefix(_tensor_names(containers)))
 
 
-def _names_in(containers: Sequence[Container]) -> list[str]:
+def _tensor_names(containers: Sequence[Container]) -> list[str]:
     """Returns the names of all tensors in these containers, in the order in which they
     are stored."""
     stored = itertools.chain.from_iterable(x.tensors() for x in containers)
@@ -411,7 +413,7 @@ def _may_be_left_over(key: str, model: nn.Module) -> bool:
     return not numbered and ".".join(parts) not in dict(model.named_modules())
 
 
-def size(config: Mapping[str, object], *names: str) -> int | None:
+def first_positive(config: Mapping[str, object], *names: str) -> int | None:
     """Returns the first value under these keys that is an int above 0, in `config` or its
     `text_config`; None where there is none."""
     text = config.get("text_config")
@@ -443,7 +445,7 @@ class StateDict(StoredWeights):
         """Returns the factory's model with the stored weights, cast to `dtype`, in eval
         mode on this device. Raises UsageError for a factory that returns no module,
         MeasurementError for one that raises, and for weights that are not the model's."""
-        model = self._built()
+        model = self._build_model()
         # Where transformers is loaded, its models may be inside.
         transformers: Any = sys.modules.get("transformers")
         for module in () if transformers is None else model.modules():
@@ -452,11 +454,11 @@ class StateDict(StoredWeights):
         # Before loading, which would round to the factory's own format
         model = model.to(dtype)
         state = dict(self.fitted(model).tensors(tied=True))
-        self._check(model, state)
+        self._check_fit(model, state)
         model.load_state_dict(state, strict=False)
         return model.to(device).eval()
 
-    def _built(self) -> nn.Module:
+    def _build_model(self) -> nn.Module:
         """Returns what the factory builds, without argument or, where it requires one and
         there is a stored configuration, of that. Raises UsageError where it is no module,
         MeasurementError where the factory raises or exits."""
@@ -478,7 +480,7 @@ class StateDict(StoredWeights):
             )
         return model
 
-    def _check(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    def _check_fit(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Raises MeasurementError unless the stored weights are the model's own, name by
         name and shape by shape. A tied weight may have one of its names, and a buffer
         that is computed be left over."""
@@ -529,7 +531,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     elif beside.is_file():
         config = read_config(beside)
     containers = containers_at(path)
-    names = _names_in(containers)
+    names = _tensor_names(containers)
     if not names:
         raise MeasurementError(f"{path}: holds no tensor", hint="save model.state_dict()")
     return StateDict(
@@ -555,7 +557,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
 CANNOT = "this model cannot be streamed; load it whole, without --stream"
 
 
-def read_on(stored: StoredTensor, device: torch.device) -> Tensor:
+def read_to_device(stored: StoredTensor, device: torch.device) -> Tensor:
     """Returns a stored tensor, read from disk now, on a device."""
     return stored.read().to(device)
 
@@ -666,7 +668,7 @@ class Streamed:
                     elif kind == "_buffers" and type(x) is Tensor:
                         places[name] = x.to(self.device)
 
-        for unit in dict.fromkeys(_divided(model)):
+        for unit in dict.fromkeys(_streamed_units(model)):
             self.units[unit] = [slot for part in unit.modules() for slot in slots(part)]
         inside = {part for unit in self.units for part in unit.modules()}
         # What a module that holds lists has itself is small
@@ -686,7 +688,7 @@ class Streamed:
             for places, name, _weight, empty in self.units[unit]:
                 places[name] = empty
 
-        return followed(self.units, enter, leave)
+        return module_hooks(self.units, enter, leave)
 
     @torch.no_grad()
     def _fill(self, slots: Sequence[Slot]) -> None:
@@ -699,7 +701,7 @@ class Streamed:
             )
 
 
-def _divided(module: nn.Module) -> Iterator[nn.Module]:
+def _streamed_units(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules whose weights come and go together, in the model's order: the
     members of each outermost ModuleList, and modules without such a list inside. One may
     come twice."""
@@ -707,7 +709,7 @@ def _divided(module: nn.Module) -> Iterator[nn.Module]:
         yield from module
     elif any(isinstance(m, nn.ModuleList) for m in module.modules()):
         for child in module.children():
-            yield from _divided(child)
+            yield from _streamed_units(child)
     else:
         yield module
 
@@ -727,7 +729,7 @@ class InMemory:
         return f"{type(self.model).__name__} in memory"
 
     @property
-    def reads(self) -> str:
+    def inputs_in_words(self) -> str:
         """Returns the inputs in words: the name of each with its shape, or its value."""
         named = self.inputs.items()
         return ", ".join(
@@ -740,7 +742,7 @@ class InMemory:
         code = dict.fromkeys(type(module).forward for module in self.model.modules())
         return {"model_made_from": fingerprint(*code)}
 
-    def identifying(self) -> Callable[[], str]:
+    def start_identity(self) -> Callable[[], str]:
         """Returns `identity`, which hashes nothing before it is called."""
         return self.identity
 

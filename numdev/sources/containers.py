@@ -126,13 +126,15 @@ class SafetensorsFile(_File):
             names = file.offset_keys()
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
         for name, shape in shapes.items():
-            yield StoredTensor(name=name, shape=shape, read=partial(self._read, name))
+            yield StoredTensor(
+                name=name, shape=shape, read=partial(self._read_tensor, name)
+            )
 
     def beside(self) -> Mapping[str, object] | None:
         """Returns None: nothing but tensors is stored."""
         return None
 
-    def _read(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         """Returns one tensor, mapped. Raises MeasurementError for a damaged file."""
         with open_safetensors(self.path) as file:
             value: Tensor = file.get_tensor(name)
@@ -158,7 +160,9 @@ class TorchFile(_File):
             if tensors := [(str(name), x) for name, x in named if isinstance(x, Tensor)]:
                 for name, x in tensors:
                     shape = () if x.is_nested else tuple(x.shape)
-                    yield StoredTensor(name=name, shape=shape, read=x.detach, tie=_tie(x))
+                    yield StoredTensor(
+                        name=name, shape=shape, read=x.detach, tie=_memory_key(x)
+                    )
                 return
         what = (
             f"{self.path}: holds no state dict (but "
@@ -173,7 +177,7 @@ class TorchFile(_File):
         return read_pickle(self.path)
 
 
-def _tie(x: Tensor) -> tuple[object, ...] | None:
+def _memory_key(x: Tensor) -> tuple[object, ...] | None:
     """Returns a value that is equal for views of the same memory, shape and dtype; None
     for an empty tensor and for one that is no plain array."""
     if not is_plain(x) or x.numel() == 0:
@@ -196,14 +200,14 @@ class DistributedCheckpoint:
     def files(self) -> tuple[Path, ...]:
         """Returns the metadata file, then the files of pieces. Raises MeasurementError
         for damaged metadata."""
-        _, _, files = self._opened
+        _, _, files = self._names_and_tensors
         return files
 
     @property
     def nesting(self) -> str:
         """Returns the keys before the names of the model's weights, as `app.model.`;
         empty for none."""
-        nesting, _, _ = self._opened
+        nesting, _, _ = self._names_and_tensors
         return nesting
 
     @classmethod
@@ -214,7 +218,7 @@ class DistributedCheckpoint:
     def tensors(self) -> Iterator[StoredTensor]:
         """Yields every tensor of the model, its pieces not yet read. Raises
         MeasurementError for damaged metadata."""
-        _, tensors, _ = self._opened
+        _, tensors, _ = self._names_and_tensors
         for name, x in tensors.items():
             yield StoredTensor(name=name, shape=x.shape, read=x.read)
 
@@ -223,7 +227,7 @@ class DistributedCheckpoint:
         return None
 
     @cached_property
-    def _opened(self) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
+    def _names_and_tensors(self) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
         """Returns the keys before all names, the tensors by name, and the files, read
         once."""
         return open_distributed(self.path)
@@ -256,7 +260,7 @@ def containers_at(path: Path, *, lack: bool = False) -> tuple[Container, ...]:
     Raises MeasurementError for a damaged index, and for a missing file of one unless
     `lack`."""
     container = container_at(path)
-    return shards(path, lack=lack) if container is None else (container,)
+    return shards_of_index(path, lack=lack) if container is None else (container,)
 
 
 def containers_of_model(
@@ -274,7 +278,7 @@ def containers_of_model(
     raise UsageError(f"{directory}: has no weights that numdev reads", hint=hint)
 
 
-def shards(index: Path, *, lack: bool = False) -> tuple[Container, ...]:
+def shards_of_index(index: Path, *, lack: bool = False) -> tuple[Container, ...]:
     """Returns the files that an index names as containers, by name. Raises
     MeasurementError where it has no weight_map, names a file elsewhere, or, unless
     `lack`, one that is missing."""
@@ -291,16 +295,16 @@ def shards(index: Path, *, lack: bool = False) -> tuple[Container, ...]:
         raise MeasurementError(
             f"{index}: the shard {some(missing)} is missing", hint=FETCH
         )
-    return tuple(map(_of_file, files))
+    return tuple(map(_file_container, files))
 
 
-def read(path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields name and tensor of a file, in the file's order. A file of an unknown kind is
     read as safetensors. Raises MeasurementError for a damaged file."""
-    for stored in _of_file(path).tensors():
+    for stored in _file_container(path).tensors():
         yield stored.name, stored.read()
 
 
-def _of_file(path: Path) -> Container:
+def _file_container(path: Path) -> Container:
     """Returns a file as a container; one of no known name is taken for safetensors."""
     return container_at(path) or SafetensorsFile(path)

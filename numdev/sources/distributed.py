@@ -71,10 +71,10 @@ class SplitTensor:
         """Returns the whole tensor, in its stored format. Raises MeasurementError, naming
         the file, where a piece is missing or damaged, and where the pieces do not make up
         the tensor."""
-        if not _fills(self.shape, self.pieces):
+        if not _covers_exactly(self.shape, self.pieces):
             what = f"{self.directory}: {self.name}: its pieces do not make up the tensor"
             raise MeasurementError(what, hint=FETCH)
-        parts = [self._read(piece) for piece in self.pieces]
+        parts = [self._read_piece(piece) for piece in self.pieces]
         if len(parts) == 1:
             return parts[0]
         whole = torch.empty(self.shape, dtype=self.dtype)
@@ -83,7 +83,7 @@ class SplitTensor:
             whole[tuple(slice(a, a + n) for a, n in block)] = part
         return whole
 
-    def _read(self, piece: Piece) -> Tensor:
+    def _read_piece(self, piece: Piece) -> Tensor:
         """Returns the tensor of one piece. Raises MeasurementError where its file is
         missing or damaged, or holds another shape or dtype."""
         refuse_pointer(self.directory / piece.file)
@@ -117,14 +117,14 @@ def open_distributed(
     holds any, else all; and its files, the metadata first. Raises MeasurementError for
     damaged metadata."""
     stored = read_metadata(directory)
-    head = _head_of([x.path for x in stored])
+    head = _leading_keys([x.path for x in stored])
     inside = [x for x in stored if x.path[: len(head)] == head]
     names = {".".join(x.path[len(head) :]) if head else x.name: x for x in inside}
     files = (directory / METADATA, *sorted(directory.glob("*.distcp")))
     return "".join(f"{key}." for key in head), names, files
 
 
-def _head_of(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+def _leading_keys(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Returns the keys that lead to the model's weights, up to the first of NESTED (or
     `app`) that any path has before its last; none where the weights stand alone."""
     for key in (*NESTED, "app"):
@@ -134,7 +134,7 @@ def _head_of(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     return ()
 
 
-def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
+def _covers_exactly(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
     """Whether the pieces are blocks within the shape that cover it exactly once."""
     if not pieces or any({len(p.start), len(p.shape)} != {len(shape)} for p in pieces):
         return False
@@ -169,8 +169,8 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
             if Path(name).name != name:
                 what = f"{path}: {name!r} is not the name of a file beside it"
                 raise MeasurementError(what, hint=DISTRUST)
-            offset, length = _sizes((info.offset, info.length))
-            key = str(index.fqn), _sizes(getattr(index, "offset", None) or ())
+            offset, length = _checked_sizes((info.offset, info.length))
+            key = str(index.fqn), _checked_sizes(getattr(index, "offset", None) or ())
             places[key] = (name, offset, length)
         keys = getattr(metadata, "planner_data", None) or {}
         for name, stored in metadata.state_dict_metadata.items():
@@ -180,7 +180,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
                 raise ValueError(f"{name} has no dtype")
             pieces = []
             for chunk in stored.chunks:
-                start, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
+                start, shape = _checked_sizes(chunk.offsets), _checked_sizes(chunk.sizes)
                 file_name, offset, length = (
                     places.get((str(name), start)) or places[str(name), ()]
                 )
@@ -194,7 +194,7 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
                 name=str(name),
                 path=way,
                 dtype=dtype,
-                shape=_sizes(stored.size),
+                shape=_checked_sizes(stored.size),
                 pieces=tuple(pieces),
             )
             tensors.append(tensor)
@@ -239,7 +239,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
+def _checked_sizes(values: Any) -> tuple[int, ...]:
     """Returns the values as a tuple; raises ValueError unless all are ints and none
     negative."""
     sizes = tuple(values)

@@ -99,7 +99,7 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
-def plain(path: Path, name: str, x: Tensor) -> Tensor:
+def checked_tensor(path: Path, name: str, x: Tensor) -> Tensor:
     """Returns the stored tensor x unchanged. Raises MeasurementError unless it is a dense
     array, and where it is a weight or bias by its `name` and holds no real numbers.
     `path` is for the message."""
@@ -128,10 +128,10 @@ def common_prefix(names: Sequence[str]) -> str:
 def identity(files: Iterable[Path]) -> str:
     """Returns 64 hex digits: SHA-256 over the names of files and the SHA-256 of their
     pieces of 64 MiB. Raises OSError for a file that cannot be read."""
-    return identifying(files)()
+    return start_identity(files)()
 
 
-def identifying(files: Iterable[Path]) -> Callable[[], str]:
+def start_identity(files: Iterable[Path]) -> Callable[[], str]:
     """Begins to hash these files in threads and returns a function that waits for the
     result, the string that `identity` returns. A file that cannot be read raises OSError
     only then."""
@@ -143,7 +143,7 @@ def identifying(files: Iterable[Path]) -> Callable[[], str]:
     ]
     # Its threads end with the program, should nobody ask any more.
     pool = ThreadPool(min(len(pieces), os.cpu_count() or 1) or 1)
-    hashed = pool.starmap_async(_line_of, pieces, chunksize=1)
+    hashed = pool.starmap_async(_piece_digest, pieces, chunksize=1)
     pool.close()
 
     def done() -> str:
@@ -153,7 +153,7 @@ def identifying(files: Iterable[Path]) -> Callable[[], str]:
     return done
 
 
-def _line_of(path: Path, start: int) -> str:
+def _piece_digest(path: Path, start: int) -> str:
     """Returns the name of a file and the SHA-256 of 64 MiB of it from byte `start` on, as
     a line."""
     digest, left = hashlib.sha256(), PIECE

@@ -43,7 +43,7 @@ class Upstream:
     def describe(self) -> str:
         """Returns where the gradients come from in words: which loss, or the seed that
         they are drawn from and why there is no loss."""
-        return self.loss or drawn_from(self.seed) + (
+        return self.loss or drawn_origin(self.seed) + (
             f" ({self.why_not})" if self.why_not else ""
         )
 
@@ -76,7 +76,7 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
             arguments = {"return_loss": True}
     try:
         with torch.no_grad():
-            loss = loss_of(model(**at_home(model, {**inputs, **arguments})))
+            loss = loss_of(model(**to_model_device(model, {**inputs, **arguments})))
         why_not = "" if loss is None or loss.isfinite() else f"{words} is {loss.item()}"
     except (
         Exception
@@ -100,12 +100,12 @@ def loss_of(answer: object) -> Tensor | None:
     return numbers[0] if len(numbers) == 1 else None
 
 
-def drawn_from(seed: int) -> str:
+def drawn_origin(seed: int) -> str:
     """Returns a drawn gradient's origin in words."""
     return f"random from N(0, 1), seed {seed}"
 
 
-def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:
+def with_drawn_gradient(case: AttentionCase, seed: int | None) -> AttentionCase:
     """Returns the case with a grad_out; where it has none, one of N(0, 1) in its own
     format, drawn from `seed` and its name, a view of [batch, length, heads, dim] where q
     is one. The case itself where `seed` is None or it has one."""
@@ -115,10 +115,10 @@ def with_drawn(case: AttentionCase, seed: int | None) -> AttentionCase:
     drawn = Draws(seed, case.ref.case).normal("grad_out", shape)
     x = round_to(drawn, case.format).to(case.q.device, case.q.dtype)
     x = x if case.q.is_contiguous() else transposed(x)
-    return replace(case, grad_out=x, grad_out_from=drawn_from(seed))
+    return replace(case, grad_out=x, grad_out_from=drawn_origin(seed))
 
 
-def at_home(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, Any]:
+def to_model_device(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, Any]:
     """Returns the inputs on the device of the model's first floating-point parameter,
     floating-point tensors in its dtype; unchanged for a model without one."""
     home = dict(inputs)
@@ -151,7 +151,7 @@ class TrainingStep:
                 out = out.detach().requires_grad_().clone()
             edge = get_gradient_edge(out)
         case = case.detached()
-        self.held.append((case, edge, _versions(case)))
+        self.held.append((case, edge, _write_counts(case)))
         return out
 
     def differentiate(self, loss: Tensor | None) -> None:
@@ -159,7 +159,7 @@ class TrainingStep:
         there are none. The graph is freed. Raises MeasurementError where the model has
         since overwritten what it attended over."""
         for case, _, versions in self.held:
-            if versions != _versions(case):
+            if versions != _write_counts(case):
                 what = f"{case.ref.module}: the model overwrites what it attended over"
                 raise MeasurementError(what, hint="its forward pass can be audited")
         edges = {i: edge for i, (_, edge, _) in enumerate(self.held) if edge is not None}
@@ -180,7 +180,7 @@ class TrainingStep:
             case, grad, _ = self.held.popleft()
             if grad is None or not grad.isfinite().all() or not grad.any():
                 drawn.append(case.ref.case)
-                case = with_drawn(case, self.upstream.seed)
+                case = with_drawn_gradient(case, self.upstream.seed)
             else:
                 grad = grad.reshape(*case.q.shape[:3], case.v.shape[3])
                 if 0 in grad.stride():  # the gradient of a sum is one number, expanded
@@ -191,7 +191,7 @@ class TrainingStep:
 
 
 @contextmanager
-def tracing(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
+def tracing_from_attention(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
     """Enters a context in which to run the model with gradients, except for its
     parameters: the graph begins at the first attention's output. Without a step,
     gradients are off. Parameters are as before at the end."""
@@ -206,7 +206,7 @@ def tracing(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _versions(case: AttentionCase) -> tuple[int, ...]:
+def _write_counts(case: AttentionCase) -> tuple[int, ...]:
     """Returns how often each tensor of a case was written to, which PyTorch counts over
     all views of one memory. Tensors of inference mode are left out."""
     tensors = (case.q, case.k, case.v, case.mask, case.sinks)

@@ -37,7 +37,9 @@ def is_mixer(module: nn.Module) -> bool:
     )
     names = {*children, *dict(module.named_parameters(recurse=False))}
     return (
-        convolves or not names.isdisjoint(STATES) or bool(KINDS.search(_own_name(module)))
+        convolves
+        or not names.isdisjoint(STATES)
+        or bool(KINDS.search(_class_name(module)))
     )
 
 
@@ -46,7 +48,7 @@ def _is_depthwise(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
 
 
-def _own_name(module: nn.Module) -> str:
+def _class_name(module: nn.Module) -> str:
     """Returns the name of a module's class without that of its transformers family, as
     its file `modeling_FAMILY` has it."""
     name, family = (
@@ -57,7 +59,7 @@ def _own_name(module: nn.Module) -> str:
     return name[len(family) :] if name.lower().startswith(family) else name
 
 
-def mixers(
+def outermost_mixers(
     model: nn.Module, attends: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yields (name, module) of the outermost mixers, in the model's order. What is inside
@@ -72,7 +74,7 @@ def mixers(
             outer.append(name)
 
 
-def in_words(mixers: Iterator[tuple[int | None, str, nn.Module]]) -> str:
+def mixers_in_words(mixers: Iterator[tuple[int | None, str, nn.Module]]) -> str:
     """Returns `layers 0, 1, 2 (MambaMixer) and ...`, by class, for (layer, name, module)
     of each mixer. A class of which any layer is None is told by the names of its modules.
     Empty for none."""

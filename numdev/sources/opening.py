@@ -23,12 +23,12 @@ from numdev.sources import checkpoint as stored
 from numdev.sources.containers import container_at
 from numdev.sources.distributed import refuse_unfinished
 from numdev.sources.files import some
-from numdev.sources.loss import Upstream, drawn_from, find_upstream, with_drawn
-from numdev.sources.mixers import in_words
+from numdev.sources.loss import Upstream, drawn_origin, find_upstream, with_drawn_gradient
+from numdev.sources.mixers import mixers_in_words
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
 from numdev.sources.prompts import Prompt, model_inputs
-from numdev.sources.regimes import Draws, Shapes, check, draw, draw_mask
+from numdev.sources.regimes import Draws, Shapes, checked_regime, draw, draw_mask
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
 
@@ -96,7 +96,7 @@ def open_source(
     cases carry grad_out where the request is for gradients; with `projections`, those of
     a running model know the linear layer of their queries. Raises UsageError for an
     option without meaning for this source, and whatever opening it raises."""
-    path = _path(request)
+    path = _checkpoint_path(request)
     if request.cases:
         refuse_options(request, "a configuration", ("layers", *FOR_MODELS))
         how = {"gradients": bool(request.backward)}
@@ -120,7 +120,7 @@ def refuse_options(request: Any, kind: str, meaningless: Collection[str]) -> Non
             raise UsageError(what, hint=f"leave --{name.replace('_', '-')} out")
 
 
-def _path(request: AuditRequest) -> Path:
+def _checkpoint_path(request: AuditRequest) -> Path:
     """Returns the path of the request's checkpoint, that of the bundled one for
     `demo`."""
     return (
@@ -220,7 +220,7 @@ class ConfigSource(Source):
         self.target = target
         drawn = partial(Drawn, source=target, device=system.device, gradients=gradients)
         for config in configs:
-            check(config.inputs.name, config.inputs.options)
+            checked_regime(config.inputs.name, config.inputs.options)
         self.cases = [drawn(config=config, seed=s) for config in configs for s in seeds]
 
     def describe(self) -> dict[str, object]:
@@ -281,7 +281,7 @@ class CallsSource(Source):
         def loaded(case: AttentionCase) -> AttentionCase:
             """Returns the call on the device of the audit, without a graph, with a drawn
             grad_out if it needs one."""
-            return with_drawn(case.detached(system.device), seed)
+            return with_drawn_gradient(case.detached(system.device), seed)
 
         self.cases = [
             capturing.Captured(ref=case.ref, load=partial(loaded, case))
@@ -329,10 +329,10 @@ class CheckpointSource(Source):
                 f"--generate {request.generate}: a generation has no backward pass"
             )
         self.request, self.projections, self.device = request, projections, system.device
-        opened = in_memory or self._opened()
-        self.identified = opened.identifying()  # while the weights are loaded
+        opened = in_memory or self._open_weights()
+        self.identified = opened.start_identity()  # while the weights are loaded
         self.streamed: stored.Streamed | None = None
-        self.model = self._model_of(opened)
+        self.model = self._load_model(opened)
         self.checkpoint = opened.fitted(self.model)
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
             raise UsageError(
@@ -340,7 +340,7 @@ class CheckpointSource(Source):
             )
         if isinstance(self.checkpoint, stored.InMemory):
             self.prompt = Prompt(
-                inputs=self.checkpoint.inputs, description=self.checkpoint.reads
+                inputs=self.checkpoint.inputs, description=self.checkpoint.inputs_in_words
             )
         else:
             self.prompt = model_inputs(request, self.checkpoint, self.model)
@@ -350,11 +350,11 @@ class CheckpointSource(Source):
             for name in self.modules
         ]
         self.numbers = [] if None in layers else layers
-        self.others = in_words(capturing.unaudited(self.model))
-        self.upstream = self._upstream_of(request)
+        self.others = mixers_in_words(capturing.unaudited_modules(self.model))
+        self.upstream = self._find_upstream(request)
         self.notes = tuple(self._notes())
 
-    def _model_of(
+    def _load_model(
         self, opened: stored.Checkpoint | stored.StateDict | stored.InMemory
     ) -> nn.Module:
         """Returns the model of opened weights, in the request's `model_dtype`; with
@@ -367,7 +367,7 @@ class CheckpointSource(Source):
             return self.streamed.model
         return opened.load_model(dtype=dtype, device=self.device)
 
-    def _upstream_of(self, request: AuditRequest) -> Upstream | None:
+    def _find_upstream(self, request: AuditRequest) -> Upstream | None:
         """Returns where gradients of outputs come from; None where none are asked for.
         Runs the model once to see whether it has a loss, unless it is streamed."""
         if not request.backward:
@@ -438,7 +438,7 @@ class CheckpointSource(Source):
         return calls * (1 + (self.request.generate or 0))
 
     def __iter__(self) -> Iterator[Located]:
-        return capturing.handed_over(self._run)
+        return capturing.items_from_run(self._run)
 
     def _run(self, handle: Callable[[Located], None]) -> None:
         """Runs the model and calls `handle` with every call of the chosen layers; adds to
@@ -458,7 +458,7 @@ class CheckpointSource(Source):
             """Hands over a call of a chosen layer; raises Enough once no later call is
             wanted."""
             if layers.choose(case.ref.layer):
-                projection = partial(projections.of, case) if self.projections else None
+                projection = partial(projections.take, case) if self.projections else None
                 load = partial(case.detached, self.device)
                 handle(capturing.Captured(ref=case.ref, load=load, projection=projection))
             if ends and wanted <= layers.met:
@@ -472,12 +472,12 @@ class CheckpointSource(Source):
                 source=self.checkpoint.name,
                 generate=self.request.generate,
                 upstream=self.upstream,
-                on_met=projections.met if self.projections else None,
+                on_met=projections.record_call if self.projections else None,
             )
         self.notes += layers.notes(self.request.target)
         if drawn:
             missed = f"The loss has no usable gradient for {len(drawn)} of {calls} calls"
-            origin = drawn_from(self.request.seed)
+            origin = drawn_origin(self.request.seed)
             self.notes += (f"{missed} ({some(drawn)}); theirs is {origin}.",)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -490,13 +490,13 @@ class CheckpointSource(Source):
             if not asked or not layer or int(layer[1]) in asked:
                 yield name, tensor
 
-    def _opened(self) -> stored.Checkpoint | stored.StateDict:
+    def _open_weights(self) -> stored.Checkpoint | stored.StateDict:
         """Opens the request's weights without loading them: a Hugging Face directory as a
         Checkpoint; a file, or a directory of bare weights, as a StateDict with the
         factory `model`. Raises UsageError for a factory where the directory names its
         model itself, and for `stream` with a factory, MeasurementError for an unfinished
         distributed checkpoint."""
-        path, request = _path(self.request), self.request
+        path, request = _checkpoint_path(self.request), self.request
         refuse_unfinished(path)
         is_container = path.is_dir() and container_at(path) is not None
         is_bare = is_container and not (path / "config.json").is_file()

@@ -39,7 +39,7 @@ from numdev.sources.checkpoint import VARIADIC
 from numdev.sources.containers import containers_of_model
 from numdev.sources.files import blaming, name_of, naming, quiet
 from numdev.sources.foreign import refuse_pointer
-from numdev.sources.loss import drawn_from, with_drawn
+from numdev.sources.loss import drawn_origin, with_drawn_gradient
 from numdev.sources.prompts import Prompt, read_text
 from numdev.system import System
 
@@ -89,7 +89,7 @@ class PipelineSource:
             )
         self.chatter = importlib.import_module("diffusers.utils.logging")
         with quiet(self.chatter):
-            cls = _class(
+            cls = _part_class(
                 self.path / INDEX, "diffusers", self.kind, ("DiffusionPipeline",)
             )
             takes = inspect.signature(cls.__init__).parameters
@@ -99,7 +99,7 @@ class PipelineSource:
                 **settings,
                 "requires_safety_checker": False,
             }
-            components |= {name: self._part(name, dtype) for name in self.parts}
+            components |= {name: self._load_part(name, dtype) for name in self.parts}
             with blaming(self.path / INDEX, f"build {self.kind}"):
                 pipeline = cls(
                     **{name: x for name, x in components.items() if name in takes}
@@ -108,7 +108,7 @@ class PipelineSource:
                 self.pipeline = pipeline.to(system.device)
         self.denoiser: nn.Module = getattr(self.pipeline, self.part)
         self.modules = capturing.attention_modules(self.denoiser)
-        self.arguments, self.prompt = self._read()
+        self.arguments, self.prompt = self._read_prompts()
         parts = {
             n: x for n, x in self.pipeline.components.items() if isinstance(x, nn.Module)
         }
@@ -120,7 +120,7 @@ class PipelineSource:
             )
             self.notes = (what,)
         if request.backward:
-            self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
+            self.notes += (f"Upstream gradients: {drawn_origin(request.seed)}.",)
 
     def describe(self) -> dict[str, object]:
         """Returns what a report says of the source: the pipeline's name and hash, its
@@ -128,7 +128,7 @@ class PipelineSource:
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
         described: dict[str, object] = {
             "checkpoint": name_of(self.path),
-            "sha256": storage.identity((self.path / INDEX, *self._files())),
+            "sha256": storage.identity((self.path / INDEX, *self._part_files())),
             "pipeline": f"{self.kind} of diffusers {version('diffusers')}",
             "architecture": type(self.denoiser).__name__,
             "parameters": sum(p.numel() for p in self.denoiser.parameters()),
@@ -144,10 +144,10 @@ class PipelineSource:
             "prompt_sha256": hashlib.sha256(arguments).hexdigest(),
         }
         if self.request.backward:
-            described["grad_out"] = drawn_from(self.request.seed)
+            described["grad_out"] = drawn_origin(self.request.seed)
         return described
 
-    def _files(self) -> list[Path]:
+    def _part_files(self) -> list[Path]:
         """Returns the files of its parts that decide what it computes, sorted."""
         kinds = (".json", ".safetensors", ".txt", ".model")
         parts = (self.path / name for name in sorted(self.parts))
@@ -166,16 +166,16 @@ class PipelineSource:
                 yield stored.name, stored.read()
 
     def __iter__(self) -> Iterator[capturing.Captured]:
-        return capturing.handed_over(self._run)
+        return capturing.items_from_run(self._run)
 
-    def _part(self, name: str, dtype: torch.dtype) -> object:
+    def _load_part(self, name: str, dtype: torch.dtype) -> object:
         """Returns a part of the pipeline, loaded; a model in eval mode and cast to
         `dtype`. Raises UsageError without safetensors files, MeasurementError for a class
         that is not allowed, and for weights that are damaged or do not fit."""
         directory, (library, kind) = self.path / name, self.parts[name]
         for file in sorted(directory.glob("*")):
             refuse_pointer(file)
-        cls = _class(directory, library, kind, ALLOWED[library])
+        cls = _part_class(directory, library, kind, ALLOWED[library])
         options: dict[str, object] = {"local_files_only": True}
         if library == "transformers":
             options["trust_remote_code"] = False
@@ -198,7 +198,7 @@ class PipelineSource:
         storage.refuse_misfits(directory, kind, missing, unused, misshapen)
         return model.eval()
 
-    def _read(self) -> tuple[dict[str, list[str] | list[int]], str]:
+    def _read_prompts(self) -> tuple[dict[str, list[str] | list[int]], str]:
         """Returns what images are made of, as arguments of the pipeline's call, and the
         same in words: the lines of text files, in turn; else drawn words of its
         tokenizer, or drawn classes. Raises UsageError where the pipeline needs anything
@@ -272,10 +272,10 @@ class PipelineSource:
             """Hands over a call of a chosen step and layer."""
             if (wanted is None or now in wanted) and layers.choose(case.ref.layer):
                 ref = dataclasses.replace(
-                    case.ref, attends=_attends(case, watch.running[-1])
+                    case.ref, attends=_attended_input(case, watch.running[-1])
                 )
                 case = dataclasses.replace(case, ref=ref)
-                case = with_drawn(case, seed) if self.request.backward else case
+                case = with_drawn_gradient(case, seed) if self.request.backward else case
                 handle(capturing.Captured(ref=ref, load=case.detached))
 
         def run() -> None:
@@ -467,7 +467,7 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
     return kind, parts, settings
 
 
-def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
+def _attended_input(case: AttentionCase, frame: capturing.Frame) -> Attends:
     """Returns what a call attends to, by what its module (`frame`) was given beside the
     image: nothing (`self`), something that joins it as keys (`joint`), or that stands in
     its place (`cross`). Both are [batch, positions, channels], or pictures."""
@@ -490,7 +490,7 @@ def _attends(case: AttentionCase, frame: capturing.Frame) -> Attends:
     return "joint" if case.kv_len == sum(positions) else "cross"
 
 
-def _class(path: Path, library: str, kind: str, allowed: tuple[str, ...]) -> Any:
+def _part_class(path: Path, library: str, kind: str, allowed: tuple[str, ...]) -> Any:
     """Returns the class `kind` of the library. Raises MeasurementError where it does not
     exist, or is no subclass of any class named in `allowed`. `path` is for the
     message."""

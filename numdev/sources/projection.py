@@ -45,27 +45,27 @@ class Projections:
     def __init__(self) -> None:
         self.frames: dict[str, list[Frame]] = {}
 
-    def met(self, ref: CaseRef, running: Sequence[Frame]) -> None:
-        """Records that a call is made while these modules run (the innermost last): by
-        the innermost, for which it is the first."""
+    def record_call(self, ref: CaseRef, running: Sequence[Frame]) -> None:
+        """Records that the call `ref` is made while these modules run (the innermost
+        last). It belongs to the modules for which it is the first call."""
         new = [frame for frame in reversed(running) if not frame.calls]
-        self.frames[ref.case] = [_detached(frame) for frame in new]
+        self.frames[ref.case] = [_detached_frame(frame) for frame in new]
         for frame in running:
             frame.calls += 1
 
-    def of(self, case: AttentionCase) -> Projection:
+    def take(self, case: AttentionCase) -> Projection:
         """Returns the projection of a call that was met, and forgets what was recorded
         for it. Runs its module again in fp64. Raises MeasurementError where the call has
         no projection."""
         for frame in self.frames.pop(case.ref.case, ()):
             if any(map(_is_linear, frame.module.modules())):
-                return _replayed(frame, case)
-        raise _none(
+                return _projection_of_frame(frame, case)
+        raise _no_projection(
             case, "no module with a linear layer makes this call, or it makes several"
         )
 
 
-def _none(case: AttentionCase, why: str) -> MeasurementError:
+def _no_projection(case: AttentionCase, why: str) -> MeasurementError:
     """Returns (does not raise) the error that a call has no projection. `why`: the
     reason, as a clause."""
     return MeasurementError(
@@ -84,7 +84,7 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
     than the case has."""
     ran: list[Run] = []
     kind = type(frame.module).__name__
-    arguments, named = _changed(
+    arguments, named = _map_tensors(
         lambda x: x.double() if x.is_floating_point() else x, frame
     )
 
@@ -106,11 +106,11 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
         with torch.enable_grad():
             again = first_call(lambda: twin(*arguments, **named))
     except Exception as error:  # a module's own code: whatever it raises is a reason
-        raise _none(
+        raise _no_projection(
             case, f"{kind} does not run again in fp64: {one_line(error)}"
         ) from error
     if again is None:
-        raise _none(case, f"{kind} makes no call when it is run again")
+        raise _no_projection(case, f"{kind} makes no call when it is run again")
     q = again.q
     # The same but for a hundred roundings of the largest, in the format the model runs
     # in.
@@ -118,11 +118,11 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
     if q.shape != case.q.shape or bool(
         (q.detach() - case.q.double()).abs().max() > allowed
     ):
-        raise _none(case, f"{kind} makes other queries when it is run again")
+        raise _no_projection(case, f"{kind} makes other queries when it is run again")
     return q, ran
 
 
-def _replayed(frame: Frame, case: AttentionCase) -> Projection:
+def _projection_of_frame(frame: Frame, case: AttentionCase) -> Projection:
     """Returns the projection of the one linear layer that makes the call's queries.
     Raises MeasurementError where none or several do, and where heads are not parts of its
     output."""
@@ -137,14 +137,14 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     ]
     if len(linears) != 1:
         names = ", ".join(name for name, *_ in linears) or "none"
-        raise _none(
+        raise _no_projection(
             case, f"q is made by {len(linears)} linear layers ({names}), not by one"
         )
     name, layer, x, out, grad = linears[0]
-    features = _by_head(q, out, spread, _touched(grad))
+    features = _features_by_head(q, out, spread, _nonzero_features(grad))
     batch, heads, length, head_dim = q.shape
     if features is None or x.numel() != batch * length * x.shape[-1]:
-        raise _none(case, f"the heads are not parts of the output of {name}")
+        raise _no_projection(case, f"the heads are not parts of the output of {name}")
 
     def pull(dq: Tensor) -> Tensor:
         """Returns the gradient at the layer's output, [batch, q_len, heads, head_dim],
@@ -157,7 +157,9 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     return Projection(x=x.reshape(batch, length, -1), weight=weight, pull=pull)
 
 
-def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor | None:
+def _features_by_head(
+    q: Tensor, out: Tensor, spread: Tensor, touched: Tensor
+) -> Tensor | None:
     """Returns the indices of the features of the layer's output that make q, head by
     head; None where they are not `head_dim` for each. Where every head depends on all of
     them (a norm over heads) they are in ascending order. `spread`: a gradient at q;
@@ -168,7 +170,7 @@ def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor 
     for head in range(q.shape[1]):
         alone = torch.zeros_like(spread)
         alone[:, head] = spread[:, head]
-        each.append(_touched(cast(Tensor, _vjp(q, [out], alone)[0])))
+        each.append(_nonzero_features(cast(Tensor, _vjp(q, [out], alone)[0])))
     if all(torch.equal(features, touched) for features in each):
         return touched
     joined = torch.cat(each)
@@ -183,7 +185,7 @@ def _vjp(q: Tensor, outputs: list[Tensor], grad: Tensor) -> tuple[Tensor | None,
     return torch.autograd.grad(q, outputs, grad, retain_graph=True, allow_unused=True)
 
 
-def _touched(grad: Tensor) -> Tensor:
+def _nonzero_features(grad: Tensor) -> Tensor:
     """Returns the indices of the last axis at which a gradient is not zero everywhere,
     int64, ascending."""
     return grad.flatten(0, -2).ne(0).any(dim=0).nonzero().flatten()
@@ -200,14 +202,14 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _detached(frame: Frame) -> Frame:
+def _detached_frame(frame: Frame) -> Frame:
     """Returns the frame with its tensors cut off from their graph, and without its count
     of calls."""
-    arguments, named = _changed(Tensor.detach, frame)
+    arguments, named = _map_tensors(Tensor.detach, frame)
     return Frame(module=frame.module, arguments=arguments, named=named)
 
 
-def _changed(
+def _map_tensors(
     change: Callable[[Tensor], Tensor], frame: Frame
 ) -> tuple[tuple[object, ...], Mapping[str, object]]:
     """Returns a frame's arguments and keywords with `change` applied to every tensor in

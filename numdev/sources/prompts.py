@@ -23,9 +23,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest, one_line
-from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
-from numdev.sources.containers import read as read_tensors
-from numdev.sources.files import plain, some
+from numdev.sources.checkpoint import (
+    LENGTHS,
+    Checkpoint,
+    StateDict,
+    first_positive,
+    load_tokenizer,
+)
+from numdev.sources.containers import read_tensors as read_tensors
+from numdev.sources.files import checked_tensor, some
 from numdev.sources.foreign import refuse_pointer
 
 PROMPT = "prompt.txt"  # what the demo reads, beside its weights
@@ -74,8 +80,8 @@ def model_inputs(
     an input that cannot be drawn."""
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer is used only with --text", hint="give --text too")
-    parts = [read(Path(request.inputs), model)] if request.inputs else []
-    takes, takes_all = arguments(model.forward)
+    parts = [read_prompt(Path(request.inputs), model)] if request.inputs else []
+    takes, takes_all = argument_names(model.forward)
     if isinstance(checkpoint, StateDict):  # a model somebody wrote by hand
         if parts and request.text:
             raise UsageError(
@@ -83,7 +89,7 @@ def model_inputs(
             )
         if parts:
             return parts[0]
-        text = _text(request, checkpoint, model)
+        text = _text_prompt(request, checkpoint, model)
         # Token ids go under the name that it gives its first argument (`idx`, `tokens`,
         # `x`).
         first = "input_ids" if "input_ids" in takes or not takes else takes[0]
@@ -95,7 +101,7 @@ def model_inputs(
             raise UsageError(what, hint="give a smaller --length")
         return dataclasses.replace(text, inputs=inputs)
     in_file = parts[0].inputs if parts else {}
-    needs = wanted(model, present=in_file, generates=request.generate is not None)
+    needs = needed_inputs(model, present=in_file, generates=request.generate is not None)
     if request.text and "input_ids" not in needs:
         raise UsageError(f"{type(model).__name__} reads no text", hint="leave --text out")
     count = next((len(x) for x in in_file.values()), request.sequences)
@@ -103,7 +109,7 @@ def model_inputs(
     for name in needs:
         if name == "input_ids":
             drawing = request.model_copy(update={"sequences": count})
-            read_by_encoder = _text(
+            read_by_encoder = _text_prompt(
                 request if request.text else drawing, checkpoint, model
             )
             parts.append(read_by_encoder)
@@ -113,7 +119,9 @@ def model_inputs(
             parts.append(Prompt(inputs=same, description="the same for the decoder"))
         else:
             parts.append(
-                draw(name, model, count=count, length=request.length, seed=request.seed)
+                draw_input(
+                    name, model, count=count, length=request.length, seed=request.seed
+                )
             )
     return Prompt(
         inputs={name: x for part in parts for name, x in part.inputs.items()},
@@ -123,7 +131,7 @@ def model_inputs(
     )
 
 
-def _text(
+def _text_prompt(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
     """Returns what a text model reads: the request's text files (for the demo its own),
@@ -143,7 +151,7 @@ def _text(
         fields = (
             x if isinstance(x, Mapping) else getattr(x, "__dict__", {}) for x in holders
         )
-        limits = (limit for x in fields if (limit := size(x, *LENGTHS)))
+        limits = (limit for x in fields if (limit := first_positive(x, *LENGTHS)))
         vocab_size, room = vocab_size or next(tables, None), room or next(limits, None)
     writes_on = request.generate and not checkpoint.config.get("is_encoder_decoder")
     if room and writes_on:
@@ -163,7 +171,9 @@ def _text(
             )
         if writes_on:
             tokenizer.padding_side = "left"  # what is written must follow the text itself
-        prompt = from_text(texts, tokenizer, length=length, sequences=request.sequences)
+        prompt = prompt_from_text(
+            texts, tokenizer, length=length, sequences=request.sequences
+        )
         if vocab_size and (most := int(prompt.inputs["input_ids"].max())) >= vocab_size:
             what = (
                 f"{place}: token id {most} is outside the model's vocabulary of "
@@ -175,12 +185,12 @@ def _text(
         raise UsageError(
             f"{checkpoint.path}: its vocabulary's size is unknown", hint="give --text"
         )
-    return drawn(
+    return drawn_tokens(
         vocab_size, length=length, sequences=request.sequences, seed=request.seed
     )
 
 
-def from_text(
+def prompt_from_text(
     files: Sequence[Path], tokenizer: Any, *, length: int, sequences: int
 ) -> Prompt:
     """Returns up to `sequences` chunks of `length` tokens, special ones included, taken
@@ -195,7 +205,7 @@ def from_text(
         )
     by_file = []
     for file in files:
-        chunks = list(_chunks(read_text(file), tokenizer, length))
+        chunks = list(_token_chunks(read_text(file), tokenizer, length))
         if not chunks:
             raise UsageError(
                 f"{file}: holds no token", hint="give a file with text in it"
@@ -223,7 +233,7 @@ def from_text(
     )
 
 
-def _chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
+def _token_chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
     """Yields the token ids of a text, tokenised once and divided: each chunk has up to
     `length` tokens, among them the special ones that the tokenizer puts before and after
     a text. Nothing for a text without a token."""
@@ -239,7 +249,7 @@ def _chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
         yield [*ids[:begin], *ids[at : min(at + step, end)], *ids[end:]]
 
 
-def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
+def drawn_tokens(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
     """Returns token ids drawn uniformly from [0, vocab_size), without padding or special
     tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -265,12 +275,12 @@ def read_text(file: Path) -> str:
         ) from error
 
 
-def wanted(
+def needed_inputs(
     model: nn.Module, *, present: Collection[str] = (), generates: bool = False
 ) -> list[str]:
     """Returns the names of the tensors that a transformers model needs beside those that
     are `present`. `generates`: whether it writes, and makes its decoder's ids itself."""
-    takes, _ = arguments(model.forward)
+    takes, _ = argument_names(model.forward)
     config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
     # In a model of text and vision without two towers side by side, images replace
     # tokens.
@@ -283,7 +293,7 @@ def wanted(
     return [name for name in dict.fromkeys(names) if name not in present]
 
 
-def read(path: Path, model: nn.Module) -> Prompt:
+def read_prompt(path: Path, model: nn.Module) -> Prompt:
     """Returns the tensors of a safetensors file as inputs; each is named after an
     argument that the model's forward declares (`**kwargs` does not count) and is [batch,
     ...]. Raises UsageError where there is no such file, no tensor, no such argument, or a
@@ -292,12 +302,14 @@ def read(path: Path, model: nn.Module) -> Prompt:
         raise UsageError(
             f"{path}: no such file", hint="--inputs takes a safetensors file"
         )
-    inputs = {name: plain(path, name, x) for name, x in sorted(read_tensors(path))}
+    inputs = {
+        name: checked_tensor(path, name, x) for name, x in sorted(read_tensors(path))
+    }
     if not inputs:
         raise UsageError(
             f"{path}: holds no tensor", hint="name tensors after the model's inputs"
         )
-    takes, _ = arguments(model.forward)
+    takes, _ = argument_names(model.forward)
     for name, tensor in inputs.items():
         if name not in takes:
             what = f"{path}: {type(model).__name__} takes no input {name!r}"
@@ -309,7 +321,9 @@ def read(path: Path, model: nn.Module) -> Prompt:
     return Prompt(inputs=inputs, description=f"{' and '.join(inputs)} of {path.name}")
 
 
-def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> Prompt:
+def draw_input(
+    name: str, model: nn.Module, *, count: int, length: int, seed: int
+) -> Prompt:
     """Returns the argument `name` of the model for `count` sequences, drawn with a seed:
     token ids of a decoder, at most `length` of them, or images and spectrograms of N(0,
     1). Raises UsageError for one that cannot be drawn."""
@@ -320,7 +334,7 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
         length = min(
             length, next((n for x in limits if (n := getattr(text, x, 0))), length)
         )
-        ids = drawn(text.vocab_size, length=length, sequences=count, seed=seed)
+        ids = drawn_tokens(text.vocab_size, length=length, sequences=count, seed=seed)
         words = f"{ids.description} for the decoder"
         return Prompt(inputs={name: ids.inputs["input_ids"]}, description=words)
     what, shape = "images", [0]
@@ -347,7 +361,7 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
     return Prompt(inputs={name: x}, description=words)
 
 
-def arguments(forward: Callable[..., object]) -> tuple[list[str], bool]:
+def argument_names(forward: Callable[..., object]) -> tuple[list[str], bool]:
     """Returns the names of a function's arguments, without `*args` and `**kwargs`, and
     whether it takes any other by name."""
     parameters = inspect.signature(forward).parameters.values()

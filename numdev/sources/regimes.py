@@ -43,22 +43,22 @@ class Draws:
         """Returns N(0, 1) in fp32 of this shape, drawn in fp64 and rounded: the last bits
         of the tails' logarithms differ between processors, which in fp64 reaches the
         result once in some 10^8 of them."""
-        return self._by_head("standard_normal", name, shape, np.float32)
+        return self._draw_by_head("standard_normal", name, shape, np.float32)
 
     def uniform(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns numbers uniform in [0, 1), fp64, of this shape."""
-        return self._by_head("random", name, shape, np.float64)
+        return self._draw_by_head("random", name, shape, np.float64)
 
     def integers(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
         """Returns integers uniform over low, ..., high - 1, int64, of this shape."""
-        return self._by_head("integers", name, shape, np.int64, low, high)
+        return self._draw_by_head("integers", name, shape, np.int64, low, high)
 
     def permutation(self, name: str, count: int) -> Tensor:
         """Returns 0, ..., count - 1 in random order, int64 [count]; the same for all
         heads."""
-        return torch.from_numpy(self._stream(name, 0).permutation(count))
+        return torch.from_numpy(self._generator(name, 0).permutation(count))
 
-    def _by_head(
+    def _draw_by_head(
         self, law: str, name: str, shape: tuple[int, ...], dtype: DTypeLike, *of: int
     ) -> Tensor:
         """Returns numbers of numpy's distribution `law`, with parameters `of`, in this
@@ -68,7 +68,7 @@ class Draws:
 
         def fill(head: int) -> None:
             """Draws the numbers of one head, in place."""
-            numbers[:, head] = getattr(self._stream(name, head), law)(
+            numbers[:, head] = getattr(self._generator(name, head), law)(
                 *of, size=(batch, *trailing)
             )
 
@@ -77,7 +77,7 @@ class Draws:
             list(pool.map(fill, range(heads)))
         return torch.from_numpy(numbers)
 
-    def _stream(self, name: str, head: int) -> np.random.Generator:
+    def _generator(self, name: str, head: int) -> np.random.Generator:
         """Returns the generator of one name and head, which depends on label, seed, name
         and head alone."""
         digest = hashlib.sha256(f"{self.label}/{self.seed}/{name}".encode()).digest()
@@ -121,14 +121,14 @@ class Inputs:
         return iter((self.q, self.k, self.v))
 
 
-def of_each(shapes: Shapes, draw: Callable[[str, tuple[int, ...]], Tensor]) -> Inputs:
+def draw_each(shapes: Shapes, draw: Callable[[str, tuple[int, ...]], Tensor]) -> Inputs:
     """Returns q, k and v, each as `draw` returns it for its name and shape."""
     return Inputs(*(draw(name, getattr(shapes, name)) for name in "qkv"))
 
 
-def plain(shapes: Shapes, draws: Draws) -> Inputs:
+def standard_normal(shapes: Shapes, draws: Draws) -> Inputs:
     """Returns q, k and v of independent N(0, 1)."""
-    return of_each(shapes, draws.normal)  # N(0, 1)
+    return draw_each(shapes, draws.normal)  # N(0, 1)
 
 
 def normal(
@@ -136,7 +136,7 @@ def normal(
 ) -> Inputs:
     """Draws independent N(0, 1). `logits` multiplies q, and so the spread of the scores;
     `values`, v."""
-    q, k, v = plain(shapes, draws)
+    q, k, v = standard_normal(shapes, draws)
     return Inputs(q * logits, k, v * values)
 
 
@@ -154,7 +154,7 @@ def outliers(
             draws.normal(f"{name} extra", shape) * deviation
         )
 
-    return of_each(shapes, one)
+    return draw_each(shapes, one)
 
 
 def sink(
@@ -162,7 +162,7 @@ def sink(
 ) -> Inputs:
     """Draws N(0, 1) such that key 0 scores higher by about `strength` in every row, and
     its V is `value` times N(0, 1)."""
-    q, k, v = plain(shapes, draws)
+    q, k, v = standard_normal(shapes, draws)
     dim = shapes.head_dim
     direction = torch.full((dim,), dim**-0.5, dtype=torch.float32, device="cpu")
     # In fp64, rounded once: the last bits of a product in fp32 depend on the processor.
@@ -208,7 +208,7 @@ def one_signed_gradient(
     inputs = (
         ties(shapes, draws, count=count, strength=strength)
         if count
-        else plain(shapes, draws)
+        else standard_normal(shapes, draws)
     )
     v = draws.normal("v", shapes.v)
     grad_out = draws.normal("grad_out", shapes.out)
@@ -217,7 +217,7 @@ def one_signed_gradient(
 
 def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
     """Draws N(0, 1) but for V, which is `least` + |N(0, 1)|."""
-    q, k, v = plain(shapes, draws)
+    q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k, v.abs() + least)
 
 
@@ -226,7 +226,7 @@ def far_below(
 ) -> Inputs:
     """Draws inputs whose log-sum-exp is about `lse` in every row: feature 0 of every
     query is `q`, and that of every key such that their product makes it so."""
-    queries, keys, values = plain(shapes, draws)
+    queries, keys, values = standard_normal(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
     score = lse - math.log(shapes.kv_len) - 0.5
     queries[..., 0] = q
@@ -239,7 +239,7 @@ def massive_channel(
 ) -> Inputs:
     """Draws N(0, 1) with one feature, in the middle, that is the constant `q` in every
     query and `k` in every key."""
-    queries, keys, values = plain(shapes, draws)
+    queries, keys, values = standard_normal(shapes, draws)
     channel = shapes.head_dim // 2
     queries[..., channel], keys[..., channel] = q, k
     return Inputs(queries, keys, values)
@@ -248,7 +248,7 @@ def massive_channel(
 def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) -> Inputs:
     """Draws N(0, 1), where all keys of a head are one common vector plus `spread` times
     N(0, 1)."""
-    q, k, v = plain(shapes, draws)
+    q, k, v = standard_normal(shapes, draws)
     common = draws.normal("k common", (*shapes.k[:2], 1, shapes.head_dim))
     return Inputs(q, common + spread * k, v)
 
@@ -268,7 +268,7 @@ def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
             total = total + left[..., r : r + 1] * right[..., r : r + 1, :]
         return (total / math.sqrt(rank)).float()
 
-    return of_each(shapes, one)
+    return draw_each(shapes, one)
 
 
 def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
@@ -280,13 +280,13 @@ def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
         common = draws.normal(f"{name} common", (*shape[:2], 1, shape[3]))
         return common * math.sqrt(rho) + draws.normal(name, shape) * math.sqrt(1 - rho)
 
-    return of_each(shapes, one)
+    return draw_each(shapes, one)
 
 
 def near_overflow(shapes: Shapes, draws: Draws, *, peak: float = 6e4) -> Inputs:
     """Draws N(0, 1) but for V, which is N(0, 1) limited to [-3, 3] and scaled so that 3
     becomes `peak`."""
-    q, k, v = plain(shapes, draws)
+    q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k, v.clamp(-3.0, 3.0) * (peak / 3.0))
 
 
@@ -341,7 +341,9 @@ def biased_rounding(
     v[:, :, tied:] *= _signs("tail v sign", of_others, tail_sign, draws)
     grad_out = _significands("grad_out", shapes.out, 8, draws)
     grad_out *= _signs("grad_out sign", shapes.out, grad_sign, draws)
-    return Inputs(_exact(q), _exact(k), _exact(v, v_bits), grad_out)
+    return Inputs(
+        _rounded_to_bits(q), _rounded_to_bits(k), _rounded_to_bits(v, v_bits), grad_out
+    )
 
 
 def _significands(name: str, shape: tuple[int, ...], bits: int, draws: Draws) -> Tensor:
@@ -361,7 +363,7 @@ def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor
     return draws.integers(name, shape, 0, 2).float() * 2.0 - 1.0
 
 
-def _exact(x: Tensor, bits: int = 8) -> Tensor:
+def _rounded_to_bits(x: Tensor, bits: int = 8) -> Tensor:
     """Returns x rounded to so many significant bits, 0 below 2^-16 in magnitude; with 8
     bits every number is exact in bfloat16 and in float16."""
     rounded = round_to(x, format_named(f"e8m{bits - 1}"))
@@ -370,36 +372,36 @@ def _exact(x: Tensor, bits: int = 8) -> Tensor:
 
 def ones(shapes: Shapes, draws: Draws) -> Inputs:
     """Draws N(0, 1) but for V = 1: every output is 1."""
-    q, k, v = plain(shapes, draws)
+    q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k, torch.ones_like(v))
 
 
 def one_key(shapes: Shapes, draws: Draws) -> Inputs:
     """Draws one key and its value, repeated kv_len times: every output is that value."""
-    q, k, v = plain(shapes, draws)
+    q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k[:, :, :1].expand_as(k).clone(), v[:, :, :1].expand_as(v).clone())
 
 
 def uniform(shapes: Shapes, draws: Draws) -> Inputs:
     """Draws one key, repeated kv_len times, with V of N(0, 1): all scores of a row are
     equal, and the output is the mean of V."""
-    q, k, v = plain(shapes, draws)
+    q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k[:, :, :1].expand_as(k).clone(), v)
 
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Draws inputs in which one key of every query, drawn among those that a causal mask
     shows it, scores higher than all others by `margin` or more."""
-    return _coded(shapes, draws, 1, margin)
+    return _sign_coded(shapes, draws, 1, margin)
 
 
 def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Draws inputs in which two equal keys of every query, half the length apart, score
     higher than all others by `margin` or more: the output is the mean of two values."""
-    return _coded(shapes, draws, 2, margin)
+    return _sign_coded(shapes, draws, 2, margin)
 
 
-def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
+def _sign_coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
     """Returns inputs whose keys are different sign patterns, each repeated `copies`
     times, and whose queries are the patterns of their keys. A pattern is the key's number
     in binary, each bit repeated in as many features as there are, so that two keys'
@@ -455,7 +457,7 @@ _ALL: tuple[Callable[..., Inputs], ...] = (
 REGIMES = {regime.__name__: regime for regime in _ALL}
 
 
-def check(name: str, options: Mapping[str, object]) -> Callable[..., Inputs]:
+def checked_regime(name: str, options: Mapping[str, object]) -> Callable[..., Inputs]:
     """Returns the regime `name`, a function of shapes and draws. Raises UsageError,
     naming the closest, for an unknown regime, and for an option that it does not have."""
     regime = REGIMES.get(name)
@@ -484,7 +486,7 @@ def draw(
     one audit different draws. With `gradients` also grad_out, which changes no q, k or v:
     the regime's own, else N(0, 1). Raises UsageError for an unknown regime or parameter,
     and values it cannot draw with."""
-    regime, draws = check(name, options), Draws(seed, label)
+    regime, draws = checked_regime(name, options), Draws(seed, label)
     try:
         inputs = regime(shapes, draws, **options)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:

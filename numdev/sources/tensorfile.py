@@ -34,7 +34,7 @@ from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.files import FETCH
-from numdev.sources.loss import drawn_from, with_drawn
+from numdev.sources.loss import drawn_origin, with_drawn_gradient
 from numdev.yamlfile import Strict, validated
 
 KEY, VERSION = "numdev", 1
@@ -56,25 +56,25 @@ DTYPES = {
 }
 
 
-def _checked(layouts: str | dict[str, str]) -> str | dict[str, str]:
+def _checked_layouts(layouts: str | dict[str, str]) -> str | dict[str, str]:
     """Returns the layout, one for all tensors or one by tensor's name, unchanged. Raises
     ValueError for one that is no order of its tensor's axes."""
     for name, layout in (
         layouts.items() if isinstance(layouts, dict) else [("q", layouts)]
     ):
-        axes = _axes(name, len(layout))
+        axes = _axis_letters(name, len(layout))
         if name not in (*REQUIRED, "mask", "grad_out") or sorted(layout) != sorted(axes):
             raise ValueError(f"{layout!r} is not an order of the axes {axes!r} of {name}")
     return layouts
 
 
-def _axes(name: str, count: int) -> str:
+def _axis_letters(name: str, count: int) -> str:
     """Returns the letters of a tensor's axes in a case, `bhsd`, or the last `count` of
     `bhqk` for a mask."""
     return MASK_AXES[-count:] if name == "mask" else AXES
 
 
-Layouts = Annotated[str | dict[str, str], AfterValidator(_checked)]
+Layouts = Annotated[str | dict[str, str], AfterValidator(_checked_layouts)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 
 
@@ -157,7 +157,7 @@ class StoredCase:
         """Returns where its grad_out comes from, in words; empty where it has none."""
         if "grad_out" in self.tensors:
             return self.call.grad_out or "stored in the file"
-        return "" if self.upstream is None else drawn_from(self.upstream)
+        return "" if self.upstream is None else drawn_origin(self.upstream)
 
     def load(self) -> AttentionCase:
         """Reads the tensors and returns the case, with a drawn grad_out where one is
@@ -169,10 +169,10 @@ class StoredCase:
         with changed, storage.open_safetensors(self.path) as file:
             stored = {n: file.get_tensor(f"{self.index}.{n}") for n in self.tensors}
         if missing := [f"{self.index}.{name}" for name in REQUIRED if name not in stored]:
-            raise self._problem(
+            raise self._call_error(
                 f"has no tensor {', '.join(missing)}", "q, k and v are needed"
             )
-        x = {n: self._arranged(n, t.to(self.device)) for n, t in stored.items()}
+        x = {n: self._with_case_axes(n, t.to(self.device)) for n, t in stored.items()}
         call, mask = self.call, x.pop("mask", None)
         if mask is not None and mask.dtype == torch.uint8 and call.mask == "bool":
             mask = mask != 0
@@ -195,12 +195,12 @@ class StoredCase:
                 grad_out_from=call.grad_out,
             )
         except UsageError as error:
-            raise self._problem(
+            raise self._call_error(
                 error.message, "check the tensors, and `layout`"
             ) from error
-        if call.mask not in (None, kind_of(mask)):
-            what = f"mask: expected {call.mask} by its header, got {kind_of(mask)}"
-            raise self._problem(what, "make them agree")
+        if call.mask not in (None, mask_kind(mask)):
+            what = f"mask: expected {call.mask} by its header, got {mask_kind(mask)}"
+            raise self._call_error(what, "make them agree")
         if (
             case.restricts_positions
             and case.q_len != case.kv_len
@@ -212,10 +212,10 @@ class StoredCase:
             )
             hint = f"{case.kv_len - case.q_len} (bottom-right, as flash-attention does)"
             hint = f"give 0 (top-left, as PyTorch aligns) or {hint}"
-            raise self._problem(f"has {what} causal_offset", hint)
-        return with_drawn(case, self.upstream)
+            raise self._call_error(f"has {what} causal_offset", hint)
+        return with_drawn_gradient(case, self.upstream)
 
-    def _arranged(self, name: str, tensor: Tensor) -> Tensor:
+    def _with_case_axes(self, name: str, tensor: Tensor) -> Tensor:
         """Returns a view of a stored tensor with its axes in a case's order; unchanged
         without a layout for it, and for a wrong number of axes, which the case
         refuses."""
@@ -231,9 +231,11 @@ class StoredCase:
         # Of a wrong number of axes the case says so
         if not order or tensor.ndim != len(order):
             return tensor
-        return tensor.permute([order.index(axis) for axis in _axes(name, len(order))])
+        return tensor.permute(
+            [order.index(axis) for axis in _axis_letters(name, len(order))]
+        )
 
-    def _problem(self, what: str, hint: str) -> UsageError:
+    def _call_error(self, what: str, hint: str) -> UsageError:
         """Returns (does not raise) the error `file: call: what` with a hint."""
         return UsageError(f"{self.path}: call {self.index}: {what}", hint=hint)
 
@@ -357,7 +359,7 @@ def _open_file(
     return header, cases
 
 
-def write(
+def write_cases(
     path: Path,
     cases: Sequence[AttentionCase],
     axes: Sequence[Mapping[str, object]] | None = None,
@@ -373,7 +375,7 @@ def write(
                 order = storage_order(tensor)
                 if name != "sinks":
                     layout[name] = "".join(
-                        _axes(name, tensor.ndim)[axis] for axis in order
+                        _axis_letters(name, tensor.ndim)[axis] for axis in order
                     )
                 x = tensor.detach().permute(order).cpu()
                 tensors[f"{index}.{name}"] = x.clone(
@@ -381,7 +383,7 @@ def write(
                 )
         call = {**vars(case.ref), **{name: getattr(case, name) for name in OF_CASE}}
         call |= {
-            "mask": kind_of(case.mask),
+            "mask": mask_kind(case.mask),
             "grad_out": case.grad_out_from,
             "layout": layout,
         }
@@ -409,14 +411,14 @@ def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
         raise UsageError(f"{path}: expected a name that ends in .safetensors")
     if not cases or len(names) < len(cases):
         raise UsageError(f"{path}: {len(cases)} cases have {len(names)} names")
-    write(path, cases)
+    write_cases(path, cases)
 
 
 Add = Callable[[AttentionCase, Mapping[str, object]], None]
 
 
 @contextlib.contextmanager
-def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
+def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     """Enters a context that yields a function of (case, its place on a grid), which
     writes one more case. The directory appears at the end, whole; after an exception, or
     without a case, it does not. Raises UsageError where the directory exists (with
@@ -428,7 +430,7 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     def add(case: AttentionCase, axes: Mapping[str, object]) -> None:
         """Writes one more case."""
         names.append(f"{len(names):05d}.safetensors")
-        write(partial / names[-1], [case], [axes])
+        write_cases(partial / names[-1], [case], [axes])
 
     with contextlib.ExitStack() as stack:
         try:
@@ -448,7 +450,7 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
             partial.replace(directory)
 
 
-def kind_of(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
+def mask_kind(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
     """Returns what a mask is to a kernel, as files and reports name it: `none`, `bool` or
     `additive`."""
     return "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
@@ -505,7 +507,7 @@ def varlen_cases(
     }
     _refuse_misshapen(q, k, v, places, sinks)
     packing = _Packing.of(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    window = _window(window_size, causal=causal)
+    window = _flash_attn_window(window_size, causal=causal)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     cases = []
     for i, queries, keys, values in packing.sequences(q, k, v):
@@ -516,9 +518,9 @@ def varlen_cases(
         )
         case = AttentionCase(
             ref=ref,
-            q=_alone(queries),
-            k=_alone(keys),
-            v=_alone(values),
+            q=_as_case_tensor(queries),
+            k=_as_case_tensor(keys),
+            v=_as_case_tensor(values),
             scale=scale,
             is_causal=causal,
             causal_offset=count - len(queries),
@@ -554,9 +556,11 @@ class _Packing:
         """Returns the places of a call's sequences. Raises UsageError for shapes and
         numbers that do not fit together."""
         paged = block_table is not None
-        rows, starts = _begins(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
+        rows, starts = _sequence_starts(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
         if cu_seqlens_k is not None:
-            starts = _begins(cu_seqlens_k, "cu_seqlens_k", math.inf if paged else len(k))
+            starts = _sequence_starts(
+                cu_seqlens_k, "cu_seqlens_k", math.inf if paged else len(k)
+            )
         lengths = [end - start for start, end in itertools.pairwise(starts)]
         counts = [int(count) for count in (lengths if seqused_k is None else seqused_k)]
         n = len(rows) - 1
@@ -584,16 +588,16 @@ class _Packing:
         for i, (start, end) in enumerate(itertools.pairwise(self.rows)):
             if start == end:
                 continue
-            keys, values = (self._of_sequence(x, i) for x in (k, v))
+            keys, values = (self._keys_of_sequence(x, i) for x in (k, v))
             count = self.counts[i]
             if len(keys) != count or len(values) != count:
                 raise UsageError(f"sequence {i}: expected {count} keys, got {len(keys)}")
             yield i, q[start:end], keys, values
 
-    def _of_sequence(self, x: Tensor, i: int) -> Tensor:
+    def _keys_of_sequence(self, x: Tensor, i: int) -> Tensor:
         """Returns the keys or values of sequence i, [keys, kv_heads, dim]."""
         if self.block_table is not None:
-            return _gathered(x, self.block_table[i], self.counts[i])
+            return _gather_pages(x, self.block_table[i], self.counts[i])
         return x[self.starts[i] : self.starts[i + 1]][: self.counts[i]]
 
 
@@ -620,7 +624,9 @@ def _refuse_misshapen(
         raise UsageError(f"sinks: expected a dense tensor of values, got {sinks.device}")
 
 
-def _window(window_size: Sequence[int] | None, *, causal: bool) -> Window | None:
+def _flash_attn_window(
+    window_size: Sequence[int] | None, *, causal: bool
+) -> Window | None:
     """Returns a case's window from flash-attention's (left, right), where a negative side
     is no limit; None without any limit. Raises UsageError for another number of sides."""
     if window_size is None or not any(side >= 0 for side in window_size):
@@ -642,7 +648,7 @@ def _refuse_no_integers(name: str, x: Tensor, axes: int) -> None:
         raise UsageError(f"{name}: expected {expected}, got {x.dtype} {list(x.shape)}")
 
 
-def _begins(places: Tensor, name: str, tokens: float) -> list[int]:
+def _sequence_starts(places: Tensor, name: str, tokens: float) -> list[int]:
     """Returns where sequences begin, and the last one ends, as ints. Raises UsageError
     unless they ascend from 0 to at most `tokens`; `name` is for the message."""
     numbers = [int(x) for x in places]
@@ -654,7 +660,7 @@ def _begins(places: Tensor, name: str, tokens: float) -> list[int]:
     return numbers
 
 
-def _gathered(cache: Tensor, pages: Tensor, count: int) -> Tensor:
+def _gather_pages(cache: Tensor, pages: Tensor, count: int) -> Tensor:
     """Returns the first `count` keys of the pages, [count, kv_heads, dim]; fewer where
     pages lack. Raises UsageError for a page that is not in the cache."""
     size = cache.shape[1]
@@ -666,7 +672,7 @@ def _gathered(cache: Tensor, pages: Tensor, count: int) -> Tensor:
     return cache[needed].flatten(0, 1)[:count]
 
 
-def _alone(x: Tensor) -> Tensor:
+def _as_case_tensor(x: Tensor) -> Tensor:
     """Returns a copy on the CPU of [length, heads, dim] as a case has it, [1, heads,
     length, dim], with the same order in memory."""
     copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -45,7 +45,7 @@ from numdev.operations.attention.finiteness import (
     overflowing_inputs,
 )
 from numdev.report import CaseRecord
-from numdev.sources.tensorfile import kind_of
+from numdev.sources.tensorfile import mask_kind
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.timing import Stopwatch
@@ -646,7 +646,7 @@ def case_record(
     are counted."""
     batch, _, _, head_dim = case.q.shape
     has_sinks, v_dim = case.sinks is not None, case.v.shape[3]
-    mask, swept = kind_of(case.mask), dict(axes or {})
+    mask, swept = mask_kind(case.mask), dict(axes or {})
     upstream = case.grad_out_from or ("given" if case.grad_out is not None else None)
     threads = None if case.q.is_cuda else torch.get_num_threads()
     nonfinite, overflows = nonfinite_inputs(case), overflowing_inputs(case, formats)

@@ -19,7 +19,7 @@ from numdev.gate.rules import Rules, as_data
 from numdev.kernels import Kernel
 from numdev.kernels.output import differentiate, refuse
 from numdev.report import AuditReport, AuditSummary, CaseRecord
-from numdev.sources.loss import with_drawn
+from numdev.sources.loss import with_drawn_gradient
 from numdev.sources.opening import ConfigSource, Located
 from numdev.sources.regimes import REGIMES
 from numdev.sources.tensorfile import holds_cases, open_cases
@@ -163,7 +163,7 @@ class CheckSource(ConfigSource):
         cases."""
         seed = self._seeds[0] if self._gradients else None
         if isinstance(named, AttentionCase):
-            return [as_located(with_drawn(copied(named, self._device), seed))]
+            return [as_located(with_drawn_gradient(copied(named, self._device), seed))]
         if isinstance(named, Mapping):
             return self._drawn(_configured({"name": f"case {number}", **SHAPE, **named}))
         path = Path(named)

@@ -26,7 +26,7 @@ from numdev.metrics.finiteness import count_nonfinite, nonfinite_of
 from numdev.metrics.weights import weight_row
 from numdev.operations.attention.explain.words import explanations
 from numdev.sources.opening import Located, Source, open_source
-from numdev.sources.tensorfile import Add, writing
+from numdev.sources.tensorfile import Add, writing_cases
 from numdev.studies.audit.bench import Selection
 from numdev.studies.audit.cluster import Cluster, Workers, at_work
 from numdev.studies.audit.explanations import most
@@ -163,7 +163,7 @@ def run_plan(
         at_work(workers, plan, shared, limit_s, watch, say)
         if workers
         else contextlib.nullcontext() as team,
-        writing(save_cases, overwrite=overwrite)
+        writing_cases(save_cases, overwrite=overwrite)
         if save_cases
         else contextlib.nullcontext() as save,
     ):

@@ -118,7 +118,7 @@ def write(
     script = directory / "reproduce.py"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        tensorfile.write(directory / "tensors.safetensors", [case])
+        tensorfile.write_cases(directory / "tensors.safetensors", [case])
         script.write_text(rendered("audit", facts), encoding="utf-8")
     except OSError as error:
         raise MeasurementError(

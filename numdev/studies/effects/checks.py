@@ -25,9 +25,15 @@ from numdev.exact.wide import widened
 from numdev.formats import Format
 from numdev.report import Finding
 from numdev.report.numbers import three
-from numdev.sources.capture import attention_modules, in_parts, layer_of, led, unaudited
-from numdev.sources.loss import at_home
-from numdev.sources.prompts import arguments
+from numdev.sources.capture import (
+    attention_modules,
+    attention_override,
+    layer_of,
+    run_in_parts,
+    unaudited_modules,
+)
+from numdev.sources.loss import to_model_device
+from numdev.sources.prompts import argument_names
 from numdev.studies.audit.reproduce import written
 from numdev.studies.effects.outputs import (
     EXACT_NONFINITE,
@@ -133,7 +139,7 @@ class Checks:
         if name not in ("causality", "cache", "mask"):
             return ""
         if name == "mask":
-            named, takes_all = arguments(model.forward)
+            named, takes_all = argument_names(model.forward)
             if not takes_all and "attention_mask" not in named:
                 return "no attention mask"
         if name == "cache" and not getattr(model, "can_generate", lambda: False)():
@@ -176,7 +182,7 @@ class Checks:
         """Returns the modules whose outputs show where two runs first differ, with their
         names: attention, other modules that mix tokens, and whole layers."""
         names = attention_modules(self.model) + [
-            name for _, name, _ in unaudited(self.model)
+            name for _, name, _ in unaudited_modules(self.model)
         ]
         return {self.model.get_submodule(n): n for n in (*names, *layers_of(self.model))}
 
@@ -303,7 +309,7 @@ class Checks:
         `sdpa`, computes what it asks the attention interface to compute. Raises
         MeasurementError where the model cannot be switched to it."""
         model: Any = self.model
-        with led(model, way):
+        with attention_override(model, way):
             if model.config._attn_implementation != way:
                 raise MeasurementError(f"the model cannot be switched to {way}")
             return self.again(way, attention=None)
@@ -403,7 +409,7 @@ class Checks:
         def decoded(**wide: Tensor) -> Tensor:
             """Returns the outputs of a model that reads the last tokens one at a time,
             joined along positions."""
-            answers = in_parts(self.model, wide, range(first, length + 1))
+            answers = run_in_parts(self.model, wide, range(first, length + 1))
             return torch.cat([output_of(answer) for answer in answers], dim=1)
 
         out = output_of(self.subject.exactly(self.inputs, run=decoded))
@@ -415,8 +421,8 @@ class Checks:
         """Returns the check of whether torch.compile leaves the model's error as it is.
         `way`: which of the model's own codes for attention runs, where it has several."""
         model: nn.Module = self.subject.real
-        with torch.no_grad(), led(model, way):
-            home = at_home(model, self.inputs)
+        with torch.no_grad(), attention_override(model, way):
+            home = to_model_device(model, self.inputs)
             as_is = output_of(model(**home))
             torch.compiler.reset()
             compiled = output_of(torch.compile(model, dynamic=False)(**home))

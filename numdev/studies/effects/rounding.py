@@ -19,7 +19,7 @@ from numdev.exact.rounding import round_number, round_values, values_format
 from numdev.exact.running import Computing
 from numdev.exact.wide import Wide
 from numdev.formats import Format
-from numdev.sources.capture import QKV, attention_modules, followed
+from numdev.sources.capture import QKV, attention_modules, module_hooks
 
 # The rounding sites inside attention, in three groups; their formats are those of the
 # first kernel's rounding model.
@@ -211,7 +211,7 @@ class SiteTracker:
             if self.running and self.running[-1] is module:
                 self.running.pop()
 
-        return followed(self.kinds, enter, leave)
+        return module_hooks(self.kinds, enter, leave)
 
     def met(self) -> None:
         """Notes that the attention of the running modules was called: what they compute

@@ -30,9 +30,9 @@ from numdev.kernels import Output, find
 from numdev.kernels.emulation.kernel import MOST_BITS
 from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
 from numdev.kernels.reference import attend
-from numdev.sources.capture import Unseen, answered, followed
+from numdev.sources.capture import Unseen, module_hooks, run_with_answers
 from numdev.sources.checkpoint import Deferred, Streamed
-from numdev.sources.loss import at_home
+from numdev.sources.loss import to_model_device
 from numdev.sources.opening import CheckpointSource
 from numdev.sources.pipeline import PictureSource
 from numdev.studies.audit.isolation import Failure, Runner
@@ -103,8 +103,8 @@ class Subject:
             nullcontext() if moved is None else _moving(self.real, self.format, moved)
         )
         with torch.no_grad(), self.weights[self.real](), moving:
-            home = at_home(self.real, inputs)
-            return answered(self.real, lambda: self.real(**home), answer)
+            home = to_model_device(self.real, inputs)
+            return run_with_answers(self.real, lambda: self.real(**home), answer)
 
     def exactly(
         self,
@@ -162,7 +162,7 @@ class Subject:
         )
         with torch.no_grad(), self.weights[self.wide](), self.places.following(), running:
             if attention is not None:
-                result = answered(self.wide, call, answer)
+                result = run_with_answers(self.wide, call, answer)
             else:  # fused operators, chosen by what tensors say they are, have no fp64
                 with sdpa_kernel(SDPBackend.MATH):
                     result = call()
@@ -308,7 +308,7 @@ def first_nonfinite(
         with _disable_current_modes():
             note(out, lambda: names[module] + _bad_weight(module, cast_to))
 
-    with followed(names, enter, leave):
+    with module_hooks(names, enter, leave):
         yield first
 
 

@@ -19,8 +19,8 @@ from numdev.cases import AttentionCase
 from numdev.errors import NumdevError, Refused, one_line
 from numdev.formats import Format, round_to
 from numdev.kernels.reference import attend
-from numdev.sources.capture import answered, in_parts
-from numdev.sources.loss import at_home
+from numdev.sources.capture import run_in_parts, run_with_answers
+from numdev.sources.loss import to_model_device
 from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.plan import Planned
 from numdev.studies.effects.outputs import output_of
@@ -56,7 +56,7 @@ def model_rows(
         """Returns the exact attention of a call, rounded once to the format."""
         return round_to(attend(case).out, fmt).to(case.q.dtype)
 
-    home = at_home(model, inputs)
+    home = to_model_device(model, inputs)
     for axis in model_axes(model, inputs, axes):
         way = _ways(model, home)[axis]
         row = partial(
@@ -68,11 +68,11 @@ def model_rows(
         )
         try:
             with torch.no_grad():
-                a, b = answered(model, way, kernel)
-                c, d = answered(model, way, exact)  # here attention changes nothing
+                a, b = run_with_answers(model, way, kernel)
+                c, d = run_with_answers(model, way, exact)  # attention changes nothing
                 wide = wider()
-                wide_way = _ways(wide, at_home(wide, inputs))[axis]
-                truth, _ = answered(wide, wide_way, _in_fp64)
+                wide_way = _ways(wide, to_model_device(wide, inputs))[axis]
+                truth, _ = run_with_answers(wide, wide_way, _in_fp64)
         # The model's own code runs here: it may have no cache, or another one
         except Exception as error:
             reason = error.message if isinstance(error, NumdevError) else one_line(error)
@@ -121,7 +121,7 @@ def _ways(
     def with_cache(*ends: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Returns the output of one pass and that of a pass read in parts, with a cache,
         up to each of `ends`; both from position `first`."""
-        parts = [output_of(x) for x in in_parts(model, {"input_ids": ids[:1]}, ends)]
+        parts = [output_of(x) for x in run_in_parts(model, {"input_ids": ids[:1]}, ends)]
         whole = output_of(model(input_ids=ids[:1]))
         return whole[:, first:], torch.cat(parts, dim=1)[:, first:]
 
