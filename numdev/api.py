@@ -21,7 +21,7 @@ from numdev.config import AuditRequest, audit_request
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate import compare as comparing
 from numdev.gate.compare_report import CompareReport
-from numdev.kernels import Kernel, Output, of_function
+from numdev.kernels import Kernel, Output, kernel_of_function
 from numdev.report import AuditReport, DeviationRow, Report
 from numdev.report.io import refuse_other_kind
 from numdev.report.renderers import html
@@ -132,7 +132,7 @@ def _chosen(
 ) -> list[str | Mapping[str, object] | Kernel]:
     """Returns one kernel or several as a list; functions as kernels."""
     return [
-        x if isinstance(x, str | Mapping | Kernel) else of_function(name_of(x), x)
+        x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
         for x in _several(kernels)
     ]
 

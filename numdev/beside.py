@@ -16,7 +16,7 @@ from numdev.formats import Format, format_named
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system
 from numdev.gate.rules import Rules, default_rules_for_functions, read_rules
-from numdev.kernels import imported
+from numdev.kernels import import_callable
 from numdev.operations.function.inputs import calls_of
 from numdev.operations.function.judged import DRAWS
 from numdev.operations.function.process import FunctionProcess
@@ -159,7 +159,7 @@ def _runner(
 ) -> RunAll:
     if isinstance(function, str):
         if process is None:
-            function = imported(function, "function")
+            function = import_callable(function, "function")
         else:
             return in_process(process, function, backward=backward)
     return partial(run_all, function, backward=backward)

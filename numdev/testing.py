@@ -20,9 +20,9 @@ from numdev.gate.findings import listed, remarks
 from numdev.gate.judgement import Judgement, Test
 from numdev.gate.judging import check_system, judgement_of
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
-from numdev.kernels import Kernel, find, of_function
+from numdev.kernels import Kernel, find, kernel_of_function
 from numdev.kernels.output import GRADIENTS
-from numdev.kernels.plain import never_set, parameters
+from numdev.kernels.plain import parameters_by_role, untested_parameters
 from numdev.report import AuditReport, Finding, Outcome, Place
 from numdev.report.foreign import plain
 from numdev.report.numbers import MOST, ratio, si
@@ -278,7 +278,7 @@ def _kernel_of(
         kernel, name = function, function.name
     elif callable(function):
         name = name_of(function)
-        kernel = of_function(name, function)
+        kernel = kernel_of_function(name, function)
     else:
         hint = "numdev.audit takes names of kernels"
         raise UsageError(f"function: expected a function, got {function!r}", hint=hint)
@@ -586,7 +586,7 @@ def _left_out(
         yield f"Skipped: {len(cases)} of {every} {what}{which}: {why.rstrip('.')}."
     ran = {r.case for r in rows if r.status == "ok"}
     called = [case for case in report.attention_calls if case.case in ran]
-    if function and (unset := never_set(function, called)):
+    if function and (unset := untested_parameters(function, called)):
         yield f"Not tested, since no call that ran sets it: {', '.join(unset)}."
     if called and (shapes := untested_shapes(called)):
         yield f"Not tested, since no call that ran has it: {', '.join(shapes)}."
@@ -600,7 +600,7 @@ def _left_out(
         which = ", ".join(dict.fromkeys(c.case for c in of_more))
         yield f"Not tested: the gradients of {' and of '.join(whose)} ({which})."
     fewer = dict.fromkeys(case.case for case in called if case.kv_heads < case.heads)
-    if fewer and function and "gqa" not in parameters(function):
+    if fewer and function and "gqa" not in parameters_by_role(function):
         yield (
             f"Not tested: fewer kv heads than query heads ({', '.join(fewer)}). k "
             "and v were "

@@ -92,7 +92,7 @@ def test_shapes_and_formats_it_cannot_take(
     case: AttentionCase, words: str | None
 ) -> None:
     """Each has its reason in words."""
-    found = fused._unfit(case)
+    found = fused._unfit_reason(case)
     assert found is None if words is None else words in str(found)
 
 
@@ -100,9 +100,11 @@ def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask is held in fp64, also a bool one, and may not take more than MASK_BYTES
     there."""
     monkeypatch.setattr(fused, "MASK_BYTES", 8 * 9)
-    assert fused._unfit(shaped(mask=torch.zeros(3, 3))) is None
-    assert "18 elements" in str(fused._unfit(shaped(mask=torch.zeros(2, 3, 3) == 0)))
-    assert "18 elements" in str(fused._unfit(shaped(mask=torch.zeros(2, 3, 3))))
+    assert fused._unfit_reason(shaped(mask=torch.zeros(3, 3))) is None
+    assert "18 elements" in str(
+        fused._unfit_reason(shaped(mask=torch.zeros(2, 3, 3) == 0))
+    )
+    assert "18 elements" in str(fused._unfit_reason(shaped(mask=torch.zeros(2, 3, 3))))
 
 
 @pytest.mark.parametrize(("fields", "refused"), [
@@ -112,7 +114,7 @@ def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_beyond_fp64(fields: dict[str, Any], refused: bool) -> None:
     """Where scores may reach 2^44 the sums of the two passes differ by more than P can
     bear."""
-    found = fused._out_of_range(make_case(dtype=torch.float32, **fields))
+    found = fused._out_of_range_reason(make_case(dtype=torch.float32, **fields))
     assert ("where fp64 has no digits left" in str(found)) is refused
 
 
@@ -141,15 +143,15 @@ def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:
 
     refuse = Mock(side_effect=Refused("the mask is too large"))
     fail = Mock(side_effect=ValueError("broken"))
-    found = reference._fast_or_plain(case, refuse, blocked.gradients)
+    found = reference._with_fallback(case, refuse, blocked.gradients)
     assert found.by == "blocked: the mask is too large"
     for field in dataclasses.fields(Gradients):
         if field.name != "by":
             assert torch.equal(getattr(found, field.name), getattr(plain, field.name))
-    fast: Reference = reference._fast_or_plain(case, lambda case: plain, fail)
+    fast: Reference = reference._with_fallback(case, lambda case: plain, fail)
     assert fast is plain
     with pytest.raises(ValueError, match="broken"):
-        reference._fast_or_plain(case, fail, blocked.gradients)
+        reference._with_fallback(case, fail, blocked.gradients)
 
 
 @pytest.mark.parametrize(("length", "small"), [(64, True), (65, False)])
@@ -236,8 +238,8 @@ def test_groups_of_heads_and_runs_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
     whole = reference.attend(case)
     monkeypatch.setattr(fused, "OPERAND_BYTES", 1)
     monkeypatch.setattr(fused, "SCRATCH_BYTES", 1)
-    assert len(list(fused._parts(case))) == 2
-    assert len(fused._runs(case)) > 5
+    assert len(list(fused._head_groups(case))) == 2
+    assert len(fused._row_runs(case)) > 5
     found = assert_agree(case)
     for name in ("out", "lse", "term_scale", "empty"):
         assert torch.equal(getattr(found, name), getattr(whole, name)), name

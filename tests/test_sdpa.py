@@ -188,7 +188,7 @@ def test_a_compiled_call_that_was_not_is_an_error(
 ) -> None:
     """With the compiler switched off the eager path is not passed off as the compiled
     kernel."""
-    monkeypatch.setattr(flex, "_compiled", lambda: flex._call)
+    monkeypatch.setattr(flex, "_compiled", lambda: flex._run_flex)
     with pytest.raises(MeasurementError, match="ran eagerly"):
         FLEX.attend(make_case(dtype=torch.float32))
 
@@ -206,7 +206,7 @@ def test_flex_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ZeroDivisionError(limits())
 
     before = limits()
-    monkeypatch.setattr(flex, "_call", crash)
+    monkeypatch.setattr(flex, "_run_flex", crash)
     with pytest.raises(ZeroDivisionError) as caught:
         FLEX.attend(make_case(), compiled=False)
     assert (caught.value.args, limits()) == (((1_000_000, 1_000_000),), before)

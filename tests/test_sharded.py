@@ -26,7 +26,7 @@ from numdev.kernels import Output, context_parallel, find
 from numdev.kernels.context_parallel import together
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.reference import gradients as exact_gradients
-from numdev.kernels.sharded import Merge, merged, schedule
+from numdev.kernels.sharded import Merge, merge_parts, schedule
 from numdev.studies.audit.isolation import attempt
 from numdev.system import System
 
@@ -160,7 +160,9 @@ def test_merging_equals_the_formula(number: int, order: str) -> None:
     clean = [(torch.nan_to_num(O[0, 0].double()), L[0, 0].double()) for O, L in parts]
     out, lse = _exactly_merged(clean)
     for name, u in (("float64", U64), ("float32", U32)):
-        O, L = merged(parts, Merge(order=order, format=name, working=FORMATS["bfloat16"]))
+        O, L = merge_parts(
+            parts, Merge(order=order, format=name, working=FORMATS["bfloat16"])
+        )
         # L is at most 23 and each merge rounds it four times; |O| is at most 4.
         e = number * 4 * 23 * u
         assert_within(L[0, 0], lse, e)
@@ -246,7 +248,7 @@ def _ring_on_a_cpu(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(context_parallel, "_dispatched", ring)
+        monkeypatch.setattr(context_parallel, "_ring_attention", ring)
 
 
 def explained(case: Any, **options: Any) -> tuple[Output, Output]:

@@ -21,7 +21,7 @@ from planted.function import calls_of
 
 import numdev
 from numdev.cases import AttentionCase, CaseRef, visible
-from numdev.kernels import find, of_function
+from numdev.kernels import find, kernel_of_function
 from numdev.kernels.reference import attend
 from numdev.operations.attention.explain import wrong_function
 from numdev.operations.attention.explain.mistakes import variants
@@ -137,7 +137,7 @@ def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) 
     nothing."""
     case = rates.make(rates.SHAPES["causal"], "normal", "bfloat16", 0)
     bench = prepare(with_drawn_gradient(case, 0), "bfloat16", gradients=True)
-    kernel = of_function("mine", function)
+    kernel = kernel_of_function("mine", function)
     rows = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows
     assert {r.suspicion for r in rows if r.tensor == tensor} == {cause}
     assert all(r.suspicion is None for r in rows if r.role != "kernel")
@@ -172,7 +172,9 @@ def test_an_error_without_a_name_is_said_to_have_none() -> None:
     bench = prepare(
         rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0), "bfloat16"
     )
-    kernel = of_function("mine", lambda q, k, v: planted.sound(q, k, v)[0] + q.cos())
+    kernel = kernel_of_function(
+        "mine", lambda q, k, v: planted.sound(q, k, v)[0] + q.cos()
+    )
     for _ in range(2):
         row = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows[0]
         assert row.nulls["suspicion"].startswith("none of the mistakes")

@@ -21,7 +21,7 @@ from numdev.kernels import Kernel, find
 from numdev.kernels.emulation import backward
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.output import Output
-from numdev.kernels.training import attended, crossed
+from numdev.kernels.training import attend_in_graph, attend_with_gradients_of
 
 EMULATED: list[dict[str, Any]] = [
     {"compute": "float32"},
@@ -51,9 +51,9 @@ def in_network(
     inside = dataclasses.replace(given, q=q, k=k, v=v, grad_out=None)
     with torch.autocast(given.q.device.type, BF16, enabled=autocast):
         if behind is None:
-            out = attended(kernel, inside, options, generator)
+            out = attend_in_graph(kernel, inside, options, generator)
         else:
-            out = crossed(kernel, inside, options, *behind)
+            out = attend_with_gradients_of(kernel, inside, options, *behind)
     out.backward(given.grad_out.to(out.dtype))
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
@@ -123,7 +123,7 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
         try:
             q = given.q.clone().requires_grad_()
             inside = dataclasses.replace(given, q=q, grad_out=None)
-            out = attended(kernel, inside, kernel.with_options(options))
+            out = attend_in_graph(kernel, inside, kernel.with_options(options))
             out.grad_fn.metadata["marker"] = Marker()
             gone = weakref.ref(out.grad_fn.metadata["marker"])
             del out

@@ -117,7 +117,7 @@ def test_tiles_are_the_measured_ones(
 ) -> None:
     """Tensors that are pretended to be on such a GPU get them, where they can be."""
     monkeypatch.setattr(
-        fused, "_of_gpu", lambda _: (SHARED[capability], capability // 10)
+        fused, "_gpu_limits", lambda _: (SHARED[capability], capability // 10)
     )
     with FakeTensorMode():
         x = torch.empty(1, 2, 8, width, device="cuda:0")
@@ -196,7 +196,7 @@ def main() -> None:
     found = {}
     for capability in asked.capabilities:
         driver.set_active(Driver(capability))
-        elsewhere = not fused.suits(SHARED[capability], capability // 10)
+        elsewhere = not fused.suits_forward_tiles(SHARED[capability], capability // 10)
         fused.FORWARD = fused.ELSEWHERE if elsewhere else measured
         for name, launch in launches():
             if asked.only and not any(part in name for part in asked.only):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from numdev.cases import AttentionCase
-from numdev.kernels import Kernel, find, of_function
+from numdev.kernels import Kernel, find, kernel_of_function
 
 FAMILIES = {
     "sound": "Right, each in its own design.",
@@ -72,7 +72,7 @@ class Planted:
             return self.function
         if isinstance(self.function, str):
             return find(self.function)
-        return of_function(self.address, self.function)
+        return kernel_of_function(self.address, self.function)
 
 
 CATALOGUE: dict[str, Planted] = {}

@@ -174,7 +174,7 @@ def beside(
     process of its own, in which nothing of the reference is."""
     from numdev import report as reports
     from numdev.beside import check_beside
-    from numdev.kernels import imported
+    from numdev.kernels import import_callable
     from numdev.operations.function.process import FunctionProcess
     from numdev.report.renderers import html
     from numdev.studies.audit.functions import served
@@ -187,8 +187,10 @@ def beside(
         named = inputs is not None and ":" in inputs
         result = check_beside(
             target,
-            reference=imported(reference, "reference"),
-            inputs=imported(str(inputs), "function of inputs") if named else inputs,
+            reference=import_callable(reference, "reference"),
+            inputs=import_callable(str(inputs), "function of inputs")
+            if named
+            else inputs,
             shapes=shapes,
             formats=formats,
             backward=backward,

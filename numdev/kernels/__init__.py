@@ -59,7 +59,9 @@ def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str
     return {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
 
 
-def apart_like_fa2(case: AttentionCase, output: Output, system: System) -> Claim:
+def like_fa2_with_repeated_kv(
+    case: AttentionCase, output: Output, system: System
+) -> Claim:
     """Returns FlashAttention-2's recipe as options of `emulated`, for a function that
     gets k and v repeated for each query head: autograd then casts each head's dk and dv
     before it sums a group."""
@@ -119,8 +121,8 @@ class Kernel:
     @property
     def declares(self) -> bool:
         """Whether its author said how it rounds; False for the claim of a kernel without
-        one (`like_fa2`, `apart_like_fa2`)."""
-        return self.claims not in (like_fa2, apart_like_fa2)
+        one (`like_fa2`, `like_fa2_with_repeated_kv`)."""
+        return self.claims not in (like_fa2, like_fa2_with_repeated_kv)
 
     def missing(self, system: System) -> str | None:
         """Returns why it cannot run on `system`, as a sentence; None where it can."""
@@ -137,11 +139,11 @@ class Kernel:
                 )
                 raise UsageError(f"kernel {self.name} has no option {name!r}", hint=hint)
             values = self.values.get(name)
-            if values is None or _typed(value) == _typed(self.options[name]):
+            if values is None or _with_type(value) == _with_type(self.options[name]):
                 continue
             what = f"kernel {self.name}: {name}"
             if not isinstance(values, int):
-                if _typed(value) not in map(_typed, values):
+                if _with_type(value) not in map(_with_type, values):
                     hint = closest(str(value), map(str, values))
                     raise UsageError(f"{what}: unknown value {value!r}", hint=hint)
             elif type(value) is not int or value < values:
@@ -225,8 +227,8 @@ def kernel(
         no function, and for a name that another function has."""
         expect("function", function, Callable[..., object])
         taken = _registry.get(name)
-        if taken is not None and _identity(taken.function) != _identity(function):
-            both = f"{_identity(taken.function)} and {_identity(function)}"
+        if taken is not None and _full_name(taken.function) != _full_name(function):
+            both = f"{_full_name(taken.function)} and {_full_name(function)}"
             hint = "rename one, or uninstall its package"
             raise UsageError(f"two kernels are named {name!r}: {both}", hint=hint)
         sources = [
@@ -288,8 +290,8 @@ def find(name: str) -> Kernel:
     a plugin that could not be loaded, and a function that cannot be imported or
     adapted."""
     if ":" in name:
-        name = importable(name)
-        return of_function(name, imported(name, "kernel"))
+        name = importable_path(name)
+        return kernel_of_function(name, import_callable(name, "kernel"))
     kernels = all_kernels()
     if name not in kernels:
         broken = [k.broken for k in kernels.values() if k.broken]
@@ -300,7 +302,7 @@ def find(name: str) -> Kernel:
     return kernels[name]
 
 
-def of_function(name: str, function: Callable[..., object]) -> Kernel:
+def kernel_of_function(name: str, function: Callable[..., object]) -> Kernel:
     """Returns the kernel that was registered with this function; else the function as a
     kernel called `name`, adapted by the names of its parameters (`plain.adapt`). Raises
     UsageError where it cannot be adapted."""
@@ -310,12 +312,12 @@ def of_function(name: str, function: Callable[..., object]) -> Kernel:
     return next(registered, None) or adapt(name, function)
 
 
-def imported(path: str, role: str) -> Callable[..., object]:
+def import_callable(path: str, role: str) -> Callable[..., object]:
     """Imports and returns the callable `package.module:name` or `FILE.py:name`. `role`:
     what it is for ("kernel", "model"), which messages name. Adds the current folder to
     the end of sys.path. Raises UsageError where the import raises anything, or nothing
     callable has this name."""
-    module_name, _, attribute = importable(path).partition(":")
+    module_name, _, attribute = importable_path(path).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -333,7 +335,7 @@ def imported(path: str, role: str) -> Callable[..., object]:
     return function
 
 
-def importable(path: str) -> str:
+def importable_path(path: str) -> str:
     """Returns `FILE.py:name` as `package.module:name`; anything else as it is. Adds the
     folder of the file's package to the end of sys.path. Raises UsageError where there is
     no such file, and where Python finds another module of that name."""
@@ -368,7 +370,7 @@ def options_of(function: Callable[..., object]) -> dict[str, object]:
     by_position = [p.name for p in parameters if p.kind in POSITIONAL]
     if len(by_position) > 1:
         what = (
-            f"the kernel {_identity(function)}: expected a function of a case, "
+            f"the kernel {_full_name(function)}: expected a function of a case, "
             "got one of "
         )
         raise UsageError(what + ", ".join(by_position), hint="write options behind a `*`")
@@ -376,7 +378,8 @@ def options_of(function: Callable[..., object]) -> dict[str, object]:
     for name, default in options.items():
         if default is inspect.Parameter.empty:
             what = (
-                f"the kernel {_identity(function)} has no default for its option {name!r}"
+                f"the kernel {_full_name(function)} has no default for its option "
+                f"{name!r}"
             )
             raise UsageError(what, hint="give it one")
     return options
@@ -396,7 +399,7 @@ def fingerprint(*functions: Callable[..., object]) -> str:
             return file.read_bytes()
         with contextlib.suppress(OSError, TypeError):
             return inspect.getsource(function).encode()
-        return _identity(function).encode()
+        return _full_name(function).encode()
 
     return hashlib.sha256(b"".join(dict.fromkeys(map(source, functions)))).hexdigest()[
         :16
@@ -408,13 +411,13 @@ def summary_of(function: Callable[..., object]) -> str:
     return (inspect.getdoc(function) or "").split("\n")[0]
 
 
-def _identity(function: Callable[..., object]) -> str:
+def _full_name(function: Callable[..., object]) -> str:
     """Returns `module:qualified.name` of a function, the name `?` for a callable without
     one."""
     return f"{function.__module__}:{getattr(function, '__qualname__', '?')}"
 
 
-def _typed(value: object) -> tuple[object, type]:
+def _with_type(value: object) -> tuple[object, type]:
     """Returns a value with its type, for comparison: True is not 1, and 64.0 is not
     64."""
     return value, type(value)  # True is no 1, and 64.0 no 64

@@ -35,7 +35,7 @@ def baseline(case: AttentionCase) -> Output:
     no key are 0. NaN and infinity propagate as PyTorch has it."""
     dtype = case.q.dtype
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
-    k, v = repeated(case)
+    k, v = repeat_kv(case)
     S = torch.matmul(case.q, k.transpose(-1, -2)) * case.scale
     if case.softcap is not None:
         S = torch.tanh(S / case.softcap) * case.softcap
@@ -45,7 +45,7 @@ def baseline(case: AttentionCase) -> Output:
     shown = visible(case, rows, keys)
     if shown is not None:
         S = S.masked_fill(~shown, -math.inf)
-    S = _with_sinks(case, S)
+    S = _append_sinks(case, S)
     P = torch.softmax(S, dim=-1, dtype=torch.promote_types(dtype, torch.float32)).to(
         dtype
     )
@@ -63,24 +63,26 @@ Way = Callable[[AttentionCase], Tensor]
 HIDDEN = -1e30
 
 
-def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
+def _plain_attention(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
     """Returns plain attention's output [B, H, q_len, v_dim] in the case's dtype. `wide`
     has three flags: whether the product Q Kᵀ, the softmax and the product P V are in
     fp32."""
     dtype, (scores, softmax, product) = case.q.dtype, wide
-    k, v = repeated(case)
+    k, v = repeat_kv(case)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
-    S = _with_sinks(case, S)
+    S = _append_sinks(case, S)
     P = (S.float() if softmax else S).softmax(dim=-1)[..., : case.kv_len]
     return ((P @ v.float()) if product else (P.to(dtype) @ v)).to(dtype)
 
 
-def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
+def _online_softmax_attention(
+    case: AttentionCase, tile: int | None, maximum: str
+) -> Tensor:
     """Returns the output [B, H, q_len, v_dim] of an online softmax over tiles of `tile`
     keys (None: one tile of all), in the case's dtype: P is cast for its product, and O
     divided by l at the end. `maximum`: `amax` or `max` lets gradients through that
     function of PyTorch's, `constant` detaches the maximum."""
-    k, v = repeated(case)
+    k, v = repeat_kv(case)
     S = _scores(case, case.q.float(), k.float())
     m = S.new_full((*S.shape[:3], 1), HIDDEN)
     l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], v.shape[-1])
@@ -100,7 +102,7 @@ def _online(case: AttentionCase, tile: int | None, maximum: str) -> Tensor:
     return (O / l).to(case.q.dtype)
 
 
-def _with_sinks(case: AttentionCase, S: Tensor) -> Tensor:
+def _append_sinks(case: AttentionCase, S: Tensor) -> Tensor:
     """Returns the scores with each head's sink appended as one more key, [B, H, rows,
     keys + 1]; unchanged for a case without sinks."""
     if case.sinks is None:
@@ -109,7 +111,7 @@ def _with_sinks(case: AttentionCase, S: Tensor) -> Tensor:
     return torch.cat([S, sink], dim=-1)
 
 
-def repeated(case: AttentionCase) -> list[Tensor]:
+def repeat_kv(case: AttentionCase) -> list[Tensor]:
     """Returns [k, v] with as many heads as q: each kv head repeated for the query heads
     of its group."""
     group = case.group
@@ -132,7 +134,7 @@ def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
     return S.masked_fill(~mask, max(HIDDEN, torch.finfo(S.dtype).min))
 
 
-def _of_seen_rows(way: Way) -> Way:
+def _with_empty_rows_zero(way: Way) -> Way:
     """Returns a function like `way` whose rows that see no key are 0 and have no
     gradient."""
     return lambda case: way(case).masked_fill(empty_rows(case)[..., None], 0.0)
@@ -154,13 +156,13 @@ TILES: Mapping[int | None, str] = {
     **{n: f" in tiles of {n} keys" for n in (64, 128, 32)},
 }
 WAYS: Mapping[str, Way] = {
-    f"as autograd rounds {words}": _of_seen_rows(way)
+    f"as autograd rounds {words}": _with_empty_rows_zero(way)
     for words, way in (
-        *((words, partial(_plainly, wide=wide)) for words, wide in PLAIN.items()),
+        *((words, partial(_plain_attention, wide=wide)) for words, wide in PLAIN.items()),
         *(
             (
                 f"exp(S - m), cast before P V{tiled}, {through}",
-                partial(_online, tile=tile, maximum=maximum),
+                partial(_online_softmax_attention, tile=tile, maximum=maximum),
             )
             for tile, tiled in TILES.items()
             for maximum, through in MAXIMUM.items()

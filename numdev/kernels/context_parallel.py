@@ -33,8 +33,8 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, one_line
 from numdev.kernels import Output, Refused, Requirement, kernel
 from numdev.kernels.output import refuse, upstream, why_not
-from numdev.kernels.sdpa import FUSED, OPERATORS, REFUSALS, forced
-from numdev.kernels.sharded import claims, described
+from numdev.kernels.sdpa import FUSED, OPERATORS, REFUSALS, forced_backend
+from numdev.kernels.sharded import claims, describe_shards
 
 VALUES: Mapping[str, Sequence[object]] = {
     "inner": ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn"),
@@ -55,7 +55,7 @@ class RankTask(TypedDict):
     k: Tensor
     v: Tensor
     grad_out: NotRequired[Tensor]
-    attend: Callable[..., Sequence[Tensor]]  # as `_dispatched`
+    attend: Callable[..., Sequence[Tensor]]  # as `_ring_attention`
     operator: str
     scale: float
     is_causal: bool
@@ -81,7 +81,7 @@ def _unsupported(case: AttentionCase) -> str | None:
     requires=Requirement(device="cuda", devices=2),
     supports=_unsupported,
     claims=claims,
-    backward=lambda case, **options: _computed(
+    backward=lambda case, **options: _run_on_ranks(
         case, options, upstream(case).to(case.q.dtype)
     ),
 )
@@ -91,10 +91,10 @@ def context_parallel(case: AttentionCase, **options: object) -> Output:
     Options: `world`, the number of processes, and VALUES. Returns out alone, the whole of
     it on the case's device. Raises Refused for too few GPUs and lengths that do not
     divide, MeasurementError where a process fails, dies or does not answer."""
-    return _computed(case, options, None)
+    return _run_on_ranks(case, options, None)
 
 
-def _computed(
+def _run_on_ranks(
     case: AttentionCase, options: Mapping[str, Any], grad_out: Tensor | None
 ) -> Output:
     """Runs the call on `world` processes and returns its output, with dq, dk and dv where
@@ -111,17 +111,17 @@ def _computed(
         (odd, f"the lengths {case.q_len} and {case.kv_len} are not multiples of {parts}"),
     )
     task: RankTask = {
-        "q": _sent(case.q),
-        "k": _sent(case.k),
-        "v": _sent(case.v),
-        "attend": _dispatched,
+        "q": _to_host(case.q),
+        "k": _to_host(case.k),
+        "v": _to_host(case.v),
+        "attend": _ring_attention,
         "operator": OPERATORS[device][inner],
         "scale": case.scale,
         "is_causal": case.is_causal,
         "convert_to_f32": options["convert_to_f32"],
     }
     if grad_out is not None:
-        task["grad_out"] = _sent(grad_out)
+        task["grad_out"] = _to_host(grad_out)
     answer = together(world, device).ask(task)
     if "refused" in answer:
         raise Refused(str(answer["refused"]))
@@ -133,7 +133,7 @@ def _computed(
         # The one that PyTorch was left to choose from
         "each": {"operator": task["operator"]},
     }
-    ran = f"context parallelism: {described(did, task['operator'])}"
+    ran = f"context parallelism: {describe_shards(did, task['operator'])}"
     whole = {name: x.to(case.q.device) for name, x in answer.items()}
     return Output(
         out=whole["out"],
@@ -146,7 +146,7 @@ def _computed(
     )
 
 
-def _sent(x: Tensor) -> Tensor:
+def _to_host(x: Tensor) -> Tensor:
     """Returns a tensor without its graph, on the CPU and contiguous, as a pipe takes
     it."""
     return x.detach().cpu().contiguous()
@@ -166,7 +166,7 @@ class Ranks:
         folder = self._ends.enter_context(temporary.folder(prefix="numdev-ranks-"))
         self._pipes, theirs = zip(*(Pipe() for _ in range(world)), strict=True)
         place = (world, device, f"{folder}/store", theirs)
-        self.ranks: Any = spawn(rank, place, nprocs=world, join=False, daemon=True)
+        self.ranks: Any = spawn(run_rank, place, nprocs=world, join=False, daemon=True)
         self.ask(None, START_S)
 
     def ask(self, task: RankTask | None, limit_s: float = LIMIT_S) -> Any:
@@ -212,7 +212,7 @@ together = functools.cache(Ranks)  # started when first asked for
 # --- one rank, in its own process -----------------------------------------------------
 
 
-def rank(
+def run_rank(
     number: int, world: int, device: str, store: str, pipes: Sequence[Connection]
 ) -> None:
     """Runs one process of the group, number `number` of `world`: computes the tasks that
@@ -237,10 +237,10 @@ def rank(
         while True:
             if number == 0:
                 pipes[0].send_bytes(pickle.dumps(answer))
-            answer = _of_rank(pickle.loads(pipes[number].recv_bytes()), mesh)
+            answer = _answer_of_rank(pickle.loads(pipes[number].recv_bytes()), mesh)
 
 
-def _of_rank(task: RankTask, mesh: DeviceMesh) -> dict[str, object]:
+def _answer_of_rank(task: RankTask, mesh: DeviceMesh) -> dict[str, object]:
     """Returns the whole output and, where the task has a `grad_out`, the gradients, by
     name and on the CPU; `{"refused": reason}` where PyTorch has no kernel for the call.
     Every rank must call it."""
@@ -269,7 +269,9 @@ def _of_rank(task: RankTask, mesh: DeviceMesh) -> dict[str, object]:
         return {"refused": one_line(error)}
 
 
-def _dispatched(task: RankTask, mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:
+def _ring_attention(
+    task: RankTask, mesh: DeviceMesh, *tensors: Tensor
+) -> Sequence[Tensor]:
     """Returns this rank's part of the output of an SDPA call, which PyTorch turns into
     its ring, followed by its parts of dq, dk and dv where `tensors` holds dO behind q, k
     and v."""
@@ -281,7 +283,7 @@ def _dispatched(task: RankTask, mesh: DeviceMesh, *tensors: Tensor) -> Sequence[
     )
     if q.shape[1] > k.shape[1]:
         attend = functools.partial(attend, enable_gqa=True)
-    with forced(FUSED[task["operator"]]):
+    with forced_backend(FUSED[task["operator"]]):
         out = attend(q, k, v)
         return [
             out,

@@ -170,7 +170,7 @@ def _plan_paged(
     rows, starts = sequences * n, sequences * pages
     wrapper.plan(rows, starts, places, lasts, h, case.kv_heads, d, page_size, **how)
     k, v = (x.transpose(1, 2) for x in (case.k, case.v))
-    return (tuple(_paged(x, pages * page_size, page_size) for x in (k, v)),)
+    return (tuple(_into_pages(x, pages * page_size, page_size) for x in (k, v)),)
 
 
 def _splits(wrapper: object, case: AttentionCase) -> int:
@@ -185,7 +185,7 @@ def _splits(wrapper: object, case: AttentionCase) -> int:
     return max(1, int(blocks // of_a_part))
 
 
-def _paged(x: Tensor, length: int, size: int) -> Tensor:
+def _into_pages(x: Tensor, length: int, size: int) -> Tensor:
     """Returns [batch, keys, heads, dim] as [pages, size, heads, dim]; zeros fill each
     sequence up to `length` keys, a multiple of `size`."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, length - x.shape[1]))

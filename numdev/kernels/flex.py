@@ -87,7 +87,7 @@ def _claims(
     if did.get("PRESCALE_QK"):
         return None
     claim = like_fa2(case, output, system)
-    if _decodes(case):
+    if _runs_decoding_kernel(case):
         parts = (system.processors or 1) // (case.q.shape[0] * case.kv_heads) * 2
         return {
             **claim,
@@ -105,7 +105,7 @@ def _claims(
     return {**claim, "block_kv": did.get("BLOCK_N", tile)}
 
 
-def _decodes(case: AttentionCase) -> bool:
+def _runs_decoding_kernel(case: AttentionCase) -> bool:
     """Whether CUDA runs FlexAttention's kernel for decoding: fewer than 128 queries, and
     a group that is a power of two; not with a group and a mask that differs by head."""
     mask = _four_axes(case.mask, bool_mask=True)
@@ -155,7 +155,7 @@ def flex(case: AttentionCase, *, compiled: bool, **options: object) -> Output:
         warnings.filterwarnings(
             "ignore", message="flex_attention called without torch.compile"
         )
-        out, lse, was_compiled = (_compiled() if compiled else _call)(
+        out, lse, was_compiled = (_compiled() if compiled else _run_flex)(
             *(case.q, case.k, case.v),
             with_lse=device == "cuda" or not compiled,  # the C++ kernel has none to give
             score_mod=_score_mod(case),
@@ -174,7 +174,7 @@ def flex(case: AttentionCase, *, compiled: bool, **options: object) -> Output:
     return Output(out=out, lse=lse, ran=ran, did=did)
 
 
-def _call(
+def _run_flex(
     *qkv: Tensor, with_lse: bool, **arguments: object
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Runs FlexAttention on q, k and v and returns the output, the log-sum-exp (None
@@ -190,9 +190,9 @@ def _call(
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor | None, bool]]:
-    """Returns `_call` compiled, the same function in every call of a process, which keeps
-    one kernel for each shape it meets."""
-    return torch.compile(_call, fullgraph=True, dynamic=False)
+    """Returns `_run_flex` compiled, the same function in every call of a process, which
+    keeps one kernel for each shape it meets."""
+    return torch.compile(_run_flex, fullgraph=True, dynamic=False)
 
 
 def _score_mod(case: AttentionCase) -> Modification | None:
@@ -207,7 +207,7 @@ def _score_mod(case: AttentionCase) -> Modification | None:
         mask."""
         if cap is not None:
             score = cap * torch.tanh(score / cap)
-        return score if bias is None else score + _at(bias, b, h, i, j)
+        return score if bias is None else score + _mask_entry(bias, b, h, i, j)
 
     return changed
 
@@ -226,7 +226,7 @@ def _block_mask(case: AttentionCase) -> object:
             shown = shown & (j >= i + low)
         if high is not None:
             shown = shown & (j <= i + high)
-        return shown if mask is None else shown & _at(mask, b, h, i, j)
+        return shown if mask is None else shown & _mask_entry(mask, b, h, i, j)
 
     batches, heads = (None, None) if mask is None else mask.shape[:2]
     n, m, device = case.q_len, case.kv_len, case.q.device.type
@@ -241,7 +241,7 @@ def _four_axes(mask: Tensor | None, *, bool_mask: bool) -> Tensor | None:
     return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
 
 
-def _at(mask: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def _mask_entry(mask: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Returns the mask's entry for batch b, head h, query i and key j; an axis of length
     1 is read at 0."""
     places = zip((b, h, i, j), mask.shape, strict=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.kernels import Output, kernel, no_claim
-from numdev.kernels.baseline import repeated
+from numdev.kernels.baseline import repeat_kv
 from numdev.kernels.flex import NO_LIMITS
 from numdev.kernels.output import why_not
 
@@ -108,7 +108,7 @@ def inductor(case: AttentionCase, *, spelling: str) -> Output:
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(case.q.dtype)
     with config.patch(NO_LIMITS):  # every shape is compiled for itself, as by `flex`
-        out = _compiled(spelling)(case.q, *repeated(case), mask, case.scale)
+        out = _compiled(spelling)(case.q, *repeat_kv(case), mask, case.scale)
     return Output(out=out, ran=f"torch.compile of the spelling {spelling}")
 
 

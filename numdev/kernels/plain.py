@@ -22,13 +22,13 @@ from numdev.errors import UsageError
 from numdev.kernels import (
     POSITIONAL,
     Kernel,
-    apart_like_fa2,
     fingerprint,
     like_fa2,
+    like_fa2_with_repeated_kv,
     options_of,
     summary_of,
 )
-from numdev.kernels.baseline import repeated
+from numdev.kernels.baseline import repeat_kv
 from numdev.kernels.output import why_not
 from numdev.report import CaseRecord
 
@@ -83,18 +83,22 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
         """Calls the function on a case and returns what it returns. With causality and a
         mask, the function is tried with both; if it raises, whatever it is, it gets one
         mask that has both."""
-        k, v = (case.k, case.v) if roles["gqa"] else repeated(case)
+        k, v = (case.k, case.v) if roles["gqa"] else repeat_kv(case)
         by_name = _positions_by_name(case, roles)
         if by_name and case.mask is not None and case.restricts_positions:
             # PyTorch's operator, for one, takes no mask beside is_causal: the mask then
             # has both.
             with contextlib.suppress(Exception):
                 return function(
-                    case.q, k, v, **_arguments(case, roles, required, True), **options
+                    case.q,
+                    k,
+                    v,
+                    **_call_arguments(case, roles, required, True),
+                    **options,
                 )
             by_name = False
         return function(
-            case.q, k, v, **_arguments(case, roles, required, by_name), **options
+            case.q, k, v, **_call_arguments(case, roles, required, by_name), **options
         )
 
     return named_kernel(
@@ -102,7 +106,7 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
         supports=lambda case: _unsupported(roles, case),
         options={p.name: p.default for p in others},
         adapted=function,
-        claims=like_fa2 if roles["gqa"] else apart_like_fa2,
+        claims=like_fa2 if roles["gqa"] else like_fa2_with_repeated_kv,
     )
 
 
@@ -140,23 +144,25 @@ def _refuse_misfits(
         raise UsageError(what, hint=hint)
 
 
-def parameters(function: Callable[..., object]) -> dict[str, str]:
+def parameters_by_role(function: Callable[..., object]) -> dict[str, str]:
     """Returns a plain function's own parameter names by their meaning, a key of NAMES;
     meanings without a parameter are left out."""
     roles = _roles(inspect.signature(function).parameters)
     return {role: name for role, name in roles.items() if name}
 
 
-def never_set(
+def untested_parameters(
     function: Callable[..., object], cases: Collection[CaseRecord]
 ) -> list[str]:
     """Returns the names of a plain function's parameters of known meaning whose value
     none of these cases needs to set, so that they were never tested."""
-    needed = set(itertools.chain.from_iterable(map(_needed, cases)))
-    return [name for role, name in parameters(function).items() if role not in needed]
+    needed = set(itertools.chain.from_iterable(map(_needed_roles, cases)))
+    return [
+        name for role, name in parameters_by_role(function).items() if role not in needed
+    ]
 
 
-def _needed(case: CaseRecord) -> Iterator[str]:
+def _needed_roles(case: CaseRecord) -> Iterator[str]:
     """Yields the meanings (keys of NAMES) that a function must have a parameter for, or
     it computes something else than this case."""
     if case.is_causal and not case.causal_offset:
@@ -212,7 +218,7 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
     return None
 
 
-def _arguments(
+def _call_arguments(
     case: AttentionCase, roles: Roles, required: Collection[str], by_name: bool
 ) -> dict[str, object]:
     """Returns the values of the case by the function's own parameter names. `by_name`:

@@ -110,13 +110,13 @@ def backend_of(kernel: str) -> SDPBackend | None:
     return None if operator is None else FUSED.get(operator, SDPBackend.MATH)
 
 
-def forced(backend: SDPBackend | None) -> AbstractContextManager[None]:
+def forced_backend(backend: SDPBackend | None) -> AbstractContextManager[None]:
     """Returns a context in which SDPA may use this backend alone; one without effect for
     None."""
     return contextlib.nullcontext() if backend is None else sdpa_kernel([backend])
 
 
-def _called(case: AttentionCase) -> Tensor:
+def _call_sdpa(case: AttentionCase) -> Tensor:
     """Returns the output of one SDPA call on the case, with whichever backends are
     allowed."""
     mask, by_flag = mask_arguments(case)
@@ -138,12 +138,12 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     backend ran than the forced one."""
     with (
         warnings.catch_warnings(record=True) as caught,
-        forced(backend),
+        forced_backend(backend),
         OperatorLog() as log,
     ):
         warnings.simplefilter("always")
         try:
-            out = _called(case)
+            out = _call_sdpa(case)
         except RuntimeError as error:
             if not any(words in str(error).lower() for words in REFUSALS):
                 raise
@@ -161,7 +161,7 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     chosen = FUSED.get(ran, SDPBackend.MATH)
     if backend is not None and chosen != backend:
         raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
-    ran, returned = _named(ran), log.returned
+    ran, returned = _operator_in_words(ran), log.returned
     lse = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
     # cuDNN adds an axis, and efficient pads to a multiple of 32 rows
     if isinstance(lse, Tensor):
@@ -183,10 +183,10 @@ def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
         raise MeasurementError(
             f"{forward} ran forward, and {ran} instead of {expected} backward"
         )
-    return dataclasses.replace(done, ran_backward=_named(ran))
+    return dataclasses.replace(done, ran_backward=_operator_in_words(ran))
 
 
-def _named(operator: str) -> str:
+def _operator_in_words(operator: str) -> str:
     """Returns an operator's name as evidence of what ran. A flash operator has the
     implementation that was activated in its place behind it:
     `_scaled_dot_product_flash_attention (FA4)`."""
@@ -243,12 +243,12 @@ def flash_attention_2(case: AttentionCase, system: System) -> Claim:
     keys from the last tile to the first, and the number of splits on this GPU."""
     d = case.q.shape[-1]
     wide = 256 if d <= 64 else 128 if d <= 128 else 64
-    splits = _splits(case, wide, system.processors or 1)
+    splits = _num_splits(case, wide, system.processors or 1)
     tile = wide if splits > 1 else 128 if d <= 64 else 64
     return {"preset": "fa2", "block_kv": tile, "kv_order": "descending", "splits": splits}
 
 
-def _splits(case: AttentionCase, tile: int, processors: int) -> int:
+def _num_splits(case: AttentionCase, tile: int, processors: int) -> int:
     """Returns how many parts the keys are divided into, by FlashAttention-2's
     `num_splits_heuristic`: 1 where blocks of 64 rows keep 80 % of the GPU busy, else the
     fewest parts that use it at least 85 % as well as the best number does. `tile`: keys
@@ -293,8 +293,8 @@ def _register(name: str, summary: str, requires: Requirement = NOTHING) -> None:
     def trained(case: AttentionCase) -> Tensor:
         """Returns the output in autograd's graph, without a record of what ran."""
         # Unwatched: whoever trains has seen with `attend` what runs
-        with forced(backend):
-            return _called(case)
+        with forced_backend(backend):
+            return _call_sdpa(case)
 
     attend.__doc__, attend.__qualname__ = summary, name
     kernel(

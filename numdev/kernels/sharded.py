@@ -101,7 +101,7 @@ class Merge:
         return None if fmt.contains(format_of(self.arithmetic)) else fmt
 
 
-def merged(parts: Sequence[State], how: Merge) -> State:
+def merge_parts(parts: Sequence[State], how: Merge) -> State:
     """Returns one State (O, L) for one or more parts, merged as `how` says: O [B, H,
     rows, v_dim] in the dtype of its arithmetic (with `promoted`, as torch promotes), L
     [B, H, rows] in that dtype. A single part is not rounded. Rows without keys in a part
@@ -128,13 +128,13 @@ def merged(parts: Sequence[State], how: Merge) -> State:
         while len(states) > 1:
             pairs = zip(states[::2], states[1::2], strict=False)
             left_over = states[len(states) - len(states) % 2 :]
-            states = [*(_pair(store, a, b) for a, b in pairs), *left_over]
+            states = [*(_merge_pair(store, a, b) for a, b in pairs), *left_over]
         return states[0]
     first = (store(states[0][0]), states[0][1])
-    return functools.reduce(functools.partial(_pair, store), states[1:], first)
+    return functools.reduce(functools.partial(_merge_pair, store), states[1:], first)
 
 
-def _pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
+def _merge_pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
     """Returns the State of two merged, by the logistic form of the merge; `store` rounds
     the new O. A part with L = -inf changes nothing."""
     (O, L), (O_b, L_b) = a, b
@@ -190,7 +190,7 @@ def chunks(length: int, number: int) -> list[slice]:
     return [slice(at, min(at + size, length)) for at in range(0, length, size)]
 
 
-def part(case: AttentionCase, step: Step) -> AttentionCase:
+def step_case(case: AttentionCase, step: Step) -> AttentionCase:
     """Returns the case of one step: its rows against its keys, with mask, causality and
     grad_out cut to them, and without sinks, which are added at the merge."""
     rows, keys = step
@@ -202,12 +202,12 @@ def part(case: AttentionCase, step: Step) -> AttentionCase:
     if mask is not None:
         mask = mask_block(mask, rows[0], keys[0])
     if grad_out is not None:
-        grad_out = taken(grad_out, rows)
+        grad_out = select_ranges(grad_out, rows)
     return dataclasses.replace(
         case,
-        q=taken(case.q, rows),
-        k=taken(case.k, keys),
-        v=taken(case.v, keys),
+        q=select_ranges(case.q, rows),
+        k=select_ranges(case.k, keys),
+        v=select_ranges(case.v, keys),
         mask=mask,
         is_causal=hides,
         causal_offset=case.causal_offset + moved if by_position else 0,
@@ -216,16 +216,16 @@ def part(case: AttentionCase, step: Step) -> AttentionCase:
     )
 
 
-def taken(x: Tensor, ranges: Slices) -> Tensor:
+def select_ranges(x: Tensor, ranges: Slices) -> Tensor:
     """Returns the elements of x in these ranges of the third axis: a view for one range,
     a copy for several."""
     parts = [x[:, :, places] for places in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def divided(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
+def split_ranges(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
     """Returns x split along the third axis into one view for each range, the reverse of
-    `taken`."""
+    `select_ranges`."""
     parts: Sequence[Tensor] = x.split(
         [places.stop - places.start for places in ranges], dim=2
     )
@@ -264,7 +264,7 @@ def claims(
     narrow = output.dq is not None or not one_merge or did["merge_format"] == "promoted"
     if order == "zigzag" or (not exact and narrow):
         return None
-    first = part(case, schedule(case, shards, order)[0])
+    first = step_case(case, schedule(case, shards, order)[0])
     claim = dict(claim_of(did["each"].get("operator", ""), first, system))
     # Splits that are the shards. Where a shard is no whole number of the inner kernel's
     # tiles it is one tile: P is then rounded relative to another maximum, which its size
@@ -281,7 +281,7 @@ def claims(
     return claim
 
 
-def described(did: Mapping[str, object], each: str) -> str:
+def describe_shards(did: Mapping[str, object], each: str) -> str:
     """Returns in words how shards were computed and merged. `did` has `shards`, `order`,
     `merge_format` and `partial_format`; `each` is the operator of one shard."""
     return (
@@ -297,7 +297,7 @@ def described(did: Mapping[str, object], each: str) -> str:
     values={"shards": 1, **VALUES},
     validate=_check,
     claims=claims,
-    backward=lambda case, **options: _computed(case, options, with_gradients=True),
+    backward=lambda case, **options: _run_shards(case, options, with_gradients=True),
 )
 def sharded(case: AttentionCase, **options: object) -> Output:
     """Attention over shards of the keys, merged as ring attention and flash-decoding
@@ -306,10 +306,10 @@ def sharded(case: AttentionCase, **options: object) -> Output:
     Options: `shards`, and VALUES. One shard is the inner kernel itself. Returns out and
     lse of the whole call. Raises Refused where the order or the inner kernel cannot take
     the case, MeasurementError where the inner kernel returns no log-sum-exp."""
-    return _computed(case, options, with_gradients=False)
+    return _run_shards(case, options, with_gradients=False)
 
 
-def _computed(
+def _run_shards(
     case: AttentionCase, options: Mapping[str, Any], *, with_gradients: bool
 ) -> Output:
     """Returns the output of the sharded call, with dq, dk and dv where `with_gradients`.
@@ -321,26 +321,31 @@ def _computed(
     casts = dict.fromkeys(("out", *emulation.CASTS), "float32") if wide else {}
     how = Merge(order=order, format=options["merge_format"], working=case.format)
     steps = schedule(case, shards, order)
-    (O, L), last = _forward(case, steps, how, inner, casts)
+    (O, L), last = _forward_shards(case, steps, how, inner, casts)
     did = {**{n: x for n, x in options.items() if n != "inner"}, "each": last.did or {}}
     done = Output(
-        out=_cast(O, case), lse=L, ran=described(did, last.ran or inner), did=did
+        out=_cast_to_working(O, case),
+        lse=L,
+        ran=describe_shards(did, last.ran or inner),
+        did=did,
     )
     if not with_gradients:
         return done
     dtype = how.arithmetic if how.between is None else dtype_of(how.between)
     sums = [torch.zeros_like(x, dtype=dtype) for x in (case.q, case.k, case.v)]
     for rows, keys in steps:
-        shard = part(case, (rows, keys))
-        partial = _backward(inner, shard, taken(done.out, rows), taken(L, rows), casts)
+        shard = step_case(case, (rows, keys))
+        partial = _backward_shard(
+            inner, shard, select_ranges(done.out, rows), select_ranges(L, rows), casts
+        )
         for total, x, places in zip(sums, partial, (rows, keys, keys), strict=True):
-            for at, y in zip(places, divided(x, places), strict=True):
+            for at, y in zip(places, split_ranges(x, places), strict=True):
                 total[:, :, at] += y
-    dq, dk, dv = (_cast(x, case) for x in sums)
+    dq, dk, dv = (_cast_to_working(x, case) for x in sums)
     return dataclasses.replace(done, dq=dq, dk=dk, dv=dv, ran_backward=done.ran)
 
 
-def _forward(
+def _forward_shards(
     case: AttentionCase,
     steps: Sequence[Step],
     how: Merge,
@@ -352,7 +357,7 @@ def _forward(
     kernel. Raises MeasurementError where it returns no log-sum-exp."""
     last, states = Output(out=case.q), defaultdict(list)
     for rows, keys in steps:
-        shard = part(case, (rows, keys))
+        shard = step_case(case, (rows, keys))
         last = find(inner).attend(shard, **casts)
         if last.lse is None:
             raise MeasurementError(f"{inner} gave no log-sum-exp, which a merge needs")
@@ -362,7 +367,7 @@ def _forward(
         L_s = last.lse.masked_fill(empty, -math.inf)
         # Chunks of one rank are merged apart: one of them may meet fewer shards.
         for at, O_at, L_at in zip(
-            rows, divided(O_s, rows), divided(L_s, rows), strict=True
+            rows, split_ranges(O_s, rows), split_ranges(L_s, rows), strict=True
         ):
             states[at.start, at.stop].append((O_at, L_at))
     shape = (*case.q.shape[:3], case.v.shape[-1])
@@ -372,11 +377,11 @@ def _forward(
         L = case.sinks.to(L.dtype)[None, :, None].expand(shape[:3]).clone()
     for (start, stop), parts in states.items():
         sink = [] if case.sinks is None else [(O[:, :, start:stop], L[:, :, start:stop])]
-        O[:, :, start:stop], L[:, :, start:stop] = merged([*sink, *parts], how)
+        O[:, :, start:stop], L[:, :, start:stop] = merge_parts([*sink, *parts], how)
     return (O, L), last
 
 
-def _cast(x: Tensor, case: AttentionCase) -> Tensor:
+def _cast_to_working(x: Tensor, case: AttentionCase) -> Tensor:
     """Returns x rounded once to the case's working format, in the dtype of its q."""
     return (x if x.dtype == torch.float32 else round_to(x, case.format)).to(case.q.dtype)
 
@@ -384,7 +389,7 @@ def _cast(x: Tensor, case: AttentionCase) -> Tensor:
 # --- the backward pass of one shard ---------------------------------------------------
 
 
-def _backward(
+def _backward_shard(
     inner: str, case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]
 ) -> Gradients:
     """Returns dq, dk and dv that come through the keys of one shard (`case`), from the O

@@ -22,7 +22,7 @@ from numdev.kernels.output import Output, as_output
 Options = Mapping[str, object]
 
 
-def attended(
+def attend_in_graph(
     kernel: Kernel,
     case: AttentionCase,
     options: Options,
@@ -53,13 +53,13 @@ def attended(
                 done = kernel.gradients(dataclasses.replace(case, grad_out=dO), **options)
                 return done.dq, done.dk, done.dv
 
-            out = _applied(kernel, case, options, whole_step)
+            out = _apply_step(kernel, case, options, whole_step)
     if torch.is_grad_enabled() and case.q.requires_grad and not out.requires_grad:
         raise Refused("cannot train with it: no autograd graph")
     return out
 
 
-def crossed(
+def attend_with_gradients_of(
     kernel: Kernel,
     case: AttentionCase,
     options: Options,
@@ -78,15 +78,15 @@ def crossed(
         again."""
         q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
         with torch.enable_grad():
-            out = attended(
+            out = attend_in_graph(
                 behind, dataclasses.replace(case, q=q, k=k, v=v), behind_options
             )
         return torch.autograd.grad(out, (q, k, v), dO.to(out.dtype))
 
-    return _applied(kernel, case, options, trained)
+    return _apply_step(kernel, case, options, trained)
 
 
-def _applied(
+def _apply_step(
     kernel: Kernel, case: AttentionCase, options: Options, behind: Callable[..., object]
 ) -> Tensor:
     """Returns the kernel's output as one autograd operation; `behind(case, dO)` returns

@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from numdev.errors import MeasurementError, UsageError, one_line
-from numdev.kernels import fingerprint, imported
+from numdev.kernels import fingerprint, import_callable
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation, module_hooks
 from numdev.sources.containers import (
@@ -519,7 +519,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         got = f", got {factory!r}" if factory else ""
         what = f"{path}: weights alone need --model package.module:factory{got}"
         raise UsageError(what, hint="or give the directory of a Hugging Face checkpoint")
-    build = imported(factory, "model")
+    build = import_callable(factory, "model")
     config: Mapping[str, object] = {}
     beside = (path if path.is_dir() else path.parent) / "config.json"
     container = container_at(path)

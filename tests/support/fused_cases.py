@@ -214,7 +214,7 @@ def test_both_ways_to_a_softmax_are_taken() -> None:
     """Some cases are bounded and subtract no maximum, others go online; some rows have no
     keys."""
     met = [
-        (fused._Operands.of(x).bounded(x), bool(empty_rows(x).any()))
+        (fused._Operands.of(x).has_bounded_scores(x), bool(empty_rows(x).any()))
         for x in CASES.values()
     ]
     for bounded in (True, False):
@@ -234,7 +234,9 @@ def test_divided_keys_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "PROGRAMS", 1 << 20)
     monkeypatch.setattr(fused, "LEAST_BLOCKS", 1)
     case = LARGE[name]
-    assert fused._span(case, SMALL, case.q.shape[0] * case.heads) < case.kv_len
+    assert (
+        fused._keys_per_program(case, SMALL, case.q.shape[0] * case.heads) < case.kv_len
+    )
     exact, found = blocked.gradients(case), fused.attend(case)
     off = shares(case, found, exact, bounds(case, exact))
     assert max(off.values()) <= 1.0, off

@@ -53,7 +53,7 @@ def attend(case: AttentionCase) -> Reference:
     blocked."""
     if not case.q.is_cuda or _is_small(case):
         return blocked.attend(case)
-    return _fast_or_plain(case, fused.attend, blocked.attend)
+    return _with_fallback(case, fused.attend, blocked.attend)
 
 
 def gradients(case: AttentionCase) -> Gradients:
@@ -66,7 +66,7 @@ def gradients(case: AttentionCase) -> Gradients:
     nothing to any gradient. Raises UsageError for a case without grad_out."""
     if not case.q.is_cuda or _is_small(case):
         return blocked.gradients(case)
-    return _fast_or_plain(case, fused.gradients, blocked.gradients)
+    return _with_fallback(case, fused.gradients, blocked.gradients)
 
 
 def key_gradients(
@@ -89,7 +89,7 @@ def _is_small(case: AttentionCase) -> bool:
     return case.q.shape[0] * case.heads * case.q_len * case.kv_len <= SMALL
 
 
-def _fast_or_plain(
+def _with_fallback(
     case: AttentionCase,
     fast: Callable[[AttentionCase], R],
     plain: Callable[[AttentionCase], R],

@@ -64,7 +64,7 @@ class Gradients(Reference):
 def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference:
     """Returns the forward reference, computed in blocks of query rows, in `dtype`."""
     q, k, v = (x.detach().to(dtype) for x in (case.q, case.k, case.v))
-    reference = _room(q, v)
+    reference = _empty_reference(q, v)
     # V and |V| side by side: output and term scale come from one product.
     values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(v)
     for rows in row_blocks(case):
@@ -83,8 +83,9 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
     )
     unseen = torch.ones(k.shape[:3], dtype=torch.bool, device=q.device)
     sums = Gradients(
-        **vars(_room(q, v)), dq=dq, dk=dk, dv=dv, dq_terms=dq_terms, dk_terms=dk_terms,
-        dv_terms=dv_terms, delta=q.new_empty(q.shape[:3]), unseen=unseen,
+        **vars(_empty_reference(q, v)), dq=dq, dk=dk, dv=dv, dq_terms=dq_terms,
+        dk_terms=dk_terms, dv_terms=dv_terms, delta=q.new_empty(q.shape[:3]),
+        unseen=unseen,
     )  # fmt: skip
     values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(q, k, v, dO)
     for rows in row_blocks(case, BACKWARD_BLOCKS):
@@ -150,7 +151,7 @@ def gradients_of_keys(
     return {**sums, "unseen": unseen}
 
 
-def _room(q: Tensor, v: Tensor) -> Reference:
+def _empty_reference(q: Tensor, v: Tensor) -> Reference:
     """Returns a Reference to be filled in block by block: its tensors are not yet set,
     but for `empty`, which is False."""
     shape = q.shape[:3]

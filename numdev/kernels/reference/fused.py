@@ -87,7 +87,9 @@ def attend(case: AttentionCase) -> Reference:
     """Returns the forward reference by the fused path. Raises Refused where this path
     cannot take the case."""
     accept(case)
-    return Reference(by="fused", **_in_parts(case, lambda part, heads: _forward(part)))
+    return Reference(
+        by="fused", **_join_head_groups(case, lambda part, heads: _forward(part))
+    )
 
 
 def gradients(case: AttentionCase) -> Gradients:
@@ -95,22 +97,22 @@ def gradients(case: AttentionCase) -> Gradients:
     where this path cannot take the case, UsageError for a case without grad_out."""
     upstream(case)
     accept(case)
-    forward = _in_parts(case, lambda part, heads: _forward(part))
+    forward = _join_head_groups(case, lambda part, heads: _forward(part))
     accept_scores(forward)
     names = ("out", "lse", "empty")
-    backward = _in_parts(
+    backward = _join_head_groups(
         case, lambda part, heads: _backward(part, *(forward[n][:, heads] for n in names))
     )
     return Gradients(by="fused", **forward, **backward)
 
 
-def _in_parts(
+def _join_head_groups(
     case: AttentionCase, compute: Callable[[AttentionCase, slice], Results]
 ) -> Results:
     """Returns the tensors of `compute(part, query heads)` for each group of heads, joined
     along the head axis, by name."""
     whole: Results = {}
-    for part, heads, kv_heads in _parts(case):
+    for part, heads, kv_heads in _head_groups(case):
         of_part = compute(part, heads)
         if part is case:
             return of_part
@@ -123,7 +125,7 @@ def _in_parts(
     return whole
 
 
-def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
+def _head_groups(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
     """Yields (case of some kv heads, slice of its query heads, slice of its kv heads),
     such that the fp64 operands of each fit OPERAND_BYTES; the case itself where all
     do."""
@@ -190,7 +192,7 @@ class _Operands:
             flags=flags,
         )
 
-    def bounded(self, case: AttentionCase) -> bool:
+    def has_bounded_scores(self, case: AttentionCase) -> bool:
         """Whether no score can leave BOUND, by Cauchy and Schwarz or the soft cap; False
         with an additive mask. Waits for the device."""
         if _is_additive(case):
@@ -213,16 +215,16 @@ def _width(x: Tensor) -> int:
     return max(16, 1 << (x.shape[-1] - 1).bit_length())
 
 
-def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+def _scaled_to_one(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns |x| in bfloat16, multiplied by one power of two for the whole tensor that
     brings its largest element to [1/2, 1], and that power, of no dimension (1 if all is
     0)."""
     x = x.abs()
-    unit = _unit(x.amax())
+    unit = _scale_to_one(x.amax())
     return (x * unit).bfloat16(), unit
 
 
-def _unit(largest: Tensor) -> Tensor:
+def _scale_to_one(largest: Tensor) -> Tensor:
     """Returns the power of two that brings `largest` into [1/2, 1); 1 for 0."""
     return torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
 
@@ -238,7 +240,7 @@ def _forward(case: AttentionCase) -> Results:
     at, tile = _Operands.of(case), _forward_tile(case)
     b, h, n = case.q.shape[:3]
     grid = (-(-n // tile.block_q), b * h)
-    span = _span(case, tile, math.prod(grid))
+    span = _keys_per_program(case, tile, math.prod(grid))
     parts, d_v = -(-case.kv_len // span), at.v.shape[-1]
     out, terms = (at.q.new_empty(parts, b, h, n, d_v) for _ in range(2))
     lse = at.q.new_empty(parts, b, h, n)
@@ -250,10 +252,24 @@ def _forward(case: AttentionCase) -> Results:
     k, v = at.k, at.v
     if upper:
         k, v = (x.view(torch.int32)[..., 1::2].contiguous() for x in (k, v))
-    bounded, stages = at.bounded(case), tile.stages if upper else max(1, tile.stages - 1)
+    bounded, stages = (
+        at.has_bounded_scores(case),
+        tile.stages if upper else max(1, tile.stages - 1),
+    )
     # Pays with few keys
     whole = bounded and not at.flags["MASKED"] and tile.block_kv < 32
-    operands = (at.q, k, v, *_scaled(at.v), *at.pointers, sinks, out, terms, lse, empty)
+    operands = (
+        at.q,
+        k,
+        v,
+        *_scaled_to_one(at.v),
+        *at.pointers,
+        sinks,
+        out,
+        terms,
+        lse,
+        empty,
+    )
     sizes = (h, case.group, n, case.kv_len, span, *at.masks)
     launch(
         forward,
@@ -265,7 +281,7 @@ def _forward(case: AttentionCase) -> Results:
         BOUNDED=bounded, SINK=case.sinks is not None, UPPER=upper, WHOLE=whole,
         PART=d_v // 2 if d_v == 128 else d_v, **at.flags,
     )  # fmt: skip
-    out, terms, lse = _merged(out, terms, lse)
+    out, terms, lse = _merge_key_parts(out, terms, lse)
     width = case.v.shape[-1]
     return {
         "out": out[..., :width],
@@ -279,11 +295,15 @@ def _forward_tile(case: AttentionCase) -> Tile:
     """Returns the forward kernel's tile for the case's width and GPU."""
     widest, device = max(_width(case.q), _width(case.v)), case.q.device
     on_nvidia = device.type == "cuda" and torch.version.hip is None
-    tiles = FORWARD if not on_nvidia or suits(*_of_gpu(device)) else ELSEWHERE
+    tiles = (
+        FORWARD
+        if not on_nvidia or suits_forward_tiles(*_gpu_limits(device))
+        else ELSEWHERE
+    )
     return next(tile for width, tile in tiles.items() if widest <= width)
 
 
-def suits(shared: int, capability: int) -> bool:
+def suits_forward_tiles(shared: int, capability: int) -> bool:
     """Whether the tiles FORWARD fit a GPU: not one from Blackwell on. `shared`: bytes of
     shared memory that a block may have; `capability`: the major number of its compute
     capability."""
@@ -291,7 +311,7 @@ def suits(shared: int, capability: int) -> bool:
 
 
 @functools.cache
-def _of_gpu(device: torch.device) -> tuple[int, int]:
+def _gpu_limits(device: torch.device) -> tuple[int, int]:
     """Returns the bytes of shared memory that a block may have on this NVIDIA GPU, and
     its major compute capability."""
     properties: Any = torch.cuda.get_device_properties(device.index)
@@ -299,7 +319,7 @@ def _of_gpu(device: torch.device) -> tuple[int, int]:
     return shared, torch.cuda.get_device_capability(device)[0]
 
 
-def _span(case: AttentionCase, tile: Tile, programs: int) -> int:
+def _keys_per_program(case: AttentionCase, tile: Tile, programs: int) -> int:
     """Returns how many keys a program takes: all, or whole tiles of a part where so few
     `programs` would leave the GPU idle."""
     blocks, wanted = -(-case.kv_len // tile.block_kv), -(-PROGRAMS // programs)
@@ -307,7 +327,9 @@ def _span(case: AttentionCase, tile: Tile, programs: int) -> int:
     return -(-blocks // parts) * tile.block_kv
 
 
-def _merged(out: Tensor, terms: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merge_key_parts(
+    out: Tensor, terms: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns out, terms and log-sum-exp of all keys from those of their parts, which lie
     along the first axis, weighted by exp(lse - total). A row that sees no key has lse =
     -inf."""
@@ -330,8 +352,10 @@ def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> R
     delta = (dO * out).sum(dim=-1).masked_fill_(empty, 0.0)
     dO, lse = _padded(dO), (lse * LOG2E).masked_fill_(empty, 0.0)
     # |dP| is at most |dO| |V|, and so is delta, an average of dP.
-    unit = _unit(dO.norm(dim=-1).amax() * at.v.norm(dim=-1).amax())
-    (q16, of_q), (k16, of_k), (dO16, of_dO) = (_scaled(x) for x in (at.q, at.k, dO))
+    unit = _scale_to_one(dO.norm(dim=-1).amax() * at.v.norm(dim=-1).amax())
+    (q16, of_q), (k16, of_k), (dO16, of_dO) = (
+        _scaled_to_one(x) for x in (at.q, at.k, dO)
+    )
     k, v, k16 = (x.flatten(0, 1) for x in (at.k, at.v, k16))
     dq, dk, dv = torch.empty_like(at.q), torch.zeros_like(k), torch.zeros_like(v)
     dq_terms, dk_terms, dv_terms = (
@@ -339,8 +363,8 @@ def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> R
     )
     # Not 0 for keys that a row was seen to see, where that is counted.
     seen = torch.zeros(pairs, case.kv_len, dtype=torch.int32, device=k.device)
-    for rows in _runs(case):
-        keys = _keys(case, rows)
+    for rows in _row_runs(case):
+        keys = _visible_keys(case, rows)
         operands = (dO, lse, delta, *at.pointers, unit)
         P, dX, P16, dX16 = _score_gradients(case, at, operands, seen, rows, keys)
         q_i, dO_i, q16_i, dO16_i = (
@@ -430,7 +454,7 @@ def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
     return (first > last).expand(case.k.shape[:3]).clone()
 
 
-def _runs(case: AttentionCase) -> list[slice]:
+def _row_runs(case: AttentionCase) -> list[slice]:
     """Returns ranges of query rows that cover the case. Their intermediate results, 20
     bytes a score, fit SCRATCH_BYTES, but a range has LEAST_ROWS rows at least; with
     causality or a window there are up to RUNS of them."""
@@ -440,7 +464,7 @@ def _runs(case: AttentionCase) -> list[slice]:
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
-def _keys(case: AttentionCase, rows: slice) -> slice:
+def _visible_keys(case: AttentionCase, rows: slice) -> slice:
     """Returns the range of keys that these rows can see by position; one key where they
     see none, since a kernel needs one."""
     keys = key_range(case, rows)
@@ -497,12 +521,12 @@ def accept(case: AttentionCase) -> None:
     """Raises Refused where the fused path cannot take the case: another device than CUDA,
     shapes and formats, no Triton, or numbers out of range. Waits for the device."""
     refuse((not case.q.is_cuda, "the fused one runs on CUDA"))
-    refuse((reason := _unfit(case), str(reason)))
+    refuse((reason := _unfit_reason(case), str(reason)))
     try:
         import triton  # noqa: F401
     except ImportError as error:
         raise Refused(f"Triton cannot be imported ({error})") from error
-    refuse((reason := _out_of_range(case), str(reason)))
+    refuse((reason := _out_of_range_reason(case), str(reason)))
 
 
 def accept_scores(forward: Mapping[str, Tensor]) -> None:
@@ -513,7 +537,7 @@ def accept_scores(forward: Mapping[str, Tensor]) -> None:
     refuse((size > LARGEST, f"a row's scores are all about {size:.1g}, {TOO_LARGE}"))
 
 
-def _unfit(case: AttentionCase) -> str | None:
+def _unfit_reason(case: AttentionCase) -> str | None:
     """Returns why the case's shapes or formats do not suit the fused path; None where
     they do."""
     tensors = [x for x in (*_factors(case), case.mask) if x is not None]
@@ -541,7 +565,7 @@ def _unfit(case: AttentionCase) -> str | None:
     )
 
 
-def _out_of_range(case: AttentionCase) -> str | None:
+def _out_of_range_reason(case: AttentionCase) -> str | None:
     """Returns why the numbers in the inputs do not suit the fused path (NaN or infinity,
     or scores up to LARGEST); None where they do. Waits for the device."""
     largest = [widened(x).abs().amax().double() for x in _factors(case)]

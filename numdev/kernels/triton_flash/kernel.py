@@ -127,8 +127,8 @@ def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> KernelPlan:
     return KernelPlan(
         head_dim=head_dim,
         v_dim=v_dim,
-        wide=_wide(head_dim),
-        v_wide=_wide(v_dim),
+        wide=_padded_width(head_dim),
+        v_wide=_padded_width(v_dim),
         left=first is not None,
         right=last is not None,
         mask=kind,
@@ -142,7 +142,7 @@ def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> KernelPlan:
     )
 
 
-def _wide(dim: int) -> int:
+def _padded_width(dim: int) -> int:
     """Returns the power of two, 16 or more, that a matrix product takes in place of
     `dim`."""
     return max(16, 1 << (dim - 1).bit_length())
@@ -368,7 +368,7 @@ def _claims(
     return {"preset": "fa2", **named, "dk_partial": "float32", "dv_partial": "float32"}
 
 
-def step(case: AttentionCase, **options: object) -> Output:
+def training_step(case: AttentionCase, **options: object) -> Output:
     """Runs both passes of a training step and returns out, lse, dq, dk and dv. dO is
     brought to the inputs' dtype. Raises UsageError for a case without grad_out."""
     dO = upstream_in(case, case.q.dtype)
@@ -404,7 +404,7 @@ class _Trained(torch.autograd.Function):
     supports=_unsupported,
     validate=_check,
     claims=_claims,
-    backward=step,
+    backward=training_step,
     training=lambda case, **options: _Trained.apply(  # type: ignore[no-untyped-call]
         case.q, case.k, case.v, KernelCall.of(case, options)
     ),

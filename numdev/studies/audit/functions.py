@@ -20,7 +20,7 @@ from numdev.formats import Format, format_of
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import concluded, judgement_of
 from numdev.gate.rules import Rules, as_data
-from numdev.kernels import Kernel, imported, no_claim
+from numdev.kernels import Kernel, import_callable, no_claim
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.function.inputs import (
@@ -197,7 +197,7 @@ def run_all(
 def served(work: Work) -> list[Answer]:
     """What a process of its own does: import the function, and run it on every draw.
     Raises UsageError for a target that cannot be imported."""
-    function = imported(work.target, "function")
+    function = import_callable(work.target, "function")
     draws = [Draw(call=0, seed=seed, arguments=x) for seed, x in work.draws]
     runs = run_all(function, draws, backward=work.backward)
     return [x.reason if isinstance(x, Failure) else x for x in runs]

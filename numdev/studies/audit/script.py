@@ -24,7 +24,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.config import BACKENDS
 from numdev.errors import MeasurementError, UsageError, closest
-from numdev.kernels import Kernel, imported
+from numdev.kernels import Kernel, import_callable
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain import adapt
 from numdev.kernels.sdpa import backend_of
@@ -217,7 +217,7 @@ def _call(
             "working format"
         )
         return case, {"call": "baseline", "kernel_words": words}
-    function = imported(name, "kernel") if ":" in name else kernel.adapted
+    function = import_callable(name, "kernel") if ":" in name else kernel.adapted
     if function and next(iter(inspect.signature(function).parameters), "") != "case":
         return _function(name, function, options, case)
     return case, {

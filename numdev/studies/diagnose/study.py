@@ -24,7 +24,7 @@ from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Re
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.grouping import grouped
-from numdev.kernels import find, fingerprint, imported
+from numdev.kernels import find, fingerprint, import_callable
 from numdev.kernels.emulation.recipe import Recipe, recipe
 from numdev.report import Axis, Curve, Figure, Point, Provenance, Role, Tick
 from numdev.sources.capture import Captured
@@ -283,7 +283,7 @@ def origin_of(
     }
     hashes["stages"] = {stage.name: stage.identity() for stage in stages}
     if request.model:
-        hashes["model_made_from"] = fingerprint(imported(request.model, "model"))
+        hashes["model_made_from"] = fingerprint(import_callable(request.model, "model"))
     return hashes
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError
 from numdev.kernels import Kernel, find
-from numdev.kernels.training import attended, crossed
+from numdev.kernels.training import attend_in_graph, attend_with_gradients_of
 from numdev.studies.training.config import ModelConfig, Optimiser, ResolvedVariant
 from numdev.studies.training.data import seed_of
 from numdev.studies.training.models import Batch, build
@@ -92,9 +92,11 @@ class KernelAttention:
             with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
                 self.ran = kernel.attend(case, **options).ran or ""
         if self.behind is None:
-            out = attended(kernel, case, options, self.draws).to(out_dtype)
+            out = attend_in_graph(kernel, case, options, self.draws).to(out_dtype)
         else:
-            out = crossed(kernel, case, options, *self.behind).to(out_dtype)
+            out = attend_with_gradients_of(kernel, case, options, *self.behind).to(
+                out_dtype
+            )
         return out if self.noise is None else rerounded(out, self.noise, self.times)
 
 
