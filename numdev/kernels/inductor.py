@@ -21,7 +21,8 @@ from numdev.kernels.output import why_not
 
 def _matmul(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Returns attention [B, H, q_len, v_dim] as transformers' eager attention writes it,
-    without its cast: scores times scale, all in the inputs' dtype."""
+    without its cast: scores times scale, all in the inputs' dtype. `mask`: bool (True:
+    seen), additive, or None."""
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale
     return torch.matmul(torch.softmax(_masked(scores, mask), dim=-1), v)
 
@@ -30,7 +31,8 @@ def _divided(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """Returns attention [B, H, q_len, v_dim] as Vaswani et al. and nanoGPT write it:
-    scores divided by sqrt(d)."""
+    scores divided by 1 / scale, which is sqrt(d). `mask`: bool (True: seen), additive, or
+    None."""
     scores = (q @ k.transpose(-2, -1)) / (1.0 / scale)
     return torch.softmax(_masked(scores, mask), dim=-1) @ v
 
@@ -39,7 +41,7 @@ def _scaled_q(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """Returns attention [B, H, q_len, v_dim] as BART and CLIP write it: q is multiplied
-    by the scale before the product."""
+    by the scale before the product. `mask`: bool (True: seen), additive, or None."""
     return torch.softmax(_masked((q * scale) @ k.transpose(-2, -1), mask), dim=-1) @ v
 
 
@@ -47,7 +49,7 @@ def _float32(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """Returns attention [B, H, q_len, v_dim] as Llama writes it: the softmax in float32,
-    then a cast to the inputs' dtype."""
+    then a cast to the inputs' dtype. `mask`: bool (True: seen), additive, or None."""
     scores = _masked(torch.matmul(q, k.transpose(2, 3)) * scale, mask)
     p = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     return torch.matmul(p, v)
@@ -55,7 +57,7 @@ def _float32(
 
 def _einsum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Returns attention [B, H, q_len, v_dim] as lucidrains' code and JAX ports write it,
-    with einsum."""
+    with einsum. `mask`: bool (True: seen), additive, or None."""
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * scale
     return torch.einsum("bhij,bhjd->bhid", _masked(scores, mask).softmax(dim=-1), v)
 
@@ -65,7 +67,7 @@ def _by_hand(
 ) -> Tensor:
     """Returns attention [B, H, q_len, v_dim] with the softmax by hand: exp of scores in
     float32 less their maximum, cast for the product with v, divided by the sum at the
-    end."""
+    end. `mask`: bool (True: seen), additive, or None."""
     scores = _masked((q @ k.mT).float() * scale, mask)
     p = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
     return ((p.to(v.dtype) @ v) / p.sum(dim=-1, keepdim=True)).to(q.dtype)

@@ -172,8 +172,9 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
 
 def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
     """Runs forward and backward of one SDPA call with this backend alone (None: PyTorch's
-    choice) and returns out, lse and gradients. Raises as `_attend`, and MeasurementError
-    where the backward operator does not belong to the forward one of a forced backend."""
+    choice) and returns out, lse and gradients. Raises Refused where no backend takes the
+    case, and MeasurementError where an operator of another backend ran, forward or
+    backward, than of the forced one."""
     log = OperatorLog()
     done = differentiate(lambda c: _attend(c, backend), case, during_backward=log)
     forward = (done.ran or "").partition(" ")[0]

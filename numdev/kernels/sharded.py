@@ -150,8 +150,8 @@ def _merge_pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
 
 def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
     """Returns the steps that cover a case, each (rows, keys), in the order in which they
-    are merged; steps in which no query sees a key are left out. Raises Refused where
-    `zigzag` cannot take the case."""
+    are merged; steps in which no query sees a key are left out. `order`: a value of that
+    option. Raises Refused where `zigzag` cannot take the case."""
     zigzag, ring = order == "zigzag", order in ("zigzag", "ring")
     if zigzag:
         plain = case.mask is None and case.window is None and case.causal_offset == 0
@@ -313,7 +313,9 @@ def _run_shards(
     case: AttentionCase, options: Mapping[str, Any], *, with_gradients: bool
 ) -> Output:
     """Returns the output of the sharded call, with dq, dk and dv where `with_gradients`.
-    `options` are all of the kernel's. Raises as `sharded` does."""
+    `options` are all of the kernel's. Raises Refused where the order or the inner kernel
+    cannot take the case, MeasurementError where the inner kernel returns no
+    log-sum-exp."""
     inner, shards, order = options["inner"], options["shards"], options["order"]
     if shards == 1:
         return (find(inner).gradients if with_gradients else find(inner).attend)(case)

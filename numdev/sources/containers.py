@@ -82,8 +82,9 @@ class Container(Protocol):
         MeasurementError for a container that is damaged."""
 
     def beside(self) -> Mapping[str, object] | None:
-        """Returns what is saved with the tensors, by key; None where a container holds
-        nothing else."""
+        """Returns whatever a file holds, by key, the tensors' dicts included (a training
+        script's configuration is read from it); None for a kind that holds nothing but
+        tensors."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ class Control:
 def _l_rounded(case: AttentionCase, dose: float) -> Planted:
     """Plants a row sum of fewer bits. Sound is one in fp32 or wider; dose 1 is the
     working format's significand, if that is narrower, and each further dose a bit less.
-    The exponent is never narrower than fp32's, so that long rows do not overflow."""
+    The exponent is never narrower than fp32's, so that long rows do not overflow. Raises
+    Refused where fewer than 2 bits are left."""
     narrower = case.format.precision < FORMATS["float32"].precision
     row_sum = _narrowed(case.format, int(dose) - narrower, least_exponent=8)
     return Planted(case, {"row_sum": row_sum})
@@ -186,7 +187,8 @@ def _wrong_scale(case: AttentionCase, dose: float) -> Planted:
 
 
 def _p_bits(case: AttentionCase, dose: float) -> Planted:
-    """Plants P with `dose` significant bits fewer than the format, in both passes."""
+    """Plants P with `dose` significant bits fewer than the format, in both passes. Raises
+    Refused where fewer than 2 bits are left."""
     narrow = _narrowed(case.format, int(dose))
     return Planted(case, {"p": narrow, "p_for_dv": narrow})
 

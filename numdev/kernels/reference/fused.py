@@ -405,8 +405,9 @@ def _score_gradients(
     keys: slice,
 ) -> tuple[Tensor, ...]:
     """Returns P and dX in fp64, then P and the terms of dX in bfloat16, of a run of rows
-    and the keys that it can see, each [B * kv_heads, group * rows, keys]. Marks in `seen`
-    the keys that a row sees, in place, with a mask or positions."""
+    and the keys that it can see, each [B * kv_heads, group * rows, keys]. `operands`: dO,
+    L, delta, the pointers of `at`, and the factor of the terms. Marks in `seen` the keys
+    that a row sees, in place, with a mask or positions."""
     from numdev.kernels.reference.fused_triton import score_gradients
 
     tile, count, width = BACKWARD, rows.stop - rows.start, keys.stop - keys.start

@@ -115,7 +115,9 @@ def over_keys(
     OF_P: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
     """Returns `total` with what the tiles of keys [first, last) add to dQ / scale; with
-    OF_P, to rowsum(dP o P)."""
+    OF_P, to rowsum(dP o P). `common`: the call's other operands, in the order in which
+    they are unpacked. PARTIAL: positions, or the end of the keys, may hide keys in these
+    tiles."""
     q, do, l, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale = common
     for n in range(0, tl.cdiv(tl.maximum(last - first, 0), BLOCK)):
         start = first + n * BLOCK
@@ -224,7 +226,8 @@ def over_rows(
 ):
     """Returns dK / scale and dV with what the tiles of rows [first, last) add. Scores are
     transposed here, so that P and dS need not be for their products. A row beyond the
-    last has dO = 0."""
+    last has dO = 0. `common`: the call's other operands, in the order in which they are
+    unpacked. PARTIAL: positions may hide keys from rows of these tiles."""
     k, v, Q, dO, L, delta, q_strides, do_strides, mask, mask_strides, j, size, scale = (
         common
     )

@@ -120,7 +120,8 @@ def scores(
 
 @triton.jit
 def exponential(x, PLAN: tl.constexpr):
-    """Returns exp of a difference of scores, which is in the plan's units."""
+    """Returns exp(x) of a difference of scores x, which is in units of ln 2 where the
+    plan has folded log2 e into the scale."""
     if PLAN.folded:
         y = tl.exp2(x)
     elif PLAN.binary:
@@ -251,7 +252,9 @@ def sweep(
     m, l, o, common, first, last,
     PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """Returns m, l and O after the tiles of keys [first, last), in the plan's order."""
+    """Returns m, l and O of a block of rows after the tiles of keys [first, last), in the
+    plan's order. `common`: the call's other operands, in the order in which they are
+    unpacked. PARTIAL: positions, or the end of the keys, may hide keys in these tiles."""
     q, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale = common
     tiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK)
     for n in range(0, tiles):
