@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from numdev.exact.dtypes import is_floating
+from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import EveryOperation
-from numdev.exact.running import evaluate
-from numdev.exact.wide import widened
+from numdev.exact.wide_tensors import widened
 from numdev.formats import dtype_of, format_named
 
 

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 
 import numdev
 from numdev.exact.dtypes import is_floating
+from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import EveryOperation
-from numdev.exact.running import evaluate
-from numdev.exact.wide import narrowed
+from numdev.exact.wide_tensors import narrowed
 from numdev.formats import format_of, round_to
 from numdev.operations.function.faults import faults_of_inputs, faults_of_outputs
 from numdev.operations.function.trees import arguments_of

@@ -29,7 +29,7 @@ from transformers.models.llama import modeling_llama as llama
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import effects_request
 from numdev.errors import MeasurementError
-from numdev.exact.wide import Wide
+from numdev.exact.wide_tensors import Wide
 from numdev.formats import FORMATS
 from numdev.gate.compare import compare
 from numdev.gate.judging import judge_report, judged

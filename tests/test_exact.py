@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from numdev.errors import UsageError
-from numdev.exact.refusals import Unsupported
+from numdev.exact.evaluation import Computing, computing, evaluate
 from numdev.exact.rounding import EveryOperation
-from numdev.exact.running import Computing, computing, evaluate
-from numdev.exact.wide import Wide, narrowed, widened
+from numdev.exact.unsupported_operations import Unsupported
+from numdev.exact.wide_tensors import Wide, narrowed, widened
 from numdev.formats import FORMATS, round_to
 
 FUNCTIONS = load("benchmarks/small_functions.py").FUNCTIONS

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from numdev.exact.dtypes import is_floating
-from numdev.exact.refusals import unsupported_error
-from numdev.exact.wide import Wide, widened
+from numdev.exact.unsupported_operations import unsupported_error
+from numdev.exact.wide_tensors import Wide, widened
 
 
 def wide_arguments(arguments: tuple[object, ...]) -> tuple[object, ...]:

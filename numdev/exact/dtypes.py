@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from numdev.exact.refusals import operator_argument
+from numdev.exact.unsupported_operations import operator_argument
 
 COMPLEX = {
     torch.float16: torch.complex32,

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 
 from numdev.exact.dtypes import is_floating
 from numdev.exact.rounding import FLOAT32, EveryOperation, values_format
-from numdev.exact.wide import widened
+from numdev.exact.wide_tensors import widened
 
 aten = torch.ops.aten
 U = FLOAT32.unit_roundoff

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import Rounding
-from numdev.exact.running import evaluate
-from numdev.exact.wide import UNROUNDED, Wide, widened
+from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
 from numdev.operations.function.arithmetic import Arithmetic
 from numdev.operations.function.running import Cotangents, FunctionRun, private, run
 from numdev.operations.function.trees import (

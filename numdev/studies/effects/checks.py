@@ -21,7 +21,7 @@ from numdev.cases import AttentionCase, visible
 from numdev.config import EffectsRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.exact.dtypes import is_floating
-from numdev.exact.wide import widened
+from numdev.exact.wide_tensors import widened
 from numdev.formats import Format
 from numdev.report import Finding
 from numdev.report.numbers import three

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from numdev.errors import MeasurementError
 from numdev.exact.dtypes import is_floating
-from numdev.exact.wide import widened
+from numdev.exact.wide_tensors import widened
 from numdev.studies.effects.report import Fields
 
 PARTS = 8  # of a sequence, for the growth of the error with position

@@ -15,9 +15,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from numdev.exact.dtypes import is_floating
+from numdev.exact.evaluation import Computing
 from numdev.exact.rounding import round_number, round_values, values_format
-from numdev.exact.running import Computing
-from numdev.exact.wide import Wide
+from numdev.exact.wide_tensors import Wide
 from numdev.formats import Format
 from numdev.sources.capture import QKV, attention_modules, module_hooks
 

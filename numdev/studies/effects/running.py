@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
 from numdev.exact.dtypes import is_floating
-from numdev.exact.wide import Wide, widened
+from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import Format, dtype_of, format_of, round_to
 from numdev.kernels import Output, find
 from numdev.kernels.emulation.kernel import MOST_BITS

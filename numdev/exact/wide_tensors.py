@@ -24,7 +24,8 @@ from numdev.exact.dtypes import (
     promoted_dtype,
     result_dtypes,
 )
-from numdev.exact.refusals import (
+from numdev.exact.rounding import Rounding, Unrounded, round_values, values_format
+from numdev.exact.unsupported_operations import (
     FREE,
     NUMPY,
     POINTER,
@@ -36,7 +37,6 @@ from numdev.exact.refusals import (
     operator_argument,
     unsupported_error,
 )
-from numdev.exact.rounding import Rounding, Unrounded, round_values, values_format
 
 aten = torch.ops.aten
 UNROUNDED = Unrounded()

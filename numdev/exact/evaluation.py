@@ -17,9 +17,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from numdev.errors import UsageError
 from numdev.exact.copies import wide_arguments, wide_module
 from numdev.exact.dtypes import is_floating
-from numdev.exact.refusals import as_unsupported
 from numdev.exact.rounding import EveryOperation, Rounding
-from numdev.exact.wide import (
+from numdev.exact.unsupported_operations import as_unsupported
+from numdev.exact.wide_tensors import (
     UNROUNDED,
     Wide,
     check_readable,
