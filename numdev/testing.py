@@ -22,7 +22,7 @@ from numdev.gate.judging import check_system, judgement_of
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
 from numdev.kernels import Kernel, find, kernel_of_function
 from numdev.kernels.output import GRADIENTS
-from numdev.kernels.plain import parameters_by_role, untested_parameters
+from numdev.kernels.plain_functions import parameters_by_role, untested_parameters
 from numdev.report import AuditReport, Finding, Outcome, Place
 from numdev.report.foreign import plain
 from numdev.report.numbers import MOST, ratio, si
@@ -432,7 +432,7 @@ def _directory(parent: str | Path | None, name: str) -> Path:
 # --- in words, for pytest, which indents them in 80 columns ---------------------------
 
 WIDTH = 72
-LACKS = "the function takes no "  # `numdev.kernels.plain`
+LACKS = "the function takes no "  # `numdev.kernels.plain_functions`
 LISTED = 4  # findings
 CLAIM = (
     "It was held against the roundings of FlashAttention-2 (P, dS and the results), "

@@ -31,7 +31,7 @@ from numdev import kernels, system
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import Kernel, Output, all_kernels, find, kernel, options_of, varlen
-from numdev.kernels.plain import adapt
+from numdev.kernels.plain_functions import adapt
 from numdev.kernels.reference import gradients
 from numdev.system import Requirement, System
 

@@ -34,7 +34,7 @@ from oracles import (
 
 from numdev.errors import Refused
 from numdev.kernels import Kernel, find
-from numdev.kernels.plain import adapt
+from numdev.kernels.plain_functions import adapt
 
 nan, inf = math.nan, math.inf
 

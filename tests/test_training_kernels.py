@@ -18,10 +18,10 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.kernels import Kernel, find
+from numdev.kernels.autograd_operation import attend_in_graph, attend_with_gradients_of
 from numdev.kernels.emulation import backward
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.output import Output
-from numdev.kernels.training import attend_in_graph, attend_with_gradients_of
 
 EMULATED: list[dict[str, Any]] = [
     {"compute": "float32"},

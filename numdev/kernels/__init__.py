@@ -107,8 +107,8 @@ class Kernel:
     case and options returns the Output of forward and backward; None: it has no
     backward."""
     training: Callable[..., Tensor] | None = None
-    """The output as one operation of autograd's graph (`numdev.kernels.training`), if not
-    None."""
+    """The output as one operation of autograd's graph, if not None
+    (`numdev.kernels.autograd_operation`)."""
     draws: Callable[[Mapping[str, object]], bool] = lambda options: False
     """Whether it draws random numbers under some options, from the `generator` of
     `training`."""
@@ -306,7 +306,7 @@ def kernel_of_function(name: str, function: Callable[..., object]) -> Kernel:
     """Returns the kernel that was registered with this function; else the function as a
     kernel called `name`, adapted by the names of its parameters (`plain.adapt`). Raises
     UsageError where it cannot be adapted."""
-    from numdev.kernels.plain import adapt
+    from numdev.kernels.plain_functions import adapt
 
     registered = (k for k in _registry.values() if k.function is function)
     return next(registered, None) or adapt(name, function)

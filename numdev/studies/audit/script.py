@@ -26,7 +26,7 @@ from numdev.config import BACKENDS
 from numdev.errors import MeasurementError, UsageError, closest
 from numdev.kernels import Kernel, import_callable
 from numdev.kernels.output import GRADIENTS
-from numdev.kernels.plain import adapt
+from numdev.kernels.plain_functions import adapt
 from numdev.kernels.sdpa import backend_of
 from numdev.sources import tensorfile
 from numdev.sources.tensorfile import DTYPES, OPTIONAL, REQUIRED, storage_order

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError
 from numdev.kernels import Kernel, find
-from numdev.kernels.training import attend_in_graph, attend_with_gradients_of
+from numdev.kernels.autograd_operation import attend_in_graph, attend_with_gradients_of
 from numdev.studies.training.config import ModelConfig, Optimiser, ResolvedVariant
 from numdev.studies.training.data import seed_of
 from numdev.studies.training.models import Batch, build
