@@ -45,7 +45,7 @@ from numdev.metrics.bias import bias
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_ULP, holm
 from numdev.report import DeviationRow
 from numdev.report.summary import summarise
-from numdev.sources.opening import Drawn
+from numdev.sources.case_sources import Drawn
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.task import bench_of, measure_task
 from numdev.system import System

@@ -44,7 +44,7 @@ from numdev.gate.thresholds import tests_of
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow, PlanRecord
-from numdev.sources.regimes import Shapes, draw
+from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit import bench as bench_module
 from numdev.studies.audit.bench import Bench
 from numdev.studies.audit.isolation import Isolated, Runner, attempt

@@ -25,7 +25,7 @@ from numdev.config import InvarianceRequest
 from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.kernels import find
-from numdev.sources.opening import Drawn
+from numdev.sources.case_sources import Drawn
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.invariance.axes import SIZES, picked
 from numdev.studies.invariance.report import InvarianceReport

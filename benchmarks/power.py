@@ -45,7 +45,7 @@ from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.of_rows import value_of
 from numdev.report import DeviationRow, PlanRecord
-from numdev.sources.regimes import Shapes, draw
+from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit import bench as bench_module
 from numdev.studies.audit.bench import Bench
 from numdev.studies.audit.plan import Task

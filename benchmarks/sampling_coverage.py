@@ -28,7 +28,7 @@ from numdev.kernels.reference import attend
 from numdev.metrics.deviation import measure
 from numdev.metrics.sampling import Sample
 from numdev.metrics.yardstick import Yardstick
-from numdev.sources.regimes import Shapes, draw
+from numdev.sources.input_regimes import Shapes, draw
 
 REGIMES = ("normal", "sink", "outliers", "correlated")
 COUNTS = (32, 64, 256)

@@ -38,7 +38,7 @@ from numdev.kernels.reference.blocked import Reference
 from numdev.metrics import deviation
 from numdev.metrics.deviation import Yardstick
 from numdev.operations.attention.explain.wrong_function import far_off, suspect
-from numdev.sources.regimes import Shapes, draw
+from numdev.sources.input_regimes import Shapes, draw
 
 REGIMES: dict[str, tuple[str, dict[str, Any]]] = {
     "normal": ("normal", {}),

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from numdev.api import measure as measure
     from numdev.kernels import kernel as kernel
     from numdev.monitor import watch as watch
-    from numdev.sources.tensorfile import save_cases as save_cases
-    from numdev.sources.tensorfile import varlen_cases as varlen_cases
+    from numdev.sources.captured_calls import save_cases as save_cases
+    from numdev.sources.captured_calls import varlen_cases as varlen_cases
     from numdev.testing import CheckFailed as CheckFailed
     from numdev.testing import check as check
     from numdev.testing import check_attention as check_attention
@@ -30,8 +30,8 @@ _HOMES = {
     "compare": "api",
     "kernel": "kernels",
     "measure": "api",
-    "save_cases": "sources.tensorfile",
-    "varlen_cases": "sources.tensorfile",
+    "save_cases": "sources.captured_calls",
+    "varlen_cases": "sources.captured_calls",
     "watch": "monitor",
 }
 __all__ = tuple(_HOMES)

@@ -26,14 +26,14 @@ from numdev.report import AuditReport, DeviationRow, Report
 from numdev.report.io import refuse_other_kind
 from numdev.report.renderers import html
 from numdev.sources import capture as capturing
-from numdev.sources.checkpoint import InMemory
-from numdev.sources.loss import find_upstream
-from numdev.sources.opening import (
+from numdev.sources.case_sources import (
     CallsSource,
     CheckpointSource,
     Source,
     open_source,
 )
+from numdev.sources.checkpoint import InMemory
+from numdev.sources.upstream_gradients import find_upstream
 from numdev.studies.audit import run
 from numdev.studies.audit.cluster import cluster_of, sharing
 from numdev.studies.audit.isolation import copied

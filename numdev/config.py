@@ -30,7 +30,7 @@ from numdev.yamlfile import (
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0)]
-MaskKind = Literal[  # what `numdev.sources.regimes` can draw
+MaskKind = Literal[  # what `numdev.sources.input_regimes` can draw
     "all_true",
     "causal",
     "random",

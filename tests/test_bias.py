@@ -18,7 +18,7 @@ from numdev.formats import FORMATS
 from numdev.kernels.reference import attend
 from numdev.metrics.deviation import Metrics, Yardstick, measure
 from numdev.metrics.statistics import BIAS_ULP, holm
-from numdev.sources.regimes import Shapes, draw
+from numdev.sources.input_regimes import Shapes, draw
 
 BF16 = FORMATS["bfloat16"]
 

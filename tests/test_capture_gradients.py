@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError
 from numdev.sources.capture import attention_implementation, capture
-from numdev.sources.loss import (
+from numdev.sources.projection import Projection, Projections
+from numdev.sources.upstream_gradients import (
     LANGUAGE,
     OWN,
     Upstream,
     find_upstream,
     with_drawn_gradient,
 )
-from numdev.sources.projection import Projection, Projections
 
 B, N = 2, 8
 FP32, FP64 = 1e-5, 1e-12

@@ -17,7 +17,7 @@ from numdev.cases import AttentionCase
 from numdev.config import AuditConfig, Choice
 from numdev.errors import UsageError
 from numdev.sources.capture import Captured
-from numdev.sources.opening import ConfigSource, Drawn
+from numdev.sources.case_sources import ConfigSource, Drawn
 from numdev.studies.audit import cluster
 from numdev.studies.audit.cluster import Cluster, at_work, cluster_of, sharing
 from numdev.studies.audit.isolation import Isolated, attempt, torch_settings

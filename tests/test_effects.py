@@ -39,7 +39,7 @@ from numdev.report import read
 from numdev.report.document import Table
 from numdev.report.numbers import percent, si, three
 from numdev.sources import capture
-from numdev.sources.tensorfile import save_cases
+from numdev.sources.captured_calls import save_cases
 from numdev.studies.audit.isolation import attempt
 from numdev.studies.effects import verdict
 from numdev.studies.effects.checks import Checks, checks_of

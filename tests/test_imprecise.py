@@ -15,7 +15,7 @@ from numdev.kernels import Output
 from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
 from numdev.operations.attention.explain import imprecise
-from numdev.sources.loss import with_drawn_gradient
+from numdev.sources.upstream_gradients import with_drawn_gradient
 
 rates = load("benchmarks/suspicion_rates.py")
 SHAPE = rates.Shape(batch=2, heads=2, kv_heads=2, q_len=150, kv_len=150)

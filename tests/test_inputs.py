@@ -23,8 +23,8 @@ from numdev.config import CaseConfig, Layout, MaskKind, SweepConfig
 from numdev.errors import UsageError
 from numdev.formats import format_named, round_to
 from numdev.kernels.reference import attend
-from numdev.sources.opening import ConfigSource
-from numdev.sources.regimes import (
+from numdev.sources.case_sources import ConfigSource
+from numdev.sources.input_regimes import (
     REGIMES,
     Draws,
     Inputs,

@@ -32,7 +32,7 @@ from numdev.gate.rules import Rules, default_rules
 from numdev.kernels.reference import gradients
 from numdev.report import read, write
 from numdev.report.document import Table
-from numdev.sources.regimes import Shapes, draw
+from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit.bench import TERMS, part, settled
 from numdev.studies.invariance import axes, verdict, wholeness
 from numdev.studies.invariance.differences import (

@@ -19,7 +19,7 @@ from numdev.kernels.reference import gradients
 from numdev.metrics import tiled
 from numdev.operations.attention.explain.narrow_sums import CERTAIN, Sums
 from numdev.report import AuditReport
-from numdev.sources.loss import with_drawn_gradient
+from numdev.sources.upstream_gradients import with_drawn_gradient
 from numdev.testing import check
 
 rates = load("benchmarks/suspicion_rates.py")

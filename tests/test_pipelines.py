@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, Choice
-from numdev.sources.opening import open_source
+from numdev.sources.case_sources import open_source
 from numdev.system import System
 
 BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention

@@ -26,7 +26,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend
-from numdev.sources.tensorfile import open_cases
+from numdev.sources.captured_calls import open_cases
 from numdev.studies.audit import script as reproducer
 from numdev.studies.audit.bench import part
 from numdev.studies.audit.reproduce import reduce

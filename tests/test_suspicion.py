@@ -27,7 +27,7 @@ from numdev.operations.attention.explain import wrong_function
 from numdev.operations.attention.explain.mistakes import variants
 from numdev.operations.attention.explain.probe import Alternative
 from numdev.operations.attention.explain.wrong_function import CUT, far_off, suspect
-from numdev.sources.loss import with_drawn_gradient
+from numdev.sources.upstream_gradients import with_drawn_gradient
 from numdev.studies.audit.task import measure_task
 
 rates = load("benchmarks/suspicion_rates.py")

@@ -14,7 +14,7 @@ from oracles import make_case
 
 from numdev import temporary
 from numdev.report import io
-from numdev.sources.tensorfile import writing_cases
+from numdev.sources.captured_calls import writing_cases
 from numdev.studies.audit.journal import JOURNAL, Journal
 
 KILLED = """

@@ -22,7 +22,7 @@ from numdev import report
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels.reference import attend
-from numdev.sources.tensorfile import open_cases, write_cases, writing_cases
+from numdev.sources.captured_calls import open_cases, write_cases, writing_cases
 
 TENSORS = ("q", "k", "v", "mask", "sinks", "grad_out")
 

@@ -4,8 +4,8 @@ Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), an
 is met by a `TorchFunctionMode`, as it came. transformers models are led there by a
 function of numdev's in its attention interface: SDPA has no word for a soft cap, sinks
 and a window, so that function takes these out of what the model passes, and they join the
-case. Nothing is kept but for gradients of the model's own loss (`loss`); attention that
-went elsewhere is found out by `Watch`."""
+case. Nothing is kept but for gradients of the model's own loss (`upstream_gradients`);
+attention that went elsewhere is found out by `Watch`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
 from numdev.sources.files import naming, quiet, some
-from numdev.sources.loss import (
+from numdev.sources.mixers import is_mixer, outermost_mixers
+from numdev.sources.upstream_gradients import (
     TrainingStep,
     Upstream,
     loss_of,
@@ -38,7 +39,6 @@ from numdev.sources.loss import (
     tracing_from_attention,
     with_drawn_gradient,
 )
-from numdev.sources.mixers import is_mixer, outermost_mixers
 
 T = TypeVar("T")
 # What it returns, if anything, is the answer

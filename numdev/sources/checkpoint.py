@@ -43,7 +43,7 @@ from numdev.sources.containers import (
     is_weights,
 )
 from numdev.sources.files import blaming, name_of, quiet, read_json
-from numdev.sources.foreign import (
+from numdev.sources.unsupported_files import (
     file_format,
     refuse_config,
     refuse_directory,

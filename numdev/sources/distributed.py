@@ -21,7 +21,7 @@ from torch import Tensor
 
 from numdev.errors import MeasurementError
 from numdev.sources.files import DISTRUST, FETCH, NESTED, naming
-from numdev.sources.foreign import refuse_pointer
+from numdev.sources.unsupported_files import refuse_pointer
 
 METADATA = ".metadata"
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}

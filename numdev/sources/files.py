@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from numdev.errors import MeasurementError, NumdevError, one_line
-from numdev.sources.foreign import refuse_pointer
+from numdev.sources.unsupported_files import refuse_pointer
 
 PIECE = 1 << 26  # bytes of a file that are hashed by one thread
 CHUNK = 1 << 20  # bytes of them that are read at once

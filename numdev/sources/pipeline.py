@@ -38,9 +38,9 @@ from numdev.sources import files as storage
 from numdev.sources.checkpoint import VARIADIC
 from numdev.sources.containers import containers_of_model
 from numdev.sources.files import blaming, name_of, naming, quiet
-from numdev.sources.foreign import refuse_pointer
-from numdev.sources.loss import drawn_origin, with_drawn_gradient
 from numdev.sources.prompts import Prompt, read_text
+from numdev.sources.unsupported_files import refuse_pointer
+from numdev.sources.upstream_gradients import drawn_origin, with_drawn_gradient
 from numdev.system import System
 
 INDEX = "model_index.json"

@@ -32,7 +32,7 @@ from numdev.sources.checkpoint import (
 )
 from numdev.sources.containers import read_tensors as read_tensors
 from numdev.sources.files import checked_tensor, some
-from numdev.sources.foreign import refuse_pointer
+from numdev.sources.unsupported_files import refuse_pointer
 
 PROMPT = "prompt.txt"  # what the demo reads, beside its weights
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.formats import format_named, round_to
 from numdev.kernels.emulation.rounding import Rounder
-from numdev.sources.regimes import Shapes, draw
+from numdev.sources.input_regimes import Shapes, draw
 
 FIELDS = {field.name for field in dataclasses.fields(AttentionCase)}
 REGIMES: dict[str, dict[str, Any]] = {

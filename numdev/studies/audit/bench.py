@@ -45,7 +45,7 @@ from numdev.operations.attention.finiteness import (
     overflowing_inputs,
 )
 from numdev.report import CaseRecord
-from numdev.sources.tensorfile import mask_kind
+from numdev.sources.captured_calls import mask_kind
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.timing import Stopwatch

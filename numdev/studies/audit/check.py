@@ -19,10 +19,10 @@ from numdev.gate.rules import Rules, as_data
 from numdev.kernels import Kernel
 from numdev.kernels.output import differentiate, refuse
 from numdev.report import AuditReport, AuditSummary, CaseRecord
-from numdev.sources.loss import with_drawn_gradient
-from numdev.sources.opening import ConfigSource, Located
-from numdev.sources.regimes import REGIMES
-from numdev.sources.tensorfile import holds_cases, open_cases
+from numdev.sources.captured_calls import holds_cases, open_cases
+from numdev.sources.case_sources import ConfigSource, Located
+from numdev.sources.input_regimes import REGIMES
+from numdev.sources.upstream_gradients import with_drawn_gradient
 from numdev.studies.audit.bench import case_record
 from numdev.studies.audit.isolation import Failure, attempt, copied
 from numdev.studies.audit.naming import Failing, conclude

@@ -28,7 +28,7 @@ import torch
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.kernels import find
 from numdev.kernels.emulation.faults import CONTROLS, PREFIX
-from numdev.sources.opening import Drawn, Located
+from numdev.sources.case_sources import Drawn, Located
 from numdev.studies.audit.isolation import (
     Failure,
     Isolated,

@@ -21,7 +21,7 @@ from numdev.metrics.of_rows import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
 from numdev.report.foreign import plain
-from numdev.sources.opening import Source
+from numdev.sources.case_sources import Source
 from numdev.studies.audit.bench import KV_TENSORS, Selection, part
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.plan import Plan

@@ -25,8 +25,8 @@ from numdev.kernels import Kernel
 from numdev.metrics.finiteness import count_nonfinite, nonfinite_of
 from numdev.metrics.weights import weight_row
 from numdev.operations.attention.explain.words import explanations
-from numdev.sources.opening import Located, Source, open_source
-from numdev.sources.tensorfile import Add, writing_cases
+from numdev.sources.captured_calls import Add, writing_cases
+from numdev.sources.case_sources import Located, Source, open_source
 from numdev.studies.audit.bench import Selection
 from numdev.studies.audit.cluster import Cluster, Workers, at_work
 from numdev.studies.audit.explanations import most

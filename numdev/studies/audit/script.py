@@ -28,8 +28,8 @@ from numdev.kernels import Kernel, import_callable
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain_functions import adapt
 from numdev.kernels.sdpa import backend_of
-from numdev.sources import tensorfile
-from numdev.sources.tensorfile import DTYPES, OPTIONAL, REQUIRED, storage_order
+from numdev.sources import captured_calls
+from numdev.sources.captured_calls import DTYPES, OPTIONAL, REQUIRED, storage_order
 from numdev.system import System
 
 EVERYWHERE: Any = {"is_causal": False, "causal_offset": 0, "window": None}
@@ -118,7 +118,7 @@ def write(
     script = directory / "reproduce.py"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        tensorfile.write_cases(directory / "tensors.safetensors", [case])
+        captured_calls.write_cases(directory / "tensors.safetensors", [case])
         script.write_text(rendered("audit", facts), encoding="utf-8")
     except OSError as error:
         raise MeasurementError(

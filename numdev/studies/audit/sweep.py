@@ -16,7 +16,7 @@ from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import SweepReport, SweepSummary
 from numdev.report.curves import Grid
-from numdev.sources.opening import ConfigSource
+from numdev.sources.case_sources import ConfigSource
 from numdev.studies.audit.plan import Plan, Planned, recorded
 from numdev.studies.audit.run import run_plan
 from numdev.studies.audit.timing import Stopwatch

@@ -21,7 +21,7 @@ from numdev.kernels import Kernel
 from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
 from numdev.sources.capture import Captured
-from numdev.sources.opening import Located
+from numdev.sources.case_sources import Located
 from numdev.studies.audit import rows as of_rows
 from numdev.studies.audit.attention import ATTENTION
 from numdev.studies.audit.bench import Bench, Selection, case_record

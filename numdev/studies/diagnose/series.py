@@ -17,11 +17,11 @@ from pathlib import Path
 
 from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
+from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.files import identity
 from numdev.sources.pipeline import is_pipeline
 from numdev.sources.prompts import PROMPT
-from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.studies.training.weights.files import WeightSet, open_weights
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)

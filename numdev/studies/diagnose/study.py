@@ -28,10 +28,10 @@ from numdev.kernels import find, fingerprint, import_callable
 from numdev.kernels.emulation.recipe import Recipe, recipe
 from numdev.report import Axis, Curve, Figure, Point, Provenance, Role, Tick
 from numdev.sources.capture import Captured
+from numdev.sources.captured_calls import StoredCase
+from numdev.sources.case_sources import Located, Source, open_source
 from numdev.sources.files import identity, sha256, some
-from numdev.sources.opening import Located, Source, open_source
 from numdev.sources.projection import Projection
-from numdev.sources.tensorfile import StoredCase
 from numdev.studies.audit.journal import Journal, Row
 from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance

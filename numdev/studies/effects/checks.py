@@ -32,8 +32,8 @@ from numdev.sources.capture import (
     run_in_parts,
     unaudited_modules,
 )
-from numdev.sources.loss import to_model_device
 from numdev.sources.prompts import argument_names
+from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.reproduce import written
 from numdev.studies.effects.outputs import (
     EXACT_NONFINITE,

@@ -31,10 +31,10 @@ from numdev.kernels.emulation.kernel import MOST_BITS
 from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
 from numdev.kernels.reference import attend
 from numdev.sources.capture import Unseen, module_hooks, run_with_answers
+from numdev.sources.case_sources import CheckpointSource
 from numdev.sources.checkpoint import Deferred, Streamed
-from numdev.sources.loss import to_model_device
-from numdev.sources.opening import CheckpointSource
 from numdev.sources.pipeline import PictureSource
+from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.plan import Planned
 from numdev.studies.audit.rows import options_set

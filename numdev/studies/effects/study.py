@@ -21,10 +21,10 @@ from numdev.kernels import find
 from numdev.report import PlannedKernel, Provenance
 from numdev.report.numbers import labelled
 from numdev.sources.capture import HINT, attention_modules, layer_of
+from numdev.sources.captured_calls import holds_cases
+from numdev.sources.case_sources import CheckpointSource, open_source, refuse_options
 from numdev.sources.files import naming
-from numdev.sources.opening import CheckpointSource, open_source, refuse_options
 from numdev.sources.pipeline import PictureSource, PipelineSource
-from numdev.sources.tensorfile import holds_cases
 from numdev.studies.audit.cluster import Cluster, client_of, shared_by, shared_out
 from numdev.studies.audit.isolation import Failure, Isolated, Runner, attempt
 from numdev.studies.audit.journal import Journal

@@ -20,7 +20,7 @@ from numdev.errors import NumdevError, Refused, one_line
 from numdev.formats import Format, round_to
 from numdev.kernels.reference import attend
 from numdev.sources.capture import run_in_parts, run_with_answers
-from numdev.sources.loss import to_model_device
+from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.plan import Planned
 from numdev.studies.effects.outputs import output_of

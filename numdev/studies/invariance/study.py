@@ -30,7 +30,7 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bits import same
 from numdev.report import Finding, PlannedKernel
-from numdev.sources.opening import CheckpointSource, Source, open_source
+from numdev.sources.case_sources import CheckpointSource, Source, open_source
 from numdev.studies.audit.bench import settled
 from numdev.studies.audit.isolation import (
     Failure,

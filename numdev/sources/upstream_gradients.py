@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from numdev.cases import AttentionCase, transposed
 from numdev.errors import MeasurementError
 from numdev.formats import round_to
-from numdev.sources.regimes import Draws
+from numdev.sources.input_regimes import Draws
 
 LANGUAGE = "the model's language-model loss"
 OWN = "the model's own loss"

@@ -20,16 +20,21 @@ from numdev.errors import UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.sources import capture as capturing
 from numdev.sources import checkpoint as stored
+from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.containers import container_at
 from numdev.sources.distributed import refuse_unfinished
 from numdev.sources.files import some
-from numdev.sources.loss import Upstream, drawn_origin, find_upstream, with_drawn_gradient
+from numdev.sources.input_regimes import Draws, Shapes, checked_regime, draw, draw_mask
 from numdev.sources.mixers import mixers_in_words
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
 from numdev.sources.prompts import Prompt, model_inputs
-from numdev.sources.regimes import Draws, Shapes, checked_regime, draw, draw_mask
-from numdev.sources.tensorfile import holds_cases, open_cases
+from numdev.sources.upstream_gradients import (
+    Upstream,
+    drawn_origin,
+    find_upstream,
+    with_drawn_gradient,
+)
 from numdev.system import System
 
 # Options that say what a model is and reads, and mean nothing where there is none of that

@@ -34,7 +34,7 @@ from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.files import FETCH
-from numdev.sources.loss import drawn_origin, with_drawn_gradient
+from numdev.sources.upstream_gradients import drawn_origin, with_drawn_gradient
 from numdev.yamlfile import Strict, validated
 
 KEY, VERSION = "numdev", 1
