@@ -174,8 +174,9 @@ def _wide_cotangent(cotangent: Cotangent, i: int, output: Tensor) -> Tensor:
 
 
 def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    """Returns log(sum(exp(x))) over `dim` in the steps of PyTorch's own formula, so that
-    each step is rounded. A maximum of plus or minus infinity is not subtracted."""
+    """Returns log(sum(exp(x))) over `dim`, which stays as an axis of length 1 with
+    `keepdim`, in the steps of PyTorch's own formula, so that each step is rounded. A
+    maximum of plus or minus infinity is not subtracted."""
     largest = x.amax(dim, keepdim=True)
     largest = torch.where(largest.abs() == torch.inf, torch.zeros_like(largest), largest)
     total = (x - largest).exp().sum(dim, keepdim=keepdim)

@@ -130,8 +130,8 @@ class Kernel:
 
     def with_options(self, chosen: Mapping[str, object]) -> dict[str, Any]:
         """Returns all options of the kernel: its defaults, with the `chosen` ones in
-        their place. Raises UsageError for an unknown option, a value that it cannot have,
-        and options that make no sense together."""
+        their place. Raises UsageError for an unknown option or value, and for options
+        that make no sense together."""
         for name, value in chosen.items():
             if name not in self.options:
                 hint = (

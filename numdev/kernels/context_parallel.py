@@ -215,9 +215,10 @@ together = functools.cache(Ranks)  # started when first asked for
 def run_rank(
     number: int, world: int, device: str, store: str, pipes: Sequence[Connection]
 ) -> None:
-    """Runs one process of the group, number `number` of `world`: computes the tasks that
-    it reads from its pipe until the other end is closed. Rank 0 sends each answer back.
-    `store`: a file through which the processes find each other."""
+    """Runs one process of the group, number `number` of `world`, on a `device` of this
+    type: computes the tasks that it reads from its end of `pipes` until the other end is
+    closed. Rank 0 sends each answer back. `store`: a file through which the processes
+    find each other."""
     # Groups are not taken apart: others may be gone
     Finalize(None, os._exit, (1,), exitpriority=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

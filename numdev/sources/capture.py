@@ -135,9 +135,10 @@ def capture(
     With `generate` the model writes that many tokens after the first. With `upstream`
     cases have grad_out: where it is that of the model's loss, `on_call` runs after the
     backward pass, in the same order. `on_met`: called with every call's name and the
-    running modules. Raises MeasurementError for a call that is no function of its inputs
-    (dropout) or has an argument numdev does not know, for inputs the model fails on, and
-    for attention that was not seen."""
+    running modules. `source`: the model's name in the cases' names. Raises
+    MeasurementError for a call that is no function of its inputs (dropout) or has an
+    argument numdev does not know, for inputs the model fails on, and for attention that
+    was not seen."""
     step = TrainingStep(upstream) if upstream and upstream.loss else None
     watch = Watch(model, source=source, generates=generate is not None, on_met=on_met)
 

@@ -57,7 +57,7 @@ DTYPES = {
 
 
 def _checked_layouts(layouts: str | dict[str, str]) -> str | dict[str, str]:
-    """Returns the layout, one for all tensors or one by tensor's name, unchanged. Raises
+    """Returns `layouts`, one for all tensors or one by tensor's name, unchanged. Raises
     ValueError for one that is no order of its tensor's axes."""
     for name, layout in (
         layouts.items() if isinstance(layouts, dict) else [("q", layouts)]
@@ -69,8 +69,8 @@ def _checked_layouts(layouts: str | dict[str, str]) -> str | dict[str, str]:
 
 
 def _axis_letters(name: str, count: int) -> str:
-    """Returns the letters of a tensor's axes in a case, `bhsd`, or the last `count` of
-    `bhqk` for a mask."""
+    """Returns the letters of the axes that the tensor `name` has in a case: `bhsd`, or
+    for a mask the last `count` of `bhqk`."""
     return MASK_AXES[-count:] if name == "mask" else AXES
 
 
@@ -280,9 +280,9 @@ def open_cases(
     path: Path, *, device: str = "cpu", upstream: int | None = None
 ) -> CaseFile:
     """Opens a captured-tensor file or a directory of them, and checks every call; loads
-    no tensor. With the seed `upstream` a call without grad_out is loaded with a drawn
-    one. Raises UsageError, naming file and call, for what is not as docs/inputs.md has
-    it, and MeasurementError for a damaged file."""
+    no tensor. Calls are later loaded onto `device`; with the seed `upstream` one without
+    grad_out is loaded with a drawn one. Raises UsageError, naming file and call, for what
+    is not as docs/inputs.md has it, and MeasurementError for a damaged file."""
     files: tuple[Path, ...] = (path,)
     if path.is_dir() and not (path / INDEX).is_file():
         files = tuple(sorted(path.glob("*.safetensors")))
@@ -310,8 +310,9 @@ def _open_file(
     path: Path, *, device: str, upstream: int | None
 ) -> tuple[Header, list[StoredCase]]:
     """Returns the header and the calls of one file, each call built once to check that
-    its tensors fit. Raises UsageError for what is not as docs/inputs.md has it,
-    MeasurementError for a damaged file."""
+    its tensors fit; they are later loaded onto `device`, with a grad_out of the seed
+    `upstream` where none is stored. Raises UsageError for what is not as docs/inputs.md
+    has it, MeasurementError for a damaged file."""
     with storage.open_safetensors(path) as file:
         raw = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -428,7 +429,7 @@ def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     names = list[str]()
 
     def add(case: AttentionCase, axes: Mapping[str, object]) -> None:
-        """Writes one more case."""
+        """Writes one more case, with its place on a grid, `axes` (empty: none)."""
         names.append(f"{len(names):05d}.safetensors")
         write_cases(partial / names[-1], [case], [axes])
 
@@ -553,7 +554,8 @@ class _Packing:
         seqused_k: Tensor | None,
         block_table: Tensor | None,
     ) -> _Packing:
-        """Returns the places of a call's sequences. Raises UsageError for shapes and
+        """Returns the places of a call's sequences, from flash-attention's arguments;
+        None stands for one that the call does not have. Raises UsageError for shapes and
         numbers that do not fit together."""
         paged = block_table is not None
         rows, starts = _sequence_starts(cu_seqlens_q, "cu_seqlens_q", len(q)), [0]
@@ -627,8 +629,9 @@ def _refuse_misshapen(
 def _flash_attn_window(
     window_size: Sequence[int] | None, *, causal: bool
 ) -> Window | None:
-    """Returns a case's window from flash-attention's (left, right), where a negative side
-    is no limit; None without any limit. Raises UsageError for another number of sides."""
+    """Returns a case's window from flash-attention's `window_size` (left, right), where a
+    negative side is no limit; None without any limit. A `causal` call has 0 on the right.
+    Raises UsageError for another number of sides."""
     if window_size is None or not any(side >= 0 for side in window_size):
         return None
     if len(window_size) != 2:

@@ -238,7 +238,7 @@ class Checkpoint(StoredWeights):
 
     def _refuse_counts(self, state: Mapping[str, Tensor]) -> None:
         """Raises MeasurementError for a config whose counts of layers, experts or labels
-        alone would take all memory, or forever."""
+        alone would take all memory, or forever. `state`: the stored weights, by name."""
         if many := MANY.search(json.dumps(dict(self.config))):
             what = f"config.json: asks for {many[0]}, more than numdev builds"
             raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
@@ -257,8 +257,8 @@ class Checkpoint(StoredWeights):
         self, cls: Any, config: object, state: Mapping[str, Tensor]
     ) -> None:
         """Raises MeasurementError for a model with over twice as many parameters (and
-        2^20) as values are stored: it would fill the memory before it does not fit. A
-        class that cannot be built empty passes."""
+        2^20) as the stored weights `state` have values: it would fill the memory before
+        it does not fit. A class that cannot be built empty passes."""
         stored, needs = sum(x.numel() for x in state.values()), 0
         with quiet(), suppress(Exception), META:
             needs = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
@@ -402,8 +402,8 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:
-    """Whether a stored tensor without a place in the model changes nothing: the model
-    computes it (causal masks), or was built without its part (a pooler). Inside a
+    """Whether a stored tensor `key` without a place in the model changes nothing: the
+    model computes it (causal masks), or was built without its part (a pooler). Inside a
     numbered layer it means a missing layer, or a part of the attention that would
     silently not be applied."""
     if key.endswith(".masked_bias") or key in dict(model.named_buffers()):
@@ -582,7 +582,9 @@ class Deferred(Tensor):
         sealed: str = "",
     ) -> Deferred:
         """Returns a `Deferred` of the shape, strides and dtype of `empty`, a tensor on
-        the meta device, that says it is on `device`."""
+        the meta device, that says it is on `device`. `make` computes its values on a
+        device; `sealed`: the name of the weight whose place it holds, if it must not be
+        used."""
         x: Any = Tensor._make_wrapper_subclass(
             Deferred,
             empty.shape,

@@ -178,8 +178,9 @@ def refuse_misfits(
     unused: Collection[str],
     misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
-    """Raises MeasurementError, which names them, where weights at `path` do not fit their
-    model. `misshapen` has a weight's name, its stored shape and the model's. Returns
+    """Raises MeasurementError where weights at `path` do not fit their model, and names
+    them: `missing` are the model's that are not stored, `unused` the stored ones that it
+    lacks, `misshapen` has a weight's name, its stored shape and the model's. Returns
     where all three are empty."""
     problems = {
         "lacks weights": missing,
@@ -206,8 +207,8 @@ def naming(
     passing: type[Exception] = NumdevError,
 ) -> Iterator[None]:
     """Enters a context that turns whatever is raised in it, even what is no `Exception`,
-    into a MeasurementError `of: what: the error in one line`. numdev's own errors, those
-    of the type `passing`, and interrupts pass unchanged."""
+    into a MeasurementError `of: what: the error in one line` with this hint. numdev's own
+    errors, those of the type `passing`, and interrupts pass unchanged."""
     try:
         yield
     except (NumdevError, passing, KeyboardInterrupt, GeneratorExit):

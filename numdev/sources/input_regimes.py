@@ -40,29 +40,32 @@ class Draws:
     label: str = ""
 
     def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns N(0, 1) in fp32 of this shape, drawn in fp64 and rounded: the last bits
-        of the tails' logarithms differ between processors, which in fp64 reaches the
-        result once in some 10^8 of them."""
+        """Returns N(0, 1) in fp32 of this shape; `name` picks the stream. It is drawn in
+        fp64 and rounded: the last bits of the tails' logarithms differ between
+        processors, which in fp64 reaches the result once in some 10^8 of them."""
         return self._draw_by_head("standard_normal", name, shape, np.float32)
 
     def uniform(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns numbers uniform in [0, 1), fp64, of this shape."""
+        """Returns numbers uniform in [0, 1), fp64, of this shape; `name` picks the
+        stream."""
         return self._draw_by_head("random", name, shape, np.float64)
 
     def integers(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
-        """Returns integers uniform over low, ..., high - 1, int64, of this shape."""
+        """Returns integers uniform over low, ..., high - 1, int64, of this shape; `name`
+        picks the stream."""
         return self._draw_by_head("integers", name, shape, np.int64, low, high)
 
     def permutation(self, name: str, count: int) -> Tensor:
         """Returns 0, ..., count - 1 in random order, int64 [count]; the same for all
-        heads."""
+        heads. `name` picks the stream."""
         return torch.from_numpy(self._generator(name, 0).permutation(count))
 
     def _draw_by_head(
         self, law: str, name: str, shape: tuple[int, ...], dtype: DTypeLike, *of: int
     ) -> Tensor:
         """Returns numbers of numpy's distribution `law`, with parameters `of`, in this
-        shape; each head has a stream of its own. Heads are drawn in threads."""
+        shape; each head has a stream of its own, by its number and `name`. Heads are
+        drawn in threads."""
         batch, heads, *trailing = shape
         numbers = np.empty(shape, dtype=dtype)
 
@@ -190,7 +193,8 @@ def border_ties(
     shapes: Shapes, draws: Draws, *, every: int = 64, strength: float = 8.0
 ) -> Inputs:
     """Draws inputs in which the keys on both sides of every multiple of `every` are equal
-    to key 0, which has the largest score. Raises ValueError for `every` below 1."""
+    to key 0, which scores higher than the others by about `strength`. Raises ValueError
+    for `every` below 1."""
     if every < 1:
         raise ValueError("every must be at least 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
@@ -203,8 +207,8 @@ def border_ties(
 def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
-    """Draws q and k as `ties` does (`count` 0: N(0, 1) without ties), with all of V and
-    of dO negative, -1 - |N(0, 1)|."""
+    """Draws q and k as `ties` does with this `count` and `strength` (`count` 0: N(0, 1)
+    without ties), with all of V and of dO negative, -1 - |N(0, 1)|."""
     inputs = (
         ties(shapes, draws, count=count, strength=strength)
         if count
@@ -313,9 +317,12 @@ def biased_rounding(
     grad_sign: int = 1,
     v_bits: int = 8,
 ) -> Inputs:
-    """Draws inputs that have each condition of the biased-rounding chain to the degree
-    its parameter says: docs/hazards.md#biased_rounding. With grad_out. Raises ValueError
-    for a parameter out of range."""
+    """Draws inputs, with grad_out, for each condition of the biased-rounding chain:
+    `count` equal keys score `level` in a `share` of the rows, all other keys weigh `tail`
+    together, and |V| is `value` times larger at the equal keys. `v_sign` (V at equal
+    keys), `tail_sign` (V elsewhere) and `grad_sign` (dO): 1 is negative, -1 positive, 0
+    random. `v_bits`: significant bits of V. Raises ValueError for a parameter out of
+    range. Details: docs/hazards.md#biased_rounding."""
     if count < 1 or tail < 0 or value <= 0 or not 0 <= share <= 1:
         raise ValueError(
             "expected count >= 1, tail >= 0, value > 0 and share within [0, 1]"
@@ -347,15 +354,16 @@ def biased_rounding(
 
 
 def _significands(name: str, shape: tuple[int, ...], bits: int, draws: Draws) -> Tensor:
-    """Returns numbers uniform over those of so many significant bits in [1, 2), fp32."""
+    """Returns numbers uniform over those of so many significant bits in [1, 2), fp32, of
+    this shape; `name` picks the random stream."""
     first = 1 << (bits - 1)
     return draws.integers(name, shape, first, 2 * first).float() / first
 
 
 def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor:
-    """Returns -1 everywhere for `sign` 1, 1 everywhere for -1, either at random for 0,
-    fp32: in `biased_rounding` sign 1 means negative numbers. Raises ValueError for
-    another sign."""
+    """Returns -1 everywhere for `sign` 1, 1 everywhere for -1, either at random (stream
+    `name`) for 0, fp32: in `biased_rounding` sign 1 means negative numbers. Raises
+    ValueError for another sign."""
     if sign not in (-1, 0, 1):
         raise ValueError("a sign is 1, 0 or -1")
     if sign:
@@ -403,11 +411,12 @@ def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
 
 def _sign_coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
     """Returns inputs whose keys are different sign patterns, each repeated `copies`
-    times, and whose queries are the patterns of their keys. A pattern is the key's number
-    in binary, each bit repeated in as many features as there are, so that two keys'
-    scores differ by a multiple of 2 * repeats * (size of the entries) / sqrt(d). The
-    entries are powers of two: exact in every format. Where head_dim has too few features,
-    the keys that get no pattern are 0."""
+    times, and whose queries are the patterns of their keys, which score higher than the
+    others by `margin` or more. A pattern is the key's number in binary, each bit repeated
+    in as many features as there are, so that two keys' scores differ by a multiple of 2 *
+    repeats * (size of the entries) / sqrt(d). The entries are powers of two: exact in
+    every format. Where head_dim has too few features, the keys that get no pattern are
+    0."""
     distinct = -(-shapes.kv_len // copies)
     bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
     repeats = shapes.head_dim // bits
@@ -502,7 +511,7 @@ def draw(
 def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:
     """Returns the mask called `kind` (docs/hazards.md), on the CPU: it broadcasts to
     [batch, heads, q_len, kv_len]; bool (True: seen), or additive in fp32. An unknown kind
-    is drawn as `bias_inf`."""
+    is drawn as `bias_inf`. `seed` and `label` pick the random stream."""
     draws, rows, keys = (
         Draws(seed, label),
         torch.arange(shapes.q_len),

@@ -46,8 +46,8 @@ class Projections:
         self.frames: dict[str, list[Frame]] = {}
 
     def record_call(self, ref: CaseRef, running: Sequence[Frame]) -> None:
-        """Records that the call `ref` is made while these modules run (the innermost
-        last). It belongs to the modules for which it is the first call."""
+        """Records that the call `ref` is made while the modules `running` run, the
+        innermost last. It belongs to the modules for which it is the first call."""
         new = [frame for frame in reversed(running) if not frame.calls]
         self.frames[ref.case] = [_detached_frame(frame) for frame in new]
         for frame in running:

@@ -250,8 +250,8 @@ def _token_chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]
 
 
 def drawn_tokens(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
-    """Returns token ids drawn uniformly from [0, vocab_size), without padding or special
-    tokens."""
+    """Returns `sequences` rows of `length` token ids drawn uniformly from [0, vocab_size)
+    with a seed, without padding or special tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
     words = f"{sequences} x {length} random token ids, seed {seed}"

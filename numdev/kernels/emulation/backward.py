@@ -188,7 +188,8 @@ class BackwardInputs(SavedForward):
 
 
 def run_forward(r: Rounder, *, at_once: bool = False) -> SavedForward:
-    """Runs a forward pass and returns what backward needs of it."""
+    """Runs a forward pass and returns what backward needs of it. `at_once`: many tiles
+    together, where the recipe allows it."""
     q, q_s, k, v = fwd.operands_of(r)
     m, l, O, product = fwd.forward(r, q_s, k, v, at_once=at_once)
     L = r("lse", m + l.log())
@@ -328,8 +329,8 @@ def _cut(keys: slice, width: int) -> list[slice]:
 def again(
     inputs: BackwardInputs, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns P and dP of a block, computed again as backward does, and under a soft cap
-    its tanh, else None."""
+    """Returns P and dP [B, H, rows, keys] of a block, computed again as backward does,
+    and under a soft cap its tanh, else None."""
     r = inputs.r
     S, tanh = fwd.scores(r, inputs.q_s, inputs.k_s, rows, keys, inputs.scale_in)
     P = r("p_backward", r("s", S).sub_(finite(inputs.shift[:, :, rows, None])))

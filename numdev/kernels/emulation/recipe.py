@@ -227,8 +227,8 @@ FIELDS = tuple(
 
 
 def _column(place: int) -> dict[str, str]:
-    """Returns every site's value, `working` or `wide`, in one of the presets of the
-    table: 0 is `fa2`, 1 `eager`, 2 `qiu2025`."""
+    """Returns every site's value, `working` or `wide`, in one preset of the table;
+    `place`: 0 is `fa2`, 1 `eager`, 2 `qiu2025`."""
     return {
         name: WORKING if x.presets[place] == "w" else WIDE for name, x in SITES.items()
     }
