@@ -145,9 +145,17 @@ class Wide(Tensor):
 
 
 @overload
-def widened(x: Tensor) -> Tensor: ...
+def widened(x: Tensor) -> Tensor:
+    """Returns a tensor's values in float64, or complex128; one of integers or bools as it
+    is."""
+
+
 @overload
-def widened(x: object) -> object: ...
+def widened(x: object) -> object:
+    """Returns a floating-point tensor's values in float64, or complex128; anything else
+    as it is."""
+
+
 def widened(x: object) -> object:
     """Returns a floating-point tensor's values in float64, or complex128: for a `Wide`
     tensor the values it holds, not copied; for another a cast. Anything else is returned
@@ -158,9 +166,17 @@ def widened(x: object) -> object:
 
 
 @overload
-def narrowed(x: Tensor) -> Tensor: ...
+def narrowed(x: Tensor) -> Tensor:
+    """Returns a `Wide` tensor in the dtype that it says, rounded to nearest; another
+    tensor as it is."""
+
+
 @overload
-def narrowed(x: object) -> object: ...
+def narrowed(x: object) -> object:
+    """Returns a `Wide` tensor in the dtype that it says, rounded to nearest; anything
+    else as it is."""
+
+
 def narrowed(x: object) -> object:
     """Returns a `Wide` tensor as an ordinary tensor of the dtype that it says, rounded
     once to nearest, with the same strides and without a gradient. Anything else is

@@ -193,8 +193,8 @@ def _positions_by_name(case: AttentionCase, roles: Roles) -> bool:
 
 
 def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
-    """Returns why the function cannot run the case, naming the first parameter that it
-    lacks; None where it can."""
+    """Returns what the case needs and the function has no parameter for, as a sentence;
+    None where it can run. `roles`: meaning to parameter name."""
     by_mask = case.restricts_positions and not _positions_by_name(case, roles)
     by_mask = (by_mask or case.mask is not None) and not roles["mask"]
     masked, windowed = case.mask is not None, case.window is not None

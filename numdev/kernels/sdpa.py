@@ -264,7 +264,7 @@ def _num_splits(case: AttentionCase, tile: int, processors: int) -> int:
 
     def used(parts: int) -> float:
         """Returns the share of the GPU that this many parts keep busy; 0 where one part
-        less has the same number of tiles."""
+        less would have parts of as many tiles."""
         again = parts > 1 and -(-tiles // parts) == -(-tiles // (parts - 1))
         waves = work * parts / slots
         return 0.0 if again else waves / -(-work * parts // slots)

@@ -174,7 +174,8 @@ def capture_run(
     """Returns what `run` returns, with `on_call` called at every attention call that the
     watched model makes in it; with `step` these are held for their gradients instead.
     Calls of other models (text encoders, a VAE) are left alone. None where the run was
-    ended by Enough. Raises MeasurementError, naming the model, for whatever it raises."""
+    ended by Enough. Whatever else `run` raises, except numdev's own errors, becomes a
+    MeasurementError that names the model."""
     named = naming(type(watch.model).__name__, "failed on its inputs", HINT)
     with (
         named,
@@ -382,8 +383,9 @@ class Watch:
             self.softmaxes.add(innermost)
 
     def next_call(self) -> CaseRef:
-        """Returns the name of the attention call that is being made, by the innermost
-        running module with projections, and counts it. Calls `on_met`."""
+        """Returns the name of the attention call that the innermost running module is
+        making, and counts it as one of the innermost module with projections. Calls
+        `on_met`."""
         inside_out = [frame.module for frame in reversed(self.running)]
         module, name = inside_out[0], self.modules[inside_out[0]]
         owner = next((m for m in inside_out if m in self.owners | self.softmaxes), module)
@@ -427,9 +429,9 @@ class Layers:
         return self.asked is None or layer in self.asked
 
     def notes(self, target: str | None) -> tuple[str, ...]:
-        """Returns one note on the layers that were asked for and made no call, none where
-        each did; for use when all calls were met. Raises UsageError where calls were met,
-        and none in any of these layers."""
+        """Returns a tuple of one note on the layers that were asked for and made no call,
+        empty where each did; for use when all calls were met. Raises UsageError, naming
+        `target`, where calls were met, and none in any of these layers."""
         lacking = sorted(set(self.asked or ()) - self.met)
         if not lacking:
             return ()
