@@ -42,7 +42,7 @@ from numdev.formats import FORMATS, format_of, round_to
 from numdev.kernels import find
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.reference import gradients
-from numdev.kernels.triton_flash.forward import within
+from numdev.kernels.triton_flash.forward import tile_range
 from numdev.system import System
 
 KERNEL = find("triton-flash")
@@ -183,7 +183,9 @@ def write_places(
     places, start, stop, total, first, last,
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    begin, full, rest, end = within(start, stop, total, first, last, BLOCK, LEFT, RIGHT)
+    begin, full, rest, end = tile_range(
+        start, stop, total, first, last, BLOCK, LEFT, RIGHT
+    )
     tl.store(places, begin)
     tl.store(places + 1, full)
     tl.store(places + 2, rest)

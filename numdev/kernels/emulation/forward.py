@@ -303,7 +303,7 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
     / phi) of 64 (Fibonacci hashing), place = position + kv_len: all 64 evenly in any
     stretch of rows, in every second or 64th, and in decoding, where kv_len grows. Rows of
     one position share w over batches and heads. Backward has P normalised, as in plain
-    softmax. `triton_flash.forward.weight` is the same."""
+    softmax. `triton_flash.forward.guarded_weight` is the same."""
     at = case.positions
     at = torch.arange(case.q_len, device=case.q.device) if at is None else at
     number = ((at + case.kv_len) * GOLDEN & 0xFFFFFFFF) >> 26

@@ -94,7 +94,7 @@ def add_product(x, A, B, rows, columns, rows_ok, columns_ok, at, WIDTH: tl.const
 
 
 @triton.jit
-def sight(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
+def tile_visibility(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
     """Returns two flags for a tile: whether any row at positions i sees any of the keys
     j, and whether all see all. Position i sees keys i + low to i + high, where LOW and
     HIGH say that there is such a limit."""
@@ -112,8 +112,8 @@ def sight(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
-def masked(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.constexpr,
-           MASKED: tl.constexpr):  # fmt: skip
+def apply_mask(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
     """Returns the scores with the mask's entries at `at` added, in units of log 2, and
     `seen` without what position or mask hides. Scores of hidden keys are to be
     ignored."""
@@ -131,7 +131,7 @@ def masked(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.const
 
 
 @triton.jit
-def whole(x, UPPER: tl.constexpr):
+def from_upper(x, UPPER: tl.constexpr):
     """Returns fp64 numbers. With UPPER, x holds their upper 32 bits as int32, and the
     lower ones are 0."""
     if UPPER:
@@ -162,7 +162,7 @@ def add_values(out, terms, p, p16, V, ABS, at, ok, UPPER: tl.constexpr):
     v = tl.load(V + at, mask=ok[:, None], other=0)
     size = tl.load(ABS + at, mask=ok[:, None], other=0.0)
     terms = tl.dot(p16, size, terms)
-    return tl.dot(p, whole(v, UPPER), out, out_dtype=tl.float64), terms
+    return tl.dot(p, from_upper(v, UPPER), out, out_dtype=tl.float64), terms
 
 
 @triton.jit
@@ -188,8 +188,8 @@ def forward(
     of the first part.
 
     Q [BH, q_len, D] comes times scale and, without a soft cap, log2(e); K [BH / group,
-    kv_len, D], V [BH / group, kv_len, D_V], both UPPER as `whole` takes them; ABS is |V|
-    times UNIT, in bfloat16; all contiguous. SINKS [heads] are in units of log 2. PART
+    kv_len, D], V [BH / group, kv_len, D_V], both UPPER as `from_upper` takes them; ABS is
+    |V| times UNIT, in bfloat16; all contiguous. SINKS [heads] are in units of log 2. PART
     columns of V are taken at a time, D_V or half of it: Triton gives a warp rows of its
     own where a product is no wider than high, and P then stays in its registers. WHOLE,
     which needs BOUNDED and not MASKED, hides keys only in the tiles where some are
@@ -240,12 +240,12 @@ def forward(
         c_ok = j < kv_len
         key = kv * kv_len + j
         k = tl.load(K + key[None, :] * D + d[:, None], mask=c_ok[None, :], other=0)
-        x = tl.dot(q, whole(k, UPPER), out_dtype=tl.float64)
+        x = tl.dot(q, from_upper(k, UPPER), out_dtype=tl.float64)
         if SOFTCAP:
             x = libdevice.tanh(x / cap) * (cap * 1.4426950408889634)
         at = mask_at + j[None, :].to(tl.int64) * mask_k
-        x, seen = masked(x, i, j, r_ok[:, None] & c_ok[None, :], MASK, at, low, high, LOW,
-                         HIGH, MASKED)  # fmt: skip
+        x, seen = apply_mask(x, i, j, r_ok[:, None] & c_ok[None, :], MASK, at, low, high,
+                             LOW, HIGH, MASKED)  # fmt: skip
         if WHOLE:
             p = exp2(x, True)
             if start < whole_from or start >= whole_to:
@@ -322,7 +322,7 @@ def score_gradients(
         i = tl.load(POSITIONS + i, mask=r_ok, other=0)
     inside = r_ok[:, None] & c_ok[None, :]
     to = (bh * rows + r)[:, None] * keys + c[None, :]
-    some, every = sight(i, j, r_ok, c_ok, low, high, LOW, HIGH)
+    some, every = tile_visibility(i, j, r_ok, c_ok, low, high, LOW, HIGH)
     if some:
         x, dp = products(
             Q, K, DO, V, row, key, r_ok, c_ok, BLOCK_Q, BLOCK_KV, D, D_V, BLOCK_D, STAGES
@@ -337,12 +337,12 @@ def score_gradients(
             at = (bh // heads) * mask_b + (bh % heads) * mask_h
             at = at + (first_row + r)[:, None].to(tl.int64) * mask_q
             at = at + j[None, :].to(tl.int64) * mask_k
-            x, seen = masked(x, i, j, inside, MASK, at, low, high, LOW, HIGH,
-                             MASKED)  # fmt: skip
+            x, seen = apply_mask(x, i, j, inside, MASK, at, low, high, LOW, HIGH,
+                                 MASKED)  # fmt: skip
             x = tl.where(seen, x, float("-inf"))
             tl.atomic_or(SEEN + key, tl.max(seen.to(tl.int32), 0), mask=c_ok)
         elif (LOW or HIGH) and not every:
-            x, seen = masked(x, i, j, inside, MASK, to, low, high, LOW, HIGH, False)
+            x, seen = apply_mask(x, i, j, inside, MASK, to, low, high, LOW, HIGH, False)
             x = tl.where(seen, x, float("-inf"))
         lse = tl.load(LSE + row, mask=r_ok, other=0.0)
         delta = tl.load(DELTA + row, mask=r_ok, other=0.0)

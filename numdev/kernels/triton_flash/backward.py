@@ -17,15 +17,15 @@ import triton.language as tl
 
 from numdev.kernels.triton_flash.forward import (
     LOG2_E,
-    block_of,
     exponential,
     finite,
     gradient_of_p,
-    head_of,
-    rows_of,
+    head_address,
+    load_block,
+    load_rows,
     scores,
     store_rows,
-    within,
+    tile_range,
 )
 
 
@@ -45,21 +45,21 @@ def of_queries(
         tl.program_id(0) // blocks // size.heads,
         tl.program_id(0) // blocks % size.heads,
     )
-    K = head_of(K, k_strides, batch, head // size.group)
-    V = head_of(V, v_strides, batch, head // size.group)
+    K = head_address(K, k_strides, batch, head // size.group)
+    V = head_address(V, v_strides, batch, head // size.group)
     if mask is not None:
-        mask = head_of(mask, mask_strides, batch, head)
+        mask = head_address(mask, mask_strides, batch, head)
     i = start + tl.arange(0, BLOCK_Q)
-    q = block_of(
+    q = load_block(
         Q, q_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.head_dim, PLAN.wide
     )
-    do = block_of(
+    do = load_block(
         dO, do_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide
     )
     lines = (batch.to(tl.int64) * size.heads + head) * size.q_len
     l = tl.load(L + lines + i, mask=i < size.q_len, other=0.0)
     l = finite(l * LOG2_E if PLAN.folded else l)
-    begin, full, tail, end = within(
+    begin, full, tail, end = tile_range(
         start,
         tl.minimum(start + BLOCK_Q, size.q_len),
         size.kv_len,
@@ -88,11 +88,11 @@ def of_queries(
     if PLAN.delta_of_p:
         zero = d
         if PLAN.left:
-            d = over_keys(d, zero, common, begin, full, True, True, BLOCK_KV, PLAN)
-        d = over_keys(d, zero, common, full, tail, True, False, BLOCK_KV, PLAN)
-        d = over_keys(d, zero, common, tail, end, True, True, BLOCK_KV, PLAN)
+            d = add_over_keys(d, zero, common, begin, full, True, True, BLOCK_KV, PLAN)
+        d = add_over_keys(d, zero, common, full, tail, True, False, BLOCK_KV, PLAN)
+        d = add_over_keys(d, zero, common, tail, end, True, True, BLOCK_KV, PLAN)
     else:
-        o = block_of(
+        o = load_block(
             O, o_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.v_dim, PLAN.v_wide
         )
         d = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
@@ -100,17 +100,17 @@ def of_queries(
 
     dq = tl.zeros([BLOCK_Q, WIDE], tl.float32)
     if PLAN.left:
-        dq = over_keys(dq, d, common, begin, full, False, True, BLOCK_KV, PLAN)
-    dq = over_keys(dq, d, common, full, tail, False, False, BLOCK_KV, PLAN)
-    dq = over_keys(dq, d, common, tail, end, False, True, BLOCK_KV, PLAN)
-    at = head_of(dQ, dq_strides, batch, head)
+        dq = add_over_keys(dq, d, common, begin, full, False, True, BLOCK_KV, PLAN)
+    dq = add_over_keys(dq, d, common, full, tail, False, False, BLOCK_KV, PLAN)
+    dq = add_over_keys(dq, d, common, tail, end, False, True, BLOCK_KV, PLAN)
+    at = head_address(dQ, dq_strides, batch, head)
     store_rows(
         at, dq_strides, start, size.q_len, dq * scale, BLOCK_Q, PLAN.head_dim, PLAN.wide
     )
 
 
 @triton.jit
-def over_keys(
+def add_over_keys(
     total, delta, common, first, last,
     OF_P: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
@@ -122,10 +122,10 @@ def over_keys(
     for n in range(0, tl.cdiv(tl.maximum(last - first, 0), BLOCK)):
         start = first + n * BLOCK
         j = start + tl.arange(0, BLOCK)
-        k = rows_of(
+        k = load_rows(
             K, k_strides, start, size.kv_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL
         )
-        v = rows_of(
+        v = load_rows(
             V, v_strides, start, size.kv_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL
         )
         S = scores(
@@ -159,22 +159,22 @@ def of_keys(
         tl.program_id(0) // blocks // size.heads,
         tl.program_id(0) // blocks % size.heads,
     )
-    Q = head_of(Q, q_strides, batch, head)
-    dO = head_of(dO, do_strides, batch, head)
+    Q = head_address(Q, q_strides, batch, head)
+    dO = head_address(dO, do_strides, batch, head)
     if mask is not None:
-        mask = head_of(mask, mask_strides, batch, head)
+        mask = head_address(mask, mask_strides, batch, head)
     j = start + tl.arange(0, BLOCK_KV)
     kv = head // size.group
-    k = block_of(
+    k = load_block(
         K, k_strides, batch, kv, start, size.kv_len, BLOCK_KV, PLAN.head_dim, PLAN.wide
     )
-    v = block_of(
+    v = load_block(
         V, v_strides, batch, kv, start, size.kv_len, BLOCK_KV, PLAN.v_dim, PLAN.v_wide
     )
     lines = (batch.to(tl.int64) * size.heads + head) * size.q_len
     # Row i sees keys i + first to i + last, so key j is seen by rows j - last to j -
     # first.
-    begin, full, tail, end = within(
+    begin, full, tail, end = tile_range(
         start,
         tl.minimum(start + BLOCK_KV, size.kv_len),
         size.q_len,
@@ -202,19 +202,19 @@ def of_keys(
     dk = tl.zeros([BLOCK_KV, WIDE], tl.float32)
     dv = tl.zeros([BLOCK_KV, V_WIDE], tl.float32)
     if PLAN.right:
-        dk, dv = over_rows(dk, dv, common, begin, full, True, BLOCK_Q, PLAN)
-    dk, dv = over_rows(dk, dv, common, full, tail, False, BLOCK_Q, PLAN)
-    dk, dv = over_rows(dk, dv, common, tail, end, True, BLOCK_Q, PLAN)
-    at = head_of(dK, dk_strides, batch, head)
+        dk, dv = add_over_rows(dk, dv, common, begin, full, True, BLOCK_Q, PLAN)
+    dk, dv = add_over_rows(dk, dv, common, full, tail, False, BLOCK_Q, PLAN)
+    dk, dv = add_over_rows(dk, dv, common, tail, end, True, BLOCK_Q, PLAN)
+    at = head_address(dK, dk_strides, batch, head)
     store_rows(
         at, dk_strides, start, size.kv_len, dk * scale, BLOCK_KV, PLAN.head_dim, PLAN.wide
     )
-    at = head_of(dV, dv_strides, batch, head)
+    at = head_address(dV, dv_strides, batch, head)
     store_rows(at, dv_strides, start, size.kv_len, dv, BLOCK_KV, PLAN.v_dim, PLAN.v_wide)
 
 
 @triton.jit
-def over_rows(
+def add_over_rows(
     dk,
     dv,
     common,
@@ -234,10 +234,10 @@ def over_rows(
     for n in range(0, tl.cdiv(tl.maximum(last - first, 0), BLOCK)):
         start = first + n * BLOCK
         i = start + tl.arange(0, BLOCK)
-        q = rows_of(
+        q = load_rows(
             Q, q_strides, start, size.q_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL
         )
-        do = rows_of(
+        do = load_rows(
             dO, do_strides, start, size.q_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL
         )
         l = tl.load(L + i, mask=i < size.q_len, other=0.0)

@@ -29,13 +29,13 @@ GOLDEN = tl.constexpr(2654435769)
 
 
 @triton.jit
-def head_of(X, strides, batch, head):
+def head_address(X, strides, batch, head):
     """Returns the address at which a head of X begins."""
     return X + batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head
 
 
 @triton.jit
-def rows_of(
+def load_rows(
     X, strides, start, rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def rows_of(
 
 
 @triton.jit
-def block_of(
+def load_block(
     X,
     strides,
     batch,
@@ -67,8 +67,15 @@ def block_of(
 ):
     """Returns [COUNT, WIDE] elements of one head of X from row `start` on, 0 outside of
     [rows, DIM]."""
-    return rows_of(
-        head_of(X, strides, batch, head), strides, start, rows, COUNT, DIM, WIDE, True
+    return load_rows(
+        head_address(X, strides, batch, head),
+        strides,
+        start,
+        rows,
+        COUNT,
+        DIM,
+        WIDE,
+        True,
     )
 
 
@@ -132,7 +139,7 @@ def exponential(x, PLAN: tl.constexpr):
 
 
 @triton.jit
-def weight(i, size):
+def guarded_weight(i, size):
     """Returns the factor of P of row i in the guarded softmax, one of 64 odd numbers over
     256, as `emulation.forward.guarded_weights` has it."""
     number = (i + size.kv_len).to(tl.uint32) * GOLDEN >> 26  # 32 bits, which wrap around
@@ -158,7 +165,7 @@ def finite(m):
 
 
 @triton.jit
-def within(
+def tile_range(
     start, stop, total, first, last,
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -198,12 +205,12 @@ def forward(
         tl.program_id(0) // blocks // size.heads,
         tl.program_id(0) // blocks % size.heads,
     )
-    K = head_of(K, k_strides, batch, head // size.group)
-    V = head_of(V, v_strides, batch, head // size.group)
+    K = head_address(K, k_strides, batch, head // size.group)
+    V = head_address(V, v_strides, batch, head // size.group)
     if mask is not None:
-        mask = head_of(mask, mask_strides, batch, head)
+        mask = head_address(mask, mask_strides, batch, head)
     i = start + tl.arange(0, BLOCK_Q)
-    q = block_of(
+    q = load_block(
         Q, q_strides, batch, head, start, size.q_len, BLOCK_Q, PLAN.head_dim, PLAN.wide
     )
 
@@ -212,9 +219,9 @@ def forward(
     if PLAN.sinks:  # a key with a logit and no value
         sink = tl.load(sinks + head).to(tl.float32)
         m = tl.zeros([BLOCK_Q], tl.float32) + (sink * LOG2_E if PLAN.folded else sink)
-        l = l + (weight(i, size) if PLAN.guarded else 1.0)
+        l = l + (guarded_weight(i, size) if PLAN.guarded else 1.0)
     o = tl.zeros([BLOCK_Q, V_WIDE], tl.float32)
-    begin, full, tail, end = within(
+    begin, full, tail, end = tile_range(
         start,
         tl.minimum(start + BLOCK_Q, size.q_len),
         size.kv_len,
@@ -226,29 +233,29 @@ def forward(
     )
     common = (q, K, V, k_strides, v_strides, mask, mask_strides, i, size, scale)
     if PLAN.descending:
-        m, l, o = sweep(m, l, o, common, tail, end, True, BLOCK_KV, PLAN)
-        m, l, o = sweep(m, l, o, common, full, tail, False, BLOCK_KV, PLAN)
+        m, l, o = add_key_tiles(m, l, o, common, tail, end, True, BLOCK_KV, PLAN)
+        m, l, o = add_key_tiles(m, l, o, common, full, tail, False, BLOCK_KV, PLAN)
         if PLAN.left:
-            m, l, o = sweep(m, l, o, common, begin, full, True, BLOCK_KV, PLAN)
+            m, l, o = add_key_tiles(m, l, o, common, begin, full, True, BLOCK_KV, PLAN)
     else:
         if PLAN.left:
-            m, l, o = sweep(m, l, o, common, begin, full, True, BLOCK_KV, PLAN)
-        m, l, o = sweep(m, l, o, common, full, tail, False, BLOCK_KV, PLAN)
-        m, l, o = sweep(m, l, o, common, tail, end, True, BLOCK_KV, PLAN)
+            m, l, o = add_key_tiles(m, l, o, common, begin, full, True, BLOCK_KV, PLAN)
+        m, l, o = add_key_tiles(m, l, o, common, full, tail, False, BLOCK_KV, PLAN)
+        m, l, o = add_key_tiles(m, l, o, common, tail, end, True, BLOCK_KV, PLAN)
 
     # A row that saw no key is 0. One whose every P was lost is 0 / 0.
     o = o / tl.where(m == float("-inf"), 1.0, l)[:, None]
     if PLAN.guarded:
-        l = l / weight(i, size)
+        l = l / guarded_weight(i, size)
     lse = (m + tl.log2(l)) * LN_2 if PLAN.folded else m + tl.log(l)
-    at = head_of(O, o_strides, batch, head)
+    at = head_address(O, o_strides, batch, head)
     store_rows(at, o_strides, start, size.q_len, o, BLOCK_Q, PLAN.v_dim, PLAN.v_wide)
     at = L + (batch.to(tl.int64) * size.heads + head) * size.q_len
     tl.store(at + i, lse, mask=i < size.q_len)
 
 
 @triton.jit
-def sweep(
+def add_key_tiles(
     m, l, o, common, first, last,
     PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +267,7 @@ def sweep(
     for n in range(0, tiles):
         start = first + ((tiles - 1 - n) if PLAN.descending else n) * BLOCK
         j = start + tl.arange(0, BLOCK)
-        k = rows_of(
+        k = load_rows(
             K, k_strides, start, size.kv_len, BLOCK, PLAN.head_dim, PLAN.wide, PARTIAL
         )
         S = scores(
@@ -271,8 +278,8 @@ def sweep(
         a = exponential(m_old - finite(m), PLAN)
         P = exponential(S - finite(m)[:, None], PLAN)
         if PLAN.guarded:
-            P = P * weight(i, size)[:, None]
-        v = rows_of(
+            P = P * guarded_weight(i, size)[:, None]
+        v = load_rows(
             V, v_strides, start, size.kv_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL
         )
         l = row_sum(l * a, P, v, PLAN)
