@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.formats import format_named
+from numdev.formats import all_finite, format_named
 from numdev.metrics.finiteness import count_nonfinite
 from numdev.operations.attention.finiteness import nonfinite_inputs, overflowing_inputs
 
@@ -68,6 +68,28 @@ def test_finite_elements_that_a_format_cannot_hold_are_counted(
 ) -> None:
     """By format, over all tensors but the mask, which saturates."""
     assert overflowing_inputs(case_of(**changed), FORMATS) == counts
+
+
+@pytest.mark.parametrize(("tensors", "finite"), [
+    ([], True),
+    ([torch.empty(0)], True),
+    ([ones_but(2.0), torch.ones(2, dtype=torch.float16)], True),
+    ([ones_but(2.0), ones_but(NAN)], False),
+    ([ones_but(INF)], False),
+    ([ones_but(-INF).requires_grad_()], False),
+    ([ones_but(INF, -INF).double()], False),
+    # Finite, and their sum is not
+    ([torch.full((4,), 6e4, dtype=torch.float16)], True),
+    ([torch.full((4,), -3e38), torch.full((4,), 1e308, dtype=torch.float64)], True),
+    ([torch.full((4,), 3e38), ones_but(NAN)], False),
+    ([ones_but(2.0).to(torch.float8_e5m2)], True),
+    ([ones_but(INF).to(torch.float8_e5m2)], False),
+])  # fmt: skip
+def test_one_element_that_is_not_finite_is_seen(
+    tensors: list[Tensor], finite: bool
+) -> None:
+    """Of any tensor and dtype, whatever the elements add up to."""
+    assert all_finite(tensors) is finite
 
 
 def test_a_tensor_of_any_dtype_and_size_is_counted() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from numdev.formats import all_finite
 from numdev.metrics.yardstick import finite, widened
 
 
@@ -19,12 +19,6 @@ class Outside:
 
     nonfinite: int  # elements that are not finite, and should be
     unknown: str | None = None  # why more cannot be said, as a clause
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements of all tensors are finite, with one wait for the device; True
-    without tensors. The tensors must be of floating point and not empty."""
-    return all(map(math.isfinite, largest_magnitudes(tensors)))
 
 
 def nonfinite_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
@@ -38,12 +32,12 @@ def nonfinite_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 def count_nonfinite(x: Tensor) -> int:
     """Returns how many elements of a floating-point tensor are NaN or infinite; 0 for an
     empty tensor."""
-    return 0 if not x.numel() or all_finite([x]) else int((~finite(widened(x))).sum())
+    return 0 if all_finite([x]) else int((~finite(widened(x))).sum())
 
 
 def largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
     """Returns the largest magnitude of each floating-point tensor, in order, with one
     wait for the device: NaN where the tensor has a NaN. The tensors must not be empty:
     torch then raises RuntimeError."""
-    largest = [torch.linalg.vector_norm(widened(x), math.inf).double() for x in tensors]
+    largest = [widened(x).abs().amax().double() for x in tensors]
     return torch.stack(largest).tolist() if largest else []

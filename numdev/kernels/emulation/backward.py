@@ -34,14 +34,13 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
-from numdev.formats import format_of
+from numdev.formats import all_finite, format_of
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.forward import finite, in_order
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.output import upstream
 from numdev.kernels.reference.blocked import nonzero
-from numdev.metrics.finiteness import all_finite
 
 Block = tuple[slice, Any]  # rows and keys: a range, or int64 indices
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -41,11 +41,10 @@ from numdev.cases import (
     visible,
 )  # fmt: skip
 from numdev.errors import Refused
-from numdev.formats import FORMATS, format_of
+from numdev.formats import FORMATS, all_finite, format_of
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.reference.blocked import nonzero
-from numdev.metrics.finiteness import all_finite
 
 T = TypeVar("T")
 # How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, empty_rows
-from numdev.formats import Format, round_to
+from numdev.formats import Format, all_finite, round_to
 from numdev.metrics.finiteness import (
     Outside,
-    all_finite,
     count_nonfinite,
     largest_magnitudes,
 )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, empty_rows
-from numdev.formats import FORMATS, Format, format_of
+from numdev.formats import FORMATS, Format, all_finite, format_of
 from numdev.kernels import Output, find
 from numdev.kernels.emulation import backward
 from numdev.kernels.emulation.kernel import (
@@ -33,7 +33,7 @@ from numdev.kernels.reference import attend, blocked, gradients, key_gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics import tiled
 from numdev.metrics.deviation import Deviation, Metrics, nullify
-from numdev.metrics.finiteness import Outside, all_finite
+from numdev.metrics.finiteness import Outside
 from numdev.metrics.sampling import Sample, Strata, membership
 from numdev.metrics.yardstick import Yardstick, widened
 from numdev.operations.attention.explain.narrow_sums import Sums, looked_at
@@ -466,6 +466,8 @@ class Bench:
         that see no key: what such a row returns is a convention, but nothing that follows
         depends on its query, whose gradient is 0. It reaches the weights that make the
         query."""
+        if all_finite([dq]):
+            return
         wrong = ~dq.isfinite() & self.yardsticks["dq"].empty[..., None]
         counts = wrong.sum(dim=(0, 2, 3)).tolist()
         for unit, count in zip(units, counts, strict=True):

@@ -13,6 +13,7 @@ from typing import Literal
 from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import Refused, UsageError, closest, one_line
+from numdev.formats import all_finite
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import concluded, judgement_of
 from numdev.gate.rules import Rules, as_data
@@ -95,7 +96,7 @@ def declining(kernel: Kernel) -> Kernel:
         def run(case: AttentionCase, **options: object) -> object:
             refuse(
                 (
-                    case.v.isinf().any(),
+                    not all_finite([case.v]) and case.v.isinf().any(),
                     f"V is beyond the largest number of {case.format.name}",
                 )
             )

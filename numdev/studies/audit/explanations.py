@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from numdev.errors import MeasurementError, Refused, UsageError
-from numdev.formats import Format, round_to
+from numdev.formats import Format, all_finite, round_to
 from numdev.gate.rules import Threshold, default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.baseline import WAYS, Way
@@ -28,7 +28,6 @@ from numdev.kernels.emulation import kernel as emulator
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
-from numdev.metrics.finiteness import all_finite
 from numdev.metrics.histogram import by_ulps
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
