@@ -248,9 +248,11 @@ def changed(y: Yardstick, **parts: Any) -> Yardstick:
 def test_every_metric_is_its_definition(
     name: str, shape: tuple[int, int, int, int]
 ) -> None:
-    """All metrics, in every format and odd shapes."""
-    y = yardstick(name, shape)
-    assert_as_defined(output_for(y), y)
+    """All metrics, in every format and odd shapes, of an output and of the floor itself,
+    with rows that see no key and without."""
+    for y in (yardstick(name, shape), yardstick(name, shape, empty=False)):
+        assert_as_defined(output_for(y), y)
+        assert_as_defined(y.floor, y)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -273,6 +275,7 @@ def test_definitions_hold_with_holes(name: str) -> None:
     ):
         x[0, 1, 3, 1] = value
     assert_as_defined(output, y)
+    assert_as_defined(y.floor, y)
 
 
 @pytest.mark.parametrize("with_lse", [True, False])

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from numdev.formats import dtype_of
+from numdev.formats import all_finite, dtype_of
 from numdev.metrics import yardstick
 from numdev.metrics.sampling import Strata
 
@@ -95,10 +95,12 @@ class Counted:
     """Which elements of an output count, and for what. bool [B, H, rows, features] unless
     said otherwise."""
 
-    output: Tensor  # where the output is finite
     rows: yardstick.RowScales  # over the elements where the reference is finite too
     beside: Tensor | None  # where the baseline is finite too; None without one
     compared: Tensor  # where the expected output, if there is one, is finite too
+    nonfinite: Tensor
+    """fp64 [B, H, rows]: in how many elements the output is not finite where the floor
+    is, or the reverse."""
     is_finite: bool  # the output, in every row that sees a key
     is_regular: bool  # everything but perhaps the expected output counts everywhere
     is_alike: bool  # `compared` is all that counts
@@ -108,31 +110,30 @@ class Counted:
         """Returns which elements count of an output `o`, for a yardstick `y`, and of an
         expected output `e` (None: there is none), both in dtypes that PyTorch computes
         in. `o` [B, H, rows, features]."""
-        fine = yardstick.finite(o)
-        is_finite = bool((fine | ~y.seen).all())
-        rows = y.rows if is_finite else y.rows_where(y.usable & fine)
+        is_finite, rows = all_finite([o]), y.rows
+        nonfinite = torch.zeros_like(rows.size)
+        if not (is_finite and y.regular):
+            fine = yardstick.finite(o)
+            is_finite = is_finite or bool((fine | ~y.seen).all())
+            rows = y.rows if is_finite else y.rows_where(y.usable & fine)
+            nonfinite = yardstick.count_of((fine != y.floor_finite) & y.seen, dim=-1)
         is_regular = is_finite and y.regular
         beside = None if y.baseline is None else rows.usable
-        if beside is not None and y.baseline_finite is not None and not is_regular:
+        if beside is not None and not is_regular and y.baseline_finite is not None:
             beside = beside & y.baseline_finite
-        compared = rows.usable if e is None else rows.usable & yardstick.finite(e)
+        compared, is_alike = rows.usable, e is None or all_finite([e])
+        if e is not None and not is_alike:
+            compared = rows.usable & yardstick.finite(e)
+            is_alike = compared.equal(rows.usable)
         return cls(
-            output=fine,
             rows=rows,
             beside=beside,
             compared=compared,
+            nonfinite=nonfinite,
             is_finite=is_finite,
             is_regular=is_regular,
-            is_alike=e is None or bool((compared == rows.usable).all()),
+            is_alike=is_alike,
         )
-
-    def nonfinite(self, y: yardstick.Yardstick) -> Tensor:
-        """Returns how many elements of each row are not finite where the floor is, or the
-        reverse: fp64 [B, H, rows]; rows that see no key have 0."""
-        if self.is_regular:
-            return torch.zeros_like(self.rows.size)
-        fine = self.output
-        return ((fine != y.floor_finite) & y.seen).sum(dim=-1).double()
 
 
 def row_sums(
@@ -145,19 +146,21 @@ def row_sums(
     e = None if expected is None else yardstick.widened(expected)
     counted = Counted.of(o, e, y)
     rows = counted.rows
-    elements = _sums_of_elements(o, e, y, counted)
+    elements = _sums_of_elements(o, e, y, counted, is_floor=output is y.floor)
     sums = y.sums | rows.sums
     sums |= {
         "absolute": elements.absolute,
         "square": elements.size.square(),
         "relative": rows.relative(elements.size).square(),
-        "nonfinite": counted.nonfinite(y),
+        "nonfinite": counted.nonfinite,
     }
     largest = {"max_abs": elements.max_abs, "max_ulp": elements.max_ulp}
     beside = counted.beside
     if beside is not None and elements.from_baseline is not None:
         sums["from_baseline"] = elements.from_baseline
-        sums["from_baseline_count"] = beside.sum(dim=-1, dtype=torch.float64)
+        sums["from_baseline_count"] = (
+            rows.count if beside is rows.usable else yardstick.count_of(beside, dim=-1)
+        )
         # PyTorch has no arithmetic in 8 bits
         if elements.from_floor is not None and dtype_of(y.format).itemsize > 1:
             largest["from_floor"] = elements.from_floor
@@ -177,19 +180,24 @@ def row_sums(
 
 
 def _sums_of_elements(
-    o: Tensor, e: Tensor | None, y: yardstick.Yardstick, counted: Counted
+    o: Tensor,
+    e: Tensor | None,
+    y: yardstick.Yardstick,
+    counted: Counted,
+    *,
+    is_floor: bool,
 ) -> ElementSums:
     """Returns the sums over elements by the fastest way: by the Triton kernel for an
     output on a GPU of more than SMALL elements of which everything counts, if Triton is
     installed; else by steps of PyTorch. `e`: the expected output or None."""
     if not (counted.is_regular and counted.is_alike):
-        usable = counted.rows.usable
-        return element_sums(o, e, y, usable, counted.beside, counted.compared)
+        masks = counted.rows.usable, counted.beside, counted.compared
+        return element_sums(o, e, y, *masks, is_floor=is_floor)
     if o.is_cuda and HAS_TRITON and o.numel() > SMALL:
         from numdev.metrics import row_sums_triton
 
         return row_sums_triton.element_sums(o, e, y)
-    return element_sums(o, e, y)
+    return element_sums(o, e, y, is_floor=is_floor)
 
 
 def _beside_prediction(
@@ -235,45 +243,62 @@ def element_sums(
     usable: Tensor | None = None,
     beside: Tensor | None = None,
     compared: Tensor | None = None,
+    *,
+    is_floor: bool = False,
 ) -> ElementSums:
     """Returns the sums over the elements of an output `o` [B, H, rows, features] by steps
     of PyTorch. `e`: the expected output or None. Masks, bool of o's shape: elements of
     `usable` count, those of `beside` in comparisons with the baseline, those of
-    `compared` in `predicted`; None: all count."""
+    `compared` in `predicted`; None: all count. `is_floor`: whether `o` is the floor
+    itself, which is at no distance from itself."""
     # In one layout, whatever the output's: the order of sums goes with the strides.
-    error, off = (o - y.reference).contiguous(), (o - y.floor).contiguous()
-    ulps = off / y.spacing
+    error = (o - y.reference).contiguous()
     # The baseline may be of the output's own narrow dtype.
     plain = None if y.baseline is None else o.double() - y.baseline
     expected = None if e is None else e - y.reference
-    in_ulps = error / y.spacing
     if usable is not None:
         error = yardstick.zeroed_outside(error, usable)
-        in_ulps = yardstick.zeroed_outside(in_ulps, usable)
-        observed = usable & y.floor_finite & ~y.repeated[..., None]
-        ulps = yardstick.zeroed_outside(ulps, observed)
     if plain is not None and beside is not None:
         plain = yardstick.zeroed_outside(plain, beside)
-        off = yardstick.zeroed_outside(off, beside & y.floor_finite)
     if expected is not None and compared is not None:
         expected = yardstick.zeroed_outside(expected, compared)
-    features = ulps.sum(dim=2)
-    along = ulps.mul_(y.reference.sign()).sum(dim=(2, 3))  # in place: `ulps` is done with
-    from_baseline = from_floor = None
-    if plain is not None:
-        from_baseline = yardstick.row_norm(plain).square()
-        from_floor = yardstick.row_max(off)
+    largest = error.abs()
+    in_ulps = largest / y.spacing
+    if usable is not None:  # the spacing may be NaN elsewhere
+        in_ulps = yardstick.zeroed_outside(in_ulps, usable)
+    if is_floor:
+        features, along = torch.zeros_like(error[:, :, 0]), error.new_zeros(o.shape[:2])
+        from_floor = error.new_zeros(o.shape[:3])
+    else:
+        features, along, from_floor = _beside_floor(o, y, usable, beside)
+    from_baseline = None if plain is None else yardstick.row_norm(plain).square()
     return ElementSums(
         absolute=torch.linalg.vector_norm(error, 1, dim=-1),
         size=yardstick.row_norm(error),
-        max_abs=yardstick.row_max(error),
-        max_ulp=yardstick.row_max(in_ulps),
+        max_abs=largest.amax(dim=-1),
+        max_ulp=in_ulps.amax(dim=-1),
         features=features,
         along=along,
         predicted=None if expected is None else yardstick.row_norm(expected),
         from_baseline=from_baseline,
-        from_floor=from_floor,
+        from_floor=None if plain is None else from_floor,
     )
+
+
+def _beside_floor(
+    o: Tensor, y: yardstick.Yardstick, usable: Tensor | None, beside: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `features`, `along` and `from_floor` of `ElementSums`."""
+    off = (o - y.floor).contiguous()
+    ulps = off / y.spacing
+    if usable is not None:
+        observed = usable & y.floor_finite & ~y.repeated[..., None]
+        ulps = yardstick.zeroed_outside(ulps, observed)
+    if beside is not None:
+        off = yardstick.zeroed_outside(off, beside & y.floor_finite)
+    features = ulps.sum(dim=2)
+    along = ulps.mul_(y.reference.sign()).sum(dim=(2, 3))  # in place: `ulps` is done with
+    return features, along, yardstick.row_max(off)
 
 
 def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:

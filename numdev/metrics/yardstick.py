@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from numdev.formats import Format, dtype_of, round_to, ulp
+from numdev.formats import Format, all_finite, dtype_of, round_to, ulp
 
 # A row whose terms are smaller has no relative error: its products are subnormals of
 # fp32, which hardware keeps or flushes to zero, and a key that hardly anybody sees would
@@ -125,7 +125,8 @@ class Yardstick:
     def usable(self) -> Tensor:
         """Returns which elements are of rows that see a key and have a finite reference:
         bool."""
-        return self.seen & finite(self.reference)
+        seen = self.seen.expand_as(self.reference)
+        return seen if all_finite([self.reference]) else seen & finite(self.reference)
 
     @cached_property
     def repeated(self) -> Tensor:
@@ -153,9 +154,13 @@ class Yardstick:
         """Whether every row sees a key, all elements of the reference, floor, spacing and
         baseline (if there is one) are finite, and no row repeats another or is left
         undrawn."""
-        every = [self.usable, self.floor_finite, finite(self.spacing), ~self.repeated]
-        every += [] if self.baseline_finite is None else [self.baseline_finite]
-        return bool(torch.stack([x.all() for x in every]).all())
+        every = [self.reference, self.floor, self.spacing]
+        every += [] if self.baseline is None else [self.baseline]
+        return all_finite(every) and not bool((self.empty | self.repeated).any())
+
+    def is_everything(self, usable: Tensor) -> bool:
+        """Whether these elements, of which `usable` is a mask, are known to be all."""
+        return usable is self.usable and self.regular
 
     @cached_property
     def rows(self) -> RowScales:
@@ -166,12 +171,14 @@ class Yardstick:
     def rows_where(self, usable: Tensor) -> RowScales:
         """Returns the scales of rows over the elements of a mask `usable`, bool [B, H,
         rows, features]."""
-        if usable is self.usable and self.regular:
+        if self.is_everything(usable):
             size, scale = row_norm(self.reference), row_norm(self.term_scale)
+            count = torch.full_like(size, self.reference.shape[-1])
         else:
             size = row_norm(zeroed_outside(self.reference, usable))
             terms = zeroed_outside(self.term_scale, usable)
             scale = row_norm(zeroed_outside(terms, finite(terms)))
+            count = count_of(usable, dim=-1)
         arithmetic = None
         if self.arithmetic is not None:
             # Inputs that are not finite make it NaN in rows of which no element is
@@ -179,7 +186,7 @@ class Yardstick:
             arithmetic = (scale * self.arithmetic).nan_to_num_()
         return RowScales(
             usable=usable,
-            count=usable.sum(dim=-1, dtype=torch.float64),
+            count=count,
             size=size,
             scale=scale,
             judged=(scale >= SMALLEST_SCALE) & finite(scale),
@@ -216,10 +223,12 @@ class Yardstick:
                     sums[name], sums[count] = row_norm(distance).square(), self.rows.count
                 else:
                     sums[name] = row_norm(zeroed_outside(distance, both)).square()
-                    sums[count] = both.sum(dim=-1, dtype=torch.float64)
+                    sums[count] = count_of(both, dim=-1)
 
         def where_finite(x: Tensor | None) -> Tensor | None:
-            return None if x is None else self.usable & finite(x)
+            if x is None or (self.regular and all_finite([x])):
+                return None
+            return self.usable & finite(x)
 
         add_distance("floor", "floor_count", self.reference, self.floor, fine)
         add_distance(
@@ -230,12 +239,13 @@ class Yardstick:
             where_finite(self.unrounded),
         )
         plain = None
-        if self.baseline_finite is not None and not self.regular:
+        if not self.regular and self.baseline_finite is not None:
             plain = self.usable & self.baseline_finite
         add_distance("plain", "plain_count", self.reference, self.baseline, plain)
-        if self.baseline is not None and self.baseline_finite is not None:
+        if self.baseline is not None:
             both = where_finite(self.baseline_fp32)
-            both = None if both is None else both & self.baseline_finite
+            if both is not None and self.baseline_finite is not None:
+                both = both & self.baseline_finite
             add_distance(
                 "cast_apart", "cast_count", self.baseline, self.baseline_fp32, both
             )
@@ -251,8 +261,11 @@ class Yardstick:
         """Returns in how many rows an element of the mask `usable` may tell of a bias,
         fp64 [B, H, features]. Rows that repeat others do not count, nor do elements whose
         floor is not finite."""
+        if self.is_everything(usable):
+            batch, heads, rows, features = usable.shape
+            return self.reference.new_full((batch, heads, features), rows)
         distinct = usable & self.floor_finite & ~self.repeated[..., None]
-        return distinct.sum(dim=2, dtype=torch.float64)
+        return count_of(distinct, dim=2)
 
     @cached_property
     def allowance(self) -> Sums:
@@ -266,13 +279,13 @@ class Yardstick:
         mask `usable`. Flash-attention's own test allows twice their sum; ref is the exact
         answer cast to the format, and the shifts are computed in it. Needs a baseline."""
         assert self.baseline is not None
-        judged = usable & self.floor_finite
-        # exact: the floor is representable
-        cast = zeroed_outside(self.floor, judged).to(dtype_of(self.format))
+        floor, plain = self.floor, self.baseline - self.floor
+        if not self.is_everything(usable):
+            judged = usable & self.floor_finite
+            floor, plain = (zeroed_outside(x, judged) for x in (floor, plain))
+        cast = floor.to(dtype_of(self.format))  # exact: the floor is representable
         return {
-            "plain_from_floor": row_max(
-                zeroed_outside(self.baseline - self.floor, judged)
-            ),
+            "plain_from_floor": row_max(plain),
             "shifted": row_max(cast + 0.3 - 0.3 - cast).double(),
         }
 
@@ -281,6 +294,12 @@ def finite(x: Tensor) -> Tensor:
     """Returns a mask (bool) of where x is neither NaN nor infinite, several times faster
     than isfinite on a CPU."""
     return x.abs() < math.inf
+
+
+def count_of(mask: Tensor, dim: int) -> Tensor:
+    """Returns how many elements of a bool tensor are True along an axis, in fp64."""
+    # Counted as integers: bools added up in fp64 take three times as long on a CPU
+    return mask.sum(dim=dim).double()
 
 
 def zeroed_outside(x: Tensor, usable: Tensor) -> Tensor:
