@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, Places, additive, key_range, visible
+from numdev.formats import all_finite
 from numdev.kernels.output import upstream
 
 BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of one block of scores; speed only
@@ -70,7 +71,7 @@ def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference
     for rows in row_blocks(case):
         keys = key_range(case, rows)
         S = scores(case, _products(case, q, k, rows, keys), rows, keys)
-        _attend(reference, case, S, rows, values[:, :, keys], weigh)
+        _attend(reference, case, S, _largest(S), rows, values[:, :, keys], weigh)
     return reference
 
 
@@ -93,11 +94,14 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
         X = _products(case, q, k, rows, keys)
         slope = _slope(case, X)
         S = scores(case, X, rows, keys)
-        hidden = S.eq(-math.inf)
-        sums.unseen[:, :, keys] &= _per_kv_head(case, hidden).all(dim=2)
-        P, l = _attend(sums, case, S, rows, values[:, :, keys], weigh)
+        sums.unseen[:, :, keys] &= _per_kv_head(case, S).amax(dim=2) == -math.inf
+        m = _largest(S)
         # In a row of NaN exp(-inf - NaN) is NaN too, and yet what is hidden is hidden.
-        P = P.div_(nonzero(l)[..., None]).masked_fill_(hidden, 0.0)
+        hidden = None if all_finite([m]) else S.eq(-math.inf)
+        P, l = _attend(sums, case, S, m, rows, values[:, :, keys], weigh)
+        P.div_(nonzero(l)[..., None])
+        if hidden is not None:
+            P.masked_fill_(hidden, 0.0)
         dO_O = dO[:, :, rows] * sums.out[:, :, rows]
         delta = dO_O.sum(dim=-1).masked_fill_(sums.empty[:, :, rows], 0.0)
         sums.delta[:, :, rows] = delta
@@ -203,19 +207,24 @@ def scores(case: AttentionCase, X: Tensor, rows: Places, keys: Places) -> Tensor
     return S if shown is None else S.masked_fill_(~shown, -math.inf)
 
 
+def _largest(S: Tensor) -> Tensor:
+    """m [B, H, rows]; -inf in a row without keys, NaN in one with a NaN."""
+    return S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
+
+
 def _attend(
     reference: Reference,
     case: AttentionCase,
     S: Tensor,
+    m: Tensor,
     rows: slice,
     values: Tensor,
     weigh: Weigh,
 ) -> tuple[Tensor, Tensor]:
     """Fills in these rows of `reference` (out, lse, term_scale, empty). `S`: their
-    scores; `values`: V and |V| of their keys, side by side. Returns exp(S - m), which
-    overwrites S, and its row sum l, with the sink in it."""
-    reference.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
-    m = S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
+    scores, of which `m` are the largest; `values`: V and |V| of their keys, side by side.
+    Returns exp(S - m), which overwrites S, and its row sum l, with the sink in it."""
+    reference.empty[:, :, rows] = m == -math.inf
     sink = None if case.sinks is None else case.sinks.to(S)[None, :, None].expand_as(m)
     if sink is not None:
         m = torch.maximum(m, sink)
@@ -246,19 +255,21 @@ def _score_gradient(
     absolute terms, each [B, kv_heads, group * rows, keys]; 0 where P is 0. `slope` None:
     no soft cap."""
     dP = (dO_i @ V.mT).view_as(P)
-    unweighted = P == 0
     weight = P if slope is None else P * slope
     terms = dP.abs().add_(delta.abs()[..., None]).mul_(weight)
     dX = dP.sub_(delta[..., None]).mul_(weight)
-    dX, terms = (_per_kv_head(case, x.masked_fill(unweighted, 0.0)) for x in (dX, terms))
-    return dX, terms
+    if not (P.numel() and bool(P.amin() > 0)):
+        unweighted = P == 0
+        for x in (dX, terms):
+            x.masked_fill_(unweighted, 0.0)
+    return _per_kv_head(case, dX), _per_kv_head(case, terms)
 
 
 def _weigher(*inputs: Tensor) -> Weigh:
     """Returns a function (weights, values, P) -> weights @ values. Where all `inputs` are
     finite it ignores P; else a value whose P is 0 does not count, even if it is NaN or
     infinite."""
-    if all(bool(x.isfinite().all()) for x in inputs):
+    if all_finite(inputs):
         return lambda weights, values, P: weights @ values
     return _weigh_what_is_seen
 
