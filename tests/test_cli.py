@@ -493,6 +493,15 @@ def without(
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
+def test_a_check_that_passes_imports_only_what_it_uses() -> None:
+    """Half of its time is imports: it writes no script (jinja2), draws nothing
+    (matplotlib), opens no model (transformers), and autograd has no need of sympy."""
+    unused = ("jinja2", "matplotlib", "pandas", "transformers", "sympy", "dask")
+    answer = without(unused, ["check", "baseline", "--case", "decode"])
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("PASS") == 2
+
+
 def test_help_needs_nothing_heavy() -> None:
     """`numdev --help`, and the help of every command with its example."""
     answer = without(HEAVY, ["--help"], *([name, "--help"] for name in COMMANDS))

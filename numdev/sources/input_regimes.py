@@ -26,6 +26,7 @@ from numdev.formats import format_named, round_to
 # What is smaller becomes 0: else a number of 8 bits is none of float16
 SMALLEST = 2.0**-16
 UNSEEN = -1024.0  # A score so far below the maximum that exp of it is 0 in fp64
+SMALL = 1 << 18  # Numbers of a tensor, drawn in some milliseconds
 # Standard deviation of the features of q and of the other keys that decide no level
 NOISE = 0.5
 
@@ -75,9 +76,12 @@ class Draws:
                 *of, size=(batch, *trailing)
             )
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            # Numpy draws without holding the interpreter
-            list(pool.map(fill, range(heads)))
+        if numbers.size < SMALL:  # a thread takes as long to start as these to draw
+            list(map(fill, range(heads)))
+        else:
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                # Numpy draws without holding the interpreter
+                list(pool.map(fill, range(heads)))
         return torch.from_numpy(numbers)
 
     def _generator(self, name: str, head: int) -> np.random.Generator:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask
@@ -178,6 +177,9 @@ def rendered(template: str, facts: Mapping[str, object]) -> str:
         "lstrip_blocks": True,
         "keep_trailing_newline": True,
     }
+    # Late: a check that passes writes no script
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     loader = PackageLoader("numdev", "data/reproducer")
     templates = Environment(loader=loader, undefined=StrictUndefined, **blocks)
     templates.filters["literal"] = literal
