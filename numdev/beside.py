@@ -173,7 +173,7 @@ def _ran(asked: Asked, run: RunAll) -> FormatPart:
     if asked.again and is_few(outputs, plan):
         plan = planned(asked, DRAWS)
         outputs = run(plan.draws)
-    return FormatPart(asked=asked, plan=plan, runs=outputs)
+    return FormatPart(asked=asked, plan=plan, runs=outputs, run=run)
 
 
 def _wants_gradients(calls: Sequence[Arguments]) -> bool:

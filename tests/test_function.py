@@ -17,9 +17,12 @@ from torch import Tensor
 import numdev
 from numdev.cli.main import cli
 from numdev.errors import MeasurementError, UsageError
+from numdev.formats import FORMATS, round_to
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Threshold, default_rules_for_functions
+from numdev.operations.function.causes import causes_of
 from numdev.operations.function.process import FunctionProcess, Work
+from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
 from numdev.report import FunctionReport, read, write
 from numdev.studies.audit.functions import served
@@ -96,13 +99,64 @@ def test_faulty_functions_fail_by_a_rule(name: str, rule: str) -> None:
         ("other_dtype", "it is float32, not bfloat16"),
         ("nothing", "it is missing"),
         ("two", "it is missing"),
-        ("writes", "it writes into its inputs (x"),
+        ("writes", "it writes into its inputs (x)"),
         ("alias", "it returns memory of its input x"),
-        ("reused", "it writes a later call's result into an earlier one's (output"),
+        ("reused", "it writes a later call's result into an earlier one's (output)"),
     ],
 )
 def test_another_form_is_told_in_words(name: str, words: str) -> None:
-    assert words in checked(getattr(examples, name)).report.findings[0].sentence
+    tests = checked(getattr(examples, name)).judgement.tests
+    [test] = [t for t in tests if t.rule == "form"]
+    assert words in str(test.observed)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other_eps", "it computes with 0.1 in place of 1e-06"),
+        ("scaled", "it is 1.01 times what it should be"),
+        ("shifted", "0.01 is added to it"),
+        ("cut", "sums leave out the last 1/4 of their terms"),
+        ("without_weight", "w is taken for 1"),
+        ("stale_row", "row 17 of axis 0 hold row 18"),
+        ("remembered", "it is the result of an earlier call"),
+        ("alias", "it is the argument x"),
+    ],
+)
+def test_what_a_function_computes_instead_is_named(name: str, words: str) -> None:
+    causes = {f.cause for f in checked(getattr(examples, name)).report.findings}
+    assert causes == {words}
+
+
+def test_an_error_that_no_other_function_explains_has_no_name() -> None:
+    def noisy(x: Tensor, w: Tensor) -> Tensor:
+        out = examples.rms_norm(x, w)
+        return out * (1 + 0.1 * torch.randn(out.shape)).to(out.dtype)
+
+    [finding] = checked(noisy).report.findings
+    assert (finding.rule, finding.cause) == ("error", None)
+
+
+def test_causes_are_told_of_truths_of_their_own() -> None:
+    """Of matrices: the last terms of a product, an argument transposed, a narrower one."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(24, 24, generator=generator) for _ in range(2))
+    reference = FunctionReference(
+        function=torch.matmul, arguments=Arguments(positional=(x, y), names=("x", "y")),
+        seed=0, backward=False,
+    )  # fmt: skip
+    wrong = {
+        "sums leave out what fills no block of 16 terms": x[:, :16] @ y[:16],
+        "y is read transposed": x @ y.T,
+        "its last two axes are exchanged": (x @ y).T,
+        "it is 0 everywhere": torch.zeros(24, 24),
+        "x is read in tf32": round_to(x, FORMATS["tf32"]).double() @ y.double(),
+        "it is -1 times what it should be": -(x @ y),
+    }
+    for words, output in wrong.items():
+        assert causes_of(reference, {"output": output}, {})["output"].words == words
+    sound = {"output": (x.double() @ y.double()).float()}
+    assert causes_of(reference, sound, {}) == {}
 
 
 def test_a_function_that_raises_is_not_judged() -> None:
@@ -325,7 +379,7 @@ def test_the_command_line_checks_a_function_by_name(tmp_path: Path) -> None:
     )
     data = json.loads(out)
     assert (code, data["verdict"]) == (1, "FAIL")
-    assert data["findings"][0]["metric"] == "reference_ratio"
+    assert data["findings"][0]["cause"] == "it is 1.01 times what it should be"
     assert isinstance(read(tmp_path / "o"), FunctionReport)
     code, out = invoked(f"{EXAMPLES}:fused", "--shape", "x=32x256,w=256", "--backward")
     assert code == 0

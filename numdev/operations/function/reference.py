@@ -57,6 +57,12 @@ class FunctionReference:
         return Cotangents(seed=self.seed) if self.backward else None
 
     @property
+    def device(self) -> str:
+        """The device of the first argument that is a tensor; the CPU where none is."""
+        leaves = self.arguments.leaves().values()
+        return next((str(x.device) for x in leaves), "cpu")
+
+    @property
     def other_cotangents(self) -> Cotangents | None:
         """Those of another seed: a gradient may depend on nothing else."""
         return Cotangents(seed=self.seed + 1) if self.backward else None

@@ -6,6 +6,7 @@ computed; then the reference says what is exact and what rounding explains
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from numdev.cases import CaseRef
 from numdev.errors import MeasurementError, one_line
-from numdev.formats import Format, format_of
+from numdev.formats import FORMATS, Format, format_of
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import concluded, judgement_of
 from numdev.gate.rules import Rules, as_data
 from numdev.kernels import Kernel, import_callable, no_claim
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.yardstick import Yardstick
+from numdev.operations.function.causes import OtherFunction, causes_of
 from numdev.operations.function.inputs import (
     Make,
     prepared,
@@ -44,7 +46,7 @@ from numdev.operations.function.running import (
     private,
     run,
 )
-from numdev.operations.function.trees import Arguments
+from numdev.operations.function.trees import Arguments, Values, as_real
 from numdev.report import (
     AuditSummary,
     BesideReference,
@@ -65,6 +67,7 @@ from numdev.studies.audit.task import measure_task
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 
+FAR_OFF = 2.0  # times what rounding explains: from there on a cause is looked for
 HELD_TO_REFERENCE = "a function is judged beside its reference"
 ROLES: tuple[tuple[Role, str], ...] = (
     ("precision", "inputs moved by half an ulp"),
@@ -182,8 +185,8 @@ def run_all(
     function = private(function)
     for drawn in draws:
         last = runs[-1] if runs else None
-        if isinstance(last, FunctionRun):
-            poison(list(last.outputs.values()))
+        outputs = last.outputs if isinstance(last, FunctionRun) else {}
+        poison([*drawn.arguments.leaves().values(), *outputs.values()])
         try:
             cotangents = Cotangents(seed=drawn.seed) if backward else None
             runs.append(
@@ -337,9 +340,12 @@ def rows_of(
     system: System,
     watch: Stopwatch,
     fmt: Format,
+    earlier: Values,
+    run: RunAll,
 ) -> Iterator[DeviationRow]:
     """The rows of one call: of the floor, of the reference as PyTorch runs it, of the
-    function."""
+    function. `earlier`: the exact results of the call before; `run`: the function, again,
+    to name a cause."""
 
     def task(role: Role, name: str) -> Task:
         return Task(
@@ -373,8 +379,68 @@ def rows_of(
     measured = measure_task(
         every[-1], kernel, prepared_call, system, _giving(output), None, Functions()
     )
-    for row in measured.rows:
-        yield _completed(row, judges, tensors, wrong)
+    completed = [_completed(row, judges, tensors, wrong) for row in measured.rows]
+    with watch("names"):
+        yield from _named(completed, call, ran[0], earlier, run)
+
+
+def _named(
+    rows: Sequence[DeviationRow],
+    call: FunctionCall,
+    ran: FunctionRun,
+    earlier: Values,
+    run: RunAll,
+) -> Iterator[DeviationRow]:
+    """The rows of a function, with what it computes instead where one is far off."""
+    far = [row.tensor for row in rows if _is_far_off(row)]
+    causes = _causes(call.draws[0], ran, far, earlier)
+    unnamed = [name for name in far if name not in causes]
+    finer = _causes_in_float32(call.draws[0], run, unnamed) if unnamed else {}
+    for row in rows:
+        cause = causes.get(row.tensor) or finer.get(row.tensor)
+        if cause is None:
+            yield row
+            continue
+        fields: dict[str, object] = {
+            "suspicion": cause.words, "suspicion_cut": cause.cut,
+        }  # fmt: skip
+        if row.tensor in causes:
+            fields["suspicion_share"] = cause.share
+        else:
+            fields["suspicion_format"] = "float32"
+        yield row.model_copy(update=fields)
+
+
+def _causes(
+    reference: FunctionReference, ran: FunctionRun, names: Sequence[str], earlier: Values
+) -> Mapping[str, OtherFunction]:
+    outputs = {name: as_real(ran.tensors[name]) for name in names if name in ran.tensors}
+    return causes_of(reference, outputs, earlier) if outputs else {}
+
+
+def _causes_in_float32(
+    reference: FunctionReference, run: RunAll, names: Sequence[str]
+) -> Mapping[str, OtherFunction]:
+    """What explains an output where the inputs are in float32, in which rounding hides
+    less; nothing where the function does not take them."""
+    wide = prepared(reference.arguments, FORMATS["float32"], reference.device)
+    [ran] = run([Draw(call=0, seed=reference.seed, arguments=wide)])
+    if isinstance(ran, Failure):
+        return {}
+    finer = dataclasses.replace(reference, arguments=wide)
+    try:
+        return _causes(finer, ran, names, {})
+    except Exception:  # the reference is foreign code
+        return {}
+
+
+def _is_far_off(row: DeviationRow) -> bool:
+    """Whether an error is so large that another function may explain it tenfold."""
+    beside = row.beside_reference
+    if row.status != "ok" or beside is None or beside.reference_ratio is None:
+        return False
+    slices = (beside.slice_ratio or 0.0) / (beside.slice_luck or 1.0)
+    return max(beside.reference_ratio, slices) > FAR_OFF
 
 
 def _nothing(case: object) -> None:
@@ -442,6 +508,7 @@ class FormatPart:
     asked: Asked
     plan: FunctionPlan
     runs: Runs
+    run: RunAll
 
     @property
     def format(self) -> Format:
@@ -459,10 +526,14 @@ def checked_function(
     rows: list[DeviationRow] = []
     records: dict[str, FunctionCallRecord] = {}
     for part in parts:
+        earlier: Values = {}
         for call, runs in _calls(part):
             ref = CaseRef(case=call.name, source="inputs", module=part.asked.name)
-            rows += rows_of(part.asked, call, ref, runs, system, watch, part.format)
+            rows += rows_of(
+                part.asked, call, ref, runs, system, watch, part.format, earlier, part.run
+            )
             records.setdefault(call.name, _record(call, part.format))
+            earlier = _exact(call)
     report = FunctionReport(
         provenance=provenance(system, {"tensors": request.get("inputs")}, "numdev.check"),
         request=dict(request),
@@ -506,6 +577,14 @@ def format_of_inputs(arguments: Arguments) -> Format:
     leaves = arguments.leaves().values()
     dtypes = (x.dtype for x in leaves if x.is_floating_point())
     return format_of(next(dtypes, torch.float32))
+
+
+def _exact(call: FunctionCall) -> Values:
+    """The exact results of a call's first draw; none where there is none."""
+    try:
+        return call.draws[0].truth
+    except Exception:  # its rows say why
+        return {}
 
 
 def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
