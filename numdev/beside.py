@@ -4,6 +4,7 @@ allows? `numdev.testing.check_function` asserts it."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from numdev.errors import UsageError
-from numdev.formats import Format, format_named
+from numdev.formats import Format, dtype_of, format_named
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system
 from numdev.gate.rules import Rules, default_rules_for_functions, read_rules
 from numdev.kernels import import_callable
 from numdev.operations.function.inputs import calls_of
 from numdev.operations.function.judged import DRAWS
-from numdev.operations.function.process import FunctionProcess
+from numdev.operations.function.problems import (
+    SOLUTION,
+    ModuleBuild,
+    ProblemFile,
+    forms_of,
+    redrawn_state,
+)
+from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.running import FunctionRun
 from numdev.operations.function.trees import Arguments, outputs_of
 from numdev.report import FunctionReport, Outcome
@@ -88,6 +96,74 @@ def check_beside(
     source = name_of(inputs) if callable(inputs) else inputs and str(inputs)
     request = {"target": asked.name, "inputs": source or shapes}
     return _judged(parts, request, system, _rules(thresholds))
+
+
+def check_problem(
+    solution: str | Path,
+    *,
+    problem: str | Path,
+    formats: str | Sequence[str] = (),
+    backward: bool = False,
+    seeds: int | Sequence[int] = 0,
+    device: str = "auto",
+    thresholds: Thresholds = None,
+    process: FunctionProcess | None = None,
+) -> CheckResult:
+    """`check_beside` of the class ModelNew of a solution's file, beside the class Model
+    of a problem's file, on its `get_inputs` (`numdev.operations.function.problems`)."""
+    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
+    if not seeds:
+        raise UsageError("seeds: expected at least 1, got 0")
+    system = System.probe(device)
+    read = ProblemFile.read(Path(problem), system.device)
+    parts: list[FormatPart] = []
+    for fmt in _formats(formats, read.get_inputs):
+        dtype = None if fmt is None else dtype_of(fmt)
+        build = dataclasses.replace(read.build, dtype=dtype)
+        reference, run = _modules(solution, read, build, process, backward=backward)
+        asked = Asked(
+            name=f"{Path(solution).stem}:{SOLUTION}",
+            reference=reference,
+            make=calls_of(read.inputs, reference),
+            format=fmt,
+            backward=backward,
+            seeds=seeds,
+            device=system.device,
+        )
+        parts.append(_ran(asked, run))
+    request = {"target": str(solution), "inputs": f"{read.path.name}:get_inputs"}
+    return _judged(parts, request, system, _rules(thresholds))
+
+
+def _modules(
+    solution: str | Path,
+    problem: ProblemFile,
+    build: ModuleBuild,
+    process: FunctionProcess | None,
+    *,
+    backward: bool,
+) -> tuple[Callable[..., object], RunAll]:
+    """The reference, and what runs the solution: both with the same state, where theirs
+    has the same names and shapes. Else parameters are no arguments, and have no
+    gradients."""
+    target = f"{solution}:{SOLUTION}"
+    if process is not None:
+        [answer] = process.answers(
+            Work(target=target, draws=(), backward=backward, build=build)
+        )
+        forms = json.loads(str(answer))
+    else:
+        make = imported(target, "solution")
+        forms = forms_of(build.module(make))
+    model = build.module(problem.model)
+    reference: Callable[..., object] = model.forward
+    if forms == forms_of(model):
+        plain = dataclasses.replace(build, dtype=None).module(problem.model)
+        build = dataclasses.replace(build, state=redrawn_state(plain)[0])
+        reference = build.module(problem.model)
+    if process is not None:
+        return reference, in_process(process, target, backward=backward, build=build)
+    return reference, partial(run_all, build.module(make), backward=backward)
 
 
 def _judged(

@@ -11,16 +11,19 @@ import function_examples as examples
 import pytest
 import torch
 from click.testing import CliRunner
+from loaded import ROOT
 from safetensors.torch import save_file
 from torch import Tensor
 
 import numdev
+from numdev.beside import check_problem
 from numdev.cli.main import cli
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, round_to
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Threshold, default_rules_for_functions
 from numdev.operations.function.causes import causes_of
+from numdev.operations.function.problems import on_device
 from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
@@ -385,3 +388,51 @@ def test_the_command_line_checks_a_function_by_name(tmp_path: Path) -> None:
     assert code == 0
     with pytest.raises(UsageError, match="are of attention alone"):
         invoked(f"{EXAMPLES}:fused", *inputs, "--case", "ties")
+
+
+# --- problem files --------------------------------------------------------------------
+
+PROBLEM = ROOT / "examples" / "problem"
+
+
+def solved(name: str, *options: str) -> tuple[int, dict[str, object]]:
+    command = ["check", str(PROBLEM / name), "--problem", str(PROBLEM / "problem.py")]
+    result = CliRunner().invoke(
+        cli, [*command, "--json", *options], standalone_mode=False
+    )
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return int(result.return_value or 0), json.loads(result.output)
+
+
+def test_a_solution_is_checked_beside_its_problem() -> None:
+    code, data = solved("solution.py")
+    assert (code, data["verdict"]) == (0, "PASS")
+
+
+def test_a_bias_that_is_0_at_first_is_redrawn_and_its_absence_named() -> None:
+    code, data = solved("wrong_solution.py")
+    findings = data["findings"]
+    assert isinstance(findings, list)
+    assert (code, findings[0]["cause"]) == (1, "norm.bias is taken for 0")
+
+
+def test_a_problem_without_its_names_is_told(tmp_path: Path) -> None:
+    (tmp_path / "lacking.py").write_text("Model = print\n")
+    with pytest.raises(UsageError, match="got no get_inputs"):
+        check_problem(PROBLEM / "solution.py", problem=tmp_path / "lacking.py")
+
+
+def test_other_names_of_parameters_start_from_the_same_seed(tmp_path: Path) -> None:
+    """Then they are no arguments, and keep what they were made with."""
+    text = (PROBLEM / "solution.py").read_text().replace("self.up", "self.linear")
+    (tmp_path / "renamed.py").write_text(text)
+    assert check_problem(tmp_path / "renamed.py", problem=PROBLEM / "problem.py").passed
+
+
+def test_cuda_in_a_generator_of_inputs_is_the_device_at_hand() -> None:
+    with on_device("cpu"):
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        x = torch.randn(3, device="cuda", generator=generator)
+        assert x.cuda().device.type == x.to("cuda").device.type == "cpu"
+    assert isinstance(torch.Generator(), torch.Generator)

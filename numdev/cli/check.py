@@ -41,6 +41,10 @@ INPUTS = (
     "With --reference: FILE.py:function of a seed that returns the arguments, or a "
     "safetensors file of them by name."
 )
+PROBLEM = (
+    "Problem file: a class Model, get_inputs and get_init_inputs. TARGET is then a file "
+    "with a class ModelNew."
+)
 SHAPE = "With --reference, in place of --inputs: normal numbers, x=256x1024,w=1024."
 OUTPUT = "Directory for failure scripts.  [default: a temporary folder]"
 DEVICE = "Where to run.  [default: auto]"
@@ -68,6 +72,7 @@ CLAIM = (
 )  # fmt: skip
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help=DEVICE)
 @click.option("--reference", metavar="FILE:NAME", help=REFERENCE)
+@click.option("--problem", type=FILE, metavar="FILE", help=PROBLEM)
 @click.option("--inputs", metavar="FILE[:NAME]", help=INPUTS)
 @click.option("--shape", "shapes", default="", metavar="NAME=AxB,...", help=SHAPE)
 @click.option(
@@ -86,6 +91,7 @@ def check(
     seeds: tuple[int, ...],
     device: str,
     reference: str | None,
+    problem: Path | None,
     inputs: str | None,
     shapes: str,
     as_json: bool,
@@ -101,12 +107,15 @@ def check(
     gc.disable()  # a tenth of the time, most of it while torch is imported
     from numdev.report.renderers import terminal
 
-    if reference is not None:
+    if reference is not None or problem is not None:
         if cases or claims:
-            raise UsageError("--reference: --case and --claim are of attention alone")
+            raise UsageError("--case and --claim are of attention alone")
+        if reference is not None and problem is not None:
+            raise UsageError("expected one of --reference and --problem, got both")
         result = beside(
-            target, reference, inputs, shapes=shapes, formats=formats, backward=backward,
-            device=device, seeds=seeds or 0, thresholds=thresholds, output=output,
+            target, reference, problem, inputs, shapes=shapes, formats=formats,
+            backward=backward, device=device, seeds=seeds or 0, thresholds=thresholds,
+            output=output,
         )  # fmt: skip
     else:
         if inputs or shapes:
@@ -159,7 +168,8 @@ def of_attention(
 
 def beside(
     target: str,
-    reference: str,
+    reference: str | None,
+    problem: Path | None,
     inputs: str | None,
     *,
     shapes: str,
@@ -170,10 +180,11 @@ def beside(
     thresholds: Path | None,
     output: Path | None,
 ) -> CheckResult:
-    """A check of a function beside its reference. The function is imported and run in a
-    process of its own, in which nothing of the reference is."""
+    """A check of a function beside its reference, or of a solution of a problem. The
+    function is imported and run in a process of its own, in which nothing of the
+    reference is."""
     from numdev import report as reports
-    from numdev.beside import check_beside
+    from numdev.beside import check_beside, check_problem
     from numdev.kernels import import_callable
     from numdev.operations.function.process import FunctionProcess
     from numdev.report.renderers import html
@@ -184,21 +195,20 @@ def beside(
         FunctionProcess(run=served, forks=on_cpu) as process,
         contextlib.redirect_stdout(sys.stderr),
     ):
-        named = inputs is not None and ":" in inputs
-        result = check_beside(
-            target,
-            reference=import_callable(reference, "reference"),
-            inputs=import_callable(str(inputs), "function of inputs")
-            if named
-            else inputs,
-            shapes=shapes,
-            formats=formats,
-            backward=backward,
-            seeds=seeds,
-            device=device,
-            thresholds=thresholds,
-            process=process,
-        )
+        if problem is not None:
+            result = check_problem(
+                target, problem=problem, formats=formats, backward=bool(backward),
+                seeds=seeds, device=device, thresholds=thresholds, process=process,
+            )  # fmt: skip
+        else:
+            named = inputs is not None and ":" in inputs
+            result = check_beside(
+                target,
+                reference=import_callable(str(reference), "reference"),
+                inputs=import_callable(str(inputs), "function of inputs") if named else inputs,
+                shapes=shapes, formats=formats, backward=backward, seeds=seeds,
+                device=device, thresholds=thresholds, process=process,
+            )  # fmt: skip
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         reports.write(result.report, output)

@@ -8,17 +8,19 @@ tenth of the error. Its place is that of the call's first draw."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from numdev.exact.rounding import Unrounded
-from numdev.exact.wide import widened
+from numdev.exact.wide import UNROUNDED, widened
 from numdev.operations.function.faults import (
     faults_of_inputs,
     mean_along_last,
@@ -174,6 +176,7 @@ def _of_references(reference: FunctionReference) -> Iterator[tuple[str, Values]]
     tries = max(8, WORK // max(size, 1))
     others = chain(
         _with_other_inputs(reference),
+        _with_other_parameters(reference),
         _with_other_sums(reference),
         _with_other_numbers(reference),
     )
@@ -195,6 +198,20 @@ def _with_other_numbers(reference: FunctionReference) -> Iterator[tuple[str, Mak
             if other != value:
                 words = f"it computes with {other:.4g} in place of {value:.4g}"
                 yield words, partial(_computed, reference, _OtherNumber(value, other))
+
+
+def _with_other_parameters(reference: FunctionReference) -> Iterator[tuple[str, Make]]:
+    """Of a module, each parameter and buffer left out."""
+    module = reference.function
+    if not isinstance(module, nn.Module):
+        return
+    for name, x in module.state_dict().items():
+        for value in (0.0, 1.0):
+            if x.is_floating_point() and not bool((x == value).all()):
+                other = copy.deepcopy(module)
+                other.state_dict()[name].fill_(value)
+                changed = dataclasses.replace(reference, function=other)
+                yield f"{name} is taken for {value:g}", partial(_computed, changed)
 
 
 class _OtherSums(Unrounded):
@@ -268,7 +285,7 @@ def _partial_block(n: int, of: int) -> int:
     return n % of
 
 
-def _computed(reference: FunctionReference, rounding: Unrounded) -> Values:
+def _computed(reference: FunctionReference, rounding: Unrounded = UNROUNDED) -> Values:
     try:
         return reference.computed(rounding)
     except Exception:  # the reference is foreign, and this is no run of its own

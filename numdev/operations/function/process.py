@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError, UsageError, one_line
+from numdev.operations.function.problems import ModuleBuild
 from numdev.operations.function.running import FunctionRun
 from numdev.operations.function.trees import Arguments, Values
 
@@ -41,6 +42,9 @@ class Work:
     target: str
     draws: Sequence[tuple[int, Arguments]]  # by seed
     backward: bool
+    build: ModuleBuild | None = None
+    """How the function is made of the target, where that is a class; without draws the
+    answer is what its state looks like, as JSON."""
 
 
 RunWork = Callable[[Work], Sequence[Answer]]

@@ -7,6 +7,7 @@ computed; then the reference says what is exact and what rounding explains
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,7 @@ from numdev.operations.function.judged import (
     Judge,
     other_data,
 )
+from numdev.operations.function.problems import ModuleBuild, forms_of
 from numdev.operations.function.process import Answer, FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.running import (
@@ -201,17 +203,28 @@ def served(work: Work) -> list[Answer]:
     """What a process of its own does: import the function, and run it on every draw.
     Raises UsageError for a target that cannot be imported."""
     function = import_callable(work.target, "function")
+    if work.build is not None:
+        module = function = work.build.module(function)
+        if not work.draws:
+            return [json.dumps(forms_of(module))]
     draws = [Draw(call=0, seed=seed, arguments=x) for seed, x in work.draws]
     runs = run_all(function, draws, backward=work.backward)
     return [x.reason if isinstance(x, Failure) else x for x in runs]
 
 
-def in_process(process: FunctionProcess, target: str, *, backward: bool) -> RunAll:
+def in_process(
+    process: FunctionProcess,
+    target: str,
+    *,
+    backward: bool,
+    build: ModuleBuild | None = None,
+) -> RunAll:
     """What runs the function of this target on all draws in a process of its own."""
 
     def run_draws(draws: Sequence[Draw]) -> Runs:
         pairs = tuple((draw.seed, draw.arguments) for draw in draws)
-        answers = process.answers(Work(target=target, draws=pairs, backward=backward))
+        work = Work(target=target, draws=pairs, backward=backward, build=build)
+        answers = process.answers(work)
         return [Failure("failed", x) if isinstance(x, str) else x for x in answers]
 
     return run_draws

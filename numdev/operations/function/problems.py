@@ -1,0 +1,176 @@
+"""Problem files: a class `Model` beside `get_inputs` and `get_init_inputs`, of which a
+solution is a class `ModelNew`.
+
+Both are made of the same arguments under the same seed. Where their parameters have the
+same names and shapes they get the same values, in which a weight of 1 and a bias of 0
+are redrawn; else those of their seed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from numdev.errors import UsageError, one_line
+from numdev.operations.function.inputs import TRIVIAL
+from numdev.operations.function.trees import Values
+
+MODEL, SOLUTION = "Model", "ModelNew"
+SEED = 42  # of the parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleBuild:
+    """How a module is made from its class: of these arguments, under this seed, in this
+    dtype, with this state, if any."""
+
+    arguments: tuple[object, ...]
+    state: Values | None = None
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+
+    def module(self, make: Callable[..., object]) -> nn.Module:
+        """Raises UsageError for what makes no module."""
+        with torch.random.fork_rng(devices=()), on_device(self.device):
+            torch.manual_seed(SEED)
+            try:
+                module = make(*self.arguments)
+            except Exception as error:
+                raise UsageError(f"{_name(make)} raised {one_line(error)}") from error
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"{_name(make)}: expected a torch.nn.Module")
+        module = module.to(self.device)
+        if self.state is not None:
+            module.load_state_dict(self.state)
+        return module if self.dtype is None else module.to(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemFile:
+    """A problem file."""
+
+    path: Path
+    model: Callable[..., object]
+    get_inputs: Callable[[], object]
+    build: ModuleBuild
+
+    @classmethod
+    def read(cls, path: Path, device: str) -> ProblemFile:
+        """Raises UsageError for a file that cannot be imported, or lacks a name."""
+        module = module_of(path)
+        names = (MODEL, "get_inputs", "get_init_inputs")
+        lacking = [name for name in names if not callable(getattr(module, name, None))]
+        if lacking:
+            raise UsageError(f"{path}: expected {', '.join(names)}, got no {lacking[0]}")
+        with on_device(device):
+            arguments = module.get_init_inputs()
+        return cls(
+            path=path,
+            model=getattr(module, MODEL),
+            get_inputs=module.get_inputs,
+            build=ModuleBuild(arguments=tuple(arguments), device=device),
+        )
+
+    def inputs(self) -> tuple[object, ...]:
+        """The arguments of a call, by PyTorch's generators."""
+        with on_device(self.build.device):
+            return tuple(self.get_inputs())  # type: ignore[arg-type]
+
+
+def module_of(path: Path) -> ModuleType:
+    """A file as a module of its own, under a name that no other has; files beside it can
+    be imported. Raises UsageError where it cannot be."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    name = f"numdev_problem_{path.stem}_{abs(hash(path.resolve()))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{path}: cannot be imported: {one_line(error)}") from error
+    return module
+
+
+def forms_of(module: nn.Module) -> dict[str, list[int]]:
+    """The names and shapes of a module's state."""
+    return {name: list(x.shape) for name, x in module.state_dict().items()}
+
+
+def redrawn_state(module: nn.Module) -> tuple[Values, list[str]]:
+    """A module's state in which what is all 0 or all 1 is moved by up to one half, at
+    random; and the names of what was."""
+    generator = torch.Generator().manual_seed(SEED)
+    state: Values = {}
+    names: list[str] = []
+    for name, x in module.state_dict().items():
+        is_trivial = x.is_floating_point() and x.numel() > 1
+        if is_trivial and any(bool((x == value).all()) for value in TRIVIAL):
+            moved = torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5
+            x = x + moved.to(x.dtype).to(x.device)
+            names.append(name)
+        state[name] = x.clone()
+    return state, names
+
+
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Generators and tensors that code makes on "cuda" are made on this device."""
+    if device.startswith("cuda"):
+        yield
+        return
+    generator = torch.Generator
+
+    def anywhere(*_: object, **__: object) -> torch.Generator:
+        return generator(device)
+
+    torch.Generator = anywhere  # type: ignore[assignment, misc]
+    try:
+        with _Elsewhere(device):
+            yield
+    finally:
+        torch.Generator = generator  # type: ignore[misc]
+
+
+class _Elsewhere(torch.overrides.TorchFunctionMode):
+    """Functions that are asked for a tensor on "cuda" make it on another device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = dict(kwargs or {})
+        if str(named.get("device", "")).startswith("cuda"):
+            named["device"] = self.device
+        if func is Tensor.cuda:
+            return args[0]
+        moved = [self.device if _is_cuda(x) else x for x in args]
+        return func(*moved, **named)
+
+
+def _is_cuda(x: object) -> bool:
+    return isinstance(x, str | torch.device) and str(x).startswith("cuda")
+
+
+def _name(make: Callable[..., object]) -> str:
+    return getattr(make, "__name__", "the solution")
