@@ -33,9 +33,9 @@ from torch import Tensor
 
 from numdev import report as reports
 from numdev.studies.training.bounds import study as bounds
-from numdev.studies.training.bounds.ladder import BETWEEN, middle
+from numdev.studies.training.bounds.ladder import BETWEEN, mean_over_seeds
 from numdev.studies.training.bounds.report import BoundsReport
-from numdev.studies.training.bounds.words import amount
+from numdev.studies.training.bounds.words import dose_in_words
 from numdev.studies.training.config import TrainConfig, resolve
 from numdev.studies.training.study import train
 from numdev.yamlfile import read_yaml
@@ -161,7 +161,7 @@ def table_of_planted(report: BoundsReport, run_of: Path) -> list[str]:
             dose = next(
                 d for d in report.doses if (d.variant, d.window) == (name, window)
             )
-            cells.append(amount(dose) + coverage(dose.by_seed, cause))
+            cells.append(dose_in_words(dose) + coverage(dose.by_seed, cause))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -174,7 +174,9 @@ def coverage(by_seed: dict[int, float], cause: float | None) -> str:
     draw = random.Random(0)
     inside = 0
     for _ in range(SETS):
-        _, low, high = middle([by_seed[seed] for seed in draw.sample(seeds, OF_SEEDS)])
+        _, low, high = mean_over_seeds(
+            [by_seed[seed] for seed in draw.sample(seeds, OF_SEEDS)]
+        )
         inside += (
             low is not None
             and high is not None

@@ -27,7 +27,7 @@ from numdev.grouping import grouped
 from numdev.kernels import find
 from numdev.sources.case_sources import Drawn
 from numdev.studies.audit.isolation import Failure, attempt
-from numdev.studies.invariance.axes import SIZES, picked
+from numdev.studies.invariance.axes import SIZES, select_sequences
 from numdev.studies.invariance.report import InvarianceReport
 from numdev.studies.invariance.study import invariance
 from numdev.system import System
@@ -97,7 +97,7 @@ def times(
         for kernel in kernels:
             shown = []
             for size in SIZES:
-                case = picked(drawn.rounded_to(_format(fmt)), range(size))
+                case = select_sequences(drawn.rounded_to(_format(fmt)), range(size))
                 if case.k.numel() > 1 << 30 or isinstance(
                     attempt(find(kernel), case, {}), Failure
                 ):

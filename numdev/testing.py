@@ -383,8 +383,8 @@ def _changes(
     from numdev.studies.invariance.study import (
         SECTIONS,
         InvarianceStudy,
-        compared_axes,
-        prepared,
+        prepare_case,
+        report_of_rows,
     )
     from numdev.studies.invariance.verdict import findings
 
@@ -395,10 +395,12 @@ def _changes(
         row
         for located in source
         for fmt in plan.formats
-        for _, _, rows_of in study.variants(prepared(located.load().rounded_to(fmt)), fmt)
+        for _, _, rows_of in study.variants(
+            prepare_case(located.load().rounded_to(fmt)), fmt
+        )
         for row in rows_of()
     ]
-    report = compared_axes(study, plan, rows)
+    report = report_of_rows(study, plan, rows)
     limits = rules.limits_of("invariance").model_dump(mode="json") | {
         "bitwise": list(names)
     }

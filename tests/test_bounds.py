@@ -22,7 +22,11 @@ from numdev.report import Provenance
 from numdev.report.document import Table
 from numdev.studies.training.bounds import study
 from numdev.studies.training.bounds import view as views
-from numdev.studies.training.bounds.ladder import pooled, read, saturation
+from numdev.studies.training.bounds.ladder import (
+    dose_of_distance,
+    in_order,
+    merging_marks,
+)
 from numdev.studies.training.bounds.report import (
     MERGED,
     BoundsReport,
@@ -30,8 +34,8 @@ from numdev.studies.training.bounds.report import (
     DoseReading,
     Saturation,
 )
-from numdev.studies.training.bounds.study import COLUMNS, ratios
-from numdev.studies.training.bounds.words import amount, ratio
+from numdev.studies.training.bounds.study import COLUMNS, ratios_by_seed
+from numdev.studies.training.bounds.words import dose_in_words, ratio_in_words
 from numdev.studies.training.report import (
     AttentionOutputRow,
     DistanceRow,
@@ -186,7 +190,7 @@ def marks(one: Any, sixteen: Any = (), **others: Any) -> Saturation:
         for step, values in steps.items()
         for value in (values if isinstance(values, tuple) else (values,))
     ]
-    return saturation(pd.DataFrame(lines, columns=[*COLUMNS[2:]]))
+    return merging_marks(pd.DataFrame(lines, columns=[*COLUMNS[2:]]))
 
 
 def test_proportion_is_lost_where_the_model_says() -> None:
@@ -272,7 +276,7 @@ LADDER = {1 / 16: 0.4, 1 / 4: 0.7, 1.0: 1.0, 4.0: 1.3, 16.0: 2.6}
     ],
 )
 def test_a_dose_is_read_off_the_ladder(distance: float, dose: float, end: str) -> None:
-    at, where = read(distance, LADDER)
+    at, where = dose_of_distance(distance, LADDER)
     assert (at, where) == (pytest.approx(dose), end)
 
 
@@ -281,15 +285,15 @@ def test_between_rungs_a_dose_is_on_a_monotone_cubic() -> None:
     rungs that is a line."""
     curve = PchipInterpolator(*[[math.log(x) for x in xs] for xs in zip(*LADDER.items())])  # noqa: B905
     for distance in (0.41, 0.8, 1.1, 1.9, 2.59):
-        dose, where = read(distance, LADDER)
+        dose, where = dose_of_distance(distance, LADDER)
         assert where == "within"
         assert math.exp(curve(math.log(dose))) == pytest.approx(distance, rel=1e-9)
-    assert read(math.sqrt(1.3), {1.0: 1.0, 4.0: 1.3})[0] == pytest.approx(2.0)
+    assert dose_of_distance(math.sqrt(1.3), {1.0: 1.0, 4.0: 1.3})[0] == pytest.approx(2.0)
 
 
 def test_rungs_in_the_wrong_order_are_one() -> None:
     """At the geometric means of strengths and distances; the others stay."""
-    strengths, distances = pooled({1.0: 1.0, 2.0: 1.21, 4.0: 1.0, 8.0: 2.0})
+    strengths, distances = in_order({1.0: 1.0, 2.0: 1.21, 4.0: 1.0, 8.0: 2.0})
     assert strengths == pytest.approx([1.0, math.sqrt(8.0), 8.0])
     assert distances == pytest.approx([1.0, 1.1, 2.0])
 
@@ -306,8 +310,8 @@ def test_doses_come_back(bounds: Found) -> None:
     dose = dose_of(found, "flash", "first")
     assert dose.dose == pytest.approx(exact, rel=1e-3)
     assert (dose.why, dose.below, dose.above) == (None, 0.0, 0.0)
-    assert amount(dose_of(found, "null: one ulp", "first")) == "below 1 floors"
-    assert amount(dose_of(found, "low-precision", "first")) == "above 16 floors"
+    assert dose_in_words(dose_of(found, "null: one ulp", "first")) == "below 1 floors"
+    assert dose_in_words(dose_of(found, "low-precision", "first")) == "above 16 floors"
     assert (
         "Dose: flash moves the weights as far as re-rounding attention's output at 8."
         in said(found)
@@ -387,7 +391,7 @@ def test_the_papers_question_has_an_answer(
         ("max_abs", "in the larg"),
     ):
         c = compared(found, "low-precision", "early", metric)
-        assert f"{ratio(c)} {words}" in first
+        assert f"{ratio_in_words(c)} {words}" in first
     c = compared(found, "low-precision", "early", "w1")
     if c.low is not None:
         within, outside = c.low >= 0.2 and c.high <= 0.5, c.high < 0.2 or c.low > 0.5
@@ -527,7 +531,7 @@ def test_the_answer_comes_first(bounds: Found) -> None:
     found = bounds(several(3, 0.02))
     paper, controls, dose, second, last = found.summary.answer
     w1, mean, largest = (
-        ratio(compared(found, "low-precision", "early", m))
+        ratio_in_words(compared(found, "low-precision", "early", m))
         for m in ("w1", "mean_abs", "max_abs")
     )
     assert paper == (
@@ -603,14 +607,14 @@ def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
         compared(found, "low-precision", "early", m)
         for m in ("mean_abs", "w1", "max_abs")
     ]
-    expected = ["flash", "low-precision", *map(ratio, early)]
+    expected = ["flash", "low-precision", *map(ratio_in_words, early)]
     assert [cell.text for cell in metrics.rows[0].cells] == expected
     assert early[1].ratio == pytest.approx(2 * early[0].ratio)
     titles = "step 1, ×|early, step 1–100, ×|merged, step 150–400, ×|gradient, ×"
     assert "|".join(column.title for column in windows.columns[2:]) == titles
     expected = ["flash", "low-precision"]
     for window in ("first", "early", "saturated"):
-        expected.append(ratio(compared(found, "low-precision", window)))
+        expected.append(ratio_in_words(compared(found, "low-precision", window)))
     assert [cell.text for cell in windows.rows[0].cells] == [*expected, "0.25"]
     drawn = {f.metric for f in found.figures if not f.relative}
     assert drawn == {"mean_abs", "w1", "max_abs"}
@@ -672,7 +676,9 @@ def test_a_ratio_is_a_geometric_mean_in_each_seed() -> None:
     b = curve(
         (0, 0, 0.0), (0, 1, 2.0), (0, 2, 4.0), (0, 3, 1.0), (1, 1, 4.0), (2, 1, 9.0)
     )
-    assert ratios(a, b, (0, 1, 2)) == pytest.approx({0: math.sqrt(0.5 * 2.0), 1: 0.75})
-    assert ratios(a, b, (7,)) == {}
-    assert ratios(b, 0 * b, (1,)) == {}
-    assert ratios(0 * a, b, (1,)) == {0: 0.0, 1: 0.0}
+    assert ratios_by_seed(a, b, (0, 1, 2)) == pytest.approx(
+        {0: math.sqrt(0.5 * 2.0), 1: 0.75}
+    )
+    assert ratios_by_seed(a, b, (7,)) == {}
+    assert ratios_by_seed(b, 0 * b, (1,)) == {}
+    assert ratios_by_seed(0 * a, b, (1,)) == {0: 0.0, 1: 0.0}

@@ -24,17 +24,17 @@ from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.emulation.rounding import Rounder
 from numdev.sources.projection import Projection
-from numdev.studies.diagnose.chain import Diagnosis, diagnosed
-from numdev.studies.diagnose.cures import CURES, NONE, cured, seen_from_outside
-from numdev.studies.diagnose.passes import computed, truth_of
+from numdev.studies.diagnose.chain import Diagnosis, diagnose_call
+from numdev.studies.diagnose.cures import CURES, NONE, cure_rows, kernel_rows
+from numdev.studies.diagnose.passes import exact_passes, rounded_passes
 from numdev.studies.diagnose.report import CureRow
 from numdev.studies.diagnose.statistics import (
     BLOCKS,
     STEPS,
-    by_head,
     largest_eigenvalue,
-    mean,
-    t_of,
+    mean_by_head,
+    numbers_by_head,
+    t_by_head,
 )
 
 BF16 = FORMATS["bfloat16"]
@@ -161,7 +161,7 @@ def test_ties_and_powers_are_those_that_loops_find(name: str) -> None:
         tying(batch=2, **(more if name in ("fa2", "eager") else {})),
         RECIPES[name],
     )
-    row, expected = diagnosed(case, made).heads[1], told(case, made, 1)
+    row, expected = diagnose_call(case, made).heads[1], told(case, made, 1)
     assert row.tied
     assert row.powers
     assert (row.ones == 0) == (name == "eager")  # normalised before it meets V
@@ -198,11 +198,11 @@ UNNORMALISED = recipe("exact", sites={"p": "working", "pv": "working"})
 def test_the_papers_vector_rounds_away_from_zero() -> None:
     """-4.703990459442139 becomes -4.71875, which is an error of -0.472 ulp, outward."""
     case = paper()
-    found = computed(case, UNNORMALISED)
+    found = rounded_passes(case, UNNORMALISED)
     assert found.product.item() == VECTOR["rounded"]
     assert found.product_exact.item() == VECTOR["accurate"] == -4.703125 - TAIL
     off = 0.014759540557861328 / 2**-5
-    assert_same([diagnosed(case, UNNORMALISED).heads[0].pv_bias], [off])
+    assert_same([diagnose_call(case, UNNORMALISED).heads[0].pv_bias], [off])
 
 
 def one_signed(tail: float, heads: int = 8, width: int = 128) -> AttentionCase:
@@ -229,13 +229,13 @@ def test_two_terms_and_a_tail_err_by_a_quarter_ulp(tail: float) -> None:
     """Outward, to four standard errors of 1024 sums; by nothing once the product is
     exact."""
     made = UNNORMALISED
-    rows = diagnosed(one_signed(tail), made).heads
+    rows = diagnose_call(one_signed(tail), made).heads
     found = sum(row.pv_bias or 0.0 for row in rows) / len(rows)
     error = 4 * 0.25 / math.sqrt(1024)
     assert found == pytest.approx(0.25 - tail, abs=error)
     assert abs(found + 0.25 - tail) > 2 * error  # the other sign would not do
     assert all(row.pv_t is not None and row.pv_t > 5 for row in rows)
-    cured = diagnosed(one_signed(tail), recipe("exact", sites={"p": "working"})).heads
+    cured = diagnose_call(one_signed(tail), recipe("exact", sites={"p": "working"})).heads
     assert all(row.pv_bias == 0.0 for row in cured)
 
 
@@ -252,9 +252,9 @@ def test_biases_are_means_of_errors_in_ulps(name: str) -> None:
     """P V and O by their definitions, over the rows that see more than one key."""
     case, made = drawn(is_causal=True), MADE[name]
     row, found, truth = (
-        diagnosed(case, made).heads[0],
-        computed(case, made),
-        truth_of(case, None),
+        diagnose_call(case, made).heads[0],
+        rounded_passes(case, made),
+        exact_passes(case, None),
     )
     exact, scale = truth.exact.out[0, 0, 1:], truth.exact.term_scale[0, 0, 1:]
     assert_bias(row.out_bias, found.out[0, 0, 1:] - exact, exact, scale)
@@ -287,13 +287,15 @@ def test_formula_2_is_the_whole_error_where_only_delta_errs(name: str) -> None:
     """To fp64 rounding, whatever the call has; with dS rounded too it is not."""
     case = step(**GENTLE[name])
     projection = plain_projection(case)
-    rows = diagnosed(case, recipe("exact", sites={"delta": "bfloat16"}), projection).heads
+    rows = diagnose_call(
+        case, recipe("exact", sites={"delta": "bfloat16"}), projection
+    ).heads
     counted = [row for row in rows if row.dw_q_error]
     assert counted or name == "scale 0"  # where dQ is 0
     for row in counted:
         assert row.moved == pytest.approx(row.dw_q_error, rel=1e-9)
     both = recipe("exact", sites={"delta": "bfloat16", "ds": "bfloat16"})
-    apart = [r for r in diagnosed(case, both, projection).heads if r.dw_q_error]
+    apart = [r for r in diagnose_call(case, both, projection).heads if r.dw_q_error]
     assert bool(apart) == bool(counted)
     assert not apart or any(
         abs((r.moved or 0.0) / (r.dw_q_error or 1.0) - 1) > 1e-6 for r in apart
@@ -309,7 +311,7 @@ def test_numbers_of_delta_and_dw_q_are_their_definitions() -> None:
     norm, x = np.linalg.norm, projection.x.numpy()
     W = projection.weight.view(case.heads, -1, x.shape[-1]).numpy()
     spectral = [norm(w, ord=2) for w in W]
-    for h, row in enumerate(diagnosed(case, made, projection).heads):
+    for h, row in enumerate(diagnose_call(case, made, projection).heads):
         q, dO = (x[:, h].double().numpy() for x in (case.q, case.grad_out))
         k, v = (x[:, h // case.group].double().numpy() for x in (case.k, case.v))
         P = np.tril(np.exp(case.scale * q @ k.mT))
@@ -345,12 +347,12 @@ def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
         case = step(dtype=torch.bfloat16, **fields)
         sites = {"scaled": "bfloat16", "dp": "bfloat16"}
         made = recipe("exact", sites=sites, delta_from="dP*P")
-        for row in diagnosed(case, made, plain_projection(case)).heads:
+        for row in diagnose_call(case, made, plain_projection(case)).heads:
             assert abs(row.delta_mean or 0.0) > 1e-6
             assert (row.dw_q_error or 0.0) > 1e-5
             assert (row.moved or 0.0) < 1e-12
         made = recipe("exact", sites={**sites, "row_sum": "bfloat16"}, delta_from="dP*P")
-        rows = diagnosed(case, made, plain_projection(case)).heads
+        rows = diagnose_call(case, made, plain_projection(case)).heads
         assert any((row.moved or 0.0) > 1e-5 for row in rows)
 
 
@@ -361,7 +363,7 @@ def test_every_feature_is_diagnosed_or_explained(name: str, dtype: torch.dtype) 
     null."""
     case = step(dtype=dtype, **FEATURES[name])
     for made in (recipe("qiu2025"), recipe("eager")):
-        found = diagnosed(case, made, plain_projection(case))
+        found = diagnose_call(case, made, plain_projection(case))
         for row in found.heads:
             missing = {
                 n
@@ -376,14 +378,14 @@ def test_every_feature_is_diagnosed_or_explained(name: str, dtype: torch.dtype) 
 def test_what_cannot_be_known_is_null() -> None:
     """W_Q without a projection, the row sums of dS with a soft cap or a sink, P V of
     splits."""
-    row = diagnosed(drawn(), recipe("qiu2025")).heads[0]
+    row = diagnose_call(drawn(), recipe("qiu2025")).heads[0]
     assert row.similarity is row.spectral_norm is row.dw_q_error is row.moved is None
     assert "not known" in row.nulls["similarity"]
     for fields, reason in (({"softcap": 5.0}, "soft cap"), ({"sinks": True}, "sink")):
-        row = diagnosed(drawn(**fields), recipe("qiu2025")).heads[0]
+        row = diagnose_call(drawn(**fields), recipe("qiu2025")).heads[0]
         assert row.ds_row_sum is None
         assert reason in row.nulls["ds_row_sum"]
-    row = diagnosed(drawn(), recipe("fa2", block_kv=16, splits=2)).heads[0]
+    row = diagnose_call(drawn(), recipe("fa2", block_kv=16, splits=2)).heads[0]
     assert row.pv_bias is None
     assert "split" in row.nulls["pv_bias"]
     assert row.out_bias is not None
@@ -393,16 +395,16 @@ def test_a_case_that_cannot_be_diagnosed_is_refused() -> None:
     """Without an upstream gradient, and where the arithmetic would round the inputs."""
     case = drawn(q_len=4, kv_len=4, dtype=torch.float64)
     with pytest.raises(UsageError, match="grad_out"):
-        diagnosed(dataclasses.replace(case, grad_out=None), recipe("fa2"))
+        diagnose_call(dataclasses.replace(case, grad_out=None), recipe("fa2"))
     with pytest.raises(Refused, match="float32"):
-        diagnosed(case, recipe("fa2", compute="float32"))
+        diagnose_call(case, recipe("fa2", compute="float32"))
 
 
 def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
     """P is drawn alike with the product rounded and not, and P V differs by under an ulp
     of it."""
     case = drawn(is_causal=True)
-    found = computed(case, recipe("qiu2025", rounding="stochastic"))
+    found = rounded_passes(case, recipe("qiu2025", rounding="stochastic"))
     off = (found.product - found.product_exact).abs()
     assert bool((off <= ulp(found.product_exact, BF16) * 1.01).all())
     assert off.max() > 0
@@ -414,8 +416,8 @@ def test_cuda_and_cpu_agree() -> None:
     elsewhere."""
     case = tying(batch=3, heads=4, kv_heads=2, is_causal=True)
     projection = plain_projection(case)
-    found = diagnosed(case, recipe("qiu2025"), projection)
-    again = diagnosed(to_cuda(case), recipe("qiu2025"), to_cuda(projection))
+    found = diagnose_call(case, recipe("qiu2025"), projection)
+    again = diagnose_call(to_cuda(case), recipe("qiu2025"), to_cuda(projection))
     names = ("tied", "ones", "powers", "one_signed", "ds_row_sum", "similarity", "dw_q_error",
              "dw_q_norm", "spectral_norm")  # fmt: skip
     for a, b in zip(again.heads, found.heads, strict=True):
@@ -430,7 +432,7 @@ def everything(x: Tensor) -> Tensor:
 def test_t_is_scipys_over_means_of_blocks() -> None:
     """Sixteen blocks of a sequence; a wrong number of blocks gives another t."""
     x = normal(2, 3, 64) + 0.3
-    found = t_of(x, everything(x))
+    found = t_by_head(x, everything(x))
     for head in range(3):
         blocks = x[:, head].reshape(2 * BLOCKS, -1).mean(dim=-1)
         assert float(found[head]) == pytest.approx(
@@ -446,18 +448,18 @@ def test_a_spread_below_half_a_step_is_not_measured() -> None:
     x = torch.full((1, 1, 64), 0.25, dtype=torch.float64)
     half_step = 0.5 / 4  # of a block's mean, of 4 rows
     expected = 0.25 / (half_step / math.sqrt(BLOCKS))
-    assert float(t_of(x, everything(x), step=1.0)[0]) == pytest.approx(expected)
-    assert math.isnan(t_of(x, everything(x))[0])
+    assert float(t_by_head(x, everything(x), step=1.0)[0]) == pytest.approx(expected)
+    assert math.isnan(t_by_head(x, everything(x))[0])
 
 
 def test_few_blocks_have_no_t() -> None:
     """Three rows are three blocks, one too few; no row has no mean."""
     x = normal(1, 1, 3)
-    assert math.isnan(t_of(x, everything(x))[0])
+    assert math.isnan(t_by_head(x, everything(x))[0])
     longer = normal(1, 1, 4)
-    assert math.isfinite(t_of(longer, everything(longer))[0])
-    nothing = {"mean": mean(x, ~everything(x)), "t": t_of(x, ~everything(x))}
-    assert by_head(nothing) == [{"mean": None, "t": None}]
+    assert math.isfinite(t_by_head(longer, everything(longer))[0])
+    nothing = {"mean": mean_by_head(x, ~everything(x)), "t": t_by_head(x, ~everything(x))}
+    assert numbers_by_head(nothing) == [{"mean": None, "t": None}]
 
 
 def test_the_largest_eigenvalue_is_numpys() -> None:
@@ -479,14 +481,14 @@ def test_the_largest_eigenvalue_is_numpys() -> None:
 @pytest.fixture(scope="module")
 def found() -> Diagnosis:
     case = tying(heads=4, kv_heads=2, is_causal=True)
-    return diagnosed(
+    return diagnose_call(
         case, recipe("qiu2025"), plain_projection(case), checkpoint="c", step=7
     )
 
 
 @pytest.fixture(scope="module")
 def rows(found: Diagnosis) -> tuple[CureRow, ...]:
-    return cured(found)
+    return cure_rows(found)
 
 
 def of(rows: tuple[CureRow, ...], cure: str, head: int = 0) -> CureRow:
@@ -509,7 +511,7 @@ def test_dq_errs_as_that_of_the_kernel(
 def test_a_contradiction_has_its_reason() -> None:
     """Plain attention has no rounded row sum to take."""
     case = drawn(q_len=12, kv_len=12)
-    row = of(cured(diagnosed(case, recipe("eager"))), "l from rounded P", 1)
+    row = of(cure_rows(diagnose_call(case, recipe("eager"))), "l from rounded P", 1)
     assert row.out_bias is row.delta_mean is None
     assert "divides P by l" in (row.reason or "")
     assert row.options == {"l_from": "rounded"}
@@ -521,7 +523,9 @@ def test_where_a_cure_breaks_it_is_counted() -> None:
     case = dataclasses.replace(drawn(q_len=6, kv_len=6, heads=4, kv_heads=2), scale=1.0)
     q, k = torch.ones_like(case.q) * 8, torch.ones_like(case.k)
     k[:, 1] = 8  # scores 64 and 512
-    rows = cured(diagnosed(dataclasses.replace(case, q=q, k=k * 1.0), recipe("qiu2025")))
+    rows = cure_rows(
+        diagnose_call(dataclasses.replace(case, q=q, k=k * 1.0), recipe("qiu2025"))
+    )
     counts = [of(rows, "stabilised", head).nonfinite for head in range(4)]
     assert counts == [0, 0, 4 * 6 * 8, 4 * 6 * 8]
     broken = of(rows, "stabilised", 3)
@@ -537,7 +541,7 @@ def test_delta_from_dp_makes_rows_of_ds_sum_to_zero() -> None:
     options = CURES["delta from dP"].options
 
     def sums(options: Mapping[str, Any]) -> list[float]:
-        rows = diagnosed(case, changed(made, **options)).heads
+        rows = diagnose_call(case, changed(made, **options)).heads
         return [row.ds_row_sum or 0.0 for row in rows]
 
     whole = max(sums(options))
@@ -557,7 +561,7 @@ def test_a_kernel_that_cannot_or_does_not_has_its_reason(found: Diagnosis) -> No
         (Kernel(name="mine", function=raises), "ValueError: no"),
         (forward_only, "no backward pass"),
     ):
-        rows = seen_from_outside(found, kernel, {})
+        rows = kernel_rows(found, kernel, {})
         assert [row.head for row in rows] == [0, 1, 2, 3]
         assert {row.reason for row in rows} == {reason}
         assert all(row.out_bias is row.delta_mean is row.dq_rel is None for row in rows)

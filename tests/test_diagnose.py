@@ -21,8 +21,8 @@ from numdev.report import write
 from numdev.report.io import sealed
 from numdev.studies.diagnose import study
 from numdev.studies.diagnose.chain import Diagnosis
-from numdev.studies.diagnose.series import Stage, series, step_of
-from numdev.studies.diagnose.training_text import training_text
+from numdev.studies.diagnose.series import Stage, find_stages, training_step
+from numdev.studies.diagnose.training_text import write_training_text
 from numdev.studies.training.config import TrainConfig, resolve
 from numdev.studies.training.study import train
 
@@ -31,9 +31,9 @@ from numdev.studies.training.study import train
 def chain(monkeypatch: pytest.MonkeyPatch) -> list[Diagnosis]:
     """What went through the chain, call by call."""
     seen: list[Diagnosis] = []
-    real = study.diagnosed
+    real = study.diagnose_call
     monkeypatch.setattr(
-        study, "diagnosed", lambda *a, **b: seen.append(real(*a, **b)) or seen[-1]
+        study, "diagnose_call", lambda *a, **b: seen.append(real(*a, **b)) or seen[-1]
     )
     return seen
 
@@ -96,17 +96,17 @@ def test_what_is_finished_survives_an_interrupt(
     refused."""
     request = asked(checkpoints, cures=False)
     whole = study.diagnose(request, tmp_path / "whole")
-    counting, before = study.diagnosed, len(chain)
+    counting, before = study.diagnose_call, len(chain)
 
     def stops(*arguments: Any, **named: Any) -> Diagnosis:
         if len(chain) == before + 3:
             raise KeyboardInterrupt
         return counting(*arguments, **named)
 
-    monkeypatch.setattr(study, "diagnosed", stops)
+    monkeypatch.setattr(study, "diagnose_call", stops)
     with pytest.raises(KeyboardInterrupt):
         study.diagnose(request, tmp_path / "out")
-    monkeypatch.setattr(study, "diagnosed", counting)
+    monkeypatch.setattr(study, "diagnose_call", counting)
     found = study.diagnose(request, tmp_path / "out")
     assert len(chain) == before + 6
     same = {"provenance", "timings"}
@@ -236,7 +236,7 @@ def test_another_text_of_the_training_is_another_source(key: Any, tmp_path: Path
 
 
 def test_the_prompt_of_the_demo_is_in_the_key() -> None:
-    [stage], _ = series(["demo"])
+    [stage], _ = find_stages(["demo"])
     assert [file.name for file in stage.files] == ["config.json", "prompt.txt"]
 
 
@@ -386,18 +386,18 @@ def test_the_step_is_told_or_in_the_name(
     name."""
     path = checkpoint(tmp_path / name)
     (path / "training.json").write_text(told)
-    assert step_of(path) == step
+    assert training_step(path) == step
 
 
 def test_a_checkpoint_that_broke_is_left_out(tmp_path: Path) -> None:
     """With its name, its tensor and how many elements; alone it is an error."""
     good = checkpoint(tmp_path / "m-step1")
     bad = checkpoint(tmp_path / "m-step2", fill=float("nan"))
-    stages, left_out = series([str(good), str(bad)])
+    stages, left_out = find_stages([str(good), str(bad)])
     assert [stage.step for stage in stages] == [1]
     assert left_out == ("m-step2: a.weight holds 8 NaN or infinite elements; left out.",)
     with pytest.raises(MeasurementError, match=r"m-step2: a.weight holds 8 NaN"):
-        series([str(bad)])
+        find_stages([str(bad)])
 
 
 def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
     path = byte_model(tmp_path / "run", text)
     stage = Stage(target=str(path), name="golden-seed0-step1")
     ids_file = tmp_path / "ids.safetensors"
-    file, said = training_text(asked(path), stage, ids_file)
+    file, said = write_training_text(asked(path), stage, ids_file)
     assert said == (
         "golden-seed0-step1 reads 2 × 12 bytes of what it was trained on, 320 "
         "bytes of text.txt."
@@ -417,14 +417,17 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
     assert all(bytes(row).decode() in text.read_text() for row in ids.tolist())
     found = study.diagnose(asked(path, cures=False, kernels=()), tmp_path / "out")
     assert said in found.summary.notes
-    assert training_text(asked(path, text=(str(text),)), stage, ids_file) == (None, None)
+    assert write_training_text(asked(path, text=(str(text),)), stage, ids_file) == (
+        None,
+        None,
+    )
     text.write_text("ABCDEFGH" * 40)
     assert (
         "which are not those of its training"
-        in training_text(asked(path), stage, ids_file)[1]
+        in write_training_text(asked(path), stage, ids_file)[1]
     )
     text.unlink()
-    file, said = training_text(asked(path), stage, ids_file)
+    file, said = write_training_text(asked(path), stage, ids_file)
     assert file is None
     assert said.startswith("golden-seed0-step1 reads random bytes: ")
 
@@ -444,7 +447,7 @@ def test_what_is_no_series(tmp_path: Path) -> None:
         (["demo", "demo"], "is given twice"),
     ):
         with pytest.raises(UsageError, match=says):
-            series([str(target) for target in targets])
+            find_stages([str(target) for target in targets])
 
 
 def test_a_report_that_contradicts_itself_is_not_shown(

@@ -42,8 +42,13 @@ from numdev.sources import capture
 from numdev.sources.captured_calls import save_cases
 from numdev.studies.audit.isolation import attempt
 from numdev.studies.effects import verdict
-from numdev.studies.effects.checks import Checks, checks_of
-from numdev.studies.effects.outputs import Scored, compared, output_of, outputs_of
+from numdev.studies.effects.checks import Checks, run_checks
+from numdev.studies.effects.outputs import (
+    Scored,
+    main_output,
+    outputs_by_name,
+    score_sequences,
+)
 from numdev.studies.effects.report import (
     Check,
     EffectsReport,
@@ -52,11 +57,11 @@ from numdev.studies.effects.report import (
     check_names,
 )
 from numdev.studies.effects.rounding import CHOOSES, AtSites, Running, SiteTracker
-from numdev.studies.effects.running import _widen
+from numdev.studies.effects.running import _widen_model
 from numdev.studies.effects.study import EffectsStudy
 from numdev.studies.effects.summary import summarise
 from numdev.studies.effects.view import blocks
-from numdev.studies.effects.wholeness import check
+from numdev.studies.effects.wholeness import check_consistency
 
 
 def studied(capsys: Any, tmp_path: Path, target: object, *more: object) -> EffectsReport:
@@ -270,13 +275,13 @@ def test_the_truth_is_the_exact_model(tmp_path: Path) -> None:
     target = models.saved("llama", tmp_path)
     study, subject = opened(target)
     inputs = study.chunks[0]
-    truth = output_of(subject.exactly(inputs))
+    truth = main_output(subject.exactly(inputs))
     expected = independent(study.source.model, inputs["input_ids"])
     assert float((truth - expected).abs().max() / expected.std()) < 1e-12
     errors = []
     for name in ("bfloat16", "float32"):
         _, own = opened(target, formats=(name,))
-        real = output_of(own.as_used(inputs, partial(own.kernel, study.against, None)))
+        real = main_output(own.as_used(inputs, partial(own.kernel, study.against, None)))
         errors.append(float((real - truth).norm()))
     assert 2**14 < errors[0] / errors[1] < 2**18
 
@@ -291,7 +296,7 @@ def test_the_truth_is_that_of_the_model_in_fp64(
     attention; T5, whose masks are additive, has norms in fp32."""
     study, subject = opened(models.saved(name, tmp_path))
     model: Any = study.source.model
-    truth = output_of(subject.exactly(study.chunks[0]))
+    truth = main_output(subject.exactly(study.chunks[0]))
     model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = model(**study.chunks[0]).logits
@@ -307,7 +312,7 @@ def test_all_sites_together_are_the_model_in_its_format(tmp_path: Path) -> None:
         r for r in study.runs if r.kind == "whole" and r.planned is not study.against
     )
     truth, real, made = (
-        output_of(x) for x in (
+        main_output(x) for x in (
             subject.exactly(inputs),
             study._answer(subject, inputs, whole),
             study._answer(subject, inputs, emulated),
@@ -459,8 +464,8 @@ def test_the_truth_of_a_pipeline_is_its_own_run_in_fp64(tmp_path: Path) -> None:
     images = []
     for inputs in study.chunks:
         with torch.no_grad():
-            expected = outputs_of(study.source.model(**inputs))
-        for at, x in outputs_of(subject.exactly(inputs)).items():
+            expected = outputs_by_name(study.source.model(**inputs))
+        for at, x in outputs_by_name(subject.exactly(inputs)).items():
             assert float((x - expected[at]).norm() / expected[at].norm()) < 1e-5
         images.append(expected["image"])
     assert float((images[0] - images[1]).norm() / images[0].norm()) > 0.1
@@ -541,7 +546,7 @@ def test_compiled_textbook_attention_is_not_accused(capsys: Any, tmp_path: Path)
 def checked(path: Path, **asked: Any) -> dict[str, Check]:
     """The checks of a model in one format, by name."""
     study, subject = opened(path, sequences=2, **asked)
-    checks = list(checks_of(subject, study.chunks[0], study.request))
+    checks = list(run_checks(subject, study.chunks[0], study.request))
     fmt = subject.format.name
     assert [(c.name, c.format) for c in checks] == check_names(study.request, [fmt])
     return {check.name: check for check in checks}
@@ -702,7 +707,7 @@ def test_a_narrower_format_is_told_of_where_nothing_ran_before(
     plant_narrow(nn.Linear)(monkeypatch)
     study, subject = opened(models.saved("llama", tmp_path), formats=("float32",))
     before = [Check(name="repeat", holds=True)]
-    *_, check = checks_of(subject, study.chunks[0], study.request, before)
+    *_, check = run_checks(subject, study.chunks[0], study.request, before)
     assert (check.name, check.holds) == ("format", False)
     assert "in bfloat16 at `logits`" in check.reason
 
@@ -918,7 +923,7 @@ def test_the_numbers_of_a_sequence() -> None:
     )
     chance = torch.full((1, 16), 1e-3, dtype=torch.float64)
     [row], [shifted] = (
-        compared(y, exact, how, chance, exact)
+        score_sequences(y, exact, how, chance, exact)
         for y in (x, x + torch.arange(16.0)[:, None])
     )
     P, Q = (y[0].softmax(-1).numpy() for y in (exact, x))
@@ -942,9 +947,9 @@ def test_the_numbers_of_a_sequence() -> None:
         n: row[n] for n in ("flips", "unexplained")
     }
     assert shifted["error"] == pytest.approx(row["error"], rel=1e-9)
-    wide = compared(x, exact, how, torch.full_like(chance, 100.0), None)
+    wide = score_sequences(x, exact, how, torch.full_like(chance, 100.0), None)
     assert wide[0]["unexplained"] == 0
-    [broken] = compared(torch.full_like(x, torch.nan), exact, how, chance, None)
+    [broken] = score_sequences(torch.full_like(x, torch.nan), exact, how, chance, None)
     assert broken["reason"] == "NaN or infinity in the output at 16 of 16 positions"
 
 
@@ -1061,7 +1066,7 @@ def test_complex_buffers_are_exact_too() -> None:
     model, x = Turning(), torch.randn(3, 4)
     wide, twin = copy.deepcopy(model), copy.deepcopy(model).double()
     twin.turn = model.turn.to(torch.complex128)
-    _widen(wide, model, "cpu")
+    _widen_model(wide, model, "cpu")
     places = SiteTracker(wide)
     with (
         torch.no_grad(),
@@ -1112,7 +1117,7 @@ def test_attentions_sites_are_of_the_kernel_that_is_used(tmp_path: Path) -> None
     assert report.plan.sites_of == "sdpa-math"
     other = report.plan.model_copy(update={"sites_of": "baseline"})
     with pytest.raises(MeasurementError, match="attention's sites of another kernel"):
-        check(report.model_copy(update={"plan": other}))
+        check_consistency(report.model_copy(update={"plan": other}))
 
 
 def test_a_comparison_tells_a_moved_cost_from_scatter(
@@ -1467,9 +1472,9 @@ def test_a_row_that_cannot_be_is_refused(words: str) -> None:
         if words in CONTRADICTIONS
         else twice
     )
-    check(report)
+    check_consistency(report)
     with pytest.raises(MeasurementError, match=words):
-        check(report.model_copy(update={"rows": rows}))
+        check_consistency(report.model_copy(update={"rows": rows}))
 
 
 def test_the_views_numbers_stand_in_their_columns() -> None:

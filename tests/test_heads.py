@@ -12,7 +12,12 @@ from test_shown import on_terminal
 
 from numdev.report import read
 from numdev.studies.diagnose import heads
-from numdev.studies.diagnose.heads import answer, at_fault, ranked, shares
+from numdev.studies.diagnose.heads import (
+    answer_sentences,
+    is_at_fault,
+    rank_heads,
+    shares_left,
+)
 from numdev.studies.diagnose.report import (
     CureRow,
     DiagnoseReport,
@@ -81,8 +86,8 @@ BEYOND = {"out_bias": 1.0, "out_t": 3.9}
 )  # fmt: skip
 def test_limits(name: str, beyond: dict[str, Any], below: dict[str, Any]) -> None:
     """A condition is met from its limit on, and just below it is missing."""
-    assert name in ranked([guilty(**beyond)], ())[0].conditions
-    assert name in ranked([guilty(**below)], ())[0].missing
+    assert name in rank_heads([guilty(**beyond)], ())[0].conditions
+    assert name in rank_heads([guilty(**below)], ())[0].missing
 
 
 def test_a_running_sum_as_far_as_the_limit_is_rare() -> None:
@@ -96,7 +101,7 @@ def test_a_running_sum_as_far_as_the_limit_is_rare() -> None:
 def test_a_head_is_held_against_its_whole_layer() -> None:
     """|dW_Q error| over the root of the layer's squares, of one call and one checkpoint:
     a head of hardly any gradient comes last, however large its error is beside it."""
-    found = ranked([
+    found = rank_heads([
         innocent(1, 0, dw_q_error=5.0, dw_q_norm=0.003),
         innocent(1, 1, dw_q_error=0.01, dw_q_norm=3.0),
         innocent(1, 2, dw_q_error=0.02, dw_q_norm=4.0),
@@ -123,7 +128,7 @@ def test_without_w_q_the_mean_error_of_delta_decides() -> None:
         guilty(0, 2, moved=None, delta_mean=-0.02),
         innocent(0, 3),
     ]
-    found = ranked(rows, ())
+    found = rank_heads(rows, ())
     assert [(r.head, r.score) for r in found] == [
         (3, 3e-4),
         (2, 0.02),
@@ -131,7 +136,7 @@ def test_without_w_q_the_mean_error_of_delta_decides() -> None:
         (0, 0.0),
     ]
     assert heads.WRONG not in (*found[2].conditions, *found[2].missing)
-    assert at_fault(found[2])
+    assert is_at_fault(found[2])
 
 
 def test_cures_that_take_more_than_half_are_named_best_first() -> None:
@@ -140,7 +145,7 @@ def test_cures_that_take_more_than_half_are_named_best_first() -> None:
     left = {"none": 1.0, "good": 0.3, "better": 0.1, "half": 0.5, "worse": 2.0}
     rows = [cured(name, head, share) for name, share in left.items()]
     rows += [cured("broken", head, 0.0, nonfinite=3), cured("elsewhere", other, 0.0)]
-    found = ranked([head, other], rows)
+    found = rank_heads([head, other], rows)
     assert {(r.head, r.cured_by) for r in found} == {(5, ("better", "good")), (6, ())}
 
 
@@ -150,15 +155,17 @@ def test_a_mean_error_that_chance_makes_is_not_cured() -> None:
     for head, least in ((innocent(), 1.0), (guilty(), pytest.approx(0.1))):
         without = cured("none", head, 1.0)
         cure = cured("c", head, 0.1, dw_q_error=head.dw_q_error)
-        assert min(shares(cure, without).values()) == least
+        assert min(shares_left(cure, without).values()) == least
     assert (
-        shares(cured("c", innocent(), 0.1, dw_q_error=None), cured("none", innocent(), 1))
+        shares_left(
+            cured("c", innocent(), 0.1, dw_q_error=None), cured("none", innocent(), 1)
+        )
         == {}
     )
 
 
 def said(rows: list[HeadRow], cures: list[CureRow] | None = None) -> str:
-    return "\n".join(answer(ranked(rows, cures or ()), rows, cures or ()))
+    return "\n".join(answer_sentences(rank_heads(rows, cures or ()), rows, cures or ()))
 
 
 NULL = innocent(1, 0, **NO_DELTA, nulls={"delta_mean": "no query sees more than one key"})
@@ -229,8 +236,8 @@ def test_the_cure_that_helps_most() -> None:
 
 
 def report(*rows: HeadRow) -> DiagnoseReport:
-    ranking = ranked(rows, ())
-    summary = DiagnoseSummary(answer=answer(ranking, rows, ()), ranking=ranking)
+    ranking = rank_heads(rows, ())
+    summary = DiagnoseSummary(answer=answer_sentences(ranking, rows, ()), ranking=ranking)
     return read(sample("diagnose")).model_copy(update={"heads": rows, "summary": summary})
 
 

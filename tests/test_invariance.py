@@ -36,20 +36,20 @@ from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit.bench import TERMS, part, settled
 from numdev.studies.invariance import axes, verdict, wholeness
 from numdev.studies.invariance.differences import (
-    _by_row,
-    _elsewhere,
-    _first,
-    _summed,
+    _error_of_other_keys,
+    _first_difference,
+    _numbers_of_rows,
+    _row_sums,
+    count_keys_seen,
     differs,
     exact_change,
-    keys_seen,
-    unit_of,
+    explained_by_rounding,
 )
-from numdev.studies.invariance.models import _ways
+from numdev.studies.invariance.models import _output_pairs
 from numdev.studies.invariance.report import Cause, InvarianceReport, InvarianceRow
 from numdev.studies.invariance.study import invariance
 from numdev.studies.invariance.view import blocks
-from numdev.studies.invariance.wholeness import _way_contradiction, check
+from numdev.studies.invariance.wholeness import _way_contradiction, check_consistency
 from numdev.testing import CheckFailed, check_attention
 
 CASE = {
@@ -200,7 +200,9 @@ def test_keys_move_where_others_stand_before_them(
     [calls] = [v.calls for v in axes.VARIANTS[axis](case) if v.name == variant]
     assert [call.moves_keys for call in calls] == [moved]
     windowed = dataclasses.replace(case, window=(8, 0))
-    [[cut]] = [v.calls for v in axes.decode(windowed) if v.name == "row 63 by itself"]
+    [[cut]] = [
+        v.calls for v in axes.decode_variants(windowed) if v.name == "row 63 by itself"
+    ]
     assert cut.moves_keys
 
 
@@ -210,7 +212,7 @@ def test_a_decoding_is_compared_where_it_decodes() -> None:
     ids = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = model(input_ids=ids[:1]).logits.double()
-        ways = _ways(model, {"input_ids": ids})
+        ways = _output_pairs(model, {"input_ids": ids})
         one, other = ways["decode"]()
         chunks, _ = ways["chunks"]()
     assert torch.equal(one, whole[:, -8:])
@@ -270,8 +272,8 @@ def test_headline_table_and_answer_are_of_one_call() -> None:
     small = {**MOVED, "floor_ratio": 4.1e-8, "cause": cause, "repeats": True}
     rows = rows_along("padding", small, {**MOVED, "floor_ratio": 0.0174, "repeats": True})
     report = stored(*rows, axes=("padding",), models=())
-    assert verdict.summary_of(rows) == "differs along padding (0.017× the floor's error)"
-    [line] = verdict.answer(rows)
+    assert verdict.bits_clause(rows) == "differs along padding (0.017× the floor's error)"
+    [line] = verdict.answer_sentences(rows)
     name = rows[0].case
     assert line == (
         f"sdpa-math (bfloat16) along padding: most in {name}, v1 (0.00458 % of out, "
@@ -314,8 +316,12 @@ def test_a_key_errs_as_another_of_its_head_does() -> None:
     rows = {"difference": torch.tensor([[[9.0, 0.0], [4.0, 1.0]]]),
             "error_base": torch.tensor([[[64.0, 0.0], [0.0, 0.0]]]),
             "error_variant": torch.tensor([[[0.0, 100.0], [1.0, 1.0]]])}  # fmt: skip
-    assert _elsewhere(rows, "dk")["elsewhere"].tolist() == [[[1.0, 1.0], [0.0, 0.0]]]
-    assert _elsewhere(rows, "dq")["elsewhere"].tolist() == [[[0.0, 0.0], [0.0, 0.0]]]
+    assert _error_of_other_keys(rows, "dk")["elsewhere"].tolist() == [
+        [[1.0, 1.0], [0.0, 0.0]]
+    ]
+    assert _error_of_other_keys(rows, "dq")["elsewhere"].tolist() == [
+        [[0.0, 0.0], [0.0, 0.0]]
+    ]
 
 
 def test_sound_kernels_keep_their_bits(tmp_path):
@@ -378,7 +384,7 @@ def test_an_axis_that_changes_the_answer_judges_nobody(tmp_path, monkeypatch):
     """It is said, and nothing is measured."""
 
     def wrong(case: Any) -> Any:
-        yield axes.again("doubled", dataclasses.replace(case, v=case.v * 2))
+        yield axes.single_call_variant("doubled", dataclasses.replace(case, v=case.v * 2))
 
     monkeypatch.setitem(axes.VARIANTS, "repeat", wrong)
     report = studied(tmp_path, "sdpa-math", axes=["repeat"])
@@ -732,15 +738,15 @@ def test_a_finding_tells_its_numbers_apart() -> None:
 def test_a_row_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
     """Of one kernel in one way; and a request with gradients is no plan without."""
     report = stored()
-    check(report)
+    check_consistency(report)
     row = report.rows[0].model_copy(update=changes)
     with pytest.raises(MeasurementError, match=words):
-        check(report.model_copy(update={"rows": (row, *report.rows[1:])}))
+        check_consistency(report.model_copy(update={"rows": (row, *report.rows[1:])}))
     request = {**report.request, "backward": True}
     with pytest.raises(
         MeasurementError, match="the plan and the request differ in `backward`"
     ):
-        check(report.model_copy(update={"request": request}))
+        check_consistency(report.model_copy(update={"request": request}))
 
 
 def test_the_views_numbers_stand_in_their_columns() -> None:
@@ -790,8 +796,8 @@ def test_two_forms_in_numbers() -> None:
     unit, counted = torch.zeros_like(truth), torch.ones(1, 1, 1, dtype=torch.bool)
     fmt = format_named("bfloat16")
     apart = differs(a, b)
-    rows = _by_row(a, b, truth, unit, apart, counted, fmt)
-    fields = _summed({**rows, **_elsewhere(rows, "out")})
+    rows = _row_sums(a, b, truth, unit, apart, counted, fmt)
+    fields = _numbers_of_rows({**rows, **_error_of_other_keys(rows, "out")})
     assert (fields["elements"], fields["differ"], fields["nonfinite"]) == (3, 2, 0)
     floor = math.sqrt(0.002**2 / 2)
     rms = {"difference": math.sqrt((0.25**2 + 1) / 2), "error_base": math.sqrt((0.002**2 + 1) / 2),
@@ -819,7 +825,9 @@ def test_what_roundings_explain_without_an_error() -> None:
     for tensor, count, of_heads in (("out", 40, score), ("dv", 8, of_group)):
         share = of_heads[..., None, None] + 2.0**-9 / math.sqrt(count)
         expected = share * getattr(exact, TERMS[tensor])
-        assert torch.allclose(unit_of(tensor, case, exact, fmt), expected, rtol=1e-12)
+        assert torch.allclose(
+            explained_by_rounding(tensor, case, exact, fmt), expected, rtol=1e-12
+        )
 
 
 def test_the_first_row_that_differs_is_told_where_it_stands_in_the_call(
@@ -858,6 +866,6 @@ def test_a_part_that_begins_later_is_counted_from_the_whole() -> None:
     apart = torch.zeros(1, 2, 4, 16, dtype=torch.bool)
     apart[0, 1, 2, 5] = apart[0, 0, 3, 1] = True
     call: Any = SimpleNamespace(in_base=there)
-    assert _first(call, "out", apart) == (1, 3, 10, 5)
-    assert _first(call, "dk", apart[:, 1:]) == (1, 1, 6, 5)
-    assert [keys_seen(case, (0, 1, row, 0)) for row in (0, 10, 39)] == [1, 11, 40]
+    assert _first_difference(call, "out", apart) == (1, 3, 10, 5)
+    assert _first_difference(call, "dk", apart[:, 1:]) == (1, 1, 6, 5)
+    assert [count_keys_seen(case, (0, 1, row, 0)) for row in (0, 10, 39)] == [1, 11, 40]

@@ -40,13 +40,17 @@ from numdev.studies.training.config import (
     recorded_steps,
     resolve,
 )
-from numdev.studies.training.data import load
-from numdev.studies.training.lane import largest_score, rate
+from numdev.studies.training.data import load_tokens
+from numdev.studies.training.lane import largest_score, learning_rate
 from numdev.studies.training.lockstep import STATE, WORKSPACE, deterministic
-from numdev.studies.training.measure import distance, spectral_norms
-from numdev.studies.training.models import build
+from numdev.studies.training.measure import distance_row, spectral_norms
+from numdev.studies.training.models import build_network
 from numdev.studies.training.optimiser import Updates
-from numdev.studies.training.outputs import floors_of, row_of, sharpened
+from numdev.studies.training.outputs import (
+    error_in_floors,
+    output_row,
+    with_larger_scores,
+)
 from numdev.studies.training.report import (
     DistanceRow,
     TrainReport,
@@ -55,7 +59,7 @@ from numdev.studies.training.report import (
     VariantRecord,
 )
 from numdev.studies.training.study import train
-from numdev.studies.training.words import answer
+from numdev.studies.training.words import answer_sentences
 from numdev.yamlfile import read_yaml
 
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}
@@ -168,8 +172,8 @@ def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
     """fp32, written out with torch alone: the same losses and the same norms."""
     report = run(tmp_path, {"name": "x", "role": "low_precision", "format": "float32"})
     asked = request(tmp_path / "config.yaml")
-    data = load(asked.data, asked.model, asked.batch, torch.device("cpu"))
-    network = build(asked.model, 256, 0)
+    data = load_tokens(asked.data, asked.model, asked.batch, torch.device("cpu"))
+    network = build_network(asked.model, 256, 0)
     decayed = [p for p in network.parameters() if p.ndim > 1]
     others = [p for p in network.parameters() if p.ndim < 2]
     groups = [
@@ -209,7 +213,7 @@ def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
 def test_somebody_elses_loop_has_the_same_batches_and_weights(tmp_path: Path) -> None:
     """Bit for bit, from what docs/training.md says alone."""
     asked = request(config(tmp_path))
-    data = load(asked.data, asked.model, asked.batch, torch.device("cpu"))
+    data = load_tokens(asked.data, asked.model, asked.batch, torch.device("cpu"))
     text = torch.frombuffer(
         bytearray((tmp_path / "text.txt").read_bytes()), dtype=torch.uint8
     )
@@ -222,7 +226,7 @@ def test_somebody_elses_loop_has_the_same_batches_and_weights(tmp_path: Path) ->
         assert torch.equal(batch["inputs"], windows[:, :-1])
         assert torch.equal(batch["targets"], windows[:, 1:])
     made = torch.Generator().manual_seed(5)
-    for name, parameter in build(asked.model, 256, 5).named_parameters():
+    for name, parameter in build_network(asked.model, 256, 5).named_parameters():
         expected = torch.ones_like(parameter)
         if parameter.ndim >= 2:
             ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
@@ -290,7 +294,7 @@ def test_distances_are_numpys_and_scipys() -> None:
         "final.weight": (4,),
     }
     a, b = ({n: torch.randn(s, generator=made) for n, s in shapes.items()} for _ in "ab")
-    row = distance(a, b, seed=0, variant="v", step=3, of="weights")
+    row = distance_row(a, b, seed=0, variant="v", step=3, of="weights")
     x, y = (
         np.concatenate([t.double().numpy().ravel() for t in w.values()]) for w in (a, b)
     )
@@ -307,7 +311,7 @@ def test_outputs_are_what_numpy_says() -> None:
     truths = [torch.randn(2, 3, 5, 4, generator=made, dtype=torch.float64) for _ in "ab"]
     floors = [round_to(x, FORMATS["bfloat16"]).to(torch.bfloat16) for x in truths]
     own = [(x * 1.02).to(torch.bfloat16) for x in floors]
-    row = row_of(own, floors, truths, 3, "v")
+    row = output_row(own, floors, truths, 3, "v")
     t, f, o = (
         np.concatenate([x.double().numpy().ravel() for x in w])
         for w in (truths, floors, own)
@@ -324,7 +328,7 @@ def test_outputs_are_what_numpy_says() -> None:
     assert row.slope == pytest.approx(np.sum((o - f) * t) / np.sum(t * t), rel=1e-12)
     assert row.slope == pytest.approx(0.02, rel=0.05)
     own[1][0, 0, 0, 0] = math.nan
-    lost = row_of(own, floors, truths, 3, "v")
+    lost = output_row(own, floors, truths, 3, "v")
     assert (lost.nonfinite, lost.floors, lost.nulls["slope"]) == (1, None, "not finite")
 
 
@@ -404,10 +408,14 @@ def test_rates() -> None:
     """Half a cosine from the warm-up's end to `final` at the last step."""
     cosine = Optimiser(lr=2.0, schedule="cosine", warmup=4, final=0.1)
     middle = 2.0 * (0.1 + 0.9 * 0.5)
-    assert [rate(cosine, s, 24) for s in (1, 4, 14, 24)] == pytest.approx(
+    assert [learning_rate(cosine, s, 24) for s in (1, 4, 14, 24)] == pytest.approx(
         [0.5, 2.0, middle, 0.2]
     )
-    assert rate(Optimiser(lr=2.0), 1, 10) == rate(Optimiser(lr=2.0), 10, 10) == 2.0
+    assert (
+        learning_rate(Optimiser(lr=2.0), 1, 10)
+        == learning_rate(Optimiser(lr=2.0), 10, 10)
+        == 2.0
+    )
 
 
 # --- runs that continue ---------------------------------------------------------------
@@ -672,7 +680,7 @@ def test_sharpened_calls_tell_a_wrong_scale(
         ref=CaseRef(case="t"), q=q.bfloat16(), k=k.bfloat16(), v=v.bfloat16(), scale=32**-0.5,
         is_causal=True,
     )  # fmt: skip
-    sharp = sharpened(case)
+    sharp = with_larger_scores(case)
     assert 8.0 <= float(largest_score(sharp)) < 16.0
     assert torch.equal(
         sharp.q / case.q,
@@ -683,7 +691,7 @@ def test_sharpened_calls_tell_a_wrong_scale(
         out = torch.nn.functional.scaled_dot_product_attention(
             case.q, case.k, case.v, is_causal=True, scale=case.scale * off
         )
-        return floors_of([out], [attend(case).out])
+        return error_in_floors([out], [attend(case).out])
 
     assert errs(case) < 1.3
     assert least < errs(sharp) < most
@@ -732,7 +740,7 @@ def told(
             for seed, x in enumerate(values)
         ),
     )  # fmt: skip
-    return tuple(answer(report))
+    return tuple(answer_sentences(report))
 
 
 def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
@@ -782,10 +790,10 @@ def test_what_is_lost_comes_first() -> None:
         ),
     )
     values = [("flash", 3, loss) for loss in (None, None, 3.862)]
-    drawn = figures.figure(
+    drawn = figures.figure_by_step(
         "Loss", "loss", "loss", ["flash"], values, lambda x: (x[0], None, None)
     )
-    axis = figures.axis_of([1, 3])
+    axis = figures.step_axis([1, 3])
     [table] = tables_of(Figures((drawn,), axis))
     assert [cell.text for cell in table.rows[0].cells] == ["flash", "–", "3.862 (1 of 3)"]
 

@@ -14,7 +14,7 @@ from test_train import GOLDEN, OTHERS
 
 from numdev.errors import MeasurementError
 from numdev.studies.training.config import TrainRequest
-from numdev.studies.training.data import load
+from numdev.studies.training.data import load_tokens
 from numdev.studies.training.lane import FIRST, Lane
 from numdev.studies.training.lockstep import deterministic
 from numdev.studies.training.study import train
@@ -58,7 +58,7 @@ def test_replayed_steps_are_the_steps(tmp_path: Path, name: str) -> None:
     asked = request(tmp_path, *VARIANTS[:6], *LADDER, *EMULATED)
     variant = next(v for v in asked.variants if v.name == name)
     device = torch.device("cuda")
-    data = load(asked.data, asked.model, asked.batch, device)
+    data = load_tokens(asked.data, asked.model, asked.batch, device)
     with deterministic(wanted=True):
         replayed, plain = (
             Lane(variant, asked.model, data.vocabulary, 0, device) for _ in range(2)
@@ -85,7 +85,7 @@ def test_a_loaded_lane_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
     """Its recording had the addresses of the optimiser's old state: it is made anew."""
     asked = request(tmp_path, VARIANTS[0])
     device, steps = torch.device("cuda"), asked.steps
-    data = load(asked.data, asked.model, asked.batch, device)
+    data = load_tokens(asked.data, asked.model, asked.batch, device)
     with deterministic(wanted=True):
         lane, other = (Lane(asked.golden, asked.model, 256, 0, device) for _ in range(2))
         for step in range(1, FIRST + 3):

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from numdev.formats import format_of, ulp
 from numdev.studies.training import checkpoints
 from numdev.studies.training.config import DataConfig, ModelConfig, TrainConfig
-from numdev.studies.training.data import load
-from numdev.studies.training.lane import jumps, move_weights, rerounded
-from numdev.studies.training.models import build, sdpa
+from numdev.studies.training.data import load_tokens
+from numdev.studies.training.lane import move_weights, reround_at_random, ulps_and_share
+from numdev.studies.training.models import build_network, sdpa_attention
 from numdev.yamlfile import read_yaml
 
 LLAMA = ModelConfig(kind="llama", layers=2, width=32, heads=4, kv_heads=2, context=16)
@@ -26,13 +26,15 @@ CPU = torch.device("cpu")
 def data_of(model: ModelConfig, tmp_path: Path, **changes: Any) -> Any:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    return load(DataConfig(source="text", files=(str(text),), **changes), model, 4, CPU)
+    return load_tokens(
+        DataConfig(source="text", files=(str(text),), **changes), model, 4, CPU
+    )
 
 
 def trained(model: ModelConfig, tmp_path: Path, **changes: Any) -> tuple[Any, Any]:
     """A network whose every parameter differs from its initial value, and its data."""
     data = data_of(model, tmp_path, **changes)
-    network = build(model, data.vocabulary, 0)
+    network = build_network(model, data.vocabulary, 0)
     made = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -55,7 +57,7 @@ def test_transformers_gives_a_saved_decoders_logits(
     """In fp32, by transformers' own eager code; and with one weight off they are not the
     same."""
     network, data = trained(model, tmp_path)
-    checkpoints.write(network, model, data, path := tmp_path / "saved", {})
+    checkpoints.write_checkpoint(network, model, data, path := tmp_path / "saved", {})
     theirs = AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="eager"
     ).eval()
@@ -68,9 +70,12 @@ def test_transformers_gives_a_saved_decoders_logits(
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=lambda m: m.kind)
 def test_weights_follow_from_the_seed_alone(model: ModelConfig) -> None:
     """Also those of the same seed after torch's own generator was used."""
-    first = build(model, 64, 3).state_dict()
+    first = build_network(model, 64, 3).state_dict()
     torch.rand(5)
-    again, other = build(model, 64, 3).state_dict(), build(model, 64, 4).state_dict()
+    again, other = (
+        build_network(model, 64, 3).state_dict(),
+        build_network(model, 64, 4).state_dict(),
+    )
     assert all(torch.equal(x, again[name]) for name, x in first.items())
     matrices = [name for name, x in first.items() if x.ndim == 2]
     assert not any(torch.equal(first[name], other[name]) for name in matrices)
@@ -86,9 +91,9 @@ def test_query_weights_are_what_makes_the_queries(
 
     def watched(q: Any, k: Any, v: Any) -> torch.Tensor:
         queries.append(q)
-        return sdpa(q, k, v)
+        return sdpa_attention(q, k, v)
 
-    network = build(model, data.vocabulary, 0, watched)
+    network = build_network(model, data.vocabulary, 0, watched)
     weights = list(network.query_weights())
     assert [list(w.shape) for w in weights] == [[4, 8, 32]] * 2
     with torch.no_grad():
@@ -104,7 +109,7 @@ def test_a_trained_tokenizer_goes_with_its_checkpoint(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     network, data = trained(LLAMA, tmp_path, tokenizer="bpe", vocabulary=300)
-    checkpoints.write(network, LLAMA, data, tmp_path / "saved", {})
+    checkpoints.write_checkpoint(network, LLAMA, data, tmp_path / "saved", {})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     ids = tokenizer("lazy fox")["input_ids"]
     assert ids[0] == 0
@@ -135,7 +140,7 @@ def test_every_bundled_configuration_is_valid() -> None:
     }
     assert len(found) == 10
     with torch.device("meta"):
-        network = build(found["bounds-gpt.yaml"].model, 256, None)
+        network = build_network(found["bounds-gpt.yaml"].model, 256, None)
     assert sum(p.numel() for p in network.parameters()) >= 10_000_000
 
 
@@ -148,7 +153,7 @@ def test_a_rerounding_errs_as_much_as_a_rounding(dtype: torch.dtype) -> None:
     made = torch.Generator().manual_seed(0)
     # No power of two, below which the neighbour is nearer.
     x = (1.25 + 0.5 * torch.rand(n, generator=made)).to(dtype)
-    error = rerounded(x, made).double() - x.double()
+    error = reround_at_random(x, made).double() - x.double()
     error /= ulp(x[:1], format_of(dtype)).double()
     assert set(error.unique().tolist()) == {-1.0, 0.0, 1.0}
     share = 1 / 12
@@ -168,13 +173,13 @@ def test_a_dose_is_of_the_rms_it_claims(dtype: torch.dtype, times: float) -> Non
     n, made = 1 << 20, torch.Generator().manual_seed(0)
     x = (torch.randn(n, generator=made) * torch.rand(n, generator=made).exp2()).to(dtype)
     x[:8] = torch.tensor([1.0, -2.0, 0.5, 4.0, 0.0, math.inf, -math.inf, math.nan])
-    moved = rerounded(x, made, times)
+    moved = reround_at_random(x, made, times)
     assert moved[4:7].tolist() == [0.0, math.inf, -math.inf]
     assert bool(moved[7].isnan())
     fine = x.isfinite() & (x != 0)
     error = (moved[fine].double() - x[fine].double()) * x[fine].sign()
     error /= ulp(x[fine], format_of(dtype)).double()
-    k, p = jumps(times)
+    k, p = ulps_and_share(times)
     assert k == math.ceil(times / math.sqrt(12))
     assert k * k * p == pytest.approx(times**2 / 12)
     mean_square = float(error.square().mean())
@@ -191,14 +196,14 @@ def test_a_dose_is_of_the_rms_it_claims(dtype: torch.dtype, times: float) -> Non
 def test_a_rerounding_lets_gradients_pass(times: float) -> None:
     x = torch.linspace(1, 2, 9).requires_grad_()
     given = torch.linspace(-1, 1, 9)
-    rerounded(x, torch.Generator().manual_seed(0), times).backward(given)
+    reround_at_random(x, torch.Generator().manual_seed(0), times).backward(given)
     assert torch.equal(x.grad, given)
 
 
 def test_what_would_overflow_stays() -> None:
     """A re-rounding makes no infinity, nor moves what is the largest."""
     x = torch.full((1000,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
-    moved = rerounded(x, torch.Generator().manual_seed(0), 64.0)
+    moved = reround_at_random(x, torch.Generator().manual_seed(0), 64.0)
     assert bool(moved.isfinite().all())
 
 

@@ -29,10 +29,15 @@ from numdev.errors import MeasurementError
 from numdev.report.numbers import times
 from numdev.sources.distributed import read_metadata
 from numdev.studies.training.weights.files import open_weights
-from numdev.studies.training.weights.pairs import CASTS, cast_costs, numbers, pooled
-from numdev.studies.training.weights.pairs import compare as compared
+from numdev.studies.training.weights.pairs import (
+    CASTS,
+    cast_costs,
+    pool_sums,
+    row_numbers,
+)
+from numdev.studies.training.weights.pairs import compare_pair as compared
 from numdev.studies.training.weights.report import WeightsReport
-from numdev.studies.training.weights.study import KINDS, kind_of, weights
+from numdev.studies.training.weights.study import KINDS, kind_by_name, weights
 
 State = dict[str, Tensor]
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
@@ -286,7 +291,7 @@ def normal(*shape: int, seed: int, size: float = 0.02) -> Tensor:
 
 
 def measured(of: Tensor, against: Tensor) -> dict[str, Any]:
-    return numbers(compared(of, against, cast_costs(against)))
+    return row_numbers(compared(of, against, cast_costs(against)))
 
 
 def expected(of: Tensor, against: Tensor) -> dict[str, float]:
@@ -316,7 +321,9 @@ def test_a_group_is_its_tensors_laid_end_to_end() -> None:
     ]
     pairs[0][0][:9] = pairs[0][1][:9]
     pairs.append((torch.zeros(7), torch.zeros(7)))
-    found = numbers(pooled([compared(a, b, cast_costs(b)) for a, b in pairs]), "mean_w1")
+    found = row_numbers(
+        pool_sums([compared(a, b, cast_costs(b)) for a, b in pairs]), "mean_w1"
+    )
     a, b = (torch.cat([p[i].flatten() for p in pairs]) for i in (0, 1))
     wanted = expected(a, b)
     of_all = wanted.pop("w1")
@@ -366,7 +373,7 @@ KINDS_OF = {
 @pytest.mark.parametrize("kind", KINDS_OF)
 def test_kinds_by_common_names(kind: str) -> None:
     assert kind in KINDS
-    assert {kind_of(name) for name in KINDS_OF[kind].split()} == {kind}
+    assert {kind_by_name(name) for name in KINDS_OF[kind].split()} == {kind}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -27,12 +27,20 @@ from numdev.studies.training.weights.report import (
 )
 from numdev.studies.training.weights.runs import (
     find_runs,
-    is_over_steps,
-    seed_of,
-    step_of,
+    has_runs,
+    training_seed,
+    training_step,
 )
-from numdev.studies.training.weights.standing import LIMITS, answer, standings
-from numdev.studies.training.weights.steps import QUANTILES, layer_of, over_steps
+from numdev.studies.training.weights.standing import (
+    LIMITS,
+    answer_sentences,
+    chance_comparisons,
+)
+from numdev.studies.training.weights.steps import (
+    QUANTILES,
+    layer_by_name,
+    weights_over_steps,
+)
 
 NAMES = {
     "embed_tokens.weight": (20, 8),
@@ -97,7 +105,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> WeightsReport:
-    return over_steps([str(trained)], tmp_path_factory.mktemp("out"), device="cpu")
+    return weights_over_steps(
+        [str(trained)], tmp_path_factory.mktemp("out"), device="cpu"
+    )
 
 
 def stored(trained: Path, run: str, seed: int, step: int) -> dict[str, np.ndarray]:
@@ -302,7 +312,7 @@ def judged(
         RunRecord(name="flash", role="flash"),
     ]
     runs += [RunRecord(name=name, role=roles[name]) for name in nulls]
-    return list(standings(runs, cells({"flash": flash, **nulls})))
+    return list(chance_comparisons(runs, cells({"flash": flash, **nulls})))
 
 
 @pytest.mark.parametrize(("flash", "names"), [
@@ -332,7 +342,9 @@ def test_too_few_nulls_judge_nothing() -> None:
             RunRecord(name="baseline", role="golden"),
             RunRecord(name="flash", role="flash"),
         ]
-        first = next(answer(runs, cells({"flash": 100.0, **nulls}), found, (1,)))
+        first = next(
+            answer_sentences(runs, cells({"flash": 100.0, **nulls}), found, (1,))
+        )
         assert first == (
             f"flash: where it stands out is not judged: {words} it in a seed, and "
             "the rule needs 2."
@@ -350,9 +362,9 @@ def test_what_chance_does_not_move_is_said_to_be_unjudged() -> None:
     rows = cells({"flash": 1.0, "a": 1.0, "b": 1.0})
     still = cells({"flash": 0.25, "a": 0.0, "b": 0.0})
     rows += [row.model_copy(update={"kind": "norm"}) for row in still]
-    found = list(standings(runs, rows))
+    found = list(chance_comparisons(runs, rows))
     assert [s.stands_out for s in found if s.kind == "norm"] == [None] * 3
-    assert list(answer(runs, rows, found, (1,)))[:2] == [
+    assert list(answer_sentences(runs, rows, found, (1,)))[:2] == [
         "flash stands out nowhere: in none of 1 places (the tensors of one kind in "
         "one layer) is "
         "it farther from baseline than chance by the rule, at step 1.",
@@ -369,13 +381,13 @@ def test_a_seed_within_chance_is_enough_not_to_stand_out() -> None:
         RunRecord(name="a", role="null_ulp"), RunRecord(name="b", role="null_ulp"),
     ]  # fmt: skip
     rows = cells({"flash": 50.0, "a": 1.0, "b": 1.0}, seeds=(0, 1))
-    assert {(s.stands_out, s.why) for s in standings(runs, rows)} == {
+    assert {(s.stands_out, s.why) for s in chance_comparisons(runs, rows)} == {
         (None, "2 seeds, and the rule needs 3")
     }
     more = cells({"flash": 50.0, "a": 1.0, "b": 1.0}, seeds=(2,))
-    assert all(s.stands_out for s in standings(runs, rows + more))
+    assert all(s.stands_out for s in chance_comparisons(runs, rows + more))
     within = cells({"flash": 1.0, "a": 1.0, "b": 1.0}, seeds=(2,))
-    assert {s.stands_out for s in standings(runs, rows + within)} == {False}
+    assert {s.stands_out for s in chance_comparisons(runs, rows + within)} == {False}
 
 
 # --- which runs -----------------------------------------------------------------------
@@ -467,7 +479,7 @@ def test_what_was_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, copy)
     shutil.rmtree(copy / "checkpoints" / "flash-seed1-step4")
     shutil.rmtree(copy / "checkpoints" / "baseline-seed0-step1")
-    found = over_steps([str(copy)], tmp_path / "out", device="cpu")
+    found = weights_over_steps([str(copy)], tmp_path / "out", device="cpu")
     assert {(c.seed, c.step) for c in found.cells} == {*PLACES} - {(0, 1)}
     flash = {(c.seed, c.step) for c in found.cells if c.of == "flash"}
     assert flash == {*PLACES} - {(0, 1), (1, 4)}
@@ -483,16 +495,16 @@ def test_what_was_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
 
 
 def test_steps_and_layers_by_name(tmp_path: Path) -> None:
-    assert [step_of(Path(name)) for name in ("x-step12.pt", "checkpoint-7", "model.pt")] == [
+    assert [training_step(Path(name)) for name in ("x-step12.pt", "checkpoint-7", "model.pt")] == [
         12, 7, None,
     ]  # fmt: skip
-    assert [seed_of(Path(name)) for name in ("x-seed3-step5", "step5")] == [3, 0]
+    assert [training_seed(Path(name)) for name in ("x-seed3-step5", "step5")] == [3, 0]
     names = (
         "transformer.h.3.attn.c_attn.weight",
         "model.embed_tokens.weight",
         "0.weight",
     )
-    assert [layer_of(name) for name in names] == [3, "none", 0]
-    assert not is_over_steps(["demo", str(tmp_path)])
+    assert [layer_by_name(name) for name in names] == [3, "none", 0]
+    assert not has_runs(["demo", str(tmp_path)])
     with pytest.raises(UsageError, match="no such file or directory"):
         find_runs([str(tmp_path / "a-*"), "b,c"])

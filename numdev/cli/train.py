@@ -78,11 +78,11 @@ def weights(
     directory of a `numdev train` or `numdev bounds` alone, whose checkpoints are compared
     with its golden run's; or a run each, as a directory of checkpoints by step, a list
     `a-step1,a-step2` or a pattern 'a-step*'."""
-    from numdev.studies.training.weights.runs import is_over_steps
-    from numdev.studies.training.weights.steps import over_steps
+    from numdev.studies.training.weights.runs import has_runs
+    from numdev.studies.training.weights.steps import weights_over_steps
     from numdev.studies.training.weights.study import weights as compare
 
-    by_step = is_over_steps(targets)
+    by_step = has_runs(targets)
     if nulls and not by_step:
         what = "--null: expected runs of several steps, got sets of weights"
         raise UsageError(what, hint="give runs as directories of checkpoints by step")
@@ -94,7 +94,9 @@ def weights(
         directory = session.directory(
             f"weights-{name}", [list(targets), list(nulls), device]
         )
-        report = session.study(over_steps, targets, directory, nulls=nulls, **asked)
+        report = session.study(
+            weights_over_steps, targets, directory, nulls=nulls, **asked
+        )
     else:
         directory = session.directory(name, [list(targets), device])
         report = session.study(compare, targets, directory, **asked)

@@ -56,7 +56,7 @@ class Diagnosis:
     heads: tuple[HeadRow, ...]
 
 
-def diagnosed(
+def diagnose_call(
     case: AttentionCase,
     recipe: Recipe,
     projection: Projection | None = None,
@@ -71,16 +71,19 @@ def diagnosed(
     input; None leaves the numbers that need it null. Raises UsageError for a case without
     grad_out, Refused where the recipe's `compute` dtype cannot represent the case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        truth, rounded = passes.truth_of(case, projection), passes.computed(case, recipe)
+        truth, rounded = (
+            passes.exact_passes(case, projection),
+            passes.rounded_passes(case, recipe),
+        )
         columns = {
             "rows": truth.rows.sum(dim=(0, 2)),
-            **_ties(passes.rounder(case, recipe), rounded.saved, truth),
-            **_biases(truth, rounded),
+            **_tie_numbers(passes.rounder_by_site(case, recipe), rounded.saved, truth),
+            **_bias_numbers(truth, rounded),
             "ds_row_sum": ds_row_sum(truth, rounded),
-            **_delta_errors(truth, rounded),
+            **_delta_numbers(truth, rounded),
             **_weight_numbers(truth, rounded),
         }
-        numbers = stats.by_head(columns)
+        numbers = stats.numbers_by_head(columns)
     ref = case.ref
     place: CallFields = {
         "checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
@@ -95,7 +98,7 @@ def diagnosed(
     return Diagnosis(truth=truth, rounded=rounded, heads=heads)
 
 
-def _ties(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
+def _tie_numbers(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
     """Returns ties, and what P is where it meets V, as means of every head, [H] each:
     `tied`, `ones` and `powers` over the rows that count, `one_signed` over those nearly
     tied.
@@ -111,10 +114,10 @@ def _ties(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
     )
     rows = truth.rows
     return {
-        "tied": stats.mean((rows & (tied > 1)).double(), rows),
-        "ones": stats.mean((ones > 1).double(), rows),
-        "powers": stats.mean(powers, rows),
-        "one_signed": stats.mean(one_signed, rows & (near > 1)),
+        "tied": stats.mean_by_head((rows & (tied > 1)).double(), rows),
+        "ones": stats.mean_by_head((ones > 1).double(), rows),
+        "powers": stats.mean_by_head(powers, rows),
+        "one_signed": stats.mean_by_head(one_signed, rows & (near > 1)),
     }
 
 
@@ -167,31 +170,31 @@ def _ties_in_block(
     return tied, near, one_signed, ones, powers
 
 
-def _biases(truth: Truth, rounded: Computed) -> Columns:
+def _bias_numbers(truth: Truth, rounded: Computed) -> Columns:
     """Returns the bias of P V by the roundings of that product alone, that of O by all
     roundings, and the t of each: `pv_bias`, `pv_t`, `out_bias`, `out_t`, [H] each. Those
     of P V are NaN where the keys are split."""
     exact, fmt, scale = truth.exact, truth.case.format, truth.exact.term_scale
     error = rounded.out.double() - exact.out
-    out_bias, out_t = stats.bias(error, exact.out, scale, truth.rows, fmt)
+    out_bias, out_t = stats.bias_and_t(error, exact.out, scale, truth.rows, fmt)
     pv_bias, pv_t = torch.full((2, *out_bias.shape), math.nan)
     if rounded.product is not None and rounded.product_exact is not None:
         product = rounded.product_exact.double()
         if rounded.recipe.algorithm != "plain":  # there P-bar is exp(L - m) times P
             scale = scale * (exact.lse - rounded.saved.m.double()).exp()[..., None]
         error = rounded.product.double() - product
-        pv_bias, pv_t = stats.bias(error, product, scale, truth.rows, fmt)
+        pv_bias, pv_t = stats.bias_and_t(error, product, scale, truth.rows, fmt)
     return {"pv_bias": pv_bias, "pv_t": pv_t, "out_bias": out_bias, "out_t": out_t}
 
 
-def _delta_errors(truth: Truth, rounded: Computed) -> Columns:
+def _delta_numbers(truth: Truth, rounded: Computed) -> Columns:
     """Returns the mean error of delta, its t, and its longest run over the sequences:
     `delta_mean`, `delta_t`, `delta_run`, [H] each."""
     error = truth.delta_error(rounded.delta, truth.exact.delta)
-    runs = stats.longest_run(error, truth.rows).nan_to_num(-math.inf)
+    runs = stats.largest_running_sum(error, truth.rows).nan_to_num(-math.inf)
     return {
-        "delta_mean": stats.mean(error, truth.rows),
-        "delta_t": stats.t_of(error, truth.rows),
+        "delta_mean": stats.mean_by_head(error, truth.rows),
+        "delta_t": stats.t_by_head(error, truth.rows),
         "delta_run": runs.amax(dim=0),
     }
 
@@ -199,11 +202,15 @@ def _delta_errors(truth: Truth, rounded: Computed) -> Columns:
 def ds_row_sum(truth: Truth, rounded: Computed) -> Tensor:
     """Returns the rms over rows of the sum of dS, over that of the sum of |dS|, [H]; NaN
     where the exact sum is not zero."""
-    sums = rounded.ds if _zero_sums(truth) else torch.full_like(rounded.ds, math.nan)
-    return stats.rms(sums, truth.rows) / stats.rms(rounded.ds_size, truth.rows)
+    sums = (
+        rounded.ds if _rows_sum_to_zero(truth) else torch.full_like(rounded.ds, math.nan)
+    )
+    return stats.rms_by_head(sums, truth.rows) / stats.rms_by_head(
+        rounded.ds_size, truth.rows
+    )
 
 
-def _zero_sums(truth: Truth) -> bool:
+def _rows_sum_to_zero(truth: Truth) -> bool:
     """Whether rows of an exact dS sum to zero: there is no soft cap and no sink."""
     return truth.case.softcap is None and truth.case.sinks is None
 
@@ -221,9 +228,9 @@ def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
     return {
         "moved": truth.moved(by_delta),
         "dw_q_error": truth.moved(truth.dw_q_error(rounded.dq)),
-        "dw_q_norm": stats.norm(truth.dw_q),
-        "similarity": stats.similarity(truth.projection, PK),
-        **stats.spectral(truth.projection, truth.case.heads),
+        "dw_q_norm": stats.norm_by_head(truth.dw_q),
+        "similarity": stats.share_in_one_direction(truth.projection, PK),
+        **stats.spectral_numbers(truth.projection, truth.case.heads),
     }
 
 
@@ -237,7 +244,7 @@ def _null_reasons(truth: Truth, rounded: Computed, row: stats.Numbers) -> dict[s
             return "W_Q is not known: no single linear layer makes the queries"
         if row["rows"] == 0:
             return "no query sees more than one key"
-        if name == "ds_row_sum" and not _zero_sums(truth):
+        if name == "ds_row_sum" and not _rows_sum_to_zero(truth):
             return "under a soft cap, or with a sink, rows of dS do not sum to zero"
         if name.startswith("pv") and rounded.product is None:
             return "the keys are split, and each part has a P V of its own"

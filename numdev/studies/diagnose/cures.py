@@ -20,9 +20,16 @@ from numdev.kernels.emulation.rounding import plain_arithmetic
 from numdev.kernels.output import upstream
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.diagnose.chain import Diagnosis
-from numdev.studies.diagnose.passes import Computed, Truth, computed
+from numdev.studies.diagnose.passes import Computed, Truth, rounded_passes
 from numdev.studies.diagnose.report import CureRow, KernelRow
-from numdev.studies.diagnose.statistics import Numbers, bias, by_head, mean, norm, t_of
+from numdev.studies.diagnose.statistics import (
+    Numbers,
+    bias_and_t,
+    mean_by_head,
+    norm_by_head,
+    numbers_by_head,
+    t_by_head,
+)
 
 NONE = "none"
 
@@ -93,7 +100,9 @@ CURES: Mapping[str, Cure] = {
 }
 
 
-def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[CureRow, ...]:
+def cure_rows(
+    diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES
+) -> tuple[CureRow, ...]:
     """Returns the rows of the attention as it is (cure `none`) and with each cure, one
     for every head. A row whose cure contradicts the recipe, or cannot be computed, has
     the reason and no numbers."""
@@ -103,7 +112,7 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
         options = dict(cure.options)
         try:
             rounded = (
-                computed(truth.case, changed(recipe, **cure.options))
+                rounded_passes(truth.case, changed(recipe, **cure.options))
                 if name in cures
                 else diagnosis.rounded
             )
@@ -116,14 +125,17 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
             continue
         numbers = _seen_numbers(truth, rounded.out, rounded.dq, rounded.delta)
         for head, columns, count in zip(
-            diagnosis.heads, numbers, _nonfinite(rounded, truth.case.heads), strict=True
+            diagnosis.heads,
+            numbers,
+            _count_nonfinite(rounded, truth.case.heads),
+            strict=True,
         ):
             fields = {"cure": name, "options": options, "nonfinite": count}
             rows.append(CureRow.model_validate({**head.place, **fields, **columns}))
     return tuple(rows)
 
 
-def _nonfinite(rounded: Computed, heads: int) -> list[int]:
+def _count_nonfinite(rounded: Computed, heads: int) -> list[int]:
     """Returns the number of elements of O and the gradients that are NaN or infinite, for
     each query head. Those of dK and dV count for every query head of their group."""
     counts = [
@@ -134,7 +146,7 @@ def _nonfinite(rounded: Computed, heads: int) -> list[int]:
     return total
 
 
-def seen_from_outside(
+def kernel_rows(
     diagnosis: Diagnosis, kernel: Kernel, options: Mapping[str, object]
 ) -> tuple[KernelRow, ...]:
     """Runs a kernel's forward and backward pass on the call and returns one row for every
@@ -167,14 +179,14 @@ def _seen_numbers(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[
         error = truth.delta_error(delta, exact.delta)
         off = out.double() - exact.out
         dq_error = (dq.detach().double() - exact.dq).transpose(0, 1)
-        return by_head(
+        return numbers_by_head(
             {
-                "delta_mean": mean(error, rows),
-                "delta_t": t_of(error, rows),
-                "out_bias": bias(
+                "delta_mean": mean_by_head(error, rows),
+                "delta_t": t_by_head(error, rows),
+                "out_bias": bias_and_t(
                     off, exact.out, exact.term_scale, rows, truth.case.format
                 )[0],
-                "dq_rel": norm(dq_error) / norm(exact.dq.transpose(0, 1)),
+                "dq_rel": norm_by_head(dq_error) / norm_by_head(exact.dq.transpose(0, 1)),
                 "dw_q_error": truth.moved(truth.dw_q_error(dq)),
             }
         )

@@ -59,7 +59,7 @@ CONDITIONS: Mapping[str, tuple[Mapping[str, float], ...]] = {
 }
 
 
-def meets(head: HeadRow, condition: str) -> bool | None:
+def meets_condition(head: HeadRow, condition: str) -> bool | None:
     """Whether a head meets a condition, one of CONDITIONS: all numbers of one of its
     lines that are not null reach their limits. None where every line has no number, or
     lacks one and the others fall short."""
@@ -75,7 +75,7 @@ def meets(head: HeadRow, condition: str) -> bool | None:
 # --- the order ------------------------------------------------------------------------
 
 
-def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, ...]:
+def rank_heads(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, ...]:
     """Returns every head, the one that moves its layer's dW_Q most first.
 
     The score is |dW_Q error| of a head over |dW_Q| of its layer, the root of the sum of
@@ -91,8 +91,8 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
         error, norm = head.dw_q_error, head.dw_q_norm
         layer = math.hypot(*layers[head.checkpoint, head.case])
         if error is None or norm is None:
-            return True, _mean_of(head)
-        return False, error * norm / layer if layer > 0 else _mean_of(head)
+            return True, _delta_error_size(head)
+        return False, error * norm / layer if layer > 0 else _delta_error_size(head)
 
     ordered = sorted(
         heads, key=lambda h: (h.checkpoint, h.layer or 0, h.case, h.call, h.head)
@@ -101,7 +101,7 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
     cures_of_head = grouped(cures, attrgetter("key"))
     ranking = []
     for rank, head in enumerate(ordered, start=1):
-        verdicts = {name: meets(head, name) for name in CONDITIONS}
+        verdicts = {name: meets_condition(head, name) for name in CONDITIONS}
         ranking.append(
             Ranked(
                 **head.place,
@@ -109,43 +109,43 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
                 score=score(head)[1],
                 conditions=tuple(n for n, is_met in verdicts.items() if is_met),
                 missing=tuple(n for n, is_met in verdicts.items() if is_met is False),
-                cured_by=_cured_by(cures_of_head.get(head.key, ())),
+                cured_by=_helpful_cures(cures_of_head.get(head.key, ())),
             )
         )
     return tuple(ranking)
 
 
-def _mean_of(head: HeadRow) -> float:
+def _delta_error_size(head: HeadRow) -> float:
     """Returns |mean error of delta|; 0 where that is null."""
     return abs(head.delta_mean or 0.0)
 
 
-def at_fault(ranked: Ranked) -> bool:
+def is_at_fault(ranked: Ranked) -> bool:
     """Whether a head's errors of delta have one sign, so that they do not cancel, and
     move its dW_Q where that is known."""
     return DELTA in ranked.conditions and WRONG not in ranked.missing
 
 
-def harms(ranked: Ranked) -> bool:
+def does_harm(ranked: Ranked) -> bool:
     """Whether a head is at fault, or rounding changes half of its layer's dW_Q whatever
     the signs of its errors."""
-    return at_fault(ranked) or ranked.score >= DROWNED
+    return is_at_fault(ranked) or ranked.score >= DROWNED
 
 
-def judged(ranked: Ranked, condition: str = DELTA) -> bool:
+def is_judged(ranked: Ranked, condition: str = DELTA) -> bool:
     """Whether a condition could be measured at a head, met or not. By default that its
     error of delta has one sign."""
     return condition in (*ranked.conditions, *ranked.missing)
 
 
-def leading(ranking: Sequence[Ranked]) -> Ranked:
+def leading_head(ranking: Sequence[Ranked]) -> Ranked:
     """Returns the head that an answer is about: the first at fault, else the first whose
     error of delta could be judged, else the first. `ranking`: at least one."""
-    candidates = list(filter(at_fault, ranking)) or list(filter(judged, ranking))
+    candidates = list(filter(is_at_fault, ranking)) or list(filter(is_judged, ranking))
     return candidates[0] if candidates else ranking[0]
 
 
-def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
+def shares_left(cure: CureRow, without: CureRow) -> Mapping[str, float]:
     """Returns the shares that a cure leaves, of the error of dW_Q, and of delta's mean
     error if that had one sign, by name. Without those that are null or divide by zero;
     empty where the cure gives NaN or infinity. `without`: the row of the attention as it
@@ -160,14 +160,14 @@ def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
     }
 
 
-def _cured_by(rows: Sequence[CureRow]) -> tuple[str, ...]:
+def _helpful_cures(rows: Sequence[CureRow]) -> tuple[str, ...]:
     """Returns the cures of one head that leave less than half of an error, best first;
     none without the row of the attention as it is."""
     without = next((row for row in rows if row.cure == "none"), None)
     if without is None:
         return ()
     left = [
-        (min(shares(r, without).values(), default=1.0), r.cure)
+        (min(shares_left(r, without).values(), default=1.0), r.cure)
         for r in rows
         if r != without
     ]
@@ -177,7 +177,7 @@ def _cured_by(rows: Sequence[CureRow]) -> tuple[str, ...]:
 # --- the words ------------------------------------------------------------------------
 
 
-def answer(
+def answer_sentences(
     ranking: Sequence[Ranked],
     heads: Sequence[HeadRow],
     cures: Sequence[CureRow],
@@ -187,18 +187,18 @@ def answer(
     `heads` are those that were ranked."""
     if not ranking:
         return ("Nothing was diagnosed: no attention call was measured.",)
-    first = leading(ranking)
+    first = leading_head(ranking)
     rows = {head.key: head for head in heads}
-    judged_rows = [rows[r.key] for r in ranking if judged(r)]
-    if at_fault(first):
+    judged_rows = [rows[r.key] for r in ranking if is_judged(r)]
+    if is_at_fault(first):
         sentences = [
             *_fault_sentences(first, rows[first.key], ranking),
-            *_cure_sentence(first, cures),
+            *_cure_sentences(first, cures),
         ]
-    elif _drowns(first):
+    elif _loses_half(first):
         sentences = [
             _drowned_sentence(first, rows[first.key], ranking),
-            *_cure_sentence(first, cures),
+            *_cure_sentences(first, cures),
         ]
     elif judged_rows:
         sentences = [_no_fault_sentence(judged_rows)]
@@ -206,7 +206,9 @@ def answer(
         sentences = []
     if len(judged_rows) < len(ranking):
         sentences.append(
-            _not_judged_sentence([rows[r.key] for r in ranking if not judged(r)], ranking)
+            _not_judged_sentence(
+                [rows[r.key] for r in ranking if not is_judged(r)], ranking
+            )
         )
     return tuple(sentences)
 
@@ -226,19 +228,19 @@ def _fault_sentences(
         f"{percent(row.delta_mean, sign=True)} of what it is summed from "
         f"(t = {si(row.delta_t)}); that alone moves its dW_Q by {percent(row.moved)}. "
         f"Rank {first.rank} of {len(ranking)}; "
-        f"heads at fault: {sum(map(at_fault, ranking))}."
+        f"heads at fault: {sum(map(is_at_fault, ranking))}."
     )
     cause = (
-        f"{origin}: {_listed(first.conditions)}; "
-        f"missing conditions: {_listed(first.missing)}; "
+        f"{origin}: {_names_in_words(first.conditions)}; "
+        f"missing conditions: {_names_in_words(first.missing)}; "
         f"rows of dS sum to {percent(row.ds_row_sum)} of their size."
     )
     return effect, cause
 
 
-def _drowns(ranked: Ranked) -> bool:
+def _loses_half(ranked: Ranked) -> bool:
     """Whether rounding changes half or more of the dW_Q of the head's layer."""
-    return ranked.score >= DROWNED and judged(ranked, WRONG)
+    return ranked.score >= DROWNED and is_judged(ranked, WRONG)
 
 
 def _drowned_sentence(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
@@ -246,7 +248,8 @@ def _drowned_sentence(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) ->
     sign."""
     return (
         f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
-        f"({sum(map(_drowns, ranking))} of {len(ranking)} heads ≥ {percent(DROWNED)}); "
+        f"({sum(map(_loses_half, ranking))} of {len(ranking)} heads "
+        f"≥ {percent(DROWNED)}); "
         f"the errors have no consistent sign (t = {si(row.delta_t)}); "
         f"rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0."
     )
@@ -256,9 +259,10 @@ def _no_fault_sentence(judged_rows: Sequence[HeadRow]) -> str:
     """Returns how many heads are not at fault, and how far the worst of them is off.
     `judged_rows`: at least one."""
     count = len(judged_rows)
-    shifted = [head for head in judged_rows if meets(head, DELTA)]
+    shifted = [head for head in judged_rows if meets_condition(head, DELTA)]
     worst = max(
-        shifted or judged_rows, key=lambda head: (head.moved or 0.0, _mean_of(head))
+        shifted or judged_rows,
+        key=lambda head: (head.moved or 0.0, _delta_error_size(head)),
     )
     top = max(judged_rows, key=lambda head: abs(head.delta_t or 0.0))
     return (
@@ -278,27 +282,27 @@ def _not_judged_sentence(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) ->
     return f"Sign of delta's error not known in {len(heads)} of {len(ranking)}: {why}."
 
 
-def _cure_sentence(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
+def _cure_sentences(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
     """Returns what the best cure of a head leaves of its error, or that none helps; empty
     where none was run."""
     rows = {cure.cure: cure for cure in cures if cure.key == first.key}
     if not rows:
         return []
     nonfinite = [name for name, row in rows.items() if row.nonfinite]
-    broken = f"NaN or infinity: {_listed(nonfinite)}."
+    broken = f"NaN or infinity: {_names_in_words(nonfinite)}."
     if not first.cured_by:
         return [f"No cure that was tried takes half of it away: see the table. {broken}"]
     best, *also = first.cured_by[:NAMED]
     without, row = rows["none"], rows[best]
-    share, what = min((share, what) for what, share in shares(row, without).items())
+    share, what = min((share, what) for what, share in shares_left(row, without).items())
     return [
         f"Best cure on the same inputs: {best} leaves {percent(share)} of {what}; "
         f"dW_Q is then off by {percent(row.dw_q_error)}, "
         f"without it by {percent(without.dw_q_error)}. "
-        f"Below half too: {_listed(also)}. {broken}"
+        f"Below half too: {_names_in_words(also)}. {broken}"
     ]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_in_words(names: Sequence[str]) -> str:
     """Returns names with commas between them; `none` without any."""
     return ", ".join(names) or "none"

@@ -26,7 +26,7 @@ from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, roundin
 from numdev.kernels.output import upstream
 from numdev.kernels.reference import blocked, gradients
 from numdev.sources.projection import Projection
-from numdev.studies.diagnose.statistics import norm, rms
+from numdev.studies.diagnose.statistics import norm_by_head, rms_by_head
 
 BLOCKS_AT_ONCE = 8  # blocks of scores in memory at once, each so much smaller
 PRODUCT = ("pv", "accumulator", "state")  # the sites of the product P V
@@ -65,7 +65,7 @@ class Truth:
 
     def moved(self, dw_q_error: Tensor) -> Tensor:
         """Returns |error of dW_Q| / |dW_Q| of each head, [H], Frobenius."""
-        return norm(dw_q_error) / norm(self.dw_q)
+        return norm_by_head(dw_q_error) / norm_by_head(self.dw_q)
 
     def delta_error(self, delta: Tensor, right: Tensor) -> Tensor:
         """Returns delta less `right`, another, over `size`, [B, H, q_len] in fp64; 0 in
@@ -74,7 +74,7 @@ class Truth:
         return error.masked_fill(self.exact.empty, 0.0)
 
 
-def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
+def exact_passes(case: AttentionCase, projection: Projection | None) -> Truth:
     """Returns the call and its gradients in fp64. Raises UsageError for a case without
     grad_out. Memory: a few blocks of scores beyond what has the shape of q, k, v and the
     output."""
@@ -90,7 +90,7 @@ def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
         weights = P if slope is None else P * slope
         product = blocked._per_kv_head(case, weights) @ case.k[:, :, keys].double()
         PK[:, :, rows] = product.view(b, h, -1, d)
-    size = rms((dO * exact.out).abs().sum(dim=-1), seen)
+    size = rms_by_head((dO * exact.out).abs().sum(dim=-1), seen)
     return Truth(
         case=case, projection=projection, exact=exact, rows=seen, PK=PK, size=size
     )
@@ -133,7 +133,7 @@ class Computed:
     even: Tensor
 
 
-def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
+def rounder_by_site(case: AttentionCase, recipe: Recipe) -> Rounder:
     """Returns the rounding of every site, under stochastic rounding each with a generator
     of its own. Raises Refused for a case that the recipe's `compute` dtype cannot
     represent."""
@@ -147,11 +147,11 @@ def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
     return r
 
 
-def computed(case: AttentionCase, recipe: Recipe) -> Computed:
+def rounded_passes(case: AttentionCase, recipe: Recipe) -> Computed:
     """Returns both passes of the recipe, without autograd. Raises Refused for a case that
     the recipe's `compute` dtype cannot represent, and for one without grad_out."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        saved = bwd.run_forward(rounder(case, recipe))
+        saved = bwd.run_forward(rounder_by_site(case, recipe))
         r, product = saved.r, saved.product
         inputs = saved.with_upstream(upstream(case))
         dq, dk, dv = bwd.cast(r, *bwd.backward(inputs))
@@ -159,10 +159,12 @@ def computed(case: AttentionCase, recipe: Recipe) -> Computed:
             recipe, sites={**recipe.sites, **dict.fromkeys(PRODUCT, EXACT)}
         )
         exact = (
-            None if product is None else bwd.run_forward(rounder(case, without)).product
+            None
+            if product is None
+            else bwd.run_forward(rounder_by_site(case, without)).product
         )
         # Generators that start again draw for delta what the backward pass drew
-        with_fresh_draws = dataclasses.replace(inputs, r=rounder(case, recipe))
+        with_fresh_draws = dataclasses.replace(inputs, r=rounder_by_site(case, recipe))
         delta = bwd.delta_of(with_fresh_draws, bwd.blocks(with_fresh_draws))
         ds, ds_size, weighed, weights = _row_sums(inputs, delta)
         return Computed(
@@ -181,7 +183,7 @@ def _row_sums(inputs: BackwardInputs, delta: Tensor) -> Tensor:
         logits = case.sinks.double()[None, :, None]
         P = (logits - fwd.finite(inputs.shift).double()).exp()
         sums[3] = P if inputs.over is None else P / blocked.nonzero(inputs.over).double()
-    inputs = dataclasses.replace(inputs, r=rounder(case, inputs.r.recipe))
+    inputs = dataclasses.replace(inputs, r=rounder_by_site(case, inputs.r.recipe))
     for rows, keys in bwd.blocks(inputs):
         P, dP, tanh = bwd.again(inputs, rows, keys)
         P = inputs.r("p_for_ds", P)

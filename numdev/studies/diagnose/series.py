@@ -51,7 +51,7 @@ class Stage:
         return [self.sha256, identity(self.files), self.step]
 
 
-def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
+def find_stages(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     """Returns the stages that targets name, in the order of their steps, or as they were
     given; and a sentence on each checkpoint that was left out because it has NaN or
     infinity. Reads all weights.
@@ -59,11 +59,11 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     Raises UsageError for a target that is none, and for two checkpoints of one step,
     MeasurementError where weights are damaged, and where no checkpoint has finite
     weights."""
-    paths = [path for target in targets for path in _checkpoints(target)]
+    paths = [path for target in targets for path in _checkpoints_of_target(target)]
     if len(set(paths)) < len(paths):
         raise UsageError(f"{targets[0]}: a checkpoint is given twice")
     names = Counter(path.resolve().name for path in paths)
-    steps = {path: step_of(path) for path in paths}
+    steps = {path: training_step(path) for path in paths}
     (step, times), *_ = Counter(steps.values()).most_common(1)
     if None not in steps.values():
         if times > 1:
@@ -88,7 +88,7 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
             weights = open_weights(str(path))
             if weights.damage:
                 raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
-            if broken := _nonfinite_tensor(weights):
+            if broken := _nonfinite_tensor_clause(weights):
                 left_out.append(f"{stage.name}: {broken}; left out.")
             else:
                 hashes, files = identity(weights.files), _files_beside(path)
@@ -98,7 +98,7 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     return tuple(sound), tuple(left_out)
 
 
-def _nonfinite_tensor(weights: WeightSet) -> str | None:
+def _nonfinite_tensor_clause(weights: WeightSet) -> str | None:
     """Returns a clause on the first tensor with NaN or infinite elements and how many;
     None without one."""
     for name, tensor in weights.tensors.items():
@@ -114,7 +114,7 @@ def _files_beside(path: Path) -> tuple[Path, ...]:
     return tuple(file for name in BESIDE if (file := directory / name).is_file())
 
 
-def _checkpoints(target: str) -> list[Path]:
+def _checkpoints_of_target(target: str) -> list[Path]:
     """Returns the target itself, or the checkpoints in a directory, sorted by name.
     Raises UsageError for a path that does not exist, a pipeline, and a directory without
     a checkpoint."""
@@ -128,15 +128,15 @@ def _checkpoints(target: str) -> list[Path]:
         raise UsageError(
             f"{target}: diagnose takes no pipeline", hint="numdev audit takes it"
         )
-    if path.is_file() or _is_checkpoint(path) or holds_cases(path):
+    if path.is_file() or _is_checkpoint_folder(path) or holds_cases(path):
         return [path]
     for pattern in ("checkpoints/*", "*"):
-        if checkpoints := sorted(filter(_is_checkpoint, path.glob(pattern))):
+        if checkpoints := sorted(filter(_is_checkpoint_folder, path.glob(pattern))):
             return checkpoints
     raise UsageError(f"{target}: holds no checkpoint", hint=GIVE)
 
 
-def _is_checkpoint(path: Path) -> bool:
+def _is_checkpoint_folder(path: Path) -> bool:
     """Whether a folder has config.json and model.safetensors, pytorch_model.bin or an
     index of either; False for a file."""
     names = (*WHOLE, *(f"{name}.index.json" for name in WHOLE))
@@ -145,7 +145,7 @@ def _is_checkpoint(path: Path) -> bool:
     )
 
 
-def step_of(path: Path) -> int | None:
+def training_step(path: Path) -> int | None:
     """Returns the step of training of a checkpoint, by `training.json`, else by the
     directory's name; None where neither has one."""
     try:

@@ -27,25 +27,25 @@ GRAM_BYTES = 1 << 28  # the Gram matrices of several heads at once take at most 
 Columns = Mapping[str, Tensor]  # numbers by name, [H] each
 
 
-def mean(x: Tensor, rows: Tensor) -> Tensor:
+def mean_by_head(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the mean of x [B, H, n] over the rows that count, [H]; NaN where there is
     none. `rows`: bool [B, H, n]."""
     return torch.where(rows, x, 0.0).sum(dim=(0, 2)) / rows.sum(dim=(0, 2))
 
 
-def rms(x: Tensor, rows: Tensor) -> Tensor:
+def rms_by_head(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the root of the mean square of x [B, H, n] over the rows that count, [H];
     NaN where there is none. `rows`: bool [B, H, n]."""
-    return mean(x.square(), rows).sqrt()
+    return mean_by_head(x.square(), rows).sqrt()
 
 
-def norm(x: Tensor) -> Tensor:
+def norm_by_head(x: Tensor) -> Tensor:
     """Returns the Frobenius norm of each head's part of x [H, ...], [H]."""
     size: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=-1)
     return size
 
 
-def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
+def t_by_head(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
     """Returns Student's t of the mean of x [B, H, n], [H]: the mean over its standard
     error, from means over blocks of the rows that count (`rows`, bool [B, H, n]).
 
@@ -75,7 +75,7 @@ def _block_sums(x: Tensor) -> Tensor:
     return sums.transpose(0, 1).reshape(heads, -1)
 
 
-def longest_run(error: Tensor, rows: Tensor) -> Tensor:
+def largest_running_sum(error: Tensor, rows: Tensor) -> Tensor:
     """Returns the largest |running sum of errors| of each sequence over rms sqrt(rows),
     [B, H], near 1 for errors of random sign; NaN where it has no row or no error."""
     counted = torch.where(rows, error, 0.0)
@@ -84,7 +84,7 @@ def longest_run(error: Tensor, rows: Tensor) -> Tensor:
     return counted.cumsum(dim=-1).abs().amax(dim=-1) / (size * count.sqrt())
 
 
-def bias(
+def bias_and_t(
     error: Tensor, exact: Tensor, scale: Tensor, rows: Tensor, fmt: Format
 ) -> tuple[Tensor, Tensor]:
     """Returns the mean in ulps along the exact value's sign, and its t, [H] each, of
@@ -93,13 +93,13 @@ def bias(
     CANCELLED."""
     ulps = error / ulp(torch.maximum(exact.abs(), scale / CANCELLED), fmt)
     along = (ulps * exact.sign()).mean(dim=-1)
-    return mean(along, rows), t_of(along, rows, step=1.0 / error.shape[-1])
+    return mean_by_head(along, rows), t_by_head(along, rows, step=1.0 / error.shape[-1])
 
 
 Numbers = dict[str, float | None]  # of one head, by name
 
 
-def by_head(columns: Columns) -> list[Numbers]:
+def numbers_by_head(columns: Columns) -> list[Numbers]:
     """Returns the numbers of each head by name, None for NaN and infinity. Waits for the
     device, once."""
     rows = torch.stack([x.double() for x in columns.values()], dim=-1).tolist()
@@ -120,7 +120,7 @@ def by_head(columns: Columns) -> list[Numbers]:
 # sum along the leading direction.
 
 
-def spectral(projection: Projection, heads: int) -> Columns:
+def spectral_numbers(projection: Projection, heads: int) -> Columns:
     """Returns the largest singular value of each head's rows of W_Q (`spectral_norm`),
     and that over the heads' median (`spectral_ratio`), [H] each; NaN for a head whose
     rows are not finite."""
@@ -131,7 +131,7 @@ def spectral(projection: Projection, heads: int) -> Columns:
     }
 
 
-def similarity(projection: Projection, PK: Tensor) -> Tensor:
+def share_in_one_direction(projection: Projection, PK: Tensor) -> Tensor:
     """Returns the share of sum_T |R_T|^2 in one direction, [H], with R_T = (P K)[T]^T
     X[T]. `PK`: P K, [B, H, n, head_dim] in fp64, 0 in rows that do not count. NaN where
     no token has an R_T. Of more than MAX_TOKENS tokens, as many are taken, evenly

@@ -37,11 +37,11 @@ from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance
 from numdev.studies.audit.timing import Stopwatch
 from numdev.studies.diagnose import report as records
-from numdev.studies.diagnose.chain import diagnosed
-from numdev.studies.diagnose.cures import CURES, Cure, cured, seen_from_outside
-from numdev.studies.diagnose.heads import answer, leading, ranked
-from numdev.studies.diagnose.series import YAML, Stage, series
-from numdev.studies.diagnose.training_text import training_text
+from numdev.studies.diagnose.chain import diagnose_call
+from numdev.studies.diagnose.cures import CURES, Cure, cure_rows, kernel_rows
+from numdev.studies.diagnose.heads import answer_sentences, leading_head, rank_heads
+from numdev.studies.diagnose.series import YAML, Stage, find_stages
+from numdev.studies.diagnose.training_text import write_training_text
 from numdev.system import System
 from numdev.yamlfile import read_yaml
 
@@ -84,15 +84,15 @@ def diagnose(
     system = System.probe(request.device)
     # Names the closest of an unknown option.
     emulated = recipe(**find("emulated").with_options(request.attention))
-    kernels, notes = _kernels(request, system)
-    stages, left_out = series(request.targets)
+    kernels, notes = _planned_kernels(request, system)
+    stages, left_out = find_stages(request.targets)
     notes += left_out
     watch = Stopwatch(system.device, ("capture", "chain", "cures", "kernels", "other"))
     with ExitStack() as stack:
         folder = stack.enter_context(temporary.folder())
-        texts, text_notes = _training_texts(request, stages, folder)
+        texts, text_notes = _write_training_texts(request, stages, folder)
         notes += text_notes
-        origin = origin_of(request, stages, texts)
+        origin = origin_hashes(request, stages, texts)
         head = header(request.model_dump(mode="json"), system, kernels, origin)
         journal = stack.enter_context(Journal.open(directory, head, overwrite=overwrite))
         stack.enter_context(watch("capture"))
@@ -105,8 +105,8 @@ def diagnose(
                 cures=CURES if in_full and request.cures else {},
                 watch=watch,
             )
-            text = texts[stage.name]
-            source = open_source(_reading(request, stage, text), system, projections=True)
+            reading = _reading_request(request, stage, texts[stage.name])
+            source = open_source(reading, system, projections=True)
             _check_gradients(source, stage)
             for note in source.notes:
                 say(note)
@@ -118,7 +118,7 @@ def diagnose(
                 if not journal.visit(key):
                     journal.append(key, steps.rows_of(located, stage))
             notes += source.notes
-    return _report(
+    return _report_of_journal(
         request,
         stages,
         journal,
@@ -143,11 +143,13 @@ class _Steps:
         with the reason why W_Q is not known; `refused` alone, with the reason, where the
         recipe refuses the call."""
         case = located.load().rounded_to(format_named(self.request.format))
-        projection, why = _projection(located)  # while the model's modules are there
+        projection, why = _projection_or_reason(
+            located
+        )  # while the model's modules are there
         rows: dict[str, Sequence[Row]] = {"unknown": [{"why": why}] if why else []}
         try:
             with self.watch("chain"):
-                diagnosis = diagnosed(
+                diagnosis = diagnose_call(
                     case, self.recipe, projection, checkpoint=stage.name, step=stage.step
                 )
         except Refused as refusal:
@@ -155,18 +157,18 @@ class _Steps:
         rows["head"] = diagnosis.heads
         if self.cures:
             with self.watch("cures"):
-                rows["cure"] = cured(diagnosis, self.cures)
+                rows["cure"] = cure_rows(diagnosis, self.cures)
         if self.kernels:
             with self.watch("kernels"):
                 rows["kernel"] = [
                     row
                     for kernel in self.kernels
-                    for row in seen_from_outside(diagnosis, kernel.kernel, kernel.options)
+                    for row in kernel_rows(diagnosis, kernel.kernel, kernel.options)
                 ]
         return rows
 
 
-def _training_texts(
+def _write_training_texts(
     request: DiagnoseRequest, stages: Sequence[Stage], folder: Path
 ) -> tuple[dict[str, Path | None], list[str]]:
     """Writes files of input ids into `folder`. Returns by a stage's name the file of ids
@@ -176,13 +178,13 @@ def _training_texts(
     notes = []
     for number, stage in enumerate(stages):
         path = folder / f"training-text-{number}.safetensors"
-        texts[stage.name], note = training_text(request, stage, path)
+        texts[stage.name], note = write_training_text(request, stage, path)
         if note:
             notes.append(note)
     return texts, notes
 
 
-def _report(
+def _report_of_journal(
     request: DiagnoseRequest,
     stages: Sequence[Stage],
     journal: Journal,
@@ -207,10 +209,10 @@ def _report(
         )
     cures = journal.records("cure", records.CureRow)
     last = [head for head in heads if head.checkpoint == stages[-1].name]
-    ranking = ranked(last, cures)
-    axis = axis_of(heads)
+    ranking = rank_heads(last, cures)
+    axis = step_axis(heads)
     summary = records.DiagnoseSummary(
-        answer=answer(ranking, last, cures),
+        answer=answer_sentences(ranking, last, cures),
         ranking=ranking,
         notes=tuple(dict.fromkeys(notes)),
         axis=axis,
@@ -231,11 +233,13 @@ def _report(
         cures=cures,
         costs=costs,
         kernels=journal.records("kernel", records.KernelRow),
-        figures=tuple(figures(heads, leading(ranking))) if axis else (),
+        figures=tuple(step_figures(heads, leading_head(ranking))) if axis else (),
     )
 
 
-def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> AuditRequest:
+def _reading_request(
+    request: DiagnoseRequest, stage: Stage, text: Path | None
+) -> AuditRequest:
     """Returns the request by which `numdev.sources` opens one stage, on the ids of its
     training's text in the file `text`, if there is one.
 
@@ -264,14 +268,14 @@ def _reading(request: DiagnoseRequest, stage: Stage, text: Path | None) -> Audit
     )
 
 
-def origin_of(
+def origin_hashes(
     request: DiagnoseRequest, stages: Iterable[Stage], texts: Mapping[str, Path | None]
 ) -> dict[str, object]:
     """Returns hashes of the targets, and of what their models are built from and read, by
     name, so that a run is not continued on others at the same paths. `texts`: by a
     stage's name the file of ids from its training's text, if it has one."""
     inputs = () if request.inputs is None else (request.inputs,)
-    files = {"text": _existing(request.text), "inputs": _existing(inputs)}
+    files = {"text": _existing_files(request.text), "inputs": _existing_files(inputs)}
     if request.text:
         directories = [request.tokenizer] if request.tokenizer else request.targets
         files["tokenizer"] = _tokenizer_files(directories)
@@ -287,7 +291,7 @@ def origin_of(
     return hashes
 
 
-def _existing(paths: Iterable[str]) -> list[Path]:
+def _existing_files(paths: Iterable[str]) -> list[Path]:
     """Returns the paths that are files."""
     return [Path(path) for path in paths if Path(path).is_file()]
 
@@ -299,7 +303,9 @@ def _tokenizer_files(directories: Iterable[str]) -> list[Path]:
     return [x for x in files if x.suffix in (".json", ".txt", ".model") and x.is_file()]
 
 
-def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], list[str]]:
+def _planned_kernels(
+    request: DiagnoseRequest, system: System
+) -> tuple[list[Planned], list[str]]:
     """Returns the real kernels to run, and a note on each named one that is left out. A
     default one that cannot run here is left out without a note. Raises UsageError for an
     option that a kernel has not."""
@@ -315,7 +321,7 @@ def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], l
     return planned, notes
 
 
-def _projection(located: Located) -> tuple[Projection | None, str]:
+def _projection_or_reason(located: Located) -> tuple[Projection | None, str]:
     """Returns W_Q of a call with its input, and ""; or None, and why it is not known."""
     if not isinstance(located, Captured) or located.projection is None:
         return None, "the call does not come out of a model"
@@ -336,7 +342,7 @@ def _check_gradients(source: Source, stage: Stage) -> None:
         )
 
 
-def axis_of(heads: Sequence[records.HeadRow]) -> Axis | None:
+def step_axis(heads: Sequence[records.HeadRow]) -> Axis | None:
     """Returns the steps of the series as a linear axis; None where there are fewer than
     two."""
     steps = sorted({head.step for head in heads if head.step is not None})
@@ -356,11 +362,13 @@ class _Sample(NamedTuple):
     head: tuple[str, int]  # its case and number
 
 
-def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> Iterator[Figure]:
+def step_figures(
+    heads: Sequence[records.HeadRow], first: records.Ranked
+) -> Iterator[Figure]:
     """Yields a figure by step for each number of METRICS that two steps have: of the head
     `first`, the worst where that is another, and the median."""
     for metric, (title, y_title) in METRICS.items():
-        samples = sorted(_samples(heads, metric))
+        samples = sorted(_head_samples(heads, metric))
         if len({sample.step for sample in samples}) > 1:
             yield Figure(
                 title=title,
@@ -371,7 +379,7 @@ def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> Iterator
             )
 
 
-def _samples(heads: Sequence[records.HeadRow], metric: str) -> Iterator[_Sample]:
+def _head_samples(heads: Sequence[records.HeadRow], metric: str) -> Iterator[_Sample]:
     """Yields the size of a number at each head and step that has it."""
     for head in heads:
         value = getattr(head, metric)

@@ -20,14 +20,14 @@ from numdev.config import DiagnoseRequest
 from numdev.errors import UsageError
 from numdev.studies.diagnose.series import Stage
 from numdev.studies.training.config import DataConfig, ModelConfig
-from numdev.studies.training.data import load
+from numdev.studies.training.data import load_tokens
 
 NEVER_SEEN = 0  # a step of which training had no batch: they are counted from 1
 READS = "{name} reads {count} × {length} bytes of what it was trained on, {what}."
 RANDOM = "{name} reads random bytes: {why}; give --text or --inputs."
 
 
-def training_text(
+def write_training_text(
     request: DiagnoseRequest, stage: Stage, path: Path
 ) -> tuple[Path | None, str | None]:
     """Writes input ids from the text of a checkpoint's training to a safetensors file at
@@ -43,7 +43,7 @@ def training_text(
         data = DataConfig.model_validate(record["request"]["data"])
         if data.tokenizer != "bytes":
             return None, None
-        tokens = load(data, model, request.sequences, torch.device("cpu"))
+        tokens = load_tokens(data, model, request.sequences, torch.device("cpu"))
     except (KeyError, TypeError, ValidationError):
         return None, RANDOM.format(
             name=stage.name, why="training.json does not say what it learned"

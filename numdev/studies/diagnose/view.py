@@ -15,10 +15,10 @@ from numdev.studies.diagnose.heads import (
     MOVED,
     WRONG,
     T,
-    at_fault,
-    harms,
-    judged,
-    leading,
+    does_harm,
+    is_at_fault,
+    is_judged,
+    leading_head,
 )
 from numdev.studies.diagnose.report import (
     CureRow,
@@ -57,7 +57,7 @@ LEGEND = (
 def styles(report: DiagnoseReport) -> tuple[doc.Style]:
     """Returns the style of the first sentence: bad where a head is at fault, good where
     every head was judged and none is, else none."""
-    if any(map(at_fault, report.summary.ranking)):
+    if any(map(is_at_fault, report.summary.ranking)):
         return ("bad",)
     answer = report.summary.answer
     return ("good" if len(answer) == 1 and answer[0].startswith("No head ") else "",)
@@ -70,7 +70,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     ranking = report.summary.ranking
     yield doc.Paragraph(ABOUT)
     if ranking:
-        first = leading(ranking)
+        first = leading_head(ranking)
         yield _ranking_table(report)
         yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
         yield _heat_map(report)
@@ -100,11 +100,11 @@ def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
     def cells(row: CureRow) -> Iterator[str | doc.Cell]:
         """Yields the cells of a row, one for each column."""
         yield doc.Cell(row.cure, after="not with this" if row.reason else "")
-        yield from _cells(row, CURE)
+        yield from _number_cells(row, CURE)
         yield row.reason or report.costs.get(row.cure, "")
 
     return doc.table(
-        ("cure", *_titles(CURE), remark),
+        ("cure", *_column_titles(CURE), remark),
         map(cells, rows),
         [row.cure == "none" for row in rows],
         title=f"{head.brief}: the same inputs with one thing changed",
@@ -119,10 +119,10 @@ def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
         yield doc.Cell(
             row.kernel, style="strong", title=row.ran or "", after=row.reason or ""
         )
-        yield from _cells(row, SEEN)
+        yield from _number_cells(row, SEEN)
 
     return doc.table(
-        ("kernel", *_titles(SEEN)),
+        ("kernel", *_column_titles(SEEN)),
         map(cells, (row for row in report.kernels if row.key == head.key)),
         title=f"{head.brief}: real kernels on the same inputs",
     )
@@ -130,7 +130,7 @@ def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 def _score_name(report: DiagnoseReport) -> str:
     """Returns the name of the number that heads are ordered by."""
-    if any(judged(ranked, WRONG) for ranked in report.summary.ranking):
+    if any(is_judged(ranked, WRONG) for ranked in report.summary.ranking):
         return "error in the layer's dW_Q"
     return "|mean error of delta|"
 
@@ -138,7 +138,7 @@ def _score_name(report: DiagnoseReport) -> str:
 def _score_cell(head: Ranked) -> doc.Cell:
     """Returns a head's score in per cent, coloured where it does harm; the colour of one
     that does none would accuse it."""
-    shown = shade(head.score, SHADES) if harms(head) else None
+    shown = shade(head.score, SHADES) if does_harm(head) else None
     return doc.Cell(percent(head.score).removesuffix(" %"), shown)
 
 
@@ -151,7 +151,7 @@ def _ranking_table(report: DiagnoseReport) -> doc.Table:
         """Yields the cells of a head, one for each column."""
         yield doc.Cell(ranked.brief, style="strong")
         yield _score_cell(ranked)
-        yield from _cells(rows[ranked.key], HEAD)
+        yield from _number_cells(rows[ranked.key], HEAD)
         verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(
             ranked.conditions, "met"
         )
@@ -160,7 +160,7 @@ def _ranking_table(report: DiagnoseReport) -> doc.Table:
         states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
         yield doc.Cell(f"{len(ranked.conditions)} of {judged_count}", title=states)
 
-    columns = ("head", "layer's dW_Q off, %", *_titles(HEAD), "conditions")
+    columns = ("head", "layer's dW_Q off, %", *_column_titles(HEAD), "conditions")
     first, count = report.summary.ranking[:SHOWN], len(report.summary.ranking)
     title = f"Heads by {_score_name(report)}, the first {len(first)} of {count}"
     return doc.table(columns, map(cells, first), title=title)
@@ -173,7 +173,7 @@ def _heat_map(report: DiagnoseReport) -> doc.Table:
     ranking = sorted(
         report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer
     )
-    of_weights = any(judged(r, WRONG) for r in ranking)
+    of_weights = any(is_judged(r, WRONG) for r in ranking)
     calls = {r.case: r.layer for r in ranking}
     alone = None not in calls.values() and len(set(calls.values())) == len(calls)
     heads = sorted({r.head for r in ranking})
@@ -181,7 +181,7 @@ def _heat_map(report: DiagnoseReport) -> doc.Table:
     for r in ranking:
         name = str(r.layer) if alone else r.case
         of_call = cells.setdefault(name, [doc.Cell(NONE)] * len(heads))
-        if judged(r, WRONG) or not of_weights:
+        if is_judged(r, WRONG) or not of_weights:
             of_call[heads.index(r.head)] = _score_cell(r)
     title = f"Layer by head, in %: {_score_name(report)}"
     return doc.heat_map(title, heads, cells, only=("terminal", "html"))
@@ -203,12 +203,12 @@ SEEN = ("delta_mean", "delta_t", "dw_q_error", "dq_rel", "out_bias")
 CURE = (*SEEN, "nonfinite")
 
 
-def _titles(fields: Sequence[str]) -> list[str]:
+def _column_titles(fields: Sequence[str]) -> list[str]:
     """Returns the titles of the columns of these fields."""
     return [NUMBERS[name][0] for name in fields]
 
 
-def _cells(row: HeadPlace, fields: Sequence[str]) -> list[str]:
+def _number_cells(row: HeadPlace, fields: Sequence[str]) -> list[str]:
     """Returns the numbers of these fields of a row, as written; a dash for null."""
     values = ((NUMBERS[name][1], getattr(row, name)) for name in fields)
     return [NONE if x is None else write(x).removesuffix(" %") for write, x in values]

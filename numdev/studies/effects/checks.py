@@ -37,10 +37,10 @@ from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.reproduce import written
 from numdev.studies.effects.outputs import (
     EXACT_NONFINITE,
-    bad_positions,
-    counted,
-    output_of,
-    text_of,
+    count_nonfinite_positions,
+    main_output,
+    text_input_name,
+    unpadded_positions,
 )
 from numdev.studies.effects.report import (
     COMPILED,
@@ -48,10 +48,15 @@ from numdev.studies.effects.report import (
     Check,
     EffectsReport,
     check_names,
-    unasked,
+    not_asked_reason,
 )
-from numdev.studies.effects.rounding import layers_of
-from numdev.studies.effects.running import Inputs, Subject, exact, first_nonfinite
+from numdev.studies.effects.rounding import layer_names
+from numdev.studies.effects.running import (
+    Inputs,
+    Subject,
+    exact_attention,
+    first_nonfinite,
+)
 
 BEFORE = ""  # the name of what the first layer gets
 HIDDEN = 4  # tokens that a mask hides
@@ -75,7 +80,7 @@ WRONG = {  # by check, what is wrong where it does not hold
 Exact = tuple[Tensor, dict[str, Tensor]]  # the output, and by module what it gave
 
 
-def checks_of(
+def run_checks(
     subject: Subject,
     inputs: Inputs,
     request: EffectsRequest,
@@ -103,14 +108,14 @@ class Checks:
     def __init__(self, subject: Subject, inputs: Inputs, request: EffectsRequest) -> None:
         self.subject, self.inputs, self.request = subject, inputs, request
         self.model = subject.wide
-        self.text = text_of(inputs)
+        self.text = text_input_name(inputs)
 
     def tried(self, name: str, repeat: Check | None) -> Check:
         """Returns the check of this name. `holds` is None with a reason where it does not
         apply, was not asked for, raised an error, or where `repeat`, if it was tried
         before, does not hold."""
         untried = Check(name=name, holds=None)
-        if why := unasked(self.request, name) or self.inapplicable(name):
+        if why := not_asked_reason(self.request, name) or self.inapplicable(name):
             return untried.model_copy(update={"applies": False, "reason": why})
         if repeat is not None and repeat.holds is not True:
             return untried.model_copy(update={"reason": f"not tried: {repeat.reason}"})
@@ -184,7 +189,9 @@ class Checks:
         names = attention_modules(self.model) + [
             name for _, name, _ in unaudited_modules(self.model)
         ]
-        return {self.model.get_submodule(n): n for n in (*names, *layers_of(self.model))}
+        return {
+            self.model.get_submodule(n): n for n in (*names, *layer_names(self.model))
+        }
 
     def exact(self, inputs: Inputs, **how: Any) -> Exact:
         """Returns the output of one exact run, and the output of each module of
@@ -192,7 +199,7 @@ class Checks:
         the name BEFORE, is the input of the first layer. `how`: further arguments of the
         subject's `run_exactly`."""
         outs: dict[str, Tensor] = {}
-        layers = set(layers_of(self.model))
+        layers = set(layer_names(self.model))
 
         def enter(module: nn.Module, args: tuple[object, ...]) -> None:
             """Keeps the input of the first layer."""
@@ -207,7 +214,7 @@ class Checks:
                 outs[self.followed[module]] = widened(x)
 
         with register_module_forward_pre_hook(enter), register_module_forward_hook(keep):
-            return output_of(self.subject.exactly(inputs, **how)), outs
+            return main_output(self.subject.exactly(inputs, **how)), outs
 
     @cached_property
     def whole(self) -> Exact:
@@ -235,12 +242,12 @@ class Checks:
             raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
         if not counts.any():
             raise MeasurementError("no position of the output counts")
-        if bad_positions(one[0], counts):
+        if count_nonfinite_positions(one[0], counts):
             raise MeasurementError("NaN or infinity in the exact output")
         largest: float | None = difference(one[0], other[0])
         reason = ""
-        if bad := bad_positions(other[0], counts):
-            largest, reason = None, f"{WRONG[name]}: {_nonfinite(bad, counts)}"
+        if bad := count_nonfinite_positions(other[0], counts):
+            largest, reason = None, f"{WRONG[name]}: {_nonfinite_clause(bad, counts)}"
         elif largest is not None and largest > LIMIT:
             reason = (
                 f"{WRONG[name]}: in fp64 outputs differ by {three(largest)} of their size"
@@ -264,7 +271,7 @@ class Checks:
         layer = layer_of(module, name)
         if layer is None:
             return ""
-        if name in layers_of(self.model):
+        if name in layer_names(self.model):
             what = "output"
         elif name in attention_modules(self.model):
             what = "attention"
@@ -275,14 +282,16 @@ class Checks:
     def again(self, name: str, **how: object) -> Check:
         """Returns the check of whether the exact run agrees with one that is made another
         way. `how`: arguments of `run_exactly`; without any it is the same run again."""
-        counts = counted(self.inputs, self.whole[0])
+        counts = unpadded_positions(self.inputs, self.whole[0])
         return self.compared(name, self.whole, self.exact(self.inputs, **how), counts)
 
     def repeat(self) -> Check:
         """Returns the check of whether the model gives the same output again. Raises
         MeasurementError where the exact output is not finite, since NaN does not differ
         from NaN."""
-        if bad_positions(self.whole[0], counted(self.inputs, self.whole[0])):
+        if count_nonfinite_positions(
+            self.whole[0], unpadded_positions(self.inputs, self.whole[0])
+        ):
             with first_nonfinite(self.model, len(self.whole[0])) as first:
                 self.subject.exactly(self.inputs)
             raise MeasurementError(
@@ -326,7 +335,7 @@ class Checks:
             shown = visible(case, slice(0, 1), slice(0, case.kv_len))
             if case.q_len == case.kv_len:
                 hides.append(shown is not None and not bool(shown[..., 1:].any()))
-            return exact(case, fmt)
+            return exact_attention(case, fmt)
 
         by_hand = bool(self.whole and self.subject.by_hand)
         ids = self.inputs[name]
@@ -342,7 +351,7 @@ class Checks:
         if one[0].shape[:2] != ids.shape:
             return NO_PLACES
         later = slice(ids.shape[1] // 2, None)
-        counts = counted(self.inputs if name == "input_ids" else {}, one[0])
+        counts = unpadded_positions(self.inputs if name == "input_ids" else {}, one[0])
         counts[:, later] = False
         other = self.exact({**self.inputs, name: self.changed(ids, later)})
         return self.compared("causality", one, other, counts)
@@ -377,7 +386,7 @@ class Checks:
         if not decodes and one[0].shape[:2] != ids.shape:
             return NO_PLACES
         return self.compared(
-            "mask", one, other, counted({} if decodes else masked, one[0])
+            "mask", one, other, unpadded_positions({} if decodes else masked, one[0])
         )
 
     def batch(self) -> Check:
@@ -395,7 +404,9 @@ class Checks:
                 f"the output has {len(out)} sequences, and {count} were read"
             )
         first = out[:1], {name: x[:1] for name, x in outs.items() if len(x) == count}
-        return self.compared("batch", first, self.exact(alone), counted(alone, out[:1]))
+        return self.compared(
+            "batch", first, self.exact(alone), unpadded_positions(alone, out[:1])
+        )
 
     def cache(self, steps: int) -> Check:
         """Returns the check of whether decoding the last `steps` tokens one at a time,
@@ -410,10 +421,10 @@ class Checks:
             """Returns the outputs of a model that reads the last tokens one at a time,
             joined along positions."""
             answers = run_in_parts(self.model, wide, range(first, length + 1))
-            return torch.cat([output_of(answer) for answer in answers], dim=1)
+            return torch.cat([main_output(answer) for answer in answers], dim=1)
 
-        out = output_of(self.subject.exactly(self.inputs, run=decoded))
-        counts = counted(self.inputs, out)
+        out = main_output(self.subject.exactly(self.inputs, run=decoded))
+        counts = unpadded_positions(self.inputs, out)
         counts[:, :first] = False
         return self.compared("cache", self.whole, (out, {}), counts)
 
@@ -423,9 +434,9 @@ class Checks:
         model: nn.Module = self.subject.real
         with torch.no_grad(), attention_override(model, way):
             home = to_model_device(model, self.inputs)
-            as_is = output_of(model(**home))
+            as_is = main_output(model(**home))
             torch.compiler.reset()
-            compiled = output_of(torch.compile(model, dynamic=False)(**home))
+            compiled = main_output(torch.compile(model, dynamic=False)(**home))
         return self.compared_with_compiled(name, as_is, compiled)
 
     def compared_with_compiled(self, name: str, as_is: Tensor, compiled: Tensor) -> Check:
@@ -433,17 +444,19 @@ class Checks:
         times as much as that of the model as it is. Raises MeasurementError where shapes
         differ, no position counts or `as_is` is not finite."""
         exact = self.whole[0]
-        counts = counted(self.inputs, exact)
+        counts = unpadded_positions(self.inputs, exact)
         if not as_is.shape == compiled.shape == exact.shape:
             shapes = f"{[*as_is.shape]} and {[*compiled.shape]}"
             raise MeasurementError(f"the two runs return outputs of shapes {shapes}")
         if not counts.any():
             raise MeasurementError("no position of the output counts")
-        if bad_positions(as_is, counts):
+        if count_nonfinite_positions(as_is, counts):
             raise MeasurementError("NaN or infinity in the output of the model as it is")
         tested = partial(Check, name=name, limit=COMPILED)
-        if bad := bad_positions(compiled, counts):
-            return tested(holds=False, reason=f"{WRONG[name]}: {_nonfinite(bad, counts)}")
+        if bad := count_nonfinite_positions(compiled, counts):
+            return tested(
+                holds=False, reason=f"{WRONG[name]}: {_nonfinite_clause(bad, counts)}"
+            )
         errors = [float((x - exact)[counts].norm()) for x in (as_is, compiled)]
         ratio = min(errors[1] / max(errors[0], 1e-300), 1e300)
         holds = ratio <= COMPILED
@@ -452,7 +465,7 @@ class Checks:
         return tested(holds=holds, difference=ratio, reason=text)
 
 
-def _nonfinite(bad: int, counts: Tensor) -> str:
+def _nonfinite_clause(bad: int, counts: Tensor) -> str:
     """Returns a clause on `bad`, the number of positions with NaN or infinity, of those
     that count."""
     return f"NaN or infinity at {bad} of {int(counts.sum())} positions"

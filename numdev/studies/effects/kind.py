@@ -5,16 +5,16 @@ from __future__ import annotations
 from numdev.kinds import Judged, Kind
 from numdev.studies.effects import moves, verdict, view
 from numdev.studies.effects.report import EffectsReport
-from numdev.studies.effects.wholeness import check
+from numdev.studies.effects.wholeness import check_consistency
 
 EFFECTS = Kind(
     report=EffectsReport,
     blocks=view.blocks,
     judged=Judged(
-        check=check,
+        check=check_consistency,
         tests=verdict.tests,
         findings=verdict.findings,
-        summarised=verdict.summarised,
+        summarised=verdict.with_summary,
         passing=verdict.passing,
     ),
     moves=moves.moves,

@@ -118,7 +118,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
         for run, rows in pairs.items()
         for metric in SCALES
     }
-    p = {key: _p(logs) for key, logs in ratios.items() if len(logs) >= LEAST}
+    p = {key: _p_value(logs) for key, logs in ratios.items() if len(logs) >= LEAST}
     moved = dict(zip(p, holm(list(p.values()), ALPHA), strict=True))
     groups: list[Group] = []
     moves: list[Move] = []
@@ -129,7 +129,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
             both = both_numbers(rows, metric)
             zero = any((a == 0) != (b == 0) for a, b in both)
             logs = ratios[run, metric]
-            if not (zero or moved.get((run, metric), False) or _surely(logs)):
+            if not (zero or moved.get((run, metric), False) or _all_moved_far(logs)):
                 continue
             a, b = (statistics.median(side) for side in zip(*both, strict=True))
             mean = statistics.mean(logs) if logs else None
@@ -165,7 +165,7 @@ def _log_ratios(rows: Sequence[Pair], metric: str) -> list[float]:
     return [log for log in logs if log is not None]
 
 
-def _surely(logs: Sequence[float]) -> bool:
+def _all_moved_far(logs: Sequence[float]) -> bool:
     """Whether every logarithm is beyond ln(SURELY), all in one direction; False without
     any."""
     return bool(logs) and (min(logs) > math.log(SURELY) or max(logs) < -math.log(SURELY))
@@ -221,7 +221,7 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
             }
 
 
-def _p(logs: Sequence[float]) -> float:
+def _p_value(logs: Sequence[float]) -> float:
     """Returns the two-sided p of Student's t that the mean of the logarithms is 0; 1
     where all are 0, and 0 where all are the same other number. `logs`: at least two."""
     spread = statistics.stdev(logs) / math.sqrt(len(logs))

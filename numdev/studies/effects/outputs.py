@@ -25,7 +25,7 @@ EXACT_NONFINITE = "NaN or infinity in the exact output (fp64)"
 TINY = 1e-300  # a divisor that is never 0
 
 
-def output_of(answer: object) -> Tensor:
+def main_output(answer: object) -> Tensor:
     """Returns the tensor by which answers of a model are compared, [sequences, positions,
     width] in fp64: its logits, else its last hidden state, else the first tensor it
     returns. An output [sequences, width] has one position; further axes between the first
@@ -44,16 +44,16 @@ def output_of(answer: object) -> Tensor:
     return out[:, None] if out.ndim == 2 else out.flatten(1, -2)
 
 
-def outputs_of(answer: object) -> dict[str, Tensor]:
+def outputs_by_name(answer: object) -> dict[str, Tensor]:
     """Returns the tensors by which answers of a model are compared, each [sequences,
     positions, width] in fp64, by the name of the output: "" for a model's only one,
     `latents` and `image` for a pipeline's. Raises MeasurementError where an answer has no
     such tensor."""
-    x, image = output_of(answer), getattr(answer, "image", None)
-    return {"": x} if image is None else {"latents": x, "image": output_of(image)}
+    x, image = main_output(answer), getattr(answer, "image", None)
+    return {"": x} if image is None else {"latents": x, "image": main_output(image)}
 
 
-def text_of(inputs: Mapping[str, object]) -> str | None:
+def text_input_name(inputs: Mapping[str, object]) -> str | None:
     """Returns the name of the input whose tokens the model's output is about:
     `decoder_input_ids`, `input_ids`, or the first int64 tensor [sequences, positions];
     None without one."""
@@ -64,7 +64,7 @@ def text_of(inputs: Mapping[str, object]) -> str | None:
     )
 
 
-def counted(
+def unpadded_positions(
     inputs: Mapping[str, object], out: Tensor, mask: str = "attention_mask"
 ) -> Tensor:
     """Returns the positions of an output that are no padding, bool [sequences, positions]
@@ -90,7 +90,7 @@ class Scored(NamedTuple):
         of its output is the size of a vocabulary or the number of labels, and which
         positions count. `targets` is -1 everywhere but for logits over tokens. Raises
         MeasurementError for an answer without a tensor."""
-        out, name = output_of(answer), text_of(inputs)
+        out, name = main_output(answer), text_input_name(inputs)
         config: object = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         tables = [
@@ -101,7 +101,7 @@ class Scored(NamedTuple):
         logits = is_text or out.shape[-1] == getattr(config, "num_labels", None)
         logits &= not hasattr(answer, "last_hidden_state")
         decodes = name == "decoder_input_ids"
-        counts = counted(
+        counts = unpadded_positions(
             inputs, out, "decoder_attention_mask" if decodes else "attention_mask"
         )
         targets = torch.full_like(counts, -1, dtype=torch.int64)
@@ -116,7 +116,7 @@ class Scored(NamedTuple):
         return cls(logits, counts, targets)
 
 
-def bad_positions(x: Tensor, counts: Tensor) -> int:
+def count_nonfinite_positions(x: Tensor, counts: Tensor) -> int:
     """Returns at how many of the positions that count `x` [sequences, positions, width]
     has NaN or infinity. `counts`: bool [sequences, positions]."""
     return int((~x.isfinite().all(dim=-1) & counts).sum())
@@ -129,7 +129,7 @@ def largest_error(x: Tensor, truth: Tensor) -> Tensor:
     return _centred(x - truth).abs().amax(dim=-1)
 
 
-def compared(
+def score_sequences(
     x: Tensor,
     truth: Tensor,
     how: Scored,
@@ -174,7 +174,7 @@ def compared(
         centred = _centred if how.logits else lambda x: x
         size = centred(exact).norm().clamp_min(TINY)
         parts = cost.tensor_split(PARTS) if len(cost) >= 2 * PARTS else ()
-        row |= {**_spread("cost", cost), "positions": len(values)}
+        row |= {**_mean_and_tail("cost", cost), "positions": len(values)}
         row["growth"] = tuple(float(part.mean()) for part in parts)
         row["error"] = float(centred(values - exact).norm() / size)
         if beside is not None and bool(beside[i][counts].isfinite().all()):
@@ -183,7 +183,7 @@ def compared(
     return rows
 
 
-def _spread(name: str, x: Tensor) -> dict[str, float]:
+def _mean_and_tail(name: str, x: Tensor) -> dict[str, float]:
     """Returns the fields `name`, `name_p999` and `name_max` of a row: the mean of `x`
     [positions], its 99.9 % point and its largest value. `x`: at least one."""
     point = x.kthvalue(math.ceil(0.999 * len(x))).values
@@ -235,6 +235,6 @@ def _score_logits(
     if by_chance is not None:
         row["unexplained"] = int((margin > NEAR * by_chance).sum())
     if len(change := change[targets >= 0]):
-        row |= _spread("log_prob", change.abs().flatten())
+        row |= _mean_and_tail("log_prob", change.abs().flatten())
         row["log_perplexity"] = -float(change.mean())
     return cost, row

@@ -33,7 +33,7 @@ Beside = Literal["predicted", "eager", "sites"]
 USED = "sdpa-default"  # what a model calls that asks for no backend
 
 
-def stands_for_use(kernel: str, against: str) -> int:
+def rank_for_use(kernel: str, against: str) -> int:
     """Returns a sort key for the kernels of a study, of which the lowest stands for what
     a user runs: 2 for `against`, that others are compared with; else 0 for
     `sdpa-default`, which a model calls if it asks for no backend; 1 for any other."""
@@ -223,7 +223,7 @@ def check_names(
     ]
 
 
-def unasked(request: EffectsRequest, name: str) -> str:
+def not_asked_reason(request: EffectsRequest, name: str) -> str:
     """Returns why the request leaves out the check `name`, with the option that asks for
     it; empty for one that was asked for or needs no option."""
     option = ASKED_BY.get(name)

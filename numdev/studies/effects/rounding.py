@@ -98,7 +98,7 @@ class AtSites:
         """Returns a Python number that an operation brings in: rounded at the operation's
         site if that is chosen and the operation only moves values; as it is otherwise."""
         fmt = values_format(dtype)
-        if not moves(func) or fmt.precision > self.format.precision:
+        if not only_moves_values(func) or fmt.precision > self.format.precision:
             return value
         is_rounded = self.places.site_of(func, ()) in self.sites
         return round_number(value, fmt) if is_rounded else value
@@ -113,7 +113,7 @@ class AtSites:
         """Returns the values that an operation computed for a result of this dtype:
         rounded if its site is chosen, and as they are if it only moves values. Notes in
         `narrower` a site that computes in less than the model's format."""
-        if moves(func) and not brings_other_numbers(func, args, dtype):
+        if only_moves_values(func) and not brings_other_numbers(func, args, dtype):
             return values
         fmt, site = values_format(dtype), self.places.site_of(func, args)
         if fmt.precision < self.format.precision and fmt.precision < SINGLE:
@@ -149,7 +149,7 @@ class Running(Computing):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def moves(func: OpOverload) -> bool:
+def only_moves_values(func: OpOverload) -> bool:
     """Whether an operator only moves values, or chooses among them."""
     return func.overloadpacket.__name__ in MOVES and "reduce" not in func._overloadname
 
@@ -174,9 +174,11 @@ class SiteTracker:
     """Follows which modules run, and names the sites of operations."""
 
     def __init__(self, model: nn.Module) -> None:
-        owners, layers = attention_modules(model), layers_of(model)
+        owners, layers = attention_modules(model), layer_names(model)
         named = {name: m for name, m in model.named_modules() if name}
-        self.kinds = {m: _kind(name, m, owners, layers) for name, m in named.items()}
+        self.kinds = {
+            m: _site_of_module(name, m, owners, layers) for name, m in named.items()
+        }
         self.layers, self.owners = ({named[name] for name in x} for x in (layers, owners))
         self.rotates = "rotary" in self.kinds.values()
         self.running: list[nn.Module] = []
@@ -269,29 +271,33 @@ class SiteTracker:
         return stage
 
 
-def layers_of(model: nn.Module) -> list[str]:
+def layer_names(model: nn.Module) -> list[str]:
     """Returns the names of a model's layers: the members of its outermost lists of
     modules, where all of a list have parts. Empty without such a list."""
     layers: list[str] = []
     for name, m in model.named_modules():
-        if isinstance(m, nn.ModuleList | nn.Sequential) and not _within(name, layers):
+        if isinstance(m, nn.ModuleList | nn.Sequential) and not _enclosing_module(
+            name, layers
+        ):
             members = dict(m.named_children())
             if all(any(True for _ in member.children()) for member in members.values()):
                 layers += [f"{name}.{child}" for child in members]
     return layers
 
 
-def _within(name: str, modules: Iterable[str]) -> str | None:
+def _enclosing_module(name: str, modules: Iterable[str]) -> str | None:
     """Returns the first of these module names that a module of this name is, or lies
     within; None without one."""
     return next((m for m in modules if f"{name}.".startswith(f"{m}.")), None)
 
 
-def _kind(name: str, module: nn.Module, owners: list[str], layers: list[str]) -> str:
+def _site_of_module(
+    name: str, module: nn.Module, owners: list[str], layers: list[str]
+) -> str:
     """Returns the site that all operations of a module have, or, where it depends on the
     operation, `owner` (of attention's projections), `layer` or `outside`. `owners`,
     `layers`: names of the modules with attention, and of layers."""
-    leaf, layer = name.rpartition(".")[2].lower(), _within(name, layers)
+    leaf, layer = name.rpartition(".")[2].lower(), _enclosing_module(name, layers)
     described = f"{leaf} {type(module).__name__.lower()}"
     if "norm" in described:
         return "norms"
@@ -303,12 +309,14 @@ def _kind(name: str, module: nn.Module, owners: list[str], layers: list[str]) ->
         return "embedding" if isinstance(module, nn.Embedding) else "outside"
     if getattr(module, "weight", None) is None:
         return "layer"
-    if _within(name, owners):
+    if _enclosing_module(name, owners):
         return (
             "q, k, v" if any(role.search(leaf) for role in QKV) else "output projection"
         )
     depth = layer.count(".") + 2  # of the parts of a layer, one of which holds the owner
     zones = {
-        ".".join(owner.split(".")[:depth]) for owner in owners if _within(owner, [layer])
+        ".".join(owner.split(".")[:depth])
+        for owner in owners
+        if _enclosing_module(owner, [layer])
     }
-    return "output projection" if _within(name, zones) else "MLP"
+    return "output projection" if _enclosing_module(name, zones) else "MLP"

@@ -54,7 +54,7 @@ Inputs = Mapping[str, Any]
 Source = CheckpointSource | PictureSource
 
 
-def exact(case: AttentionCase, _fmt: Format) -> Tensor:
+def exact_attention(case: AttentionCase, _fmt: Format) -> Tensor:
     """Returns the output of a call computed in fp64, [batch, heads, q_len, v_dim]. It
     takes a format as every `Attention` does, and ignores it."""
     return attend(case).out
@@ -73,7 +73,7 @@ class Subject:
         choose_experts = getattr(self.wide, "set_experts_implementation", None)
         if choose_experts is not None:
             choose_experts("eager")
-        _widen(self.wide, source.model, self.device)
+        _widen_model(self.wide, source.model, self.device)
         # The context in which each model has its weights at hand
         self.weights: dict[nn.Module, Callable[[], AbstractContextManager[None]]]
         self.weights = dict.fromkeys(models, nullcontext)
@@ -100,7 +100,9 @@ class Subject:
             return attention(case, format_of(case.q.dtype)).to(case.q.dtype)
 
         moving = (
-            nullcontext() if moved is None else _moving(self.real, self.format, moved)
+            nullcontext()
+            if moved is None
+            else _with_moved_embedding(self.real, self.format, moved)
         )
         with torch.no_grad(), self.weights[self.real](), moving:
             home = to_model_device(self.real, inputs)
@@ -109,7 +111,7 @@ class Subject:
     def exactly(
         self,
         inputs: Inputs,
-        attention: Attention | None = exact,
+        attention: Attention | None = exact_attention,
         *,
         sites: Collection[str] = (),
         drawn: int | None = None,
@@ -121,10 +123,10 @@ class Subject:
         code, which is as exact in fp64. The own code also answers for `exact_attention`
         in a model that attends by hand; `by_hand` then says so. Raises what the model
         raises."""
-        if attention is exact:
+        if attention is exact_attention:
             if not self.by_hand:
                 try:
-                    return self._exactly(inputs, exact, sites, drawn, run)
+                    return self._exactly(inputs, exact_attention, sites, drawn, run)
                 except Unseen as error:
                     self.by_hand = error.message
             attention = None
@@ -154,7 +156,9 @@ class Subject:
                     torch.get_autocast_dtype(kind)
                 ).name
             with _disable_current_modes(), torch.autocast(kind, enabled=False):
-                values = (attention or exact)(_unwrapped(case), format_of(dtype))
+                values = (attention or exact_attention)(
+                    _plain_case(case), format_of(dtype)
+                )
                 return Wide.of(values.double(), dtype)
 
         call = partial(
@@ -207,7 +211,7 @@ class Subject:
         if not site:
             return self.exactly(inputs, attention, sites=SITES, drawn=drawn)
         return self.exactly(
-            inputs, attention if site in ATTENTION else exact, sites=(site,)
+            inputs, attention if site in ATTENTION else exact_attention, sites=(site,)
         )
 
     def _inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
@@ -233,7 +237,7 @@ class Subject:
         others are exact. Raises Refused where the kernel cannot run here or declines,
         MeasurementError where it fails."""
         if layer not in (None, case.ref.layer):
-            return exact(case, fmt)
+            return exact_attention(case, fmt)
         return self._run_kernel(planned, case.rounded_to(fmt)).out
 
     def predicted(self, planned: Planned, case: AttentionCase, fmt: Format) -> Tensor:
@@ -241,7 +245,7 @@ class Subject:
         exact output where the call comes in a wider format than the model's. Raises
         Refused where the kernel has no rounding model for it or declines."""
         if fmt.precision > self.format.precision:
-            return exact(case, fmt)
+            return exact_attention(case, fmt)
         case = case.rounded_to(fmt)
         return find("emulated").attend(case, **self._claim(planned, case)).out
 
@@ -306,13 +310,13 @@ def first_nonfinite(
     def leave(module: nn.Module, _args: object, out: object) -> None:
         """Looks at what a module returns."""
         with _disable_current_modes():
-            note(out, lambda: names[module] + _bad_weight(module, cast_to))
+            note(out, lambda: names[module] + _nonfinite_weight_clause(module, cast_to))
 
     with module_hooks(names, enter, leave):
         yield first
 
 
-def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
+def _nonfinite_weight_clause(module: nn.Module, cast_to: Format | None) -> str:
     """Returns a clause about the first weight of a module that has NaN or infinity; empty
     without one. Weights that stay on disk are not looked at."""
     cast = f" (cast to {cast_to.name})" if cast_to else ""
@@ -325,7 +329,7 @@ def _bad_weight(module: nn.Module, cast_to: Format | None) -> str:
     return ""
 
 
-def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
+def _widen_model(model: nn.Module, source: nn.Module, device: str) -> None:
     """Replaces the floating-point tensors of `model`, in place, by `Wide` ones with the
     values of `source`, a module of the same names; a tensor that stays on disk by one
     that is made when it is read. Tied weights stay one."""
@@ -338,7 +342,9 @@ def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
                 if not is_floating(x):
                     continue
                 if id(x) not in widened_by_id:
-                    wide = partial(_wide, values[leaf], x.dtype, kind == "_parameters")
+                    wide = partial(
+                        _widened_tensor, values[leaf], x.dtype, kind == "_parameters"
+                    )
                     widened_by_id[id(x)] = (
                         Deferred.of(x._empty, wide)
                         if isinstance(x, Deferred)
@@ -347,7 +353,7 @@ def _widen(model: nn.Module, source: nn.Module, device: str) -> None:
                 tensors[leaf] = widened_by_id[id(x)]
 
 
-def _wide(
+def _widened_tensor(
     values: Tensor, dtype: torch.dtype, is_parameter: bool, device: str | torch.device
 ) -> Tensor:
     """Returns a parameter or buffer in fp64 on `device`, under the dtype that the model
@@ -362,7 +368,7 @@ def _wide(
         return nn.Parameter(wide, requires_grad=False) if is_parameter else wide
 
 
-def _unwrapped(case: AttentionCase) -> AttentionCase:
+def _plain_case(case: AttentionCase) -> AttentionCase:
     """Returns the call with its tensors as plain fp64 tensors. The lowest number of a
     mask's dtype, which hides a key, becomes that of fp64."""
     mask = case.mask
@@ -382,7 +388,7 @@ def _unwrapped(case: AttentionCase) -> AttentionCase:
 
 
 @contextmanager
-def _moving(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
+def _with_moved_embedding(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
     """Returns a context in which the output of the first embedding, convolution or linear
     layer to run is one unit in the last place off, up or down at random with this
     seed."""

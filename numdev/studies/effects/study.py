@@ -31,8 +31,13 @@ from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Planned, digest, header, plan_formats, plan_kernels
 from numdev.studies.audit.run import Progress, Say, describe, provenance
 from numdev.studies.audit.timing import Stopwatch
-from numdev.studies.effects.checks import checks_of
-from numdev.studies.effects.outputs import Scored, compared, largest_error, outputs_of
+from numdev.studies.effects.checks import run_checks
+from numdev.studies.effects.outputs import (
+    Scored,
+    largest_error,
+    outputs_by_name,
+    score_sequences,
+)
 from numdev.studies.effects.report import (
     Check,
     EffectsPlan,
@@ -43,7 +48,7 @@ from numdev.studies.effects.report import (
     OutputRow,
     PlannedCheck,
     PlannedRun,
-    stands_for_use,
+    rank_for_use,
 )
 from numdev.studies.effects.rounding import SITES
 from numdev.studies.effects.running import Inputs, Source, Subject, first_nonfinite
@@ -132,9 +137,9 @@ def effects(
         measure: Measure = study.measured
         if workers is not None:
             client = stack.enter_context(client_of(workers, study.system))
-            measure = partial(measured_on, client, shared_by(head), request)
-        _finish(study, journal, measure, watch, progress)
-    report = _report(
+            measure = partial(measure_on_workers, client, shared_by(head), request)
+        _complete_journal(study, journal, measure, watch, progress)
+    report = _unjudged_report(
         study,
         journal,
         asked,
@@ -144,7 +149,7 @@ def effects(
     return judged(report, rules)
 
 
-def _finish(
+def _complete_journal(
     study: EffectsStudy,
     journal: Journal,
     measure: Measure,
@@ -169,13 +174,13 @@ def _finish(
         with watch("checks"):
             if not journal.visit(key):
                 subject, before = study.subject(fmt), journal.records("check", Check)
-                checks = checks_of(subject, study.chunks[0], study.request, before)
+                checks = run_checks(subject, study.chunks[0], study.request, before)
                 tried = list(checks)  # what the model does is known after the checks
                 facts = [{"routes": subject.routes}]
                 journal.append(key, {"check": tried, "model": facts})
 
 
-def _report(
+def _unjudged_report(
     study: EffectsStudy,
     journal: Journal,
     request: dict[str, object],
@@ -242,7 +247,7 @@ class EffectsStudy:
         )
         self.mine = [p for p in self.kernels if p is not self.against]
         self.formats = plan_formats(request.formats, self.kernels)
-        self.source = _opened_source(request, self.system)
+        self.source = _open_source(request, self.system)
         self._subject: Subject | None = None
 
     def subject(self, fmt: Format) -> Subject:
@@ -286,7 +291,7 @@ class EffectsStudy:
         it does."""
         return min(
             (*self.mine, self.against),
-            key=lambda p: stands_for_use(p.kernel.name, self.against.kernel.name),
+            key=lambda p: rank_for_use(p.kernel.name, self.against.kernel.name),
         )
 
     @property
@@ -326,9 +331,9 @@ class EffectsStudy:
             fields: Fields = {"status": "skipped", "reason": subject.by_hand}
             for i in todo:
                 about = self.runs[i].row(fmt)
-                yield i, _rows(about, [fields] * count, before)
+                yield i, _sequence_rows(about, [fields] * count, before)
             return
-        truths, how = outputs_of(answer), Scored.of(subject.wide, answer, inputs)
+        truths, how = outputs_by_name(answer), Scored.of(subject.wide, answer, inputs)
         del answer
         lost: dict[int, str] = {}  # where the truth itself is not finite
         if not all(bool(truth.isfinite().all()) for truth in truths.values()):
@@ -351,8 +356,10 @@ class EffectsStudy:
                     numbers: list[Fields] = [vars(output)] * len(truth)
                 else:
                     beside = against.get(at) if run.kind in AS_USED else None
-                    numbers = compared(output[at], truth, how, by_chance, beside, first)
-                rows += _rows({**run.row(fmt), "at": at}, numbers, before)
+                    numbers = score_sequences(
+                        output[at], truth, how, by_chance, beside, first
+                    )
+                rows += _sequence_rows({**run.row(fmt), "at": at}, numbers, before)
             yield i, rows
 
     def _outputs(
@@ -361,7 +368,7 @@ class EffectsStudy:
         """Returns the outputs of one run by name; a Failure where a kernel declines
         (`skipped`, from Refused) or the run fails (`failed`, from MeasurementError)."""
         try:
-            return outputs_of(self._answer(subject, inputs, run))
+            return outputs_by_name(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
             return Failure(
                 "skipped" if isinstance(error, Refused) else "failed", error.message
@@ -406,7 +413,9 @@ class EffectsStudy:
             )
 
 
-def _rows(about: Fields, numbers: Sequence[Fields], first: int) -> list[OutputRow]:
+def _sequence_rows(
+    about: Fields, numbers: Sequence[Fields], first: int
+) -> list[OutputRow]:
     """Returns a row for each dict of `numbers`, with the fields `about` of its run;
     sequences are numbered from `first`."""
     return [
@@ -434,7 +443,7 @@ def _overflows(outputs: Mapping[str, Tensor], truths: Mapping[str, Tensor]) -> b
     )
 
 
-def _opened_source(request: EffectsRequest, system: System) -> Source:
+def _open_source(request: EffectsRequest, system: System) -> Source:
     """Opens the model of a request: a checkpoint or a pipeline. Raises UsageError for
     captured tensors, a configuration, or anything else that is no model, and for an
     option that has no effect on a pipeline."""
@@ -461,7 +470,7 @@ def _opened_source(request: EffectsRequest, system: System) -> Source:
     return source
 
 
-def measured_on(
+def measure_on_workers(
     client: Client,
     expected: str,
     request: EffectsRequest,
@@ -477,20 +486,20 @@ def measured_on(
     parts = [
         (request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)
     ]
-    for rows in shared_out(client, expected, _on_worker, parts):
+    for rows in shared_out(client, expected, _measure_on_worker, parts):
         yield from rows
 
 
-def _on_worker(
+def _measure_on_worker(
     request: str, fmt: Format, number: int, todo: Sequence[int]
 ) -> list[Measured]:
     """Returns (number of a run, its rows) for the runs of `todo`, measured in this worker
     process. `request`: an EffectsRequest in JSON; its model is opened once in a
     process."""
-    return list(_opened(request).measured(fmt, number, todo))
+    return list(_study_of_request(request).measured(fmt, number, todo))
 
 
 @cache
-def _opened(request: str) -> EffectsStudy:
+def _study_of_request(request: str) -> EffectsStudy:
     """Returns the study of a request in JSON, opened once in a process."""
     return EffectsStudy(EffectsRequest.model_validate_json(request), attempt)

@@ -18,7 +18,7 @@ from numdev.studies.effects.report import (
     Fields,
     OutputRow,
     RunSummary,
-    stands_for_use,
+    rank_for_use,
 )
 
 LEAST = 3  # sequences that an interval takes
@@ -27,15 +27,15 @@ Costs = Mapping[int, float]  # by sequence
 Runs = Sequence[RunSummary]
 
 
-def summary_of(report: EffectsReport) -> EffectsSummary:
+def recomputed_summary(report: EffectsReport) -> EffectsSummary:
     """Returns the summary that the rows and the plan of a report give; its stored one is
     not read."""
     return summarise(report.rows, report.plan.against, logits=report.plan.logits)
 
 
-def summarised(report: EffectsReport) -> EffectsReport:
+def with_summary(report: EffectsReport) -> EffectsReport:
     """Returns a copy of the report with the summary that its rows give."""
-    return report.model_copy(update={"summary": summary_of(report)})
+    return report.model_copy(update={"summary": recomputed_summary(report)})
 
 
 def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
@@ -73,7 +73,7 @@ class OutputRuns:
             if run[0] == "whole" and self.costs[run]
         ]
         used = min(
-            wholes, key=lambda row: stands_for_use(row.kernel, against), default=None
+            wholes, key=lambda row: rank_for_use(row.kernel, against), default=None
         )
         self.whole: Costs = self.costs[used.run] if used else {}
         self.runs = [self._summary(of_run) for of_run in by_run.values()]
@@ -91,7 +91,7 @@ class OutputRuns:
                 fields[name] = over_sequences(values)
         costs = self.costs[rows[0].run]
         beside, yardstick = self._yardstick(rows[0])
-        ratios = _ratios(costs, yardstick)
+        ratios = _ratios_by_sequence(costs, yardstick)
         unmatched = [i for i, cost in costs.items() if cost and not yardstick.get(i)]
         fields |= {
             "reason": next((row.reason for row in rows if row.reason), None),
@@ -100,9 +100,9 @@ class OutputRuns:
         }
         fields |= {
             "unmatched": len(unmatched) if beside else 0,
-            "share": _geometric(_ratios(costs, self.whole)),
+            "share": _geometric_mean(_ratios_by_sequence(costs, self.whole)),
             "beside": beside,
-            "over": _geometric(ratios),
+            "over": _geometric_mean(ratios),
             "over_worst": max(ratios, default=None),
         }
         return RunSummary.model_validate(fields)
@@ -133,7 +133,9 @@ class OutputRuns:
         sites = [self.costs[run.run] for run in self.sites]
         sums = {i: sum(costs.get(i, 0.0) for costs in sites) for i in self.whole}
         ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
-        parts = _geometric(_ratios(sums, self.whole)) or Estimate(mean=ratio)
+        parts = _geometric_mean(_ratios_by_sequence(sums, self.whole)) or Estimate(
+            mean=ratio
+        )
         parts, adds_up = parts.model_copy(update={"mean": ratio}), 0.9 <= ratio <= 1.1
         return Budget(
             format=main.format, kernel=main.kernel, parts=parts, adds_up=adds_up
@@ -146,7 +148,7 @@ class OutputRuns:
         main = self.main
         if main is None or main.cost is None:
             return
-        attention = alone(main, self.runs)
+        attention = attention_alone(main, self.runs)
         share = attention.share if attention else None
         if main.from_against is not None and main.kernel != self.against and share:
             yield self._attention_sentence(main, main.from_against, share)
@@ -215,12 +217,12 @@ def _costs(rows: Sequence[OutputRow]) -> Costs:
     return {row.sequence: row.cost for row in rows if row.cost is not None}
 
 
-def _ratios(above: Costs, below: Costs) -> list[float]:
+def _ratios_by_sequence(above: Costs, below: Costs) -> list[float]:
     """Returns above / below for each sequence of `above` where `below` is more than 0."""
     return [above[i] / below[i] for i in above if below.get(i, 0.0) > 0]
 
 
-def _geometric(values: Sequence[float]) -> Estimate | None:
+def _geometric_mean(values: Sequence[float]) -> Estimate | None:
     """Returns the geometric mean of ratios with its 95 % interval, which takes LEAST
     values; the arithmetic mean where a value is 0. None without a value."""
     mean, low, high = factor(values) if values else (0.0, None, None)
@@ -228,11 +230,11 @@ def _geometric(values: Sequence[float]) -> Estimate | None:
     return Estimate(mean=mean, low=low, high=high) if values else None
 
 
-def _mean(values: Sequence[float]) -> Estimate:
+def _mean_with_interval(values: Sequence[float]) -> Estimate:
     """Returns the arithmetic mean of costs; its interval is that of the geometric mean,
     in proportion. None for the ends where there are fewer than LEAST values. `values`: at
     least one."""
-    mean, middle = _average(values), _geometric(values)
+    mean, middle = _average(values), _geometric_mean(values)
     if not middle or not middle.mean or middle.low is None or middle.high is None:
         return Estimate(mean=mean)
     low, high = (mean * end / middle.mean for end in (middle.low, middle.high))
@@ -246,7 +248,7 @@ def _average(values: Sequence[float]) -> float:
 
 # How a number of a run is made of those of its sequences
 OVER_SEQUENCES: Mapping[str, Callable[[Any], object]] = {
-    **dict.fromkeys(("cost", "log_prob"), _mean),
+    **dict.fromkeys(("cost", "log_prob"), _mean_with_interval),
     **dict.fromkeys(("log_perplexity", "error", "angle", "from_against"), _average),
     **dict.fromkeys(("cost_p999", "cost_max", "log_prob_p999", "log_prob_max"), max),
     **dict.fromkeys(("positions", "flips", "unexplained"), sum),
@@ -255,7 +257,7 @@ OVER_SEQUENCES: Mapping[str, Callable[[Any], object]] = {
 }
 
 
-def alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
+def attention_alone(whole: RunSummary, runs: Runs) -> RunSummary | None:
     """Returns the run with attention alone in the format that has the kernel, options,
     format and output of `whole`; None where there is none."""
     return next((run for run in runs if run.run == ("attention", *whole.run[1:])), None)

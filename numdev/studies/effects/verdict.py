@@ -23,14 +23,14 @@ from numdev.studies.effects.report import (
     RunSummary,
 )
 from numdev.studies.effects.summary import (
-    alone,
+    attention_alone,
     flips_in_words,
-    summarised,
-    summary_of,
+    recomputed_summary,
+    with_summary,
 )
 from numdev.yamlfile import Strict
 
-__all__ = ["EffectsLimits", "findings", "passing", "summarised", "tests"]
+__all__ = ["EffectsLimits", "findings", "passing", "tests", "with_summary"]
 
 UNSTEADY = "the model does not repeat itself"
 SURELY = 10  # times a limit: exceeded in one sequence alone, or without an interval
@@ -73,7 +73,7 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
     itself, what would be judged is undecided."""
     plan = report.plan
     limits: EffectsLimits = rules.limits_of("effects")
-    runs = summary_of(report).runs
+    runs = recomputed_summary(report).runs
     steady = not any(
         check.name == "repeat" and check.holds is False for check in report.checks
     )
@@ -95,7 +95,9 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
         }
         yield _test_of_runs(report, who, rules)
         for at in plan.outputs:
-            whole = next(run for run in runs if _is_whole(run, kernel, fmt, at))
+            whole = next(
+                run for run in runs if _is_run_of_whole_model(run, kernel, fmt, at)
+            )
             for fields in _output_tests(plan, whole, runs, limits):
                 judged = fields["standing"] in (Standing.HELD, Standing.EXCEEDED)
                 if judged and not steady:
@@ -107,7 +109,9 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
                 yield Test(**who, tensor=at or "output", **fields)
 
 
-def _is_whole(run: RunSummary, kernel: PlannedKernel, fmt: str, at: str) -> bool:
+def _is_run_of_whole_model(
+    run: RunSummary, kernel: PlannedKernel, fmt: str, at: str
+) -> bool:
     """Whether a run is that of the whole model with a kernel and its options, in a
     format, of the output `at`."""
     if (run.kind, run.format, run.at) != ("whole", fmt, at):
@@ -149,7 +153,7 @@ def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
     rows = [
         row
         for row in report.rows
-        if row.kind in WHOLE and row.layer is None and _same_kernel(row, who)
+        if row.kind in WHOLE and row.layer is None and _is_row_of(row, who)
     ]
     states = [
         ("ok" if row.nonfinite else row.status, row.reason or "")
@@ -170,7 +174,7 @@ def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
     return run_test(who, rules, "out", count, reasons, asked=report.plan.named)
 
 
-def _same_kernel(row: OutputRow, who: Who) -> bool:
+def _is_row_of(row: OutputRow, who: Who) -> bool:
     """Whether a row is one of the kernel, options and format of a test's `who`."""
     expected = (who["kernel"], str(who["options"]), who["format"])
     return (row.kernel, str(row.options), row.format) == expected
@@ -186,7 +190,7 @@ def _output_tests(
     format: `finite`, `own share`, `model`, `flips`. Without the costs of both `whole` and
     attention alone, the last three have a reason: not applicable where both lack one,
     missing where one has it."""
-    attention = alone(whole, runs)
+    attention = attention_alone(whole, runs)
     yield _finite_test(whole, attention, runs)
     if whole.cost is None or attention is None or attention.cost is None:
         lacking = [run for run in (whole, attention) if run and run.cost is None]
@@ -205,9 +209,9 @@ def _output_tests(
     yield _ratio_test(plan, attention, limits, steady=steady)
     yield _ratio_test(plan, whole, limits, steady=steady)
     if not plan.logits or plan.routes or whole.unexplained is None:
-        lacks = plan.logits and not plan.routes and _emulated(plan)
+        lacks = plan.logits and not plan.routes and _has_rounding_sites(plan)
         yield {
-            "rule": "flips", "reasons": (_no_flips(plan),),
+            "rule": "flips", "reasons": (_unjudged_flips_reason(plan),),
             "standing": Standing.MISSING if lacks else Standing.NOT_APPLICABLE,
         }  # fmt: skip
         return
@@ -220,7 +224,7 @@ def _output_tests(
     }  # fmt: skip
 
 
-def _no_flips(plan: EffectsPlan) -> str:
+def _unjudged_flips_reason(plan: EffectsPlan) -> str:
     """Returns why no flip can be called unexplained, by the plan."""
     if not plan.logits:
         return "its output is no distribution"
@@ -229,7 +233,7 @@ def _no_flips(plan: EffectsPlan) -> str:
     return "nothing tells flips from near ties"
 
 
-def _emulated(plan: EffectsPlan) -> bool:
+def _has_rounding_sites(plan: EffectsPlan) -> bool:
     """Whether the plan has the run with all rounding sites, which a pipeline lacks."""
     return any(run.kind == "emulated" for run in plan.runs)
 
@@ -291,7 +295,7 @@ def _ratio_test(
     if run.beside == "eager" and run.kernel == plan.against:
         why = "where nothing is predicted it is what others are held against"
         return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}
-    if run.beside == "sites" and not _emulated(plan):
+    if run.beside == "sites" and not _has_rounding_sites(plan):
         why = "single rounding sites are not placed in a pipeline"
         return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}
     if run.over is None or run.unmatched:
@@ -338,7 +342,7 @@ def findings(
                 Finding(
                     rule=test.rule,
                     severity="exceeded",
-                    sentence=f"{name}{_sentence(test)}.",
+                    sentence=f"{name}{_finding_clause(test)}.",
                     kernel=test.kernel or "",
                     options=test.options,
                     formats=(test.format or "",),
@@ -353,7 +357,7 @@ def findings(
     return (*sentences, *run_findings(judgement.tests)), ()
 
 
-def _sentence(test: Test) -> str:
+def _finding_clause(test: Test) -> str:
     """Returns what an exceeded test says, from its numbers, as a clause that follows the
     kernel's name. `test`: one with a run or a check in `beyond`."""
     subject: Any = test.beyond[0]
@@ -395,7 +399,7 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
     limit, None where no number was judged. Of the model, whose tests have no kernel:
     which checks hold, and which were not tested and why. `tests`: at least one."""
     if tests[0].kernel != MODEL:
-        return _nearest(report, tests)
+        return _nearest_to_limit_clause(report, tests)
     holding = [
         test.rule for test in tests if test.standing is Standing.HELD and test.metric
     ]
@@ -408,7 +412,7 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
     return text + (f"; not tested: {', '.join(untested)}" if untested else "")
 
 
-def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
+def _nearest_to_limit_clause(report: EffectsReport, tests: Sequence[Test]) -> str | None:
     """Returns the clause on the passed test whose number is nearest to its limit; None
     where no number was judged."""
     passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
@@ -417,7 +421,7 @@ def _nearest(report: EffectsReport, tests: Sequence[Test]) -> str | None:
         return None
     who = (label(test), test.format, test.tensor)
     kind = "attention" if test.rule == "own share" else "whole"
-    for run in report.summary.runs or summary_of(report).runs:
+    for run in report.summary.runs or recomputed_summary(report).runs:
         of_run = (labelled(run.kernel, run.options), run.format, run.at or "output")
         if run.kind == kind and run.layer is None and of_run == who:
             ratio = test.rule in ("own share", "model") and run.over

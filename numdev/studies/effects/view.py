@@ -45,7 +45,7 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     runs, logits = report.summary.runs, report.output == "logits"
     for (fmt, at), of_output in grouped(runs, lambda run: (run.format, run.at)).items():
         place = f"{of_output[0].place.capitalize()} in {fmt}" if at else fmt
-        yield _kernels(fmt, of_output, f"{place} beside fp64", logits=logits)
+        yield _kernel_table(fmt, of_output, f"{place} beside fp64", logits=logits)
     what = "latents, or image" if any(run.at for run in runs) else "final states"
     legend = (
         f"{LOGITS if logits else STATES.format(what)} "
@@ -58,7 +58,7 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
             f"One site alone in {budget.format}, of the whole with {budget.kernel}; "
             f"together {ratio(budget.parts.mean)}"
         )
-        yield _sites(sites, title)
+        yield _site_table(sites, title)
     if report.summary.budgets:
         yield from doc.notes((SITES.format(report.plan.sites_of),))
     yield from doc.notes(report.summary.notes)
@@ -66,14 +66,17 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     for fmt, of_format in grouped(layers, lambda run: run.format).items():
         yield doc.table(
             ("layer", "of the whole", "cost"),
-            ([str(r.layer), _share(r), si(_mean(r.cost))] for r in of_format),
+            (
+                [str(r.layer), _share_cell(r), si(_mean_or_none(r.cost))]
+                for r in of_format
+            ),
             title=f"{of_format[0].kernel} in {fmt} in one layer, all else in fp64",
         )
     grown = [run for run in runs if run.growth and run.kind in ("whole", "emulated")]
     parts = len(grown[0].growth) if grown else 0
     yield doc.table(
         ("part of the sequence", *(str(i + 1) for i in range(parts))),
-        ([f"{r.format} {_name(r)}", *map(si, r.growth)] for r in grown),
+        ([f"{r.format} {_run_name(r)}", *map(si, r.growth)] for r in grown),
         [run.kind != "whole" for run in grown],
         title="Cost by position, in equal parts of the sequence",
         kind="series",
@@ -81,30 +84,30 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     yield doc.words(
         ("the model in fp64", "", "largest difference", ""),
         (
-            (f"{c.name} {c.format}".strip(), _state(c), si(c.difference), c.reason)
+            (f"{c.name} {c.format}".strip(), _check_cell(c), si(c.difference), c.reason)
             for c in report.checks
         ),
         title="Two ways to compute one thing",
     )
 
 
-def _mean(x: Estimate | None) -> float | None:
+def _mean_or_none(x: Estimate | None) -> float | None:
     """Returns the mean of an estimate; None without one."""
     return None if x is None else x.mean
 
 
-def _name(run: RunSummary) -> str:
+def _run_name(run: RunSummary) -> str:
     """Returns what a run is called in a table: its kernel with options, or what it is
     otherwise."""
     return STANDARD.get(run.kind, "{}").format(labelled(run.kernel, run.options))
 
 
-def _share(run: RunSummary | None) -> str:
+def _share_cell(run: RunSummary | None) -> str:
     """Returns a run's share of the whole error in per cent; a dash without one."""
     return NONE if run is None or run.share is None else percent(run.share.mean)
 
 
-def _state(check: Check) -> doc.Cell:
+def _check_cell(check: Check) -> doc.Cell:
     """Returns the result of a check as a cell: `agree`, `DIFFER`, `COULD NOT BE TRIED`,
     or `not tested` for one that does not apply."""
     if check.holds is None:
@@ -114,7 +117,7 @@ def _state(check: Check) -> doc.Cell:
     return doc.Cell("agree", style="good") if holds else doc.Cell("DIFFER", style="bad")
 
 
-def _kernels(
+def _kernel_table(
     fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool
 ) -> doc.Table:
     """Returns the table of the model with each kernel in a format, and below them the
@@ -131,15 +134,15 @@ def _kernels(
     def cells(run: RunSummary) -> Iterator[str | doc.Cell]:
         """Yields the cells of a run, one for each column."""
         attention = alone.get(run.run[1:]) if run.kind == "whole" else None
-        yield doc.Cell(_name(run), style="strong", title=run.reason or "")
-        yield si(_mean(run.cost))
-        yield si(_mean(run.log_prob)) if logits else si(run.error)
+        yield doc.Cell(_run_name(run), style="strong", title=run.reason or "")
+        yield si(_mean_or_none(run.cost))
+        yield si(_mean_or_none(run.log_prob)) if logits else si(run.error)
         if logits:
             yield NONE if run.flips is None else f"{run.flips:,}"
         else:
             yield NONE if run.angle is None else f"{si(run.angle)}°"
-        yield _share(attention)
-        yield from (_beside(attention, what) for what in beside)
+        yield _share_cell(attention)
+        yield from (_ratio_cell(attention, what) for what in beside)
         yield si(run.from_against)
 
     numbers = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
@@ -149,13 +152,13 @@ def _kernels(
     return doc.table(columns, map(cells, shown), standard, title=title)
 
 
-def _beside(run: RunSummary | None, what: str) -> str:
+def _ratio_cell(run: RunSummary | None, what: str) -> str:
     """Returns a run's cost over that of the run it is compared with, if that is `what`; a
     dash otherwise."""
     return ratio(run.over.mean) if run and run.over and run.beside == what else NONE
 
 
-def _sites(runs: Sequence[RunSummary], title: str) -> doc.Table:
+def _site_table(runs: Sequence[RunSummary], title: str) -> doc.Table:
     """Returns the table of sites with their shares as bars, the largest first. Those
     below 0.005 % are left out."""
     shares = {

@@ -19,7 +19,7 @@ from numdev.studies.effects.report import (
     EffectsReport,
     Kind,
     OutputRow,
-    stands_for_use,
+    rank_for_use,
 )
 
 SIZES = (
@@ -34,7 +34,7 @@ FAR = 10.0  # times the error of a kernel, which no floor reaches
 STEADY = ("whole", "repeat", "moved")
 
 
-def check(report: EffectsReport) -> None:
+def check_consistency(report: EffectsReport) -> None:
     """Raises MeasurementError for rows or checks that nobody planned, that are missing,
     or whose numbers contradict each other, with the first contradiction. A missing row
     would exceed no limit."""
@@ -69,7 +69,7 @@ def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
         yield "the plan has other kernels than the request"
     used = min(
         (kernel for kernel in plan.kernels if kernel.kernel != plan.against),
-        key=lambda kernel: stands_for_use(kernel.kernel, plan.against),
+        key=lambda kernel: rank_for_use(kernel.kernel, plan.against),
         default=plan.kernels[0],
     )
     if plan.sites_of != labelled(used.kernel, used.options):

@@ -112,7 +112,7 @@ class VariantFields(TypedDict, total=False):
 Variants = Iterator[Variant]
 
 
-def again(
+def single_call_variant(
     name: str,
     case: AttentionCase,
     in_call: Part = WHOLE,
@@ -124,7 +124,7 @@ def again(
     return Variant(name=name, calls=(VariantCall(case, in_call, in_base),), **fields)
 
 
-def alike(x: Tensor, like: Tensor) -> Tensor:
+def with_memory_order(x: Tensor, like: Tensor) -> Tensor:
     """Returns `x`, dense, with its axes in memory in the order of those of `like`, since
     kernels choose by it. `like`: as many axes."""
     strides = like.stride()
@@ -133,7 +133,7 @@ def alike(x: Tensor, like: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute(back)
 
 
-def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
+def select_sequences(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
     """Returns the batch of these sequences of the case, numbered from 0. A number beyond
     its batch gives a neighbour: a sequence of the case, rolled along its length."""
     count = case.q.shape[0]
@@ -145,7 +145,7 @@ def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
 
     def several(x: Tensor) -> Tensor:
         """Returns all of the sequences, with the tensor's own order of axes in memory."""
-        return alike(torch.cat([one(x, i) for i in sequences]), x)
+        return with_memory_order(torch.cat([one(x, i) for i in sequences]), x)
 
     mask = case.mask
     if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
@@ -160,7 +160,7 @@ def picked(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
     )
 
 
-def grown(
+def with_more_tokens(
     case: AttentionCase,
     *,
     rows: tuple[int, int] = (0, 0),
@@ -180,9 +180,9 @@ def grown(
         other = [x.roll(i, dims=2) * (-1.0) ** i for i in range(1, times + 1)]
         tokens = torch.cat([x[:, :, :0], *other], dim=2) * float(not zero)
         whole = torch.cat([tokens[:, :, :before], x, tokens[:, :, :behind]], dim=2)
-        return alike(whole, x)
+        return with_memory_order(whole, x)
 
-    mask = None if case.mask is None else _widened(case.mask, rows, keys)
+    mask = None if case.mask is None else _grow_mask(case.mask, rows, keys)
     if hidden:
         place = torch.arange(sum(keys) + case.kv_len, device=case.q.device) - keys[0]
         shown = ((place >= 0) & (place < case.kv_len))[None, None, None]
@@ -190,7 +190,7 @@ def grown(
         if rows[0]:
             shown = shown.repeat(1, 1, sum(rows) + case.q_len, 1)
             shown[:, :, : rows[0], 0] = True
-        mask = _together(mask, shown)
+        mask = _combine_masks(mask, shown)
     grad_out = case.grad_out
     shift = keys[0] - rows[0] if case.restricts_positions else 0
     return dataclasses.replace(
@@ -204,7 +204,7 @@ def grown(
     )
 
 
-def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+def _grow_mask(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
     """Returns a mask, of 4 axes, for more rows, which see every key, and more keys, which
     no other row sees. `rows`, `keys`: how many before and behind; an axis of length 1
     stays."""
@@ -218,7 +218,7 @@ def _widened(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tens
     return mask
 
 
-def _together(mask: Tensor | None, shown: Tensor) -> Tensor:
+def _combine_masks(mask: Tensor | None, shown: Tensor) -> Tensor:
     """Returns a mask that hides what `mask` hides and what is not `shown`, bool. It is
     bool where `mask` is, or is None; else it is one that is added to the scores."""
     if mask is None or mask.dtype == torch.bool:
@@ -239,7 +239,7 @@ def _some_rows(case: AttentionCase) -> list[int]:
     return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
 
 
-def _cut(
+def _rows_alone(
     case: AttentionCase, first: int, last: int, keys: range | None = None
 ) -> VariantCall:
     """Returns the call of the rows from `first` up to `last`, without that one, and with
@@ -252,13 +252,15 @@ def _cut(
     )
 
 
-def _last_of(
+def _as_last_row(
     case: AttentionCase, name: str, rows: int, **changed: Unpack[CaseChanges]
 ) -> Variant:
     """Returns the variant in which the case's one row is the last of `rows`, with other
     fields of the case changed. Gradients of keys and values are not compared."""
-    whole = dataclasses.replace(grown(case, rows=(rows - 1, 0)), **changed)
-    return again(name, whole, Part(row=slice(rows - 1, rows), key=None), Part(key=None))
+    whole = dataclasses.replace(with_more_tokens(case, rows=(rows - 1, 0)), **changed)
+    return single_call_variant(
+        name, whole, Part(row=slice(rows - 1, rows), key=None), Part(key=None)
+    )
 
 
 def _part_of_case(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
@@ -266,14 +268,16 @@ def _part_of_case(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
     return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
 
 
-def unchanged(case: AttentionCase, *, ways: Mapping[str, VariantFields]) -> Variants:
+def same_call_variants(
+    case: AttentionCase, *, ways: Mapping[str, VariantFields]
+) -> Variants:
     """Yields the same call, laid out or run in these ways: fields of a Variant by its
     name."""
     for name, how in ways.items():
-        yield again(name, case, **how)
+        yield single_call_variant(name, case, **how)
 
 
-def batch(case: AttentionCase) -> Variants:
+def batch_variants(case: AttentionCase) -> Variants:
     """Yields the first sequences in a larger batch, or the first and the last alone; of a
     large call the first kv head alone. A call that would be too large is a variant with a
     reason and no calls."""
@@ -297,7 +301,7 @@ def batch(case: AttentionCase) -> Variants:
             shared = min(size, count - first)
             calls.append(
                 VariantCall(
-                    picked(whole, range(first, first + size)),
+                    select_sequences(whole, range(first, first + size)),
                     in_call=Part(batch=slice(0, shared)),
                     in_base=Part(batch=slice(first, first + shared)),
                 )
@@ -305,48 +309,56 @@ def batch(case: AttentionCase) -> Variants:
         yield Variant(name=name, calls=tuple(calls), base=base, part=compared)
 
 
-def order(case: AttentionCase) -> Variants:
+def order_variants(case: AttentionCase) -> Variants:
     """Yields the first sequence at other places of a batch of AROUND."""
-    base = picked(case, range(AROUND))
+    base = select_sequences(case, range(AROUND))
     for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
         at = places.index(0)
         in_call, in_base = (Part(batch=slice(i, i + 1)) for i in (at, 0))
         name = f"as number {at + 1} of {AROUND}"
-        yield again(name, picked(case, places), in_call, in_base, base=base)
+        yield single_call_variant(
+            name, select_sequences(case, places), in_call, in_base, base=base
+        )
 
 
-def neighbours(case: AttentionCase) -> Variants:
+def neighbour_variants(case: AttentionCase) -> Variants:
     """Yields the first sequence beside others with other values: larger, zero, NaN, or
     numbers that make far larger scores. With the last two dk and dv are not compared."""
-    base, first = picked(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
+    base, first = select_sequences(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
     for name, factor in (("larger", LARGE), ("zero", 0.0), *ways.POISONS.items()):
         changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
         for x in changed.values():
             x[1:] = factor if name in ways.POISONS else x[1:] * factor
         other = dataclasses.replace(base, **changed)
         compared_part = first if name in ways.POISONS else Part(batch=slice(0, 1))
-        yield again(f"neighbours {name}", other, compared_part, compared_part, base=base)
+        yield single_call_variant(
+            f"neighbours {name}", other, compared_part, compared_part, base=base
+        )
 
 
-def lengths(case: AttentionCase) -> Variants:
+def length_variants(case: AttentionCase) -> Variants:
     """Yields the first sequence beside others of other lengths: in a batch, by a mask of
     keys; packed, by a mask that is diagonal in blocks. Packed only where the call has as
     many keys as rows and no mask."""
-    around, n, m = picked(case, range(AROUND)), case.q_len, case.kv_len
+    around, n, m = select_sequences(case, range(AROUND)), case.q_len, case.kv_len
 
     def padded(*others: int) -> AttentionCase:
         """Returns a batch in which the first sequence has all keys and the others so
         many."""
         shown = torch.arange(m) < torch.tensor([m, *others])[:, None]
         shown = shown[:, None, None].to(case.q.device)
-        return settled(dataclasses.replace(around, mask=_together(around.mask, shown)))
+        return settled(
+            dataclasses.replace(around, mask=_combine_masks(around.mask, shown))
+        )
 
     base, first = padded(m, m, m), Part(batch=slice(0, 1))
     for name, others in (
         ("shorter", (m // 2, 1, m - 1)),
         ("one of them empty", (m, 0, m)),
     ):
-        yield again(f"neighbours {name}", padded(*others), first, first, base=base)
+        yield single_call_variant(
+            f"neighbours {name}", padded(*others), first, first, base=base
+        )
     if n != m or case.mask is not None:
         return
     if 9 * n * n * case.heads > (LARGEST if case.q.is_cuda else LARGEST_CPU):
@@ -354,21 +366,26 @@ def lengths(case: AttentionCase) -> Variants:
             name="packed", calls=(), reason="the call is too large for a mask of it here"
         )
         return
-    base, in_base = _packed(case, (n, n, n), 0), Part(row=slice(0, n), key=slice(0, n))
+    base, in_base = (
+        _pack_sequences(case, (n, n, n), 0),
+        Part(row=slice(0, n), key=slice(0, n)),
+    )
     for name, sizes, start in (
         ("packed, neighbours of other lengths", (n, n // 2, n + n // 2), 0),
         ("packed, behind another", (n // 2 + 1, n, n + n // 2 - 1), n // 2 + 1),
     ):
         place = slice(start, start + n)
-        packed = _packed(case, sizes, int(start > 0))
-        yield again(name, packed, Part(row=place, key=place), in_base, base=base)
+        packed = _pack_sequences(case, sizes, int(start > 0))
+        yield single_call_variant(
+            name, packed, Part(row=place, key=place), in_base, base=base
+        )
 
 
-def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
+def _pack_sequences(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
     """Returns each sequence of the batch packed with others into one, of these sizes; the
     case's own is number `at` of them, and no other sees it."""
     around = sum(sizes[:at]), sum(sizes[at + 1 :])
-    whole = grown(without_positions(case), rows=around, keys=around)
+    whole = with_more_tokens(without_positions(case), rows=around, keys=around)
     numbers = torch.repeat_interleave(torch.tensor(sizes))
     low, high = key_limits(case)
     shown, place = numbers[:, None] == numbers, torch.arange(len(numbers))
@@ -379,40 +396,42 @@ def _packed(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase
     return dataclasses.replace(whole, mask=shown.to(case.q.device))
 
 
-def padding(case: AttentionCase) -> Variants:
+def padding_variants(case: AttentionCase) -> Variants:
     """Yields the case with 1 and PAD tokens before or behind it that a mask hides."""
     for side in ("right", "left"):
         for amount in (1, PAD):
             keys = (amount, 0) if side == "left" else (0, amount)
             rows = keys if case.q_len == case.kv_len else (0, 0)
             in_call = _part_of_case(case, rows[0], keys[0])
-            more = grown(case, rows=rows, keys=keys, hidden=True)
-            yield again(f"{amount} on the {side}", more, in_call)
+            more = with_more_tokens(case, rows=rows, keys=keys, hidden=True)
+            yield single_call_variant(f"{amount} on the {side}", more, in_call)
 
 
-def heads(case: AttentionCase) -> Variants:
+def head_variants(case: AttentionCase) -> Variants:
     """Yields the first and the last kv head alone, with their query heads; nothing for
     one kv head."""
     for g in sorted({0, case.kv_heads - 1}) if case.kv_heads > 1 else ():
         of_group = slice(g * case.group, (g + 1) * case.group)
         in_base = Part(head=of_group, kv_head=slice(g, g + 1))
-        yield again(
+        yield single_call_variant(
             f"kv head {g} alone", part(case, kv_head=range(g, g + 1)), in_base=in_base
         )
 
 
-def rows(case: AttentionCase) -> Variants:
+def row_variants(case: AttentionCase) -> Variants:
     """Yields some rows alone, and the last EXTEND; a single row as the last of EXTEND."""
     n = case.q_len
     for i in _some_rows(case) if n > 1 else ():
-        yield Variant(name=f"row {i} alone", calls=(_cut(case, i, i + 1),))
+        yield Variant(name=f"row {i} alone", calls=(_rows_alone(case, i, i + 1),))
     if n > EXTEND:
-        yield Variant(name=f"the last {EXTEND} rows", calls=(_cut(case, n - EXTEND, n),))
+        yield Variant(
+            name=f"the last {EXTEND} rows", calls=(_rows_alone(case, n - EXTEND, n),)
+        )
     elif n == 1 and not case.restricts_positions:
-        yield _last_of(case, f"the last of {EXTEND} rows", EXTEND)
+        yield _as_last_row(case, f"the last of {EXTEND} rows", EXTEND)
 
 
-def longer(case: AttentionCase) -> Variants:
+def longer_variants(case: AttentionCase) -> Variants:
     """Yields the case with more tokens behind it, which causality hides; nothing without
     it."""
     high = key_limits(case)[1]
@@ -420,11 +439,11 @@ def longer(case: AttentionCase) -> Variants:
         return
     text = case.q_len + case.causal_offset == case.kv_len
     for more in (1, PAD, case.kv_len):
-        whole = grown(case, rows=(0, more if text else 0), keys=(0, more))
-        yield again(f"{more} tokens behind", whole, _part_of_case(case))
+        whole = with_more_tokens(case, rows=(0, more if text else 0), keys=(0, more))
+        yield single_call_variant(f"{more} tokens behind", whole, _part_of_case(case))
 
 
-def chunks(case: AttentionCase) -> Variants:
+def chunk_variants(case: AttentionCase) -> Variants:
     """Yields the rows in chunks, each with the keys up to its last row; nothing below 32
     rows."""
     n, high = case.q_len, key_limits(case)[1]
@@ -433,12 +452,12 @@ def chunks(case: AttentionCase) -> Variants:
         for first in range(0, n, size):
             last = min(first + size, n)
             stop = case.kv_len if high is None else min(case.kv_len, max(1, last + high))
-            calls.append(_cut(case, first, last, range(stop)))
+            calls.append(_rows_alone(case, first, last, range(stop)))
         if 1 < len(calls) <= 16:
             yield Variant(name=f"chunks of {size}", calls=tuple(calls))
 
 
-def decode(case: AttentionCase) -> Variants:
+def decode_variants(case: AttentionCase) -> Variants:
     """Yields some rows with the keys that they see and no causality; a single row as the
     last of a causal prefill."""
     n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
@@ -446,19 +465,19 @@ def decode(case: AttentionCase) -> Variants:
         for i in _some_rows(case):
             start, stop = 0 if low is None else max(0, i + low), min(i + 1 + high, m)
             if start < stop:
-                cut = _cut(case, i, i + 1, range(start, stop))
+                cut = _rows_alone(case, i, i + 1, range(start, stop))
                 bare = cut._replace(case=without_positions(cut.case))
                 yield Variant(name=f"row {i} by itself", calls=(bare,))
         if n > EXTEND and n - EXTEND + high >= 0 and low is None and n + high <= m:
-            last = _cut(case, n - EXTEND, n, range(n + high))
+            last = _rows_alone(case, n - EXTEND, n, range(n + high))
             yield Variant(name=f"the last {EXTEND} by themselves", calls=(last,))
     elif n == 1 and m > 1 and not case.restricts_positions and case.mask is None:
         for rows in sorted({min(EXTEND, m), m}):
             name, offset = f"in a prefill of {rows}", m - rows
-            yield _last_of(case, name, rows, is_causal=True, causal_offset=offset)
+            yield _as_last_row(case, name, rows, is_causal=True, causal_offset=offset)
 
 
-def mask(case: AttentionCase) -> Variants:
+def mask_variants(case: AttentionCase) -> Variants:
     """Yields the case with all that is hidden as a bool mask, and as one that is added to
     the scores."""
     shown, plain = explicit_mask(case), without_positions(case)
@@ -467,41 +486,43 @@ def mask(case: AttentionCase) -> Variants:
             case.q_len, case.kv_len, dtype=torch.bool, device=case.q.device
         )
     if case.restricts_positions or case.mask is None:
-        yield again("a tensor", dataclasses.replace(plain, mask=shown))
+        yield single_call_variant("a tensor", dataclasses.replace(plain, mask=shown))
     if shown.dtype == torch.bool:
         zero = torch.zeros(shown.shape, dtype=case.q.dtype, device=shown.device)
         added = zero.masked_fill(~shown, -math.inf)
-        yield again("a tensor that is added", dataclasses.replace(plain, mask=added))
+        yield single_call_variant(
+            "a tensor that is added", dataclasses.replace(plain, mask=added)
+        )
 
 
-def strides(case: AttentionCase) -> Variants:
+def stride_variants(case: AttentionCase) -> Variants:
     """Yields the same values in other layouts, and keys and values that all sequences
     share, with stride 0."""
     alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
-    yield from unchanged(case, ways=LAYOUTS | (PACKED if alike else {}))
+    yield from same_call_variants(case, ways=LAYOUTS | (PACKED if alike else {}))
     if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
-        several = picked(case, half := range(AROUND // 2))
+        several = select_sequences(case, half := range(AROUND // 2))
         k, v = (x[:1].repeat(len(half), 1, 1, 1) for x in (case.k, case.v))
         same = dataclasses.replace(several, k=k, v=v)
-        within = partial(ways.changed, by=ways.one_for_all, of="kv")
-        yield again("stride 0", same, base=same, within=within)
+        within = partial(ways.with_changed_tensors, by=ways.share_first_sequence, of="kv")
+        yield single_call_variant("stride 0", same, base=same, within=within)
 
 
-def threads(case: AttentionCase) -> Variants:
+def thread_variants(case: AttentionCase) -> Variants:
     """Yields the same call on 1, 2 and 3 CPU threads, without the present number; nothing
     on a GPU."""
     current = torch.get_num_threads()
     for count in sorted({1, 2, 3} - {current}) if not case.q.is_cuda else ():
         within = partial(ways.on_threads, count=count)
-        yield again(f"{count} in place of {current}", case, within=within)
+        yield single_call_variant(f"{count} in place of {current}", case, within=within)
 
 
-def hidden(case: AttentionCase, *, poison: str) -> Variants:
+def hidden_key_variants(case: AttentionCase, *, poison: str) -> Variants:
     """Yields the case with a poison, one of `call_layouts.POISONS`, in keys and values
     that a mask hides."""
     more = (0, PAD if case.q_len == case.kv_len else 0)
     base, part_of_case = (
-        grown(case, rows=more, keys=(0, PAD), hidden=True),
+        with_more_tokens(case, rows=more, keys=(0, PAD), hidden=True),
         _part_of_case(case),
     )
     for tensors in ("kv", "k", "v"):
@@ -510,7 +531,7 @@ def hidden(case: AttentionCase, *, poison: str) -> Variants:
             changed[tensor] = x = getattr(base, tensor).clone()
             x[:, :, case.kv_len :] = ways.POISONS[poison]
         other = dataclasses.replace(base, **changed)
-        yield again(
+        yield single_call_variant(
             f"{poison} in {' and '.join(tensors)}",
             other,
             part_of_case,
@@ -519,15 +540,15 @@ def hidden(case: AttentionCase, *, poison: str) -> Variants:
         )
 
 
-def _changed(
+def _layout(
     by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **arguments: object
 ) -> Within:
     """Returns how a call is laid out when `by`, with these arguments, makes a tensor in
     another layout of each of the tensors in `of`."""
-    return partial(ways.changed, by=partial(by, **arguments), of=of)
+    return partial(ways.with_changed_tensors, by=partial(by, **arguments), of=of)
 
 
-def _against(base: Within, **ways: Within) -> dict[str, VariantFields]:
+def _layout_fields(base: Within, **ways: Within) -> dict[str, VariantFields]:
     """Returns the fields of variants, by name, that are laid out in one of `ways` and
     compared with a base that is laid out in another, `base`."""
     return {
@@ -535,18 +556,20 @@ def _against(base: Within, **ways: Within) -> dict[str, VariantFields]:
     }
 
 
-LAYOUTS = _against(PLAIN, **{
-    "transposed": _changed(ways.as_laid_out, layout="transposed"),
-    "sliced": _changed(ways.inside, value=0.0),
-    "every second": _changed(ways.as_laid_out, layout="strided"),
+LAYOUTS = _layout_fields(PLAIN, **{
+    "transposed": _layout(ways.in_layout, layout="transposed"),
+    "sliced": _layout(ways.slice_of_larger, value=0.0),
+    "every second": _layout(ways.in_layout, layout="strided"),
 })  # fmt: skip
-PACKED = _against(PLAIN, packed=ways.packed)
-PAGES = {f"pages of {n}": _changed(ways.gathered, "kv", size=n) for n in (16, 64)}
+PACKED = _layout_fields(PLAIN, packed=ways.with_packed_tensors)
+PAGES = {f"pages of {n}": _layout(ways.gather_pages, "kv", size=n) for n in (16, 64)}
 BEYOND = {
-    f"{name} there": _changed(ways.inside, value=x) for name, x in ways.POISONS.items()
+    f"{name} there": _layout(ways.slice_of_larger, value=x)
+    for name, x in ways.POISONS.items()
 }
 BEFORE = {
-    f"{name} before": partial(ways.sentinel, value=x) for name, x in ways.POISONS.items()
+    f"{name} before": partial(ways.fill_new_memory, value=x)
+    for name, x in ways.POISONS.items()
 }
 
 # Options that cut the keys, or order them; the study leaves out those that a kernel has
@@ -560,29 +583,29 @@ TILINGS: Mapping[str, VariantFields] = {
 # By axis the variants that are the same call, laid out or run another way
 SAME_CALL: Mapping[str, Mapping[str, VariantFields]] = {
     "repeat": {"again": {}, "a third time": {}},
-    "paged": _against(PLAIN, **PAGES),
+    "paged": _layout_fields(PLAIN, **PAGES),
     "graph": {"CUDA graph": {"wrap": "graph"}},
     "compiled": {"torch.compile": {"wrap": "compiled"}},
     "tiles": TILINGS,
-    "beyond": _against(_changed(ways.inside, value=None), **BEYOND),
-    "unwritten": _against(partial(ways.sentinel, value=0.0), **BEFORE),
+    "beyond": _layout_fields(_layout(ways.slice_of_larger, value=None), **BEYOND),
+    "unwritten": _layout_fields(partial(ways.fill_new_memory, value=0.0), **BEFORE),
 }
 # By the names of `config.AXES`
 VARIANTS: Mapping[str, Callable[[AttentionCase], Variants]] = {
-    "batch": batch,
-    "order": order,
-    "neighbours": neighbours,
-    "lengths": lengths,
-    "padding": padding,
-    "heads": heads,
-    "rows": rows,
-    "longer": longer,
-    "chunks": chunks,
-    "decode": decode,
-    "mask": mask,
-    "strides": strides,
-    "threads": threads,
-    "hidden": partial(hidden, poison="large numbers"),
-    "hidden-nan": partial(hidden, poison="NaN"),
-    **{name: partial(unchanged, ways=ways) for name, ways in SAME_CALL.items()},
+    "batch": batch_variants,
+    "order": order_variants,
+    "neighbours": neighbour_variants,
+    "lengths": length_variants,
+    "padding": padding_variants,
+    "heads": head_variants,
+    "rows": row_variants,
+    "longer": longer_variants,
+    "chunks": chunk_variants,
+    "decode": decode_variants,
+    "mask": mask_variants,
+    "strides": stride_variants,
+    "threads": thread_variants,
+    "hidden": partial(hidden_key_variants, poison="large numbers"),
+    "hidden-nan": partial(hidden_key_variants, poison="NaN"),
+    **{name: partial(same_call_variants, ways=ways) for name, ways in SAME_CALL.items()},
 }

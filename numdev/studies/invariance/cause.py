@@ -40,28 +40,28 @@ Cut = dict[str, object]  # how an emulation cuts and orders the keys, by CUT
 Emulated = tuple[Cut, Tensor]  # and its output, fp64 [elements]
 
 
-def explained(
+def cause_fields(
     row: InvarianceRow, forms: Forms, system: System, *, search: bool
 ) -> dict[str, object]:
     """Returns the fields of a row that differs in `out` that say why: `cause`, two
     operators that ran or else two tilings; `closest`, the smallest residual, and `tried`,
     how many pairs were. Empty where nothing could be tried. What the kernels say of
     themselves is tried first, then with `search` all candidates."""
-    if operators := _operators(forms):
+    if operators := _operator_cause(forms):
         return {"cause": operators}
     calls = () if row.nonfinite else zip(forms.variant.calls, forms.others, strict=True)
     for call, other in calls:
-        if restricted := _restricted(call, forms.first, other):
+        if restricted := _restrict_to_differing_rows(call, forms.first, other):
             cases, difference = restricted
             break
     else:
         return {}
-    claims = [_claim(ran, system) for ran in (forms.first, other)]
+    claims = [_claimed_options(ran, system) for ran in (forms.first, other)]
     few = int((difference != 0).sum()) < FEW
     fields: dict[str, object] = {}
     for searched in (False, True) if search and not few else (False,):
         base, variant = (
-            list(_emulated(case, claim, searched=searched))
+            list(_emulations(case, claim, searched=searched))
             for case, claim in zip(cases, claims, strict=True)
         )
         if not base or not variant:
@@ -73,13 +73,13 @@ def explained(
         if searched:
             fields = {"closest": best, "tried": residuals.numel()}
         if best <= EXPLAINS:
-            one, two, residual = _simplest(residuals, base, variant)
+            one, two, residual = _simplest_pair(residuals, base, variant)
             cause = Cause(base=one, variant=two, moved=call.moves_keys, residual=residual)
             return {**fields, "closest": best, "cause": cause}
     return fields
 
 
-def _operators(forms: Forms) -> Cause | None:
+def _operator_cause(forms: Forms) -> Cause | None:
     """Returns the cause where two operators ran, by what the kernels say that they did;
     None where they say nothing, or the same."""
     for ran in forms.others:
@@ -101,7 +101,7 @@ def _residuals(
     return residuals
 
 
-def _simplest(
+def _simplest_pair(
     residuals: Tensor, base: Sequence[Emulated], variant: Sequence[Emulated]
 ) -> tuple[Cut, Cut, float]:
     """Returns the tilings of the base and of the variant, and the residual, of the
@@ -120,7 +120,7 @@ def _simplest(
     return base[i][0], variant[j][0], float(residuals[i, j])
 
 
-def _claim(ran: KernelRun, system: System) -> Claim:
+def _claimed_options(ran: KernelRun, system: System) -> Claim:
     """Returns the options of `emulated` by which a kernel says that it computes;
     FlashAttention-2's preset where it says nothing, or raises."""
     kernel = ran.planned.kernel
@@ -132,7 +132,7 @@ def _claim(ran: KernelRun, system: System) -> Claim:
     return {"preset": "fa2"}
 
 
-def _restricted(
+def _restrict_to_differing_rows(
     call: VariantCall, first: KernelRun, other: KernelRun
 ) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
     """Returns the calls of both forms with at most ROWS rows that differ and are finite,
@@ -170,7 +170,9 @@ def _restricted(
     return cases, (two[:, :, rows] - one[:, :, rows]).flatten()
 
 
-def _emulated(case: AttentionCase, claim: Claim, *, searched: bool) -> Iterator[Emulated]:
+def _emulations(
+    case: AttentionCase, claim: Claim, *, searched: bool
+) -> Iterator[Emulated]:
     """Yields (tiling, output) of the emulation by the claim, or with `searched` by every
     candidate; those that it refuses are left out. The output is fp64 [elements]."""
     shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))

@@ -60,7 +60,9 @@ def exact_change(call: VariantCall, base: Reference, variant: Reference) -> floa
     return worst
 
 
-def unit_of(tensor: str, case: AttentionCase, exact: Reference, fmt: Format) -> Tensor:
+def explained_by_rounding(
+    tensor: str, case: AttentionCase, exact: Reference, fmt: Format
+) -> Tensor:
     """Returns for each element of a tensor the change that roundings explain even where
     the floor, and by luck one of two forms, has none, since terms cancel: half a unit of
     the format in each of n like terms, and |scale| max|q| max|k| 2^-24 of all of them for
@@ -115,7 +117,7 @@ class Numbers(TypedDict, total=False):
     first: tuple[int, int, int, int] | None
 
 
-def compared(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
+def compare_forms(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
     """Yields (tensor, numbers of its row) for each tensor that the base has, or (tensor,
     reason) where one form alone returns it. Rows that see no key are left out."""
     exact, calls = forms.exact, forms.variant.calls
@@ -134,7 +136,7 @@ def compared(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
         sees = (
             torch.ones_like(truth[..., 0], dtype=torch.bool) if of_keys else ~exact.empty
         )
-        unit = unit_of(tensor, forms.first.case, exact, forms.format)
+        unit = explained_by_rounding(tensor, forms.first.case, exact, forms.format)
         parts, firsts = [], []
         for call, other in zip(calls, others, strict=True):
             counted = call.in_base.of(tensor, sees)
@@ -148,17 +150,17 @@ def compared(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
             if tensor == "lse":
                 b, a, right, size = (x[..., None] for x in (b, a, right, size))
             moved = differs(a, b) & counted[..., None]
-            sums = _by_row(a, b, right, size, moved, counted, forms.format)
-            parts.append(sums | _elsewhere(sums, tensor))
+            sums = _row_sums(a, b, right, size, moved, counted, forms.format)
+            parts.append(sums | _error_of_other_keys(sums, tensor))
             if bool(moved.any()):
-                firsts.append(_first(call, tensor, moved))
+                firsts.append(_first_difference(call, tensor, moved))
         if parts:
             rows = {n: torch.cat([part[n].flatten() for part in parts]) for n in parts[0]}
             first = min(firsts, key=lambda at: (at[2], at[0], at[1]), default=None)
-            yield tensor, {**_summed(rows), "first": first}
+            yield tensor, {**_numbers_of_rows(rows), "first": first}
 
 
-def _by_row(
+def _row_sums(
     a: Tensor,
     b: Tensor,
     truth: Tensor,
@@ -195,7 +197,7 @@ def _by_row(
     return {name: x.sum(dim=-1) for name, x in sums.items()} | {"ulps": ulps.amax(dim=-1)}
 
 
-def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
+def _error_of_other_keys(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
     """Returns `elsewhere`, [batch, heads, rows]: for each key of dk the squared error
     that both forms make in some key of its head, scaled down by ELSEWHERE; 0 for other
     tensors. Rounded dS does not sum to 0 over the keys, and the gradient of a maximum
@@ -210,7 +212,7 @@ def _elsewhere(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
     return {"elsewhere": both.expand_as(rows["difference"])}
 
 
-def _summed(rows: Mapping[str, Tensor]) -> Numbers:
+def _numbers_of_rows(rows: Mapping[str, Tensor]) -> Numbers:
     """Returns the numbers of an `InvarianceRow` from the sums over each of its rows.
     Without `floor_ratio`, `error_base` and `error_variant` where the floor has no
     error."""
@@ -227,8 +229,8 @@ def _summed(rows: Mapping[str, Tensor]) -> Numbers:
         "nonfinite": int(rows["nonfinite"].sum()),
         "difference": difference,
         "ulps": float(rows["ulps"].amax()),
-        "excess": _excess(whole),
-        "excess_of_a_row": _excess(rows),
+        "excess": _largest_excess(whole),
+        "excess_of_a_row": _largest_excess(rows),
     }
     if floor:
         numbers["floor_ratio"] = difference / floor
@@ -237,7 +239,7 @@ def _summed(rows: Mapping[str, Tensor]) -> Numbers:
     return numbers
 
 
-def _excess(squares: Mapping[str, Tensor]) -> float:
+def _largest_excess(squares: Mapping[str, Tensor]) -> float:
     """Returns the largest over rows of the rms difference over the one that roundings
     explain; 0 without rows, and at most 1e150. `squares`: sums of squares by name,
     [rows]."""
@@ -249,7 +251,9 @@ def _excess(squares: Mapping[str, Tensor]) -> float:
     return math.sqrt(float(ratios.amax().clamp_max(1e300))) if len(ratios) else 0.0
 
 
-def _first(call: VariantCall, tensor: str, moved: Tensor) -> tuple[int, int, int, int]:
+def _first_difference(
+    call: VariantCall, tensor: str, moved: Tensor
+) -> tuple[int, int, int, int]:
     """Returns the place in the base of the first row that differs: sequence, head, row,
     feature. `moved`: [batch, heads, rows, features], at least one element of it True."""
     row = int(moved.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
@@ -262,7 +266,7 @@ def _first(call: VariantCall, tensor: str, moved: Tensor) -> tuple[int, int, int
     return sequence + before[0], head + before[1], row + before[2], feature
 
 
-def keys_seen(case: AttentionCase, first: tuple[int, int, int, int]) -> int:
+def count_keys_seen(case: AttentionCase, first: tuple[int, int, int, int]) -> int:
     """Returns how many keys a row of a case sees. `first`: its sequence, head, row,
     feature."""
     sequence, head, row, _ = first

@@ -5,16 +5,16 @@ from __future__ import annotations
 from numdev.kinds import Judged, Kind
 from numdev.studies.invariance import moves, verdict, view
 from numdev.studies.invariance.report import InvarianceReport
-from numdev.studies.invariance.wholeness import check
+from numdev.studies.invariance.wholeness import check_consistency
 
 INVARIANCE = Kind(
     report=InvarianceReport,
     blocks=view.blocks,
     judged=Judged(
-        check=check,
+        check=check_consistency,
         tests=verdict.tests,
         findings=verdict.findings,
-        summarised=verdict.summarised,
+        summarised=verdict.with_summary,
         passing=verdict.passing,
     ),
     moves=moves.moves,

@@ -23,7 +23,7 @@ from numdev.sources.capture import run_in_parts, run_with_answers
 from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.plan import Planned
-from numdev.studies.effects.outputs import output_of
+from numdev.studies.effects.outputs import main_output
 from numdev.studies.invariance.differences import KernelRun
 from numdev.studies.invariance.report import ModelRow
 
@@ -58,7 +58,7 @@ def model_rows(
 
     home = to_model_device(model, inputs)
     for axis in model_axes(model, inputs, axes):
-        way = _ways(model, home)[axis]
+        way = _output_pairs(model, home)[axis]
         row = partial(
             ModelRow,
             axis=axis,
@@ -71,8 +71,8 @@ def model_rows(
                 a, b = run_with_answers(model, way, kernel)
                 c, d = run_with_answers(model, way, exact)  # attention changes nothing
                 wide = wider()
-                wide_way = _ways(wide, to_model_device(wide, inputs))[axis]
-                truth, _ = run_with_answers(wide, wide_way, _in_fp64)
+                wide_way = _output_pairs(wide, to_model_device(wide, inputs))[axis]
+                truth, _ = run_with_answers(wide, wide_way, _exact_attention)
         # The model's own code runs here: it may have no cache, or another one
         except Exception as error:
             reason = error.message if isinstance(error, NumdevError) else one_line(error)
@@ -98,15 +98,15 @@ def model_axes(
 ) -> tuple[str, ...]:
     """Returns those of `axes` along which the model's own output can be compared:
     `batch`, `chunks`, `decode`."""
-    return tuple(axis for axis in _ways(model, inputs) if axis in axes)
+    return tuple(axis for axis in _output_pairs(model, inputs) if axis in axes)
 
 
-def _in_fp64(case: AttentionCase) -> Tensor:
+def _exact_attention(case: AttentionCase) -> Tensor:
     """Returns the attention of a call computed in fp64, in the dtype of the model."""
     return attend(case).out.to(case.q.dtype)
 
 
-def _ways(
+def _output_pairs(
     model: nn.Module, inputs: Inputs
 ) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     """Returns by axis a function that returns two outputs of the first sequence, [1,
@@ -121,15 +121,17 @@ def _ways(
     def with_cache(*ends: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Returns the output of one pass and that of a pass read in parts, with a cache,
         up to each of `ends`; both from position `first`."""
-        parts = [output_of(x) for x in run_in_parts(model, {"input_ids": ids[:1]}, ends)]
-        whole = output_of(model(input_ids=ids[:1]))
+        parts = [
+            main_output(x) for x in run_in_parts(model, {"input_ids": ids[:1]}, ends)
+        ]
+        whole = main_output(model(input_ids=ids[:1]))
         return whole[:, first:], torch.cat(parts, dim=1)[:, first:]
 
     ways: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
     if count > 1:
         ways["batch"] = lambda: (
-            output_of(model(**first)),
-            output_of(model(**inputs))[:1],
+            main_output(model(**first)),
+            main_output(model(**inputs))[:1],
         )
     whole = mask is None or bool(mask.bool().all())
     if whole and getattr(model, "can_generate", lambda: False)() and n > 2 * DECODED:

@@ -170,28 +170,28 @@ def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
         yield {"metric": "nonfinite", "excess": FAR, "words": words}
     if a.same != b.same or str(a.cause) != str(b.cause):
         change = factor(log_ratio(a.floor_ratio, b.floor_ratio))
-        words = f"{b.variant}: {_in_words(a)}, now {_in_words(b)}"
+        words = f"{b.variant}: {_change_in_words(a)}, now {_change_in_words(b)}"
         yield {**fact, "change": change, "words": words}
         return
     names = OF_ROWS if b.tensor == "lse" else {**OF_ROWS, **ERRORS}
-    changes = [each for name in names if (each := _change(a, b, name))]
+    changes = [each for name in names if (each := _number_change(a, b, name))]
     if worst := max(changes, key=lambda change: change.excess, default=None):
         name = worst.metric
         from_to = f"from {three(worst.a)} to {three(worst.b)}"
         if name == "floor_ratio":
             worst = worst._replace(metric="difference")
-            words = f"{_in_words(a)}, now {_in_words(b)}"
+            words = f"{_change_in_words(a)}, now {_change_in_words(b)}"
         elif name in OF_ROWS:
             words = f"{from_to}{OF_ROWS[name]}"
         else:
             words = f"{ERRORS[name]} errs {from_to}× the floor"
-        yield _with_words(worst, f"{b.variant}: {words}")
+        yield _move_fields(worst, f"{b.variant}: {words}")
     elif not _counts_alike(a.differ, b.differ):
         words = f"{b.variant}: elements that differ: {a.differ}, now {b.differ}"
         yield {**fact, "metric": "differ", "words": words}
 
 
-def _with_words(number: Number, words: str) -> Changed:
+def _move_fields(number: Number, words: str) -> Changed:
     """Returns the fields of a move for a number that changed, by name."""
     return {
         "metric": number.metric,
@@ -203,7 +203,7 @@ def _with_words(number: Number, words: str) -> Changed:
     }
 
 
-def _change(a: Row, b: Row, name: str) -> Number | None:
+def _number_change(a: Row, b: Row, name: str) -> Number | None:
     """Returns how the number `name` changed from row A to B; None where either is null,
     or where they are within TIMES of each other. A number that is 0 in one alone changed
     by FAR."""
@@ -239,7 +239,7 @@ def _unsteady_moves(
                 metric="difference",
                 excess=FAR,
                 b=row.floor_ratio,
-                words=f"{row.variant}: the same bits, now {_in_words(row)}",
+                words=f"{row.variant}: the same bits, now {_change_in_words(row)}",
             )
 
 
@@ -248,7 +248,7 @@ def _output_moves(
 ) -> tuple[list[Move], list[Presence]]:
     """Returns the moves of the model's own output with each kernel along each axis, and
     the presences of rows and numbers that one report alone has."""
-    sides = [dict(_numbered(rows)) for rows in (old, new)]
+    sides = [dict(_keyed_rows(rows)) for rows in (old, new)]
     moves: list[Move] = []
     presences: list[Presence] = []
     for key in dict.fromkeys((*sides[0], *sides[1])):
@@ -279,7 +279,7 @@ def _output_moves(
     return moves, presences
 
 
-def _numbered(rows: Iterable[ModelRow]) -> Iterator[tuple[Key, ModelRow]]:
+def _keyed_rows(rows: Iterable[ModelRow]) -> Iterator[tuple[Key, ModelRow]]:
     """Yields (key, row) for each row of the model's output. The key is its axis, kernel
     with options, and format."""
     for row in rows:
@@ -306,16 +306,16 @@ def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:
         }
         return
     for name, unit in OF_OUTPUTS.items():
-        if change := _change(a, b, name):
+        if change := _number_change(a, b, name):
             words = f"from {three(change.a)} to {three(change.b)}{unit}"
-            yield _with_words(change, words)
+            yield _move_fields(change, words)
             return
     if not _counts_alike(a.differ, b.differ):
         words = f"elements that differ: {a.differ}, now {b.differ}"
         yield {"metric": "differ", "excess": FAR, "words": words}
 
 
-def _in_words(row: InvarianceRow) -> str:
+def _change_in_words(row: InvarianceRow) -> str:
     """Returns how far a row changes, and by which cause, in words: `the same bits`, or
     the difference over the floor's error."""
     if row.same:

@@ -31,8 +31,9 @@ class Cause(Record):
         """`explained by tiling: 64 keys a tile in one split against 64 keys a tile in 4
         splits`."""
         if self.residual is None:
-            return f"{_operator(self.variant)} ran in place of {_operator(self.base)}"
-        one, two = _cut(self.base), _cut(self.variant)
+            base, variant = map(_operator_in_words, (self.base, self.variant))
+            return f"{variant} ran in place of {base}"
+        one, two = _tiling_in_words(self.base), _tiling_in_words(self.variant)
         if one != two:
             return f"explained by tiling: {one} against {two}"
         if self.moved:
@@ -44,7 +45,7 @@ class Cause(Record):
         return f"explained by tiling: {one} in both, but {begins}"
 
 
-def _operator(did: Mapping[str, object]) -> str:
+def _operator_in_words(did: Mapping[str, object]) -> str:
     """Returns an operator and its options in words, such as `flash, splits 4`. `did`:
     what a kernel says that it ran, by name, with the key `operator`."""
     return ", ".join(
@@ -53,7 +54,7 @@ def _operator(did: Mapping[str, object]) -> str:
     )
 
 
-def _cut(options: Mapping[str, object]) -> str:
+def _tiling_in_words(options: Mapping[str, object]) -> str:
     """Returns how the keys are tiled, split and ordered, in words. `options`: `block_kv`,
     `splits` and `kv_order` of the kernel `emulated`."""
     tile, splits = options.get("block_kv"), options.get("splits") or 1

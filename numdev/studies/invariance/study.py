@@ -59,18 +59,18 @@ from numdev.studies.invariance.axes import (
     PLAIN,
     VARIANTS,
     Variant,
-    again,
+    single_call_variant,
     without_positions,
 )
-from numdev.studies.invariance.cause import explained
+from numdev.studies.invariance.cause import cause_fields
 from numdev.studies.invariance.differences import (
     EXACT,
     Forms,
     KernelRun,
     Numbers,
-    compared,
+    compare_forms,
+    count_keys_seen,
     exact_change,
-    keys_seen,
 )
 from numdev.studies.invariance.models import model_axes, model_rows
 from numdev.studies.invariance.report import (
@@ -84,7 +84,7 @@ from numdev.studies.invariance.report import (
     Way,
 )
 from numdev.studies.invariance.verdict import ALIKE
-from numdev.studies.invariance.ways import wrapped
+from numdev.studies.invariance.ways import wrap_kernel
 from numdev.system import System
 
 STEADY = ("out", "lse")  # what every kernel is asked to repeat, bit by bit
@@ -117,7 +117,7 @@ def invariance(
     axes = request.axes or tuple(name for name in AXES if name not in ONLY_ASKED)
     watch = Stopwatch(system.device, SECTIONS)
     with watch("capture"):
-        source = opened(request, system)
+        source = open_cases(request, system)
     for note in source.notes:
         say(note)
     asked = request.model_dump(mode="json") | {"formats": [fmt.name for fmt in formats]}
@@ -132,7 +132,7 @@ def invariance(
         study = InvarianceStudy(
             kernels, axes, system, run, watch, backward=request.backward
         )
-        _finish(study, source, formats, journal, progress)
+        _complete_journal(study, source, formats, journal, progress)
         if request.logits:
             with watch("model"):
                 study.model(source, formats, journal)
@@ -140,7 +140,7 @@ def invariance(
         ways = journal.records("way", Way)
         models = journal.records("model", ModelRow)
     if not rows:
-        raise _no_call(request)
+        raise _no_call_error(request)
     plan = study.plan(formats, ways, named="kernels" in request.model_fields_set)
     report = InvarianceReport(
         provenance=provenance(system, described, command),
@@ -154,14 +154,14 @@ def invariance(
     return judged(report, rules)
 
 
-def _no_call(request: InvarianceRequest) -> UsageError:
+def _no_call_error(request: InvarianceRequest) -> UsageError:
     """Returns the error for a request of which no call can be made another way."""
     along = listed(request.axes) if request.axes else "any axis"
     what = f"{request.target}: no attention call could be made another way along {along}"
     return UsageError(what, hint="check --layers and --axis")
 
 
-def _finish(
+def _complete_journal(
     study: InvarianceStudy,
     source: Source,
     formats: Sequence[Format],
@@ -176,19 +176,19 @@ def _finish(
             with study.watch("other"):
                 for fmt in formats:
                     case = located.load().rounded_to(fmt)
-                    case = prepared(case, backward=study.backward)
+                    case = prepare_case(case, backward=study.backward)
                     about = {"case": vars(case.ref), "format": fmt.name}
                     for axis, variant, rows_of in study.variants(case, fmt):
                         progress(f"{located.ref.case} {axis}", done, total)
                         key = digest([about, axis, variant.name, variant.options])
                         if not journal.visit(key):
                             rows = list(rows_of())
-                            way = _way(axis, variant, case, fmt, rows)
+                            way = _plan_way(axis, variant, case, fmt, rows)
                             journal.append(key, {"row": rows, "way": [way]})
                     done += len(study.axes)
 
 
-def _way(
+def _plan_way(
     axis: Axis,
     variant: Variant,
     case: AttentionCase,
@@ -205,11 +205,11 @@ def _way(
         variant=variant.name,
         reason=reason or "",
         part=variant.part,
-        adds=added(axis, variant, case),
+        adds=added_demand(axis, variant, case),
     )
 
 
-def compared_axes(
+def report_of_rows(
     study: InvarianceStudy, plan: Plan, rows: Sequence[InvarianceRow]
 ) -> InvarianceReport:
     """Returns a report, not judged, of rows that a study measured on calls in memory."""
@@ -254,7 +254,7 @@ def reproducers(
     return written(report.findings, directory, "invariance", facts)
 
 
-def opened(request: InvarianceRequest, system: System) -> Source:
+def open_cases(request: InvarianceRequest, system: System) -> Source:
     """Opens the source of the request's cases. Raises UsageError for one that cannot be
     opened."""
     names = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
@@ -262,14 +262,14 @@ def opened(request: InvarianceRequest, system: System) -> Source:
     return open_source(reading, system)
 
 
-def prepared(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
+def prepare_case(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
     """Returns the case as it is compared: without grad_out unless gradients are compared,
     with grad_out 0 in rows that see no key, and without causality and window where these
     hide nothing from a single query. Raises UsageError for a case of some rows of a
     call."""
     if case.positions is not None:
         raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
-    if case.q_len == 1 and keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
+    if case.q_len == 1 and count_keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
         case = without_positions(case)
     return settled(case if backward else dataclasses.replace(case, grad_out=None))
 
@@ -382,7 +382,7 @@ class InvarianceStudy:
                 "case": case.ref.case, "layer": case.ref.layer, "phase": case.ref.phase,
                 "axis": axis, "variant": variant.name, "part": variant.part,
             }  # fmt: skip
-            changed = _changed(planned, variant)
+            changed = _with_variant_options(planned, variant)
             excuse: Excuse = "call" if why else "option"
             forms: Forms | Failure = Failure("skipped", why or "has no such option")
             if not why and changed is not None:
@@ -391,7 +391,7 @@ class InvarianceStudy:
                 yield from self._compared(about, forms)
                 continue
             if not why and changed is not None:
-                excuse = _excuse(forms, added(axis, variant, case))
+                excuse = _excuse(forms, added_demand(axis, variant, case))
             yield InvarianceRow(
                 **about,
                 tensor="out",
@@ -434,10 +434,10 @@ class InvarianceStudy:
         differs the kernel runs again: one that does not repeat itself has rows along
         `repeat` too, and one row without numbers where that explains the difference."""
         with self.watch("comparing"):
-            numbers = dict(compared(forms))
+            numbers = dict(compare_forms(forms))
         repeats = None
         tensors = tuple(numbers)
-        moved = any(_differs(numbers.get(name)) for name in STEADY)
+        moved = any(_has_other_bits(numbers.get(name)) for name in STEADY)
         if about["axis"] != "repeat" and moved:
             unsteady = list(self._unsteady(about, forms))
             repeats = not unsteady
@@ -468,12 +468,12 @@ class InvarianceStudy:
             declined = forms.first.declined or None
             row = with_tensor(tensor=tensor, reason=declined, **of_tensor)
             if row.first is not None and tensor not in ("dk", "dv"):
-                keys = keys_seen(forms.first.case, row.first)
+                keys = count_keys_seen(forms.first.case, row.first)
                 row = row.model_copy(update={"keys": keys})
             # Where a kernel does not repeat itself, tilings that fit do so by chance.
             if tensor == "out" and row.differ and row.axis != "repeat" and repeats:
                 with self.watch("causes"):
-                    cause = explained(row, forms, self.system, search=self.searches)
+                    cause = cause_fields(row, forms, self.system, search=self.searches)
                 row = row.model_copy(update=cause)
             yield row
 
@@ -494,11 +494,11 @@ class InvarianceStudy:
             pairs = ((getattr(run.output, n), getattr(more.output, n)) for n in STEADY)
             if all(x is y or same(x, y) for x, y in pairs):
                 continue
-            variant, exact = again(name, run.case), attend(run.case)
+            variant, exact = single_call_variant(name, run.case), attend(run.case)
             repeated = Forms(variant, run, [more], exact, forms.format)
             changes = {
                 n: x
-                for n, x in compared(repeated)
+                for n, x in compare_forms(repeated)
                 if not isinstance(x, str) and x["differ"]
             }
             for tensor, numbers in changes.items():
@@ -540,7 +540,7 @@ class InvarianceStudy:
                 return Failure(
                     "skipped", "only the forward pass, in this process, is run so"
                 )
-            kernel = wrapped(kernel, wrap)
+            kernel = wrap_kernel(kernel, wrap)
         options = options_set(planned.options, kernel)
         both = self.backward if gradients is None else gradients
         with self.watch("kernels"):
@@ -554,7 +554,7 @@ class InvarianceStudy:
         return KernelRun(planned, case, within, wrap, output, declined)
 
 
-def added(
+def added_demand(
     axis: str, variant: Variant, case: AttentionCase
 ) -> Literal["", "mask", "option", "way"]:
     """Returns what a variant asks of a kernel that the case as it is does not: a `mask`,
@@ -582,7 +582,7 @@ def recorded_options(planned: Planned) -> dict[str, object]:
     return dict(planned.options) if planned.kernel.options else {}
 
 
-def _differs(numbers: Numbers | str | None) -> bool:
+def _has_other_bits(numbers: Numbers | str | None) -> bool:
     """Whether a tensor was compared, and has other bits. `numbers`: its numbers, a reason
     why there are none, or None for a tensor that is not returned."""
     return isinstance(numbers, dict) and numbers["differ"] > 0
@@ -595,7 +595,7 @@ def out_of_memory(failure: Failure) -> bool:
     return failure.reason.startswith(("OutOfMemoryError: ", "MemoryError: "))
 
 
-def _changed(planned: Planned, variant: Variant) -> Planned | None:
+def _with_variant_options(planned: Planned, variant: Variant) -> Planned | None:
     """Returns the kernel with the options of a variant added to its own; None where it
     has no such option, or not with this value."""
     if not variant.options:

@@ -87,7 +87,7 @@ class JudgedNumber(NamedTuple):
         return not self.observed <= self.limit
 
 
-def worst_of(numbers: Iterable[JudgedNumber]) -> JudgedNumber:
+def gravest_number(numbers: Iterable[JudgedNumber]) -> JudgedNumber:
     """Returns the number with the gravest rule, in the order of WRONG, and among those
     the largest. `numbers`: at least one."""
     rules = list(WRONG)
@@ -235,7 +235,7 @@ def _axis_tests(
     numbers = [number for row in ok for number in judged_numbers(row, limits)]
     by_rule = grouped(numbers, lambda x: (x.rule, x.row.tensor))
     for (rule, tensor), of_rule in by_rule.items():
-        worst = worst_of(of_rule)
+        worst = gravest_number(of_rule)
         failing = tuple(
             sorted((x for x in of_rule if x.fails), key=lambda x: -x.observed)
         )
@@ -293,9 +293,11 @@ def findings(
     beyond = [test for test in judgement.tests if test.beyond]
     for of_kernel in grouped(beyond, lambda t: (label(t), t.format)).values():
         if of_kernel[0].kernel == MODEL:
-            wrong += [_finding(test, _output_sentence(test)) for test in of_kernel]
+            wrong += [
+                _exceeded_finding(test, _output_sentence(test)) for test in of_kernel
+            ]
         else:
-            wrong += _dependences(of_kernel)
+            wrong += _dependence_findings(of_kernel)
     accused = {(f.kernel, str(f.options), fmt) for f in wrong for fmt in f.formats}
     wrong += [
         f
@@ -306,13 +308,13 @@ def findings(
     return wrong, tuple(_judged_sentences(judgement, report))
 
 
-def _dependences(tests: Sequence[Test]) -> Iterator[Finding]:
+def _dependence_findings(tests: Sequence[Test]) -> Iterator[Finding]:
     """Yields a finding for each axis on which one kernel depends, unless that follows
     from another axis; the one farthest beyond its limit comes first. `tests`: those of
     the kernel that are exceeded."""
     by_axis = grouped(tests, lambda test: test.beyond[0].row.axis)
     gravest = {
-        axis: worst_of(number for test in of_axis for number in test.beyond)
+        axis: gravest_number(number for test in of_axis for number in test.beyond)
         for axis, of_axis in by_axis.items()
     }
     follows = _consequences(gravest)
@@ -322,10 +324,10 @@ def _dependences(tests: Sequence[Test]) -> Iterator[Finding]:
             leading += [(test, worst) for test in by_axis[axis] if worst in test.beyond]
     for test, worst in sorted(leading, key=lambda pair: -pair[0].nearness):
         also = [gravest[a].row for a, cause in follows.items() if cause == worst.row.axis]
-        yield _finding(test, _sentence(worst, also))
+        yield _exceeded_finding(test, _dependence_sentence(worst, also))
 
 
-def _finding(test: Test, text: str) -> Finding:
+def _exceeded_finding(test: Test, text: str) -> Finding:
     """Returns the finding of a test that is exceeded; `text` follows the kernel's
     name."""
     name = f"{label(test)} ({test.format}) " if test.kernel != MODEL else ""
@@ -376,7 +378,7 @@ def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
     return follows | dict.fromkeys(wrong[1:], *wrong[:1]) if wrong else follows
 
 
-def _sentence(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
+def _dependence_sentence(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
     """Returns what is wrong, to follow the kernel's name: axis, case, number, where it
     begins and its cause. `also`: the rows of axes along which it differs for the same
     cause."""
@@ -397,18 +399,18 @@ def _sentence(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
     what = f"depends on {AXES[row.axis]}"
     if row.axis == "repeat":
         what = "gives another answer to the same call"
-    too = f". It differs along {listed(map(_along_too, also))} too" if also else ""
-    where = f"{row.case}: {another_form(row)}"
+    too = f". It differs along {listed(map(_axis_and_change, also))} too" if also else ""
+    where = f"{row.case}: {other_form_in_words(row)}"
     return f"{what}: along {row.axis} ({where}) {wrong}{begins}{cause}{too}"
 
 
-def _along_too(row: InvarianceRow) -> str:
+def _axis_and_change(row: InvarianceRow) -> str:
     """Returns an axis, and in brackets how far the row changes along it."""
     if row.nonfinite:
         return f"{row.axis} (NaN)"
     if row.tensor == "lse":
         return f"{row.axis} (the log-sum-exp)"
-    return f"{row.axis} ({multiple(row.floor_ratio)}×)"
+    return f"{row.axis} ({floor_multiple_in_words(row.floor_ratio)}×)"
 
 
 def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
@@ -444,16 +446,18 @@ def passing(report: InvarianceReport, tests: Sequence[Test]) -> str | None:
     if first.kernel == MODEL:
         return "its output changes along no axis by more than roundings explain"
     name, fmt = label(first), first.format
-    return summary_of([r for r in report.rows if (label(r), r.format) == (name, fmt)])
+    return bits_clause([r for r in report.rows if (label(r), r.format) == (name, fmt)])
 
 
-def summarised(report: InvarianceReport) -> InvarianceReport:
+def with_summary(report: InvarianceReport) -> InvarianceReport:
     """Returns a copy of the report with the answer that its rows give."""
-    summary = InvarianceSummary(answer=tuple(answer(report.rows, report.models)))
+    summary = InvarianceSummary(
+        answer=tuple(answer_sentences(report.rows, report.models))
+    )
     return report.model_copy(update={"summary": summary})
 
 
-def summary_of(rows: Sequence[InvarianceRow]) -> str:
+def bits_clause(rows: Sequence[InvarianceRow]) -> str:
     """Returns a clause on the axes along which a kernel does not keep its bits, and by
     how much, and on those that were tried in part. `rows`: one kernel's in one format."""
     by_axis = grouped((r for r in rows if r.status == "ok"), lambda r: r.axis)
@@ -462,15 +466,19 @@ def summary_of(rows: Sequence[InvarianceRow]) -> str:
         moved = [r for r in along if r.differ]
         if sized := [r for r in moved if r.tensor != "lse"]:
             unit = "" if any("×" in part for part in parts) else " the floor's error"
-            worst = farthest(sized)
+            worst = largest_change(sized)
             tensor = "" if worst.tensor == "out" else f" in {worst.tensor}"
-            size = f"{multiple(worst.floor_ratio)}×{unit}{tensor}"
+            size = f"{floor_multiple_in_words(worst.floor_ratio)}×{unit}{tensor}"
         else:
             size = "the log-sum-exp alone"
         if moved:
             parts.append(f"{axis} ({'NaN' if any(r.nonfinite for r in moved) else size})")
     same = len(by_axis) - len(parts)
-    less = [f"{axis} ({text})" for axis in by_axis if (text := tried_in_part(rows, axis))]
+    less = [
+        f"{axis} ({text})"
+        for axis in by_axis
+        if (text := untried_part_clause(rows, axis))
+    ]
     limits = f"; tried in part along {listed(less)}" if less else ""
     if not parts:
         every = listed(by_axis) if same < 4 else f"all {same} axes"
@@ -479,7 +487,7 @@ def summary_of(rows: Sequence[InvarianceRow]) -> str:
     return f"differs along {listed(parts)}{others}{limits}"
 
 
-def tried_in_part(rows: Iterable[InvarianceRow], axis: str) -> str:
+def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
     """Returns a clause on what a kernel's rows leave out of an axis: calls that could not
     be made or were declined, and kv heads; empty where nothing. A variant that is an
     option which the kernel has not is no part of its axis."""
@@ -495,36 +503,36 @@ def tried_in_part(rows: Iterable[InvarianceRow], axis: str) -> str:
     return ", ".join(texts)
 
 
-def multiple(value: float | None) -> str:
+def floor_multiple_in_words(value: float | None) -> str:
     """Returns a multiple of the floor's error as every table and sentence of a report
     writes it; a dash for None."""
     return si(value) if value is not None and value < 1 else ratio(value)
 
 
-def farthest(rows: Iterable[InvarianceRow]) -> InvarianceRow:
+def largest_change(rows: Iterable[InvarianceRow]) -> InvarianceRow:
     """Returns the row that table, headline and answer show for several: with the most
     elements that are not finite, else the largest difference over the floor's error.
     `rows`: at least one."""
     return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))
 
 
-def another_form(row: InvarianceRow) -> str:
+def other_form_in_words(row: InvarianceRow) -> str:
     """Returns the other form of a call, and the part of it that is compared where that is
     not all."""
     return row.variant + (f", {row.part}" if row.part else "")
 
 
-def _size(row: InvarianceRow) -> str:
+def _change_clause(row: InvarianceRow) -> str:
     """Returns a clause on a call, its other form, which share of it differs, and by how
     much."""
     share = f"{three(100 * row.differ / row.elements)} % of {row.tensor}"
-    change = f"{multiple(row.floor_ratio)}× the floor's error (rms)"
+    change = f"{floor_multiple_in_words(row.floor_ratio)}× the floor's error (rms)"
     if row.nonfinite:
         change = "NaN"
-    return f"{row.case}, {another_form(row)} ({share}, by {change})"
+    return f"{row.case}, {other_form_in_words(row)} ({share}, by {change})"
 
 
-def answer(
+def answer_sentences(
     rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()
 ) -> Iterator[str]:
     """Yields a sentence on the cause of a difference, for each kernel and axis that has
@@ -536,12 +544,12 @@ def answer(
         causes = [row for row in along if row.cause is not None]
         if not causes:
             continue
-        most, explained = farthest(along), farthest(causes)
-        text = f"{kernel} ({fmt}) along {axis}: most in {_size(most)}"
+        most, explained = largest_change(along), largest_change(causes)
+        text = f"{kernel} ({fmt}) along {axis}: most in {_change_clause(most)}"
         if most.cause is not None:
             yield f"{text}; {most.cause}."
         else:
-            yield f"{text}; in {_size(explained)}, {explained.cause}."
+            yield f"{text}; in {_change_clause(explained)}, {explained.cause}."
     ran = grouped((m for m in models if m.reason is None), lambda m: (m.format, m.axis))
     for (fmt, axis), outputs in ran.items():
         shares = [

@@ -12,10 +12,10 @@ from numdev.report import document as doc
 from numdev.report.numbers import NONE, si, three
 from numdev.studies.invariance.report import InvarianceReport, InvarianceRow, ModelRow
 from numdev.studies.invariance.verdict import (
-    another_form,
-    farthest,
-    multiple,
-    tried_in_part,
+    floor_multiple_in_words,
+    largest_change,
+    other_form_in_words,
+    untried_part_clause,
 )
 
 SAME = "same"
@@ -37,12 +37,12 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
         for tensor in dict.fromkeys(r.tensor for r in rows if r.status == "ok"):
             of_tensor = [r for r in rows if r.tensor == tensor or not r.elements]
             title = f"{tensor} in {fmt}: largest rms difference, × the floor's error"
-            yield _axes(title, of_tensor, accused)
+            yield _axis_table(title, of_tensor, accused)
     yield from doc.notes((LEGEND,))
-    moved = list(_differences(report.rows))
-    yield _table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
-    yield _table(moved, len(moved), only=doc.TEXT)
-    yield _outputs(report.models)
+    moved = list(_difference_rows(report.rows))
+    yield _difference_table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
+    yield _difference_table(moved, len(moved), only=doc.TEXT)
+    yield _output_table(report.models)
     lacking = (r for r in report.rows if r.status != "ok")
     reasons = grouped(lacking, lambda r: (label(r), r.axis, r.reason)).items()
     lines = (
@@ -51,7 +51,7 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     yield doc.words(("kernel", "axis", "not run"), lines, title="Not run", only=doc.TEXT)
 
 
-def _outputs(models: Sequence[ModelRow]) -> doc.Table:
+def _output_table(models: Sequence[ModelRow]) -> doc.Table:
     """Returns the table of how the model's own output changes along each axis; rows
     without numbers are left out."""
 
@@ -76,7 +76,7 @@ def _percent(x: float | None) -> str:
     return NONE if x is None else f"{three(100 * x)} %"
 
 
-def _axes(
+def _axis_table(
     title: str, rows: Sequence[InvarianceRow], accused: Container[tuple[str, str]]
 ) -> doc.Table:
     """Returns a table with a row for each axis and a column for each kernel; red where
@@ -86,30 +86,35 @@ def _axes(
     table = (
         (
             doc.Cell(axis, title=AXES[axis]),
-            *(_cell(cells.get((axis, k), ()), bad=(k, axis) in accused) for k in kernels),
+            *(
+                _axis_cell(cells.get((axis, k), ()), bad=(k, axis) in accused)
+                for k in kernels
+            ),
         )
         for axis in dict.fromkeys(r.axis for r in rows)
     )
     return doc.table(("axis", *kernels), table, title=title)
 
 
-def _cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
+def _axis_cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
     """Returns how far a kernel changes along an axis, and in how many of its calls; a
     dash, with the reason, where it ran in none. `bad`: there is a finding."""
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
         reason = next((r.reason or "" for r in rows), "")
         return doc.Cell(NONE, style="soft", title=reason)
-    moved, less = [r for r in ok if not r.same], tried_in_part(rows, ok[0].axis)
+    moved, less = [r for r in ok if not r.same], untried_part_clause(rows, ok[0].axis)
     if not moved:
         return doc.Cell(SAME, style="good", after=less)
-    worst = farthest(moved)
-    text = "NaN" if worst.nonfinite else multiple(worst.floor_ratio)
+    worst = largest_change(moved)
+    text = "NaN" if worst.nonfinite else floor_multiple_in_words(worst.floor_ratio)
     count = f"{len(moved)}/{len(ok)}" + f" ({less})" * bool(less)
     return doc.Cell(text, style="bad" if bad else "", after=count)
 
 
-def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell, ...]]:
+def _difference_rows(
+    rows: Sequence[InvarianceRow],
+) -> Iterator[tuple[str | doc.Cell, ...]]:
     """Yields the cells of each row of the table of differences: for each kernel, format,
     axis, variant and tensor that differs the call that changes most."""
     moved = (r for r in rows if r.status == "ok" and r.differ)
@@ -117,7 +122,7 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
         moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)
     )
     for of_variant in by_variant.values():
-        r = farthest(of_variant)
+        r = largest_change(of_variant)
         cause = next((x.cause for x in (r, *of_variant) if x.cause is not None), None)
         begins = NONE
         if r.first is not None:
@@ -130,10 +135,10 @@ def _differences(rows: Sequence[InvarianceRow]) -> Iterator[tuple[str | doc.Cell
         yield (
             doc.Cell(label(r), style="strong"),
             r.axis,
-            another_form(r),
+            other_form_in_words(r),
             r.tensor,
             _percent(r.differ / r.elements),
-            "NaN" if r.nonfinite else multiple(r.floor_ratio),
+            "NaN" if r.nonfinite else floor_multiple_in_words(r.floor_ratio),
             three(r.ulps),
             begins,
             why,
@@ -146,7 +151,7 @@ COLUMNS = (
 )
 
 
-def _table(
+def _difference_table(
     rows: Sequence[tuple[str | doc.Cell, ...]],
     count: int,
     only: tuple[doc.Medium, ...] = doc.MEDIA,

@@ -35,7 +35,7 @@ FEATURES = ("q", "k", "v", "grad_out")
 
 
 @contextlib.contextmanager
-def changed(
+def with_changed_tensors(
     case: AttentionCase, *, by: Callable[[Tensor], Tensor], of: Sequence[str] = FEATURES
 ) -> Iterator[AttentionCase]:
     """Returns a context with the case in which `by` made each of the tensors in `of`
@@ -51,23 +51,23 @@ def changed(
 
 
 @contextlib.contextmanager
-def packed(case: AttentionCase) -> Iterator[AttentionCase]:
+def with_packed_tensors(case: AttentionCase) -> Iterator[AttentionCase]:
     """Returns a context with the case whose q, k and v are slices of one tensor."""
     q, k, v = laid_out("packed", case.q, case.k, case.v)
     yield dataclasses.replace(case, q=q, k=k, v=v)
 
 
-def as_laid_out(x: Tensor, layout: str) -> Tensor:
+def in_layout(x: Tensor, layout: str) -> Tensor:
     """Returns the values of `x` in a layout that `numdev.cases.laid_out` names."""
     return laid_out(layout, x, x, x)[0]
 
 
-def one_for_all(x: Tensor) -> Tensor:
+def share_first_sequence(x: Tensor) -> Tensor:
     """Returns the first sequence of `x` in place of every one, with stride 0."""
     return x[:1].expand_as(x)
 
 
-def gathered(x: Tensor, size: int) -> Tensor:
+def gather_pages(x: Tensor, size: int) -> Tensor:
     """Returns the values of x [batch, heads, length, dim], gathered from pages of `size`
     tokens that lie in another order, each [size, heads, dim]; a view, behind whose end
     the last page holds NaN."""
@@ -81,7 +81,7 @@ def gathered(x: Tensor, size: int) -> Tensor:
     return pool[table].view(b, pages * size, h, d)[:, :n].transpose(1, 2)
 
 
-def inside(x: Tensor, value: float | None) -> Tensor:
+def slice_of_larger(x: Tensor, value: float | None) -> Tensor:
     """Returns the values of `x` as a slice of a larger tensor: GUARD rows before and
     behind those of every head, a sequence before and one behind, which hold `value`, or,
     where it is None, numbers as its own."""
@@ -127,7 +127,7 @@ class _Filled(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def sentinel(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
+def fill_new_memory(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
     """Returns a context in which memory that a kernel allocates without a value holds
     `value`: what Python allocates, by the dispatcher; what C++ does, as far as the
     allocator gives back what was freed last."""
@@ -141,14 +141,14 @@ def sentinel(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
         yield case
 
 
-def wrapped(kernel: Kernel, wrap: str) -> Kernel:
+def wrap_kernel(kernel: Kernel, wrap: str) -> Kernel:
     """Returns the kernel with its forward pass in a CUDA graph (`wrap`: `graph`) or
     compiled (`compiled`)."""
-    run = {"graph": _in_a_graph, "compiled": _compiled}[wrap]
+    run = {"graph": _run_in_graph, "compiled": _run_compiled}[wrap]
     return dataclasses.replace(kernel, function=partial(run, kernel))
 
 
-def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: object) -> Output:
+def _run_in_graph(kernel: Kernel, case: AttentionCase, **options: object) -> Output:
     """Returns a copy of the kernel's output from a CUDA graph that is replayed once.
     Raises Refused on a CPU."""
     refuse((not case.q.is_cuda, "needs CUDA, but this run is on CPU"))
@@ -165,7 +165,7 @@ def _in_a_graph(kernel: Kernel, case: AttentionCase, **options: object) -> Outpu
     return copied(output)  # type: ignore[no-any-return]
 
 
-def _compiled(kernel: Kernel, case: AttentionCase, **options: object) -> object:
+def _run_compiled(kernel: Kernel, case: AttentionCase, **options: object) -> object:
     """Returns the output of the compiled kernel, as one operation of autograd's graph
     where it has such a function: what watches a kernel while it is measured is then not
     compiled. The compiler's caches are emptied first."""

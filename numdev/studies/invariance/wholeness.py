@@ -33,7 +33,7 @@ MOVES_KEYS = ("padding", "lengths", "decode")  # axes along which keys may stand
 GRADIENTS = frozenset({"dq", "dk", "dv"})
 
 
-def check(report: InvarianceReport) -> None:
+def check_consistency(report: InvarianceReport) -> None:
     """Raises MeasurementError for rows that nobody planned, that are missing, or whose
     numbers contradict each other, with the first contradiction. A missing row would
     exceed no limit."""
@@ -58,14 +58,14 @@ def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
     if len(plan.kernels) > len(request.get("kernels") or ()):
         yield "the plan has a kernel that the request has not"
     yield from other_formats(request, plan.formats)
-    if repeated := _repeated(plan.ways):
+    if repeated := _planned_twice(plan.ways):
         yield f"the plan has {repeated} twice"
     planned = {(fmt, axis) for fmt in plan.formats for axis in plan.axes}
     if not {(way.format, way.axis) for way in plan.ways} <= planned:
         yield "the plan has a way along an axis, or in a format, that it has not"
 
 
-def _repeated(ways: Sequence[Way]) -> str:
+def _planned_twice(ways: Sequence[Way]) -> str:
     """Returns the axis and variant of a way that is planned twice; empty without one."""
     counts = Counter((way.format, way.case, way.axis, way.variant) for way in ways)
     twice = (f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from numdev.sources.files import naming
-from numdev.studies.training.config import ModelConfig, folder_of
+from numdev.studies.training.config import ModelConfig, folder_prefix
 from numdev.studies.training.data import BOS_ID, EOS_ID, Tokens
 from numdev.studies.training.models import LAYER_EPS, RMS_EPS, ROPE_THETA, SPREAD, Network
 
@@ -53,12 +53,12 @@ NAMES = {
 """transformers' names of our parts."""
 
 
-def place(directory: Path, variant: str, seed: int, step: int) -> Path:
+def checkpoint_folder(directory: Path, variant: str, seed: int, step: int) -> Path:
     """Returns the path of a checkpoint's folder in a run's directory."""
-    return directory / FOLDER / f"{folder_of(variant)}-seed{seed}-step{step}"
+    return directory / FOLDER / f"{folder_prefix(variant)}-seed{seed}-step{step}"
 
 
-def write(
+def write_checkpoint(
     network: Network,
     model: ModelConfig,
     data: Tokens,
@@ -75,7 +75,7 @@ def write(
     weights = path / "model.safetensors"
     with naming(weights, "cannot be written", "is there room, and may you write there?"):
         save_file(
-            _as_transformers(network, model.kind), weights, metadata={"format": "pt"}
+            _transformers_state(network, model.kind), weights, metadata={"format": "pt"}
         )
     weights.chmod(0o644)  # safetensors lets its owner alone read it
     described = json.dumps(about, indent=2, allow_nan=False) + "\n"
@@ -122,7 +122,7 @@ def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
     )
 
 
-def _as_transformers(network: Network, kind: str) -> dict[str, Tensor]:
+def _transformers_state(network: Network, kind: str) -> dict[str, Tensor]:
     """Returns the state dict in float32 on the CPU under transformers' names. GPT-2's
     Conv1D keeps [in, out], and has biases."""
     state = {

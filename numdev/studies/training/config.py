@@ -175,7 +175,7 @@ class ResolvedVariant(Strict):
         return (self.kernel, *((self.backward_kernel,) if self.backward_kernel else ()))
 
 
-def folder_of(variant: str) -> str:
+def folder_prefix(variant: str) -> str:
     """Returns the beginning of the names of a variant's checkpoint folders: its name, in
     which `-` stands for all but letters, digits, `_`, `.` and `-`."""
     return re.sub(r"[^\w.-]+", "-", variant)
@@ -227,7 +227,7 @@ class TrainConfig(_CommonKeys):
         golden = sum(v.role == "golden" for v in self.variants)
         if golden != 1:
             raise ValueError(f"variants: expected one with the role golden, got {golden}")
-        (folder, count), *_ = Counter(map(folder_of, names)).most_common(1)
+        (folder, count), *_ = Counter(map(folder_prefix, names)).most_common(1)
         if count > 1:
             raise ValueError(
                 f"variants: expected distinct names, got {folder!r} {count} times"
@@ -286,12 +286,14 @@ def resolve(
         target=target,
         seeds=seeds,
         recorded=recorded_steps(config.record, config.record_every, steps),
-        variants=tuple(_complete(v, golden, config.optimiser) for v in config.variants),
+        variants=tuple(
+            _resolve_variant(v, golden, config.optimiser) for v in config.variants
+        ),
         device=device or config.device,
     )
 
 
-def _complete(
+def _resolve_variant(
     v: VariantConfig, golden: VariantConfig, optimiser: Optimiser
 ) -> ResolvedVariant:
     """Returns a variant with what it does not say taken from the golden run; keys of the

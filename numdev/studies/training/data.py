@@ -35,7 +35,7 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
 
 
-def seed_of(*parts: object) -> int:
+def seed_for(*parts: object) -> int:
     """Returns a seed, 56 bits, for random numbers of one purpose, from words and numbers
     that name it."""
     named = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
@@ -58,7 +58,7 @@ class Tokens:
         """Returns `inputs` and `targets`, int64 [count, context] each, of windows drawn
         anywhere in the ids; the same for the same seed and step. A trained tokenizer's
         windows begin with its first token, as every prompt will."""
-        generator = torch.Generator().manual_seed(seed_of("batch", seed, step))
+        generator = torch.Generator().manual_seed(seed_for("batch", seed, step))
         width, device = self.context + (self.tokenizer is None), self.ids.device
         positions = len(self.ids) - width + 1
         starts = torch.randint(positions, (self.count, 1), generator=generator)
@@ -69,19 +69,21 @@ class Tokens:
         return {"inputs": torch.cat([first, window[:, :-1]], dim=1), "targets": window}
 
 
-def load(
+def load_tokens(
     config: DataConfig, model: ModelConfig, count: int, device: torch.device
 ) -> Tokens:
     """Returns the text of a configuration as tokens on the device, in batches of `count`
     windows. Trains the tokenizer `bpe` on it. Raises UsageError for a file that cannot be
     read, and for a text no longer than a window."""
     texts = (
-        stdlib()
+        stdlib_texts()
         if config.source == "stdlib"
         else [read_text(Path(f)) for f in config.files]
     )
     if config.tokenizer == "bpe":
-        tokenizer, loaded = _trained(texts, config.vocabulary or 2048, model.context)
+        tokenizer, loaded = _train_tokenizer(
+            texts, config.vocabulary or 2048, model.context
+        )
         # verbose=False: texts longer than the context are meant here, no slip worth a
         # warning.
         rows = loaded(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -112,7 +114,7 @@ def load(
     )
 
 
-def stdlib() -> list[str]:
+def stdlib_texts() -> list[str]:
     """Returns the texts of the standard library's .py files that are UTF-8 and not empty,
     sorted by path."""
     paths = []
@@ -132,7 +134,7 @@ def stdlib() -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:
+def _train_tokenizer(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:
     """Returns a byte-level BPE tokenizer trained on the texts, and the same saved and
     loaded: text is encoded by the latter, so that the network sees the ids that a user of
     its checkpoint will get. `vocabulary`: how many tokens at most; `context`: the length

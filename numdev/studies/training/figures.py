@@ -15,7 +15,7 @@ from numdev.studies.training.report import DistanceRow, TrainRow, VariantRecord
 Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of one seed
 
 
-def label_of(v: VariantRecord) -> str:
+def curve_name(v: VariantRecord) -> str:
     """Returns the name of a variant's curve. Runs that re-round at random by one strength
     share one."""
     if v.role != "null_rounding":
@@ -24,7 +24,7 @@ def label_of(v: VariantRecord) -> str:
     return "re-rounded at random" + ("" if dose == 1.0 else f" at {dose:g} floors")
 
 
-def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
+def step_axis(steps: Sequence[int], *, all_named: bool = False) -> Axis:
     """Returns recorded steps as a logarithmic axis, without step 0. Its ticks are 1, 2
     and 5 times powers of ten and both ends, or all steps with `all_named`."""
     shown = [step for step in steps if step > 0]
@@ -35,13 +35,13 @@ def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
     return Axis(name="step", title="step", scale="log", ticks=ticks)
 
 
-def mean(values: Sequence[float]) -> float:
+def geometric_or_plain_mean(values: Sequence[float]) -> float:
     """Returns the geometric mean; the arithmetic one where a value is 0 or less.
     `values`: at least one."""
     return (geometric_mean if min(values) > 0 else fmean)(values)
 
 
-def of_run(
+def run_figures(
     variants: Sequence[VariantRecord],
     rows: Sequence[TrainRow],
     distances: Sequence[DistanceRow],
@@ -53,22 +53,26 @@ def of_run(
     def middle(at: Sequence[float]) -> Mean:
         """Returns the mean and the ends of the values at a step; None for the ends of one
         value."""
-        return mean(at), *((min(at), max(at)) if len(at) > 1 else (None, None))
+        return geometric_or_plain_mean(at), *(
+            (min(at), max(at)) if len(at) > 1 else (None, None)
+        )
 
-    labels = {v.name: label_of(v) for v in variants}
+    labels = {v.name: curve_name(v) for v in variants}
     names = dict.fromkeys(labels.values())
     golden = next((v.name for v in variants if v.role == "golden"), "")
     losses = ((labels[row.variant], row.step, row.loss) for row in rows)
     sizes = ((labels[d.variant], d.step, d.rel) for d in distances if d.of == "weights")
     title = "Distance of all weights, relative to the golden run's"
     both = (
-        figure("Loss", "loss", "loss of the step's batch", names, losses, middle, golden),
-        figure(title, "rel", "‖a − b‖ / ‖b‖", names, sizes, middle, golden),
+        figure_by_step(
+            "Loss", "loss", "loss of the step's batch", names, losses, middle, golden
+        ),
+        figure_by_step(title, "rel", "‖a − b‖ / ‖b‖", names, sizes, middle, golden),
     )
     return tuple(one for one in both if one.curves)
 
 
-def figure(
+def figure_by_step(
     title: str,
     metric: str,
     y_title: str,

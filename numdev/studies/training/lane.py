@@ -21,8 +21,8 @@ from numdev.errors import MeasurementError, NumdevError
 from numdev.kernels import Kernel, find
 from numdev.kernels.autograd_operation import attend_in_graph, attend_with_gradients_of
 from numdev.studies.training.config import ModelConfig, Optimiser, ResolvedVariant
-from numdev.studies.training.data import seed_of
-from numdev.studies.training.models import Batch, build
+from numdev.studies.training.data import seed_for
+from numdev.studies.training.models import Batch, build_network
 from numdev.studies.training.optimiser import Slots, Updates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -97,7 +97,9 @@ class KernelAttention:
             out = attend_with_gradients_of(kernel, case, options, *self.behind).to(
                 out_dtype
             )
-        return out if self.noise is None else rerounded(out, self.noise, self.times)
+        return (
+            out if self.noise is None else reround_at_random(out, self.noise, self.times)
+        )
 
 
 @torch.no_grad()
@@ -113,7 +115,7 @@ def largest_score(case: AttentionCase) -> Tensor:
     return torch.stack(largest).amax()
 
 
-def rate(config: Optimiser, step: int, steps: int) -> float:
+def learning_rate(config: Optimiser, step: int, steps: int) -> float:
     """Returns the learning rate of update `step` of `steps`, counted from 1: linear up to
     `lr` over the warm-up, then constant, or half a cosine down to `final` of it at the
     last step."""
@@ -150,10 +152,10 @@ class Lane:
         draws = [kernel.draws(options) for kernel, options in kernels]
         rerounds = variant.role == "null_rounding"
         if rerounds:
-            noise_seed = seed_of("rounding", seed, variant.name)
+            noise_seed = seed_for("rounding", seed, variant.name)
         else:  # without its name: a repeat of the golden run draws what that one drew
             kernel_seed = forward[1].get("seed")
-            noise_seed = seed_of("draws", seed + variant.seed, kernel_seed)
+            noise_seed = seed_for("draws", seed + variant.seed, kernel_seed)
         noise = torch.Generator(device).manual_seed(noise_seed)
         # All random numbers of the lane
         self.noise = noise if rerounds or draws[0] else None
@@ -165,12 +167,14 @@ class Lane:
             times=variant.times,
             draws=self.noise if draws[0] else None,
         )
-        with _named(variant):
-            network = build(model, vocabulary, seed + variant.seed, self.attention)
+        with _errors_naming(variant):
+            network = build_network(
+                model, vocabulary, seed + variant.seed, self.attention
+            )
             if variant.format == "pure bfloat16":
                 network = network.to(torch.bfloat16)
             if variant.role == "null_ulp":
-                ulp_seed = seed_of("ulp", seed, variant.name)
+                ulp_seed = seed_for("ulp", seed, variant.name)
                 move_weights(network, torch.Generator().manual_seed(ulp_seed))
             self.network = network.to(device).train()
             self.parameters = list(network.parameters())
@@ -192,9 +196,9 @@ class Lane:
         """Makes update `step` of `steps` from this batch, and sets `loss` and `norm`.
         Nothing waits for the device. Raises MeasurementError that names the variant for
         whatever fails."""
-        self.lr = rate(self.variant.optimiser, step, steps)
+        self.lr = learning_rate(self.variant.optimiser, step, steps)
         self.optimiser.set_rate(self.lr)
-        with _named(self.variant):
+        with _errors_naming(self.variant):
             if self.replay is None:
                 self.loss, self.norm = self._update(batch)
             else:
@@ -236,7 +240,7 @@ class Lane:
         """Returns the gradient of a batch's loss by parameter name, zeros where there is
         none. The lane is left as it was."""
         before = None if self.noise is None else self.noise.get_state()
-        with _named(self.variant):
+        with _errors_naming(self.variant):
             self._backward(batch)
         scale = self.scaler.get_scale()
         gradient = {
@@ -261,7 +265,7 @@ class Lane:
         """Returns the outputs of this lane's attention for calls of another lane, [batch,
         heads, length, head_dim] each. The lane is left as it was."""
         before = None if self.noise is None else self.noise.get_state()
-        with _named(self.variant):
+        with _errors_naming(self.variant):
             outs = [self.attention(case.q, case.k, case.v) for case in calls]
         if self.noise is not None and before is not None:
             self.noise.set_state(before)
@@ -292,7 +296,7 @@ class Lane:
 
 
 @contextmanager
-def _named(variant: ResolvedVariant) -> Iterator[None]:
+def _errors_naming(variant: ResolvedVariant) -> Iterator[None]:
     """Returns a context whose errors become a MeasurementError of one line that names the
     variant. A kernel may be foreign code and raise anything."""
     try:
@@ -321,27 +325,29 @@ def _named(variant: ResolvedVariant) -> Iterator[None]:
 # only beside the distance that runs reach which differ by no more than rounding.
 
 
-def rerounded(out: Tensor, generator: torch.Generator, times: float = 1.0) -> Tensor:
+def reround_at_random(
+    out: Tensor, generator: torch.Generator, times: float = 1.0
+) -> Tensor:
     """Returns `out` with values drawn at random moved by ulps of its dtype, up or down
     alike: an error without bias whose rms is `times` that of one rounding. Gradients pass
     unchanged. Zeros, infinities and NaN stay."""
-    move: Move = moved_by
+    move: Move = move_by_numbers
     if times == 1.0:
         drawn = torch.randint(
             2 * ODDS, out.shape, generator=generator, device=out.device, dtype=torch.uint8
         )
         steps = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
     else:
-        ulps, share = jumps(times)
+        ulps, share = ulps_and_share(times)
         uniform = torch.rand(out.shape, generator=generator, device=out.device)
         up, down = uniform < share / 2, uniform >= 1 - share / 2
         steps = ulps * (up.to(torch.int8) - down.to(torch.int8))
-        move = shifted_by
+        move = shift_by_ulps
     moved: Tensor = _Moved.apply(out, steps, move)  # type: ignore[no-untyped-call]
     return moved
 
 
-def jumps(times: float) -> tuple[int, float]:
+def ulps_and_share(times: float) -> tuple[int, float]:
     """Returns the number of ulps by which values are moved, and the share of values that
     is, for an rms of `times` ulp/√12: the fewest ulps for which a share is enough."""
     ulps = math.ceil(times / math.sqrt(ODDS))
@@ -360,7 +366,7 @@ class _Moved(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def moved_by(x: Tensor, steps: Tensor) -> Tensor:
+def move_by_numbers(x: Tensor, steps: Tensor) -> Tensor:
     """Returns x moved by so many numbers of its dtype (`steps`: -1, 0 or 1 for each
     element), away from zero where positive: the bits of a float, its sign aside, count
     its dtype's numbers. Zeros, infinities and NaN stay."""
@@ -369,14 +375,14 @@ def moved_by(x: Tensor, steps: Tensor) -> Tensor:
     return (bits + steps.to(bits.dtype).masked_fill(stays, 0)).view(x.dtype)
 
 
-def shifted_by(x: Tensor, ulps: Tensor) -> Tensor:
+def shift_by_ulps(x: Tensor, ulps: Tensor) -> Tensor:
     """Returns x moved by so many of its own ulps for each element, away from zero where
     positive, and rounded to its dtype. Counting numbers of the dtype would take larger
     steps upwards across a power of two than downwards, a bias of several per cent for
     tens of them. Zeros, infinities and NaN stay, and so does what would overflow."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     magnitude = x.abs()
-    next_one = moved_by(magnitude, torch.ones_like(x, dtype=torch.int8))
+    next_one = move_by_numbers(magnitude, torch.ones_like(x, dtype=torch.int8))
     ulp = next_one.to(wide) - magnitude.to(wide)
     shifted = (x.to(wide) + ulps.to(wide) * x.sign().to(wide) * ulp).to(x.dtype)
     return torch.where((x == 0) | ~x.isfinite() | ~shifted.isfinite(), x, shifted)
@@ -389,7 +395,7 @@ def move_weights(network: nn.Module, generator: torch.Generator) -> None:
     and `generator` are on the CPU."""
     for parameter in network.parameters():
         up = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
-        parameter.copy_(moved_by(parameter, 2 * up - 1))
+        parameter.copy_(move_by_numbers(parameter, 2 * up - 1))
 
 
 # --- a step recorded once and replayed ------------------------------------------------

@@ -21,8 +21,8 @@ from numdev.sources.files import naming
 from numdev.studies.training.config import TrainRequest
 from numdev.studies.training.data import Tokens
 from numdev.studies.training.lane import Lane
-from numdev.studies.training.measure import distance, row_of
-from numdev.studies.training.outputs import outputs
+from numdev.studies.training.measure import distance_row, train_row
+from numdev.studies.training.outputs import output_rows
 
 STATE, PARTLY = "state.pt", ".state.pt.partly"  # the latter until it is complete
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -81,12 +81,14 @@ class Lockstep:
             first = self.data.batch(self.seed, 1)
             read["gradient"] = lambda lane: lane.gradient(first)
             calls = self.golden.calls(first)
-            tables["output"] = list(outputs(self.lanes, self.golden, calls, self.seed))
+            tables["output"] = list(
+                output_rows(self.lanes, self.golden, calls, self.seed)
+            )
         others = [lane for lane in self.lanes if lane is not self.golden]
         for of, tensors in read.items():
             golden = tensors(self.golden)
             for lane in others:
-                row = distance(
+                row = distance_row(
                     tensors(lane),
                     golden,
                     of=of,
@@ -96,7 +98,7 @@ class Lockstep:
                 )
                 tables["distance"].append(row)
         for lane in self.lanes:
-            tables["row"].append(row_of(lane, self.seed, self.step))
+            tables["row"].append(train_row(lane, self.seed, self.step))
             if self.step == 0:
                 ran = Ran(variant=lane.variant.name, ran=lane.attention.ran or None)
                 tables["variant"].append(ran)
@@ -108,7 +110,7 @@ class Lockstep:
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = path.with_name(PARTLY)
         state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
-        state["digest"] = _digest(state)
+        state["digest"] = _state_digest(state)
         hint = "is there room, and may you write there?"
         with naming(path, "the state cannot be saved", hint):
             try:
@@ -134,10 +136,10 @@ def read_state(path: Path, run: str) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("run") != run:
         return {}
     digest = state.pop("digest", None)
-    return state if digest == _digest(state) else {}
+    return state if digest == _state_digest(state) else {}
 
 
-def _digest(state: Mapping[str, object]) -> str:
+def _state_digest(state: Mapping[str, object]) -> str:
     """Returns a SHA-256 over all tensors and numbers of a state, and their places in
     it."""
     leaves, _ = tree_flatten_with_path(state)
@@ -163,7 +165,7 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
         if wanted:
             os.environ.setdefault(WORKSPACE, ":4096:8")
             os.environ[COMPILED] = "1"
-            _tell_inductor(True)
+            _set_inductor_deterministic(True)
             torch.set_deterministic_debug_mode("error")
             memory.fill_uninitialized_memory = False
         yield
@@ -175,10 +177,10 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _tell_inductor(compiled)
+        _set_inductor_deterministic(compiled)
 
 
-def _inductor() -> Any:
+def _inductor_settings() -> Any:
     """Returns the settings of Inductor, PyTorch's compiler; None where nothing has
     imported them."""
     return sys.modules.get("torch._inductor.config")
@@ -186,14 +188,14 @@ def _inductor() -> Any:
 
 def _inductor_is_deterministic() -> bool:
     """Whether Inductor is, or will be when it is imported, set to be deterministic."""
-    settings = _inductor()
+    settings = _inductor_settings()
     if settings is None:
         return os.environ.get(COMPILED) == "1"
     return bool(settings.deterministic)
 
 
-def _tell_inductor(wanted: bool) -> None:
+def _set_inductor_deterministic(wanted: bool) -> None:
     """Sets whether Inductor is deterministic in its settings, if they are loaded."""
-    settings = _inductor()
+    settings = _inductor_settings()
     if settings is not None and hasattr(settings, "deterministic"):
         settings.deterministic = wanted

@@ -26,17 +26,17 @@ PAST, LEAST = 20, 3
 TIMES, DEVIATIONS = 1.2, 6.0
 
 
-def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
+def train_row(lane: Lane, seed: int, step: int) -> TrainRow:
     """Returns the row of a lane that has just made update `step`; at step 0 no update,
     and all but the spectral norm is None."""
     scores = lane.attention.largest
     norms = spectral_norms(list(lane.network.query_weights()))
     values: dict[str, float | None] = {
-        "loss": number(lane.loss),
-        "grad_norm": number(lane.norm),
+        "loss": finite_or_none(lane.loss),
+        "grad_norm": finite_or_none(lane.norm),
         "lr": lane.lr,
-        "max_logit": number(torch.stack(scores).amax()) if scores else None,
-        "spectral_norm": number(norms.amax()),
+        "max_logit": finite_or_none(torch.stack(scores).amax()) if scores else None,
+        "spectral_norm": finite_or_none(norms.amax()),
     }
     why = NOT_FINITE if step else NOT_YET
     nulls = {name: why for name, value in values.items() if value is None}
@@ -53,7 +53,7 @@ def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
     )
 
 
-def distance(
+def distance_row(
     ours: Mapping[str, Tensor],
     golden: Mapping[str, Tensor],
     *,
@@ -99,7 +99,7 @@ def spectral_norms(weights: list[Tensor]) -> Tensor:
     return norms
 
 
-def number(x: Tensor | float | None) -> float | None:
+def finite_or_none(x: Tensor | float | None) -> float | None:
     """Returns the value of a scalar; None for None, NaN and infinity."""
     value = math.nan if x is None else float(x)
     return value if math.isfinite(value) else None

@@ -34,7 +34,7 @@ PARTS = {
 }
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Returns causal attention by PyTorch's own function, [batch, heads, length,
     head_dim]; k and v may have fewer heads."""
     grouped = q.shape[1] != k.shape[1]
@@ -85,12 +85,12 @@ class SelfAttention(nn.Module):
         )
         if rotation is not None:
             cos, sin = (part.to(q.dtype) for part in rotation)
-            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+            q, k = rotate_positions(q, cos, sin), rotate_positions(k, cos, sin)
         merged: Tensor = out(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return merged
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns x [batch, heads, length, head_dim] rotated by its positions, as
     transformers does it: the second half of the features is paired with the first. `cos`,
     `sin`: [length, head_dim]."""
@@ -147,7 +147,7 @@ class Network(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, config: ModelConfig, vocabulary: int, attend: Attend = sdpa
+        self, config: ModelConfig, vocabulary: int, attend: Attend = sdpa_attention
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, config.width)
@@ -190,8 +190,11 @@ class Network(nn.Module):
 
 
 @torch.no_grad()
-def build(
-    config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend = sdpa
+def build_network(
+    config: ModelConfig,
+    vocabulary: int,
+    seed: int | None,
+    attend: Attend = sdpa_attention,
 ) -> Network:
     """Returns the network of a configuration with the weights of a seed, in float32 on
     the CPU: the same on every machine. Without a seed weights are whatever PyTorch makes.

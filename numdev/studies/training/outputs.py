@@ -26,25 +26,25 @@ q, k and v differ."""
 SHARP = 8.0  # the least score of the largest, for calls that are made sharper
 
 
-def outputs(
+def output_rows(
     lanes: Sequence[Lane], golden: Lane, calls: Sequence[AttentionCase], seed: int
 ) -> Iterator[AttentionOutputRow]:
     """Yields a row for each lane (a variant in training) in a role of OF that computes in
     the golden lane's format. `calls`: the golden lane's attention calls of one batch."""
     truths = [attend(case).out for case in calls]
     base = golden.attend(calls)
-    sharp = [sharpened(case) for case in calls]
+    sharp = [with_larger_scores(case) for case in calls]
     sharp_truths = [attend(case).out for case in sharp]
     for lane in lanes:
         variant = lane.variant
         if variant.role in OF and variant.format == golden.variant.format:
             outs = base if lane is golden else lane.attend(calls)
-            row = row_of(outs, base, truths, seed, variant.name)
-            error = floors_of(lane.attend(sharp), sharp_truths)
+            row = output_row(outs, base, truths, seed, variant.name)
+            error = error_in_floors(lane.attend(sharp), sharp_truths)
             yield row.model_copy(update={"sharp": error})
 
 
-def sharpened(case: AttentionCase) -> AttentionCase:
+def with_larger_scores(case: AttentionCase) -> AttentionCase:
     """Returns the call with q times a power of two, which is exact, so that the largest
     score is at least SHARP; as it is where it is already, or is 0 or NaN. Before anything
     is learned scores are near zero, and no output shows a wrong scale."""
@@ -55,7 +55,7 @@ def sharpened(case: AttentionCase) -> AttentionCase:
     return dataclasses.replace(case, q=case.q * power)
 
 
-def floors_of(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
+def error_in_floors(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
     """Returns the rms error over all calls, over that of rounding the truths once; None
     where either is not finite, or rounding changes nothing."""
     errors = floors = 0.0
@@ -67,7 +67,7 @@ def floors_of(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def row_of(
+def output_row(
     outs: Sequence[Tensor],
     base: Sequence[Tensor],
     truths: Sequence[Tensor],

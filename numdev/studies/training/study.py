@@ -27,7 +27,7 @@ from numdev.studies.audit.run import Progress, provenance
 from numdev.studies.audit.timing import Stopwatch
 from numdev.studies.training import checkpoints, figures
 from numdev.studies.training.config import ResolvedVariant, TrainRequest
-from numdev.studies.training.data import Tokens, load
+from numdev.studies.training.data import Tokens, load_tokens
 from numdev.studies.training.lockstep import (
     PARTLY,
     STATE,
@@ -36,8 +36,8 @@ from numdev.studies.training.lockstep import (
     deterministic,
     read_state,
 )
-from numdev.studies.training.measure import number, with_spikes
-from numdev.studies.training.models import build
+from numdev.studies.training.measure import finite_or_none, with_spikes
+from numdev.studies.training.models import build_network
 from numdev.studies.training.report import (
     AttentionOutputRow,
     DistanceRow,
@@ -46,7 +46,7 @@ from numdev.studies.training.report import (
     TrainSummary,
     VariantRecord,
 )
-from numdev.studies.training.words import answer
+from numdev.studies.training.words import answer_sentences
 from numdev.system import System
 
 
@@ -76,9 +76,9 @@ def train(
             request.device
         )  # starts CUDA, when cuBLAS reads its setting
         watch = Stopwatch(system.device, ("training", "metrics", "saving", "other"))
-        plan = list(_planned(request, system))
+        plan = list(_planned_kernels(request, system))
         device = torch.device(system.device)
-        data = load(request.data, request.model, request.batch, device)
+        data = load_tokens(request.data, request.model, request.batch, device)
         described = {"config": request.target, **data.about}
         head = header(request.measured(), system, plan, described)
         with Journal.open(directory, head, overwrite=overwrite) as journal:
@@ -87,19 +87,19 @@ def train(
             run = _TrainingRun(request, data, device, journal, progress, watch, until)
             if not run.finished():
                 return None
-        report = _report(
+        report = _report_without_answer(
             request,
             data,
             journal,
             provenance=provenance(system, described, command),
             timings=watch.seconds(),
         )
-        sentences = tuple(answer(report))
+        sentences = tuple(answer_sentences(report))
         summary = report.summary.model_copy(update={"answer": sentences})
         return report.model_copy(update={"summary": summary})
 
 
-def _report(
+def _report_without_answer(
     request: TrainRequest,
     data: Tokens,
     journal: Journal,
@@ -111,10 +111,12 @@ def _report(
     rows = tuple(with_spikes(journal.records("row", TrainRow)))
     distances = journal.records("distance", DistanceRow)
     ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
-    variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
+    variants = [
+        variant_record(v, request.golden, ran.get(v.name)) for v in request.variants
+    ]
     # On the meta device its weights would be drawn by references, which import
     # Dynamo.
-    network = build(request.model, data.vocabulary, None)
+    network = build_network(request.model, data.vocabulary, None)
     summary = TrainSummary(
         answer=(),
         steps=request.steps,
@@ -122,7 +124,7 @@ def _report(
         parameters=sum(p.numel() for p in network.parameters()),
         model=request.model.kind,
         data=data.about["prompt"],
-        axis=figures.axis_of(request.recorded),
+        axis=figures.step_axis(request.recorded),
     )
     return TrainReport(
         provenance=provenance,
@@ -132,7 +134,7 @@ def _report(
         rows=rows,
         distances=distances,
         outputs=journal.records("output", AttentionOutputRow),
-        figures=figures.of_run(variants, rows, distances),
+        figures=figures.run_figures(variants, rows, distances),
         timings=timings,
     )
 
@@ -159,7 +161,7 @@ class _TrainingRun:
         saved. Removes the saved state at the end."""
         request = self.request
         for seed, step in itertools.product(request.seeds, request.recorded):
-            self.journal.visit(_key(seed, step))
+            self.journal.visit(_journal_key(seed, step))
         done = all(
             self.is_recorded(seed, request.steps) or self.train_seed(seed)
             for seed in request.seeds
@@ -172,7 +174,7 @@ class _TrainingRun:
     def is_recorded(self, seed: int, step: int) -> bool:
         """Whether every step to record, up to this one, is in the journal."""
         steps = [at for at in self.request.recorded if at <= step]
-        return all(self.journal.visit(_key(seed, at)) for at in steps)
+        return all(self.journal.visit(_journal_key(seed, at)) for at in steps)
 
     def train_seed(self, seed: int) -> bool:
         """Trains one seed to its end, from the saved state if it is of this seed; returns
@@ -224,11 +226,11 @@ class _TrainingRun:
         """Writes the checkpoints and the rows of this step, if it has any. Rows that are
         in the journal are not measured again."""
         self.checkpoint(lanes)
-        key = _key(lanes.seed, lanes.step)
+        key = _journal_key(lanes.seed, lanes.step)
         if lanes.step in self.request.recorded and not self.journal.visit(key):
             with self.watch("metrics"):
                 self.journal.append(key, lanes.measured())
-                self.loss = number(lanes.golden.loss)
+                self.loss = finite_or_none(lanes.golden.loss)
 
     def checkpoint(self, lanes: Lockstep) -> None:
         """Writes the weights of this step, of each variant for which the request asks for
@@ -243,14 +245,14 @@ class _TrainingRun:
                     "variant": lane.variant.model_dump(mode="json"),
                     "seed": lanes.seed,
                     "step": lanes.step,
-                    "loss": number(lane.loss),
+                    "loss": finite_or_none(lane.loss),
                     "request": self.request.measured(),
                     "data": self.data.about,
                 }
-                path = checkpoints.place(
+                path = checkpoints.checkpoint_folder(
                     self.journal.directory, name, lanes.seed, lanes.step
                 )
-                checkpoints.write(
+                checkpoints.write_checkpoint(
                     lane.network, self.request.model, self.data, path, about
                 )
 
@@ -263,7 +265,7 @@ class _TrainingRun:
         self.progress(f"seed {lanes.seed}{loss}", done, steps * len(seeds))
 
 
-def record_of(
+def variant_record(
     variant: ResolvedVariant, golden: ResolvedVariant, ran: str | None
 ) -> VariantRecord:
     """Returns a variant's record. `differs`: its seed, kernel of the gradients and
@@ -288,7 +290,7 @@ def record_of(
     )
 
 
-def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:
+def _planned_kernels(request: TrainRequest, system: System) -> Iterator[Planned]:
     """Yields the kernels of all variants, each with its options. Raises UsageError for an
     option that a kernel has not, and for a kernel that cannot run here."""
     for variant in request.variants:
@@ -301,6 +303,6 @@ def _planned(request: TrainRequest, system: System) -> Iterator[Planned]:
             yield Planned(role="kernel", kernel=kernel, options=options)
 
 
-def _key(seed: int, step: int) -> str:
+def _journal_key(seed: int, step: int) -> str:
     """Returns the journal's key of a step of a seed."""
     return digest({"seed": seed, "step": step})

@@ -23,7 +23,7 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
     golden = next((v.name for v in report.variants if v.role == "golden"), "")
     yield doc.words(
         ("variant", "role", "kernel", "format", "attention", "differs in", "ran"),
-        map(_cells, report.variants),
+        map(_variant_cells, report.variants),
         title="Variants",
         only=TEXT,
     )
@@ -35,7 +35,7 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
     yield doc.Paragraph(f"{what}; {s.steps} steps, seeds {seeds}. {ABOUT}", "soft")
 
 
-def _cells(v: VariantRecord) -> Iterator[str]:
+def _variant_cells(v: VariantRecord) -> Iterator[str]:
     """Yields the cells of a variant in the table, one for each column."""
     yield v.name
     yield v.role.replace("_", " ")

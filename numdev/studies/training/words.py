@@ -10,16 +10,16 @@ import pandas as pd
 
 from numdev.report.numbers import si, times
 from numdev.studies.training import figures
-from numdev.studies.training.bounds.ladder import saturation
+from numdev.studies.training.bounds.ladder import merging_marks
 from numdev.studies.training.bounds.report import PAIR, PAIRED
 from numdev.studies.training.bounds.study import (
-    at_outputs,
-    curves,
-    distances_of,
-    label_of,
-    ratios,
+    distance_table,
+    distances_by_label,
+    output_errors,
+    ratios_by_seed,
+    run_label,
 )
-from numdev.studies.training.bounds.words import not_rounding
+from numdev.studies.training.bounds.words import not_rounding_sentences
 from numdev.studies.training.report import (
     DistanceRow,
     TrainReport,
@@ -45,18 +45,18 @@ ALONE = (
 SPIKES = "{name}: its loss spikes (step {row.step} of seed {row.seed}; {count} recorded)."
 
 
-def answer(run: TrainReport) -> Iterator[str]:
+def answer_sentences(run: TrainReport) -> Iterator[str]:
     """Yields the sentences of the answer: runs whose loss is not finite, and attention
     that does more than round; runs with the golden run's weights; early ratios, paired by
     seed, with their range; spikes. No sentence is about stability, since a run is one
     run."""
-    yield from _lost(run.variants, run.rows)
-    yield from not_rounding(list(at_outputs(run)))
+    yield from _nonfinite_loss_sentences(run.variants, run.rows)
+    yield from not_rounding_sentences(list(output_errors(run)))
     weights = [d for d in run.distances if d.of == "weights" and d.step > 0]
     labels: dict[str, list[str]] = {}
     for v in run.variants:
         if v.role != "golden":
-            labels.setdefault(label_of(v), []).append(v.name)
+            labels.setdefault(run_label(v), []).append(v.name)
     by_label = {
         label: [d for d in weights if d.variant in names]
         for label, names in labels.items()
@@ -64,18 +64,20 @@ def answer(run: TrainReport) -> Iterator[str]:
     same = {label for label, rows in by_label.items() if _are_equal(rows)}
     for label in same:
         yield SAME.format(label=label)
-    distances = distances_of(run)
+    distances = distance_table(run)
     paired = distances[(distances.of == "weights") & (distances.metric == PAIRED)]
-    steps = saturation(paired).early if len(paired) else ()
+    steps = merging_marks(paired).early if len(paired) else ()
     nulls = paired[(paired.role == "null_rounding") & (paired.times == PAIR[0])]
     base = next(iter(nulls.label), None)
     for label, rows in by_label.items():
         if label not in same and label != base:
             if base is not None and steps:
-                yield from _beside(label, base, curves(paired), steps)
+                yield from _distance_sentence(
+                    label, base, distances_by_label(paired), steps
+                )
             elif base is None:
-                yield from _alone(label, rows)
-    yield from _spikes(run.variants, run.rows)
+                yield from _first_distance_sentence(label, rows)
+    yield from _spike_sentences(run.variants, run.rows)
 
 
 def _are_equal(rows: Sequence[DistanceRow]) -> bool:
@@ -83,7 +85,9 @@ def _are_equal(rows: Sequence[DistanceRow]) -> bool:
     return bool(rows) and all(row.equal == 1.0 for row in rows)
 
 
-def _lost(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterator[str]:
+def _nonfinite_loss_sentences(
+    variants: Sequence[VariantRecord], rows: Sequence[TrainRow]
+) -> Iterator[str]:
     """Yields a sentence on each variant whose loss is not finite in some seed after step
     0, those with most seeds first."""
     lost: dict[str, dict[int, int]] = {}
@@ -99,34 +103,34 @@ def _lost(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterat
         yield LOST.format(name=name, n=len(lost[name]), all=every, step=step, seed=seed)
 
 
-def _beside(
+def _distance_sentence(
     label: str, base: str, table: pd.DataFrame, steps: Sequence[int]
 ) -> Iterator[str]:
     """Yields a sentence on how far a label's weights are beside re-rounding, at these
     early steps; nothing where no seed has both. `table`: a column for each label, from
     `bounds.study.curves`."""
-    by_seed = ratios(table[label], table[base], steps) if label in table else {}
+    by_seed = ratios_by_seed(table[label], table[base], steps) if label in table else {}
     if by_seed:
         when = " to ".join(dict.fromkeys(map(str, (steps[0], steps[-1]))))
         when = f"at step{'s' * (len(steps) > 1)} {when}"
-        yield BESIDE.format(label=label, when=when, **_ends(by_seed, times))
+        yield BESIDE.format(label=label, when=when, **_mean_and_range(by_seed, times))
 
 
-def _alone(label: str, rows: Sequence[DistanceRow]) -> Iterator[str]:
+def _first_distance_sentence(label: str, rows: Sequence[DistanceRow]) -> Iterator[str]:
     """Yields a sentence on how far a label's weights are at the first step that has a
     distance; nothing without one."""
     step = min((d.step for d in rows if d.rel is not None), default=None)
     by_seed = {d.seed: d.rel for d in rows if d.step == step and d.rel is not None}
     if by_seed:
-        yield ALONE.format(label=label, step=step, **_ends(by_seed, si))
+        yield ALONE.format(label=label, step=step, **_mean_and_range(by_seed, si))
 
 
-def _ends(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
+def _mean_and_range(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
     """Returns `mean`, `least`, `most` and `seeds`, each in words, of a value by seed;
     numbers are written by `number`. `by_seed`: at least one."""
     values = list(by_seed.values())
     seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
-    mean, least, most = figures.mean(values), min(values), max(values)
+    mean, least, most = figures.geometric_or_plain_mean(values), min(values), max(values)
     return {
         "mean": number(mean),
         "least": number(least),
@@ -135,7 +139,9 @@ def _ends(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
     }
 
 
-def _spikes(variants: Sequence[VariantRecord], rows: Sequence[TrainRow]) -> Iterator[str]:
+def _spike_sentences(
+    variants: Sequence[VariantRecord], rows: Sequence[TrainRow]
+) -> Iterator[str]:
     """Yields a sentence on each variant whose loss spikes, with its first spike."""
     for name in (v.name for v in variants):
         spikes = [row for row in rows if row.variant == name and row.spike]

@@ -75,7 +75,7 @@ class _Line(NamedTuple):
 # --- marks ----------------------------------------------------------------------------
 
 
-def saturation(distances: pd.DataFrame) -> Saturation:
+def merging_marks(distances: pd.DataFrame) -> Saturation:
     """Returns the steps at which curves bend, merge, and are decided by chance, of one
     metric of weights. `distances`: a table with the columns role, times, seed, step and
     value.
@@ -85,15 +85,15 @@ def saturation(distances: pd.DataFrame) -> Saturation:
     Without both strengths in a seed there are no marks but `reason`, and only the first
     step is early."""
     steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
-    chance = chance_decides(distances)
+    chance = first_step_of_chance(distances)
     lead = lead_by_step(distances)
     if lead.empty:
         low, high = PAIR
         reason = NO_PAIR.format(low, "" if low == 1 else "s", high)
         return Saturation(early=steps[:1], reason=reason)
     peak = lead.cummax()
-    bends = _first(lead[lead <= peak.pow(0.5).clip(lower=MERGED)])
-    merged = _first(lead[lead <= MERGED])
+    bends = _first_step(lead[lead <= peak.pow(0.5).clip(lower=MERGED)])
+    merged = _first_step(lead[lead <= MERGED])
     ends = [mark for mark in (bends, chance) if mark is not None]
     return Saturation(
         bends=bends,
@@ -109,12 +109,14 @@ def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
     the geometric mean over seeds; empty where no seed has both."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     nulls = nulls[nulls.step > 0]
-    low, high = (_by_seed(_equal(nulls[nulls.times == times])) for times in PAIR)
+    low, high = (
+        _mean_by_seed_and_step(_first_runs(nulls[nulls.times == times])) for times in PAIR
+    )
     ratio = (high / low).dropna()
     return ratio.groupby("step").agg(statistics.geometric_mean)
 
 
-def chance_decides(distances: pd.DataFrame) -> int | None:
+def first_step_of_chance(distances: pd.DataFrame) -> int | None:
     """Returns the first step at which, in any seed, the largest of equal nulls over the
     smallest is more than twice what it was at first. Equal are runs re-rounded at one
     floor; without two of them in a seed, those of one ulp. None where that never is so,
@@ -122,27 +124,31 @@ def chance_decides(distances: pd.DataFrame) -> int | None:
     moved = distances[(distances.value > 0) & (distances.step > 0)]
     rounding = moved[(moved.role == "null_rounding") & (moved.times == PAIR[0])]
     for equal in (rounding, moved[moved.role == "null_ulp"]):
-        ends = _equal(equal).groupby(["seed", "step"]).value.agg(["min", "max", "count"])
+        ends = (
+            _first_runs(equal)
+            .groupby(["seed", "step"])
+            .value.agg(["min", "max", "count"])
+        )
         ends = ends[ends["count"] > 1]
         if not ends.empty:
             spread = ends["max"] / ends["min"]
             first = spread.groupby("seed").transform("first")
-            return _first(spread[spread > PARTED * first])
+            return _first_step(spread[spread > PARTED * first])
     return None
 
 
-def _equal(lines: pd.DataFrame) -> pd.DataFrame:
+def _first_runs(lines: pd.DataFrame) -> pd.DataFrame:
     """Returns the first EQUAL lines of each seed and step, so that more runs move no
     mark."""
     return lines.groupby(["seed", "step"], as_index=False).head(EQUAL)
 
 
-def _by_seed(lines: pd.DataFrame) -> pd.Series[float]:
+def _mean_by_seed_and_step(lines: pd.DataFrame) -> pd.Series[float]:
     """Returns the geometric mean over runs of one strength, by seed and step."""
     return lines.groupby(["seed", "step"]).value.agg(statistics.geometric_mean)
 
 
-def _first(marked: pd.Series[float]) -> int | None:
+def _first_step(marked: pd.Series[float]) -> int | None:
     """Returns the smallest step of a series that is indexed by step; None for an empty
     one."""
     return None if marked.empty else int(marked.index.get_level_values("step").min())
@@ -151,7 +157,7 @@ def _first(marked: pd.Series[float]) -> int | None:
 # --- doses ----------------------------------------------------------------------------
 
 
-def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
+def ladder_rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
     """Yields a rung for every strength in every window: its distance over that of one
     floor, in each seed the geometric mean over steps, then over seeds with an
     interval."""
@@ -161,12 +167,12 @@ def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
         in_window = nulls[
             (nulls.of == tensors_of_window(window)) & nulls.step.isin(steps)
         ]
-        one = _by_seed(in_window[in_window.times == PAIR[0]])
+        one = _mean_by_seed_and_step(in_window[in_window.times == PAIR[0]])
         for times in strengths:
             lines = in_window[in_window.times == times]
-            ratios = (_by_seed(lines) / one).dropna()
+            ratios = (_mean_by_seed_and_step(lines) / one).dropna()
             by_seed = list(ratios.groupby("seed").agg(statistics.geometric_mean))
-            mean, low, high = middle(by_seed) if by_seed else (None, None, None)
+            mean, low, high = mean_over_seeds(by_seed) if by_seed else (None, None, None)
             runs = Counter(zip(lines.seed, lines.step, strict=True)).values()
             yield Rung(
                 times=times,
@@ -179,7 +185,7 @@ def rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
             )
 
 
-def doses(
+def dose_readings(
     distances: pd.DataFrame, roles: Mapping[str, VariantRole], windows: Windows
 ) -> Iterator[DoseReading]:
     """Yields the dose of every label, window by window, but of nulls that re-round or
@@ -189,7 +195,7 @@ def doses(
             (distances.of == tensors_of_window(window)) & (distances.value > 0)
         ]
         in_window = moved[moved.step.isin(steps)]
-        ladders = _ladders(in_window[in_window.role == "null_rounding"])
+        ladders = _ladder_by_place(in_window[in_window.role == "null_rounding"])
         for label, role in roles.items():
             if role in ("null_rounding", "null_repeat", "other_seed", "golden"):
                 continue
@@ -198,7 +204,7 @@ def doses(
                 place: statistics.geometric_mean(line.value for line in lines)
                 for place, lines in grouped(of_label, lambda line: line.place).items()
             }
-            yield _dose(
+            yield _read_dose(
                 distance, ladders, variant=label, role=role, window=window, steps=steps
             )
 
@@ -211,7 +217,7 @@ def _lines(distances: pd.DataFrame) -> Iterator[_Line]:
         yield _Line((int(seed), int(step)), float(times), float(value))
 
 
-def _ladders(nulls: pd.DataFrame) -> Mapping[Place, Mapping[float, float]]:
+def _ladder_by_place(nulls: pd.DataFrame) -> Mapping[Place, Mapping[float, float]]:
     """Returns the distance by strength, for each seed and step with two strengths or
     more; the geometric mean over runs of one strength."""
     ladders = {}
@@ -225,7 +231,7 @@ def _ladders(nulls: pd.DataFrame) -> Mapping[Place, Mapping[float, float]]:
     return ladders
 
 
-def _dose(
+def _read_dose(
     distance: Mapping[Place, float],
     ladders: Mapping[Place, Mapping[float, float]],
     *,
@@ -238,7 +244,11 @@ def _dose(
     the geometric mean over steps, and over seeds; None, with a reason, where no seed has
     a ladder beside a distance. `distance`, `ladders`: by seed and step."""
     reading = partial(DoseReading, variant=variant, role=role, window=window, steps=steps)
-    readings = {at: read(x, ladders[at]) for at, x in distance.items() if at in ladders}
+    readings = {
+        at: dose_of_distance(x, ladders[at])
+        for at, x in distance.items()
+        if at in ladders
+    }
     if not readings:
         missing = "no seed has a distance beside a ladder" if ladders else NO_LADDER
         missing = missing if steps else NO_STEP
@@ -249,8 +259,8 @@ def _dose(
         for seed, places in seeds.items()
     }
     ends = [end for _, end in readings.values()]
-    lowest, highest = _reach(ladders.values())
-    mean, low, high = middle(list(by_seed.values()))
+    lowest, highest = _lowest_and_highest(ladders.values())
+    mean, low, high = mean_over_seeds(list(by_seed.values()))
     if low is not None and high is not None:
         low, high = max(low / BETWEEN, lowest), min(high * BETWEEN, highest)
     lead = statistics.geometric_mean(
@@ -258,7 +268,9 @@ def _dose(
     )
     why: str | None = None
     if lead <= FLAT:
-        why = IS_FLAT.format(high=strength(highest), low=strength(lowest), lead=lead)
+        why = IS_FLAT.format(
+            high=strength_in_words(highest), low=strength_in_words(lowest), lead=lead
+        )
     elif low is None or high is None:
         seeds_in_words = f"{len(by_seed)} seed{'s' * (len(by_seed) > 1)}"
         why = f"{seeds_in_words}, and an interval needs {FEWEST_SEEDS}"
@@ -275,18 +287,18 @@ def _dose(
     )
 
 
-def _reach(ladders: Iterable[Mapping[float, float]]) -> tuple[float, float]:
+def _lowest_and_highest(ladders: Iterable[Mapping[float, float]]) -> tuple[float, float]:
     """Returns the lowest and the highest strength of any ladder. `ladders`: at least
     one."""
     every = [times for ladder in ladders for times in ladder]
     return min(every), max(every)
 
 
-def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
+def dose_of_distance(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
     """Returns the strength at which a ladder (distance by strength, two or more) has this
     distance, and whether that is within the ladder. A distance beyond its ends has the
     strength of the end."""
-    strengths, distances = pooled(ladder)
+    strengths, distances = in_order(ladder)
     if distance < distances[0] or distance > distances[-1]:
         below = distance < distances[0]
         return (strengths[0], "below") if below else (strengths[-1], "above")
@@ -303,13 +315,15 @@ def read(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
     return strengths[nearest], "within"
 
 
-def pooled(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
+def in_order(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
     """Returns strengths and distances, both ascending. Rungs in the wrong order are
     merged into one, at their geometric means."""
     blocks: list[tuple[list[float], list[float]]] = []
     for times, distance in sorted(ladder.items()):
         blocks.append(([times], [distance]))
-        while len(blocks) > 1 and _level(blocks[-2]) >= _level(blocks[-1]):
+        while len(blocks) > 1 and _block_distance(blocks[-2]) >= _block_distance(
+            blocks[-1]
+        ):
             strengths, distances = blocks.pop()
             blocks[-1][0].extend(strengths)
             blocks[-1][1].extend(distances)
@@ -317,12 +331,12 @@ def pooled(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
     return [means(strengths) for strengths, _ in blocks], [means(d) for _, d in blocks]
 
 
-def _level(block: tuple[list[float], list[float]]) -> float:
+def _block_distance(block: tuple[list[float], list[float]]) -> float:
     """Returns the distance of a block of merged rungs, (strengths, distances)."""
     return statistics.geometric_mean(block[1])
 
 
-def middle(ratios: Sequence[float]) -> Mean:
+def mean_over_seeds(ratios: Sequence[float]) -> Mean:
     """Returns the geometric mean over seeds, and the ends of its 95 % interval; None for
     these below FEWEST_SEEDS. `ratios`: at least one."""
     mean, low, high = factor(ratios)
@@ -335,7 +349,7 @@ def tensors_of_window(window: Window) -> str:
     return "gradient" if window == "start" else "weights"
 
 
-def strength(times: float) -> str:
+def strength_in_words(times: float) -> str:
     """Returns a strength in words: 1/16, 1/4, 1, 16."""
     inverse = 1 / times
     is_part = times < 1 and abs(inverse - round(inverse)) < 1e-9

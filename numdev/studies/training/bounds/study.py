@@ -26,7 +26,12 @@ from numdev.report import Figure, Provenance
 from numdev.studies.training import figures
 from numdev.studies.training.bounds import ladder, words
 from numdev.studies.training.bounds import report as records
-from numdev.studies.training.bounds.ladder import Windows, middle, saturation, strength
+from numdev.studies.training.bounds.ladder import (
+    Windows,
+    mean_over_seeds,
+    merging_marks,
+    strength_in_words,
+)
 from numdev.studies.training.bounds.report import (
     FEWEST_SEEDS,
     METRICS,
@@ -63,37 +68,39 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
 
     Raises UsageError where there is none or it is of another command, MeasurementError
     where no weights were compared in it."""
-    run = _training_run(path)
-    distances = distances_of(run)
+    run = _read_training_run(path)
+    distances = distance_table(run)
     weights = distances[distances.of == "weights"]
     if weights.empty:
         hint = "did the run record a step with more than one variant?"
         raise MeasurementError(f"{path}: holds no distance between weights", hint=hint)
     file = path / "report.json" if path.is_dir() else path
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    roles = {label_of(v): v.role for v in run.variants}
+    roles = {run_label(v): v.role for v in run.variants}
     steps = sorted({int(step) for step in weights.step if step > 0})
-    tables = {key: curves(part) for key, part in distances.groupby(["of", "metric"])}
+    tables = {
+        key: distances_by_label(part) for key, part in distances.groupby(["of", "metric"])
+    }
     paired = distances[distances.metric == PAIRED]
-    mark = saturation(paired[paired.of == "weights"])
-    windows = _windows(mark)
+    mark = merging_marks(paired[paired.of == "weights"])
+    windows = _window_steps(mark)
     compared = tuple(_comparisons(tables, roles, mark, steps))
     unsaturated: Windows = {w: x for w, x in windows.items() if w != "saturated"}
-    doses = tuple(ladder.doses(paired, roles, unsaturated))
-    rungs = tuple(ladder.rungs(paired, {w: x for w, x in windows.items() if x}))
-    outputs = tuple(at_outputs(run))
-    answers = tuple(words.answers(compared))
+    doses = tuple(ladder.dose_readings(paired, roles, unsaturated))
+    rungs = tuple(ladder.ladder_rungs(paired, {w: x for w, x in windows.items() if x}))
+    outputs = tuple(output_errors(run))
+    answers = tuple(words.paper_answers(compared))
     repeat = distances[distances.role == "null_repeat"]
     off, first = repeat.value.max(), float(repeat.step[repeat.value > 0].min())
-    formats = {"" if v.role == "golden" else label_of(v): v.format for v in run.variants}
-    attention = {label_of(v): v.attention_format for v in run.variants}
+    formats = {"" if v.role == "golden" else run_label(v): v.format for v in run.variants}
+    attention = {run_label(v): v.attention_format for v in run.variants}
     sentences = (
-        *words.warnings(run, off, first, outputs),
+        *words.warning_sentences(run, off, first, outputs),
         *words.paper_sentences(answers, compared, attention, first),
         *words.dose_sentences(doses, outputs),
         *words.chance_sentences(compared, formats, first),
     )
-    axis = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
+    axis = figures.step_axis(steps, all_named=True) if len(steps) > 1 else None
     summary = records.BoundsSummary(
         answer=sentences,
         seeds=tuple(sorted({row.seed for row in run.distances})),
@@ -115,7 +122,7 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     )
 
 
-def _training_run(path: Path) -> TrainReport:
+def _read_training_run(path: Path) -> TrainReport:
     """Returns the report at a path. Raises UsageError for none, and for one of another
     command."""
     run = reports.read(path)
@@ -125,13 +132,13 @@ def _training_run(path: Path) -> TrainReport:
     raise UsageError(what, hint="give the directory of a `numdev train`")
 
 
-def label_of(v: VariantRecord) -> str:
+def run_label(v: VariantRecord) -> str:
     """Returns the label of a run. Null runs of one kind and strength share one."""
-    times = "" if (v.times or 1.0) == 1.0 else f" at {strength(v.times or 1.0)}"
+    times = "" if (v.times or 1.0) == 1.0 else f" at {strength_in_words(v.times or 1.0)}"
     return NULLS.get(v.role, v.name) + times
 
 
-def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
+def output_errors(run: TrainReport) -> Iterator[records.AtOutput]:
     """Yields the errors of attention's output of each variant that was measured: means
     over seeds."""
     for v in run.variants:
@@ -141,22 +148,22 @@ def at_outputs(run: TrainReport) -> Iterator[records.AtOutput]:
             yield records.AtOutput(
                 variant=v.name,
                 role=v.role,
-                floors=_mean(row.floors for row in rows),
-                from_golden=_mean(row.from_golden for row in rows),
-                bias=_mean(row.bias for row in rows),
-                slope=_mean(row.slope for row in rows),
-                sharp=_mean(row.sharp for row in rows),
+                floors=_mean_of_present(row.floors for row in rows),
+                from_golden=_mean_of_present(row.from_golden for row in rows),
+                bias=_mean_of_present(row.bias for row in rows),
+                slope=_mean_of_present(row.slope for row in rows),
+                sharp=_mean_of_present(row.sharp for row in rows),
                 nonfinite=nonfinite,
             )
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _mean_of_present(values: Iterable[float | None]) -> float | None:
     """Returns the arithmetic mean of the values that are not None; None where all are."""
     present = [x for x in values if x is not None]
     return statistics.fmean(present) if present else None
 
 
-def distances_of(run: TrainReport) -> pd.DataFrame:
+def distance_table(run: TrainReport) -> pd.DataFrame:
     """Returns every finite distance from the golden run, of weights and of gradients, in
     a table of the COLUMNS: one in a line, with NaN for `times` but for a null that
     re-rounds."""
@@ -170,12 +177,12 @@ def distances_of(run: TrainReport) -> pd.DataFrame:
         for metric in METRICS:
             value = getattr(d, metric)
             if value is not None:
-                about = (v.role, label_of(v), times)
+                about = (v.role, run_label(v), times)
                 lines.append((d.of, metric, *about, d.seed, d.step, value))
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
-def curves(distances: pd.DataFrame) -> pd.DataFrame:
+def distances_by_label(distances: pd.DataFrame) -> pd.DataFrame:
     """Returns the distances of one metric in a table: a line for each seed and step, a
     column for each label with the mean over its runs; NaN where there is none."""
     return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
@@ -184,24 +191,24 @@ def curves(distances: pd.DataFrame) -> pd.DataFrame:
 # --- the ratios -----------------------------------------------------------------------
 
 
-def ratios(
+def ratios_by_seed(
     a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]
 ) -> dict[int, float]:
     """Returns a over b by seed, for two columns of a table of distances by label (indexed
     by seed and step), in each seed that has both: the geometric mean over those of the
     steps at which neither is zero; 0 where a is zero at all of them and b is not."""
     ratio = (a / b)[(b > 0) & b.index.isin(steps, level="step")].dropna()
-    seeds = ratio.where(ratio > 0).groupby("seed").agg(_geometric).fillna(0.0)
+    seeds = ratio.where(ratio > 0).groupby("seed").agg(_geometric_mean).fillna(0.0)
     return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
 
 
-def _geometric(values: pd.Series[float]) -> float:
+def _geometric_mean(values: pd.Series[float]) -> float:
     """Returns the geometric mean of the values that are not NaN; NaN where all are."""
     present = values.dropna()
     return statistics.geometric_mean(present) if len(present) else math.nan
 
 
-def _pairs(
+def _compared_labels(
     roles: Mapping[str, VariantRole], table: pd.DataFrame
 ) -> list[tuple[str, str]]:
     """Returns the pairs (a, b) of labels of a table of which the ratio a over b is taken,
@@ -217,7 +224,7 @@ def _pairs(
     ]
 
 
-def _windows(mark: Saturation) -> Mapping[Window, tuple[int, ...]]:
+def _window_steps(mark: Saturation) -> Mapping[Window, tuple[int, ...]]:
     """Returns the steps of each window, maybe none."""
     return {
         "start": (0,),
@@ -241,14 +248,14 @@ def _comparisons(
     )
     late = mark.reason or f"no curve has merged with the null by step {steps[-1]}"
     reasons: Mapping[Window, str] = {"start": "", "saturated": late}
-    windows = _windows(mark).items()
+    windows = _window_steps(mark).items()
     for (window, in_window), metric in itertools.product(windows, METRICS):
         why = reasons.get(window, merged)
         table = tables.get((ladder.tensors_of_window(window), metric), pd.DataFrame())
-        for a, b in _pairs(roles, table):
-            by_seed = ratios(table[a], table[b], in_window)
+        for a, b in _compared_labels(roles, table):
+            by_seed = ratios_by_seed(table[a], table[b], in_window)
             mean, low, high = (
-                middle(list(by_seed.values())) if by_seed else (None, None, None)
+                mean_over_seeds(list(by_seed.values())) if by_seed else (None, None, None)
             )
             nulls = {}
             if mean is None:
@@ -279,16 +286,20 @@ def _figures(tables: Tables, roles: Mapping[str, VariantRole]) -> Iterator[Figur
     for metric, name in METRICS.items():
         table = tables["weights", metric]
         title = f"Distance from the golden run, {name}, by step (all weights)"
-        rows = list(_distances(table))
-        yield figures.figure(title, metric, name, roles, rows, middle, soft=soft)
+        rows = list(_positive_distances(table))
+        yield figures.figure_by_step(
+            title, metric, name, roles, rows, mean_over_seeds, soft=soft
+        )
     over = list(_flash_over_formats(tables["weights", PAIRED], roles))
     title = "Distance of flash over that of another format, by step (all weights)"
     name = "ratio of mean |difference|"
     pairs = dict.fromkeys(label for label, _, _ in over)
-    yield figures.figure(title, PAIRED, name, pairs, over, middle, relative=True)
+    yield figures.figure_by_step(
+        title, PAIRED, name, pairs, over, mean_over_seeds, relative=True
+    )
 
 
-def _distances(table: Any) -> Iterator[tuple[str, int, float]]:
+def _positive_distances(table: Any) -> Iterator[tuple[str, int, float]]:
     """Yields label, step and distance of each in a table by label that is above 0."""
     for label in table:
         for (_, step), distance in table[label].items():
@@ -301,10 +312,10 @@ def _flash_over_formats(
 ) -> Iterator[tuple[str, int, float]]:
     """Yields label, step and ratio of flash's distance over that of another format, where
     it is above 0, in each seed."""
-    for a, b in _pairs(roles, table):
+    for a, b in _compared_labels(roles, table):
         if roles[a] != "flash" or roles[b] not in PERTURBED:
             continue
         for step in table.index.unique("step"):
-            for ratio in ratios(table[a], table[b], (step,)).values():
+            for ratio in ratios_by_seed(table[a], table[b], (step,)).values():
                 if ratio > 0:
                     yield f"{a} over {b}", step, ratio

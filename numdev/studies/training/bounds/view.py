@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TERMINAL, Cell, Column
 from numdev.report.numbers import NONE, percent, times
-from numdev.studies.training.bounds.ladder import FLAT, WIDEST, strength
+from numdev.studies.training.bounds.ladder import FLAT, WIDEST, strength_in_words
 from numdev.studies.training.bounds.report import (
     FAR_BELOW,
     FEWEST_SEEDS,
@@ -24,7 +24,11 @@ from numdev.studies.training.bounds.report import (
     Rung,
     Window,
 )
-from numdev.studies.training.bounds.words import amount, beside_chance, ratio
+from numdev.studies.training.bounds.words import (
+    chance_comparisons,
+    dose_in_words,
+    ratio_in_words,
+)
 
 WINDOWS: Mapping[Window, str] = {
     "first": "step",
@@ -75,11 +79,11 @@ LEGEND = (
 def styles(report: BoundsReport) -> tuple[doc.Style, ...]:
     """Returns the style of each sentence of the answer; none where no question is
     answered."""
-    is_answered = bool(beside_chance(report.comparisons) or report.answers)
-    return tuple(map(_style, report.summary.answer)) if is_answered else ()
+    is_answered = bool(chance_comparisons(report.comparisons) or report.answers)
+    return tuple(map(_sentence_style, report.summary.answer)) if is_answered else ()
 
 
-def _style(sentence: str) -> doc.Style:
+def _sentence_style(sentence: str) -> doc.Style:
     """Returns the style of a sentence, by its first words; empty for any other."""
     fitting = (style for words, style in STYLES.items() if sentence.startswith(words))
     return next(fitting, "")
@@ -91,12 +95,12 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     measured = [
         c for c in report.comparisons if c.metric == PAIRED and c.ratio is not None
     ]
-    windows, marks = _windows(measured), _marks(report, measured)
+    windows, marks = _window_titles(measured), _legend_clauses(report, measured)
     early = [c for c in report.comparisons if c.window == "early" and c.ratio is not None]
-    yield _metrics(early, windows)
-    yield _table(measured, windows)
-    yield _doses(report, windows)
-    yield _ladder(report.ladder, windows)
+    yield _early_ratios_table(early, windows)
+    yield _window_ratios_table(measured, windows)
+    yield _dose_table(report, windows)
+    yield _ladder_table(report.ladder, windows)
     absent = {words.partition(",")[0] for w, words in WINDOWS.items() if w not in windows}
     absent |= set() if marks["others"] else {"Without a ratio"}
     absent |= set() if report.answers else {"The paper"}
@@ -111,7 +115,9 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
         yield doc.Figures(means, axis, "golden", TERMINAL)
 
 
-def _marks(report: BoundsReport, measured: list[Comparison]) -> Mapping[str, str]:
+def _legend_clauses(
+    report: BoundsReport, measured: list[Comparison]
+) -> Mapping[str, str]:
     """Returns the clauses that the legend lacks, by name: which steps are `early` and
     `merged`, which curves are in no ratio (`others`), and what a repeat gave (`bits`).
     `measured`: the comparisons that have a ratio."""
@@ -141,7 +147,7 @@ def _marks(report: BoundsReport, measured: list[Comparison]) -> Mapping[str, str
     return {"early": early, "merged": merged, "others": others, "bits": same}
 
 
-def _windows(measured: list[Comparison]) -> Mapping[Window, str]:
+def _window_titles(measured: list[Comparison]) -> Mapping[Window, str]:
     """Returns the titles of the columns of ratios by window, each with its steps; the
     window `first` is left out where `early` has the same steps."""
     spans = {c.window: () if c.window == "start" else c.steps for c in measured}
@@ -155,19 +161,21 @@ def _windows(measured: list[Comparison]) -> Mapping[Window, str]:
     }
 
 
-def _columns(first: str, second: str) -> list[str | Column]:
+def _pair_columns(first: str, second: str) -> list[str | Column]:
     """Returns two columns of text."""
     return [first, Column(second, align="left")]
 
 
-def _metrics(early: Sequence[Comparison], windows: Mapping[Window, str]) -> doc.Table:
+def _early_ratios_table(
+    early: Sequence[Comparison], windows: Mapping[Window, str]
+) -> doc.Table:
     """Returns the table of early ratios: for each pair of runs how many times as far the
     first moves the weights as the second, by mean, Wasserstein and largest difference."""
-    cells = {(c.variant, c.against, c.metric): ratio(c) for c in early}
+    cells = {(c.variant, c.against, c.metric): ratio_in_words(c) for c in early}
     pairs = list(dict.fromkeys((c.variant, c.against) for c in early))
     flash = {c.variant for c in early if c.role in ("flash", None)}
     columns = [
-        *_columns("distance of", "over that of"),
+        *_pair_columns("distance of", "over that of"),
         *(f"{s}, ×" for s in SHORT.values()),
     ]
     rows = (
@@ -178,17 +186,19 @@ def _metrics(early: Sequence[Comparison], windows: Mapping[Window, str]) -> doc.
     return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
 
 
-def _table(measured: list[Comparison], windows: Mapping[Window, str]) -> doc.Table:
+def _window_ratios_table(
+    measured: list[Comparison], windows: Mapping[Window, str]
+) -> doc.Table:
     """Returns the table of the ratios of mean distances with their intervals, a column
     for each window; those of no flash run are shown softly."""
     cells = {(c.variant, c.against, c.window): c for c in measured}
     columns = [
-        *_columns("distance of", "over that of"),
+        *_pair_columns("distance of", "over that of"),
         *(f"{x}, ×" for x in windows.values()),
     ]
     pairs = list(dict.fromkeys((c.variant, c.against) for c in measured))
     rows = (
-        (*pair, *(_ratio(cells.get((*pair, window))) for window in windows))
+        (*pair, *(_ratio_cell(cells.get((*pair, window))) for window in windows))
         for pair in pairs
     )
     flash = {c.variant for c in measured if c.role in ("flash", None)}
@@ -196,12 +206,12 @@ def _table(measured: list[Comparison], windows: Mapping[Window, str]) -> doc.Tab
     return doc.table(columns, rows, [a not in flash for a, _ in pairs], title=title)
 
 
-def _ratio(c: Comparison | None) -> str:
+def _ratio_cell(c: Comparison | None) -> str:
     """Returns a ratio with its interval; a dash for None."""
-    return NONE if c is None else ratio(c)
+    return NONE if c is None else ratio_in_words(c)
 
 
-def _doses(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
+def _dose_table(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
     """Returns the table of every run's dose by window, and of the errors of its
     attention's output."""
     cells = {(d.variant, d.window): d for d in report.doses}
@@ -213,38 +223,38 @@ def _doses(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
     rows = []
     variants = list(dict.fromkeys(d.variant for d in report.doses))
     for variant in variants:
-        doses = (_amount(cells.get((variant, window))) for window in used)
-        rows.append((variant, *doses, *_at_output(outputs.get(variant))))
+        doses = (_dose_cell(cells.get((variant, window))) for window in used)
+        rows.append((variant, *doses, *_output_cells(outputs.get(variant))))
     flash = {d.variant for d in report.doses if d.role == "flash"}
     title = "As far as re-rounding attention's output at how many floors"
     return doc.table(columns, rows, [v not in flash for v in variants], title=title)
 
 
-def _at_output(output: AtOutput | None) -> tuple[str, str, str, str]:
+def _output_cells(output: AtOutput | None) -> tuple[str, str, str, str]:
     """Returns the cells of the errors of an attention's output; dashes for None."""
     if output is None:
         return (NONE, NONE, NONE, NONE)
     return (
         times(output.from_golden),
         times(output.floors),
-        _signed(output.bias),
+        _signed_cell(output.bias),
         percent(output.slope),
     )
 
 
-def _amount(dose: DoseReading | None) -> str:
+def _dose_cell(dose: DoseReading | None) -> str:
     """Returns a dose in words, in brackets if it is undecided; a dash for None."""
     if dose is None:
         return NONE
-    return amount(dose) if dose.why is None else f"({amount(dose)})"
+    return dose_in_words(dose) if dose.why is None else f"({dose_in_words(dose)})"
 
 
-def _signed(value: float | None) -> str:
+def _signed_cell(value: float | None) -> str:
     """Returns a number with its sign and two decimals; a dash for None."""
     return NONE if value is None else f"{value:+.2f}"
 
 
-def _ladder(rungs: Sequence[Rung], windows: Mapping[Window, str]) -> doc.Table:
+def _ladder_table(rungs: Sequence[Rung], windows: Mapping[Window, str]) -> doc.Table:
     """Returns the table of how far every strength moves the weights, over one floor; no
     rows where there is one strength alone."""
     cells = {(r.times, r.window): r for r in rungs}
@@ -259,7 +269,8 @@ def _ladder(rungs: Sequence[Rung], windows: Mapping[Window, str]) -> doc.Table:
         return Cell(times(rung.ratio) + ends)
 
     rows = (
-        (Cell(strength(x)), *(cell(cells.get((x, w))) for w in windows)) for x in shown
+        (Cell(strength_in_words(x)), *(cell(cells.get((x, w))) for w in windows))
+        for x in shown
     )
     columns = ["floors", *(f"{title}, ×" for title in windows.values())]
     return doc.table(columns, rows, title="The ladder: distance over that of one floor")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.report.numbers import percent, si, times
-from numdev.studies.training.bounds.ladder import strength
+from numdev.studies.training.bounds.ladder import strength_in_words
 from numdev.studies.training.bounds.report import (
     FEWEST_SEEDS,
     PAIRED,
@@ -49,7 +49,7 @@ WORDS: Mapping[VariantRole, tuple[str, str]] = {
 # --- what voids the rest --------------------------------------------------------------
 
 
-def warnings(
+def warning_sentences(
     run: TrainReport, off: float, step: float, outputs: Sequence[AtOutput]
 ) -> Iterator[str]:
     """Yields sentences on what makes others void: a repeat of the golden run whose
@@ -67,20 +67,20 @@ def warnings(
             f"seed {seed} from step {step} on" for seed, step in sorted(first.items())
         ]
         yield NOT_FINITE.format(label=label, where=", ".join(where))
-    yield from not_rounding(outputs)
+    yield from not_rounding_sentences(outputs)
 
 
-def not_rounding(outputs: Sequence[AtOutput]) -> Iterator[str]:
+def not_rounding_sentences(outputs: Sequence[AtOutput]) -> Iterator[str]:
     """Yields a sentence for each way in which the attention of a flash run, or of one in
     the role `variant`, does more than round."""
     golden = next((o for o in outputs if o.role == "golden"), None)
     for output in outputs:
         if output.role in ("flash", "variant"):
-            for what in _more_than_rounding(output, golden):
+            for what in _not_rounding_clauses(output, golden):
                 yield NOT_ROUNDING.format(label=output.variant, what=what)
 
 
-def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[str]:
+def _not_rounding_clauses(output: AtOutput, golden: AtOutput | None) -> Iterator[str]:
     """Yields what an attention does more than round, each as a clause. `golden`: the
     golden run's errors, which it is compared with; None where there are none."""
     if output.nonfinite:
@@ -108,17 +108,17 @@ def _more_than_rounding(output: AtOutput, golden: AtOutput | None) -> Iterator[s
 # --- the paper's question -------------------------------------------------------------
 
 
-def answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
+def paper_answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
     """Yields the answer to the paper's question for each pair of a flash run and one of
     low precision: by the interval of their ratio in W1 in the early window, reproduced
     where it lies within PAPER, not reproduced where it lies outside, else undecided."""
     for c in compared:
         question = (c.role, c.against_role, c.metric, c.window)
         if question == ("flash", "low_precision", "w1", "early"):
-            yield _answer(c)
+            yield _paper_answer(c)
 
 
-def _answer(c: Comparison) -> Answer:
+def _paper_answer(c: Comparison) -> Answer:
     """Returns the answer that one comparison gives, with the reason of one that is
     undecided."""
     low, high = PAPER
@@ -162,11 +162,11 @@ def paper_sentences(
             )
             continue
         why = f" ({answer.why})" if answer.why else ""
-        listed = ", ".join(f"{ratio(c)} {IN[c.metric]}" for c in ratios)
+        listed = ", ".join(f"{ratio_in_words(c)} {IN[c.metric]}" for c in ratios)
         yield (
             f"{verdict} in this run{why}: the paper's {low:g} to {high:g} (pooled W1). "
             f"{answer.variant} over {answer.against} is {listed}, "
-            f"{at_steps(first.steps)}."
+            f"{steps_in_words(first.steps)}."
         )
         controls = []
         for c in compared:
@@ -187,13 +187,13 @@ def paper_sentences(
             )
 
 
-def ratio(c: Comparison) -> str:
+def ratio_in_words(c: Comparison) -> str:
     """Returns a ratio with its interval, if it has one: 0.75 [0.73, 0.78]."""
     interval = "" if c.low is None else f" [{times(c.low)}, {times(c.high)}]"
     return f"{times(c.ratio)}{interval}"
 
 
-def at_steps(steps: Sequence[int]) -> str:
+def steps_in_words(steps: Sequence[int]) -> str:
     """Returns steps in words: `at step 1`, `at steps 1 to 18`. `steps`: ascending, at
     least one."""
     when = " to ".join(dict.fromkeys(str(step) for step in (*steps[:1], *steps[-1:])))
@@ -224,11 +224,12 @@ def dose_sentences(
         else:
             yield (
                 f"Dose: {dose.variant} moves the weights as far as re-rounding "
-                f"attention's output at {amount(dose)}, {at_steps(dose.steps)}.{cause}"
+                f"attention's output at {dose_in_words(dose)}, "
+                f"{steps_in_words(dose.steps)}.{cause}"
             )
 
 
-def amount(dose: DoseReading) -> str:
+def dose_in_words(dose: DoseReading) -> str:
     """Returns a dose in words: `1.1 floors (0.6 to 2.3)`, the latter its 95 % interval
     over seeds, if it has one; `below 1/16 floors` or `above 64 floors` where most
     readings are beyond an end of the ladder; `–` for a dose that is None."""
@@ -236,7 +237,7 @@ def amount(dose: DoseReading) -> str:
         return "–"
     for word, share in (("below", dose.below), ("above", dose.above)):
         if share > 0.5:
-            return f"{word} {strength(dose.dose)} floors"
+            return f"{word} {strength_in_words(dose.dose)} floors"
     ends = "" if dose.low is None else f" ({dose.low:.2g} to {dose.high:.2g})"
     return f"{dose.dose:.2g} floors{ends}"
 
@@ -244,7 +245,7 @@ def amount(dose: DoseReading) -> str:
 # --- chance ---------------------------------------------------------------------------
 
 
-def beside_chance(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
+def chance_comparisons(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
     """Returns the comparisons, early and by the mean |difference|, of each flash run with
     the null that re-rounds (else that of one ulp), and with another seed. Of several the
     first with a ratio."""
@@ -262,7 +263,7 @@ def chance_sentences(
     """Yields a sentence on each flash run beside chance and beside another seed, early;
     or on why nothing can be said. Only an interval gives a verdict, at steps before the
     first at which a repeat is `off` (NaN: at none)."""
-    for c in beside_chance(compared):
+    for c in chance_comparisons(compared):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
         over += f", and a verdict needs {FEWEST_SEEDS}" * (len(c.by_seed) < FEWEST_SEEDS)
@@ -271,7 +272,7 @@ def chance_sentences(
         distance = (
             f"{c.variant} moves the weights {times(c.ratio)} times as far as {what}"
         )
-        distance += f", {at_steps(c.steps)}" if c.steps else ""
+        distance += f", {steps_in_words(c.steps)}" if c.steps else ""
         distance += f" ({c.against}; {over})"
         if c.ratio is None:
             distance = f"nothing can be said of {c.variant}, since {c.nulls['ratio']}"

@@ -58,8 +58,8 @@ def open_weights(target: str) -> WeightSet:
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
     weights = WeightSet(name=target)
     try:
-        for container in _containers(path):
-            _add(weights, container)
+        for container in _weight_containers(path):
+            _add_container(weights, container)
     except MeasurementError as error:
         weights.damage.append(error.message)
     names = [*weights.tensors, *weights.tied]
@@ -69,7 +69,7 @@ def open_weights(target: str) -> WeightSet:
     return weights
 
 
-def _containers(path: Path) -> Sequence[Container]:
+def _weight_containers(path: Path) -> Sequence[Container]:
     """Returns the containers of weights at a path. In a directory that is none these are
     the files that transformers reads; else its only index, all its files of a kind that
     is joined, or its only file. Raises UsageError where there are none, or several
@@ -95,7 +95,7 @@ def _containers(path: Path) -> Sequence[Container]:
     return containers_at(chosen[0], lack=True)
 
 
-def _add(weights: WeightSet, container: Container) -> None:
+def _add_container(weights: WeightSet, container: Container) -> None:
     """Adds a container's tensors to the set, in place, or to its `damage` what is wrong
     with the container. Raises UsageError for a name that is in another file too."""
     first: dict[object, str] = {}  # of each tie, the name that is listed

@@ -29,7 +29,7 @@ ZERO = "0 in both"
 Sums = Mapping[str, float]
 
 
-def unfit(x: Tensor) -> str | None:
+def unfit_reason(x: Tensor) -> str | None:
     """Returns why a tensor has no floating-point values to measure; None for one that
     has."""
     if not is_plain(x):
@@ -40,11 +40,11 @@ def unfit(x: Tensor) -> str | None:
     try:
         format_of(x.dtype)
     except UsageError:
-        return f"is stored as {name_of(x)}, no floating-point format that numdev knows"
+        return f"is stored as {dtype_name(x)}, no floating-point format that numdev knows"
     return None
 
 
-def name_of(x: Tensor) -> str:
+def dtype_name(x: Tensor) -> str:
     """Returns the name of a tensor's dtype, without `torch.`."""
     return str(x.dtype).removeprefix("torch.")
 
@@ -61,7 +61,7 @@ def cast_costs(x: Tensor) -> dict[str, float]:
     return sums
 
 
-def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
+def compare_pair(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
     """Returns the sums that compare two tensors of one shape on one device, of
     floating-point values; `casts` are the `cast_costs` of `against`, and part of the
     result. Elements that are NaN or infinite in either are counted, and left out of all
@@ -73,7 +73,7 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
         both = a.isfinite() & b.isfinite()
         a, b = a[both], b[both]
     difference, n = paired(a, b), a.numel()
-    size_b = _norm(b)
+    size_b = _l2_norm(b)
     comparable = n if bool(a.any()) or bool(b.any()) else 0
 
     def total(mean: float | None, times: int) -> float:
@@ -82,7 +82,7 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
         return times * (math.inf if mean is None else mean) if n else 0.0
 
     # A difference relative to a tensor of zeros is None: it is then the other's norm
-    gap = _norm(a) if difference.rel is None else difference.rel * size_b
+    gap = _l2_norm(a) if difference.rel is None else difference.rel * size_b
     return {
         "elements": elements,
         "nonfinite_of": lost[0],
@@ -99,14 +99,14 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
     }
 
 
-def pooled(parts: Sequence[Sums]) -> Sums:
+def pool_sums(parts: Sequence[Sums]) -> Sums:
     """Returns the sums of several pairs together; of `largest` the maximum. `parts`: at
     least one."""
     added = {name: sum(part[name] for part in parts) for name in parts[0]}
     return {**added, "largest": max(part["largest"] for part in parts)}
 
 
-def numbers(sums: Sums, w1: str = "w1") -> Fields:
+def row_numbers(sums: Sums, w1: str = "w1") -> Fields:
     """Returns the fields of a row, by name, in which W1 has the name `w1`. `nulls` has
     the reason of each number that is None: no element, a zero to divide by, or a value
     beyond float64."""
@@ -135,7 +135,7 @@ def numbers(sums: Sums, w1: str = "w1") -> Fields:
     return {**{name: sums[name] for name in counts}, **values, "nulls": nulls}
 
 
-def _norm(x: Tensor) -> float:
+def _l2_norm(x: Tensor) -> float:
     """Returns the L2 norm in fp64, block by block."""
     squares = [
         float(part.double().square().sum()) for part in x.split(WEIGHTS_AT_ONCE) if len(x)

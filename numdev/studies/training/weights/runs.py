@@ -44,27 +44,27 @@ class RunCheckpoints:
     missing: list[str] = field(default_factory=list)
 
 
-def step_of(path: Path) -> int | None:
+def training_step(path: Path) -> int | None:
     """Returns the step of training of a checkpoint, by `training.json`, else by its name;
     None where neither has one."""
-    step = training_of(path).get("step")
+    step = read_training_json(path).get("step")
     if isinstance(step, int):
         return step
     in_name = STEP.search(path.stem if path.suffix in SUFFIXES else path.name)
     return int(in_name[1]) if in_name else None
 
 
-def seed_of(path: Path) -> int:
+def training_seed(path: Path) -> int:
     """Returns the seed of a checkpoint, by `training.json`, else by its name; 0 where
     neither has one."""
-    seed = training_of(path).get("seed")
+    seed = read_training_json(path).get("seed")
     if isinstance(seed, int):
         return seed
     in_name = SEED.search(path.name)
     return int(in_name[1]) if in_name else 0
 
 
-def training_of(checkpoint: Path) -> Mapping[str, Any]:
+def read_training_json(checkpoint: Path) -> Mapping[str, Any]:
     """Returns the object in a checkpoint folder's `training.json`, which `numdev train`
     writes; empty where it is missing, unreadable or no object."""
     try:
@@ -74,7 +74,7 @@ def training_of(checkpoint: Path) -> Mapping[str, Any]:
     return described if isinstance(described, dict) else {}
 
 
-def is_over_steps(targets: Sequence[str]) -> bool:
+def has_runs(targets: Sequence[str]) -> bool:
     """Whether any target is a run, a list of checkpoints or a folder of them, and not one
     set of weights."""
     return any(target != "demo" and _is_run(target) for target in targets)
@@ -104,11 +104,11 @@ def _runs_of_training(path: Path) -> RunCheckpoints:
     """Returns the checkpoints of the variants of one training run. Raises UsageError
     without one of the golden run, and for a checkpoint that does not say of which variant
     it is."""
-    run = _trained(path)
+    run = _training_folder(path)
     places: dict[Place, dict[str, str]] = {}
     variants: dict[str, RunRecord] = {}
     for checkpoint in sorted((run / FOLDER).iterdir()) if (run / FOLDER).is_dir() else ():
-        about = training_of(checkpoint)
+        about = read_training_json(checkpoint)
         try:
             variant, seed, step = about["variant"], int(about["seed"]), int(about["step"])
             times = variant["times"] if variant["role"] == "null_rounding" else None
@@ -125,11 +125,13 @@ def _runs_of_training(path: Path) -> RunCheckpoints:
     if not golden:
         raise UsageError(f"{path}: keeps no checkpoint of its golden run", hint=KEEP)
     first = golden[0]
-    order = [name for name in _order(places, variants) if name != first]
-    return _paired(path.name, [variants[name] for name in (first, *order)], places)
+    order = [name for name in _variant_order(places, variants) if name != first]
+    return _with_first_run(
+        path.name, [variants[name] for name in (first, *order)], places
+    )
 
 
-def _trained(path: Path) -> Path:
+def _training_folder(path: Path) -> Path:
     """Returns the directory of a training run: the path itself, or the run of the bounds
     report at the path."""
     directory = path.parent if path.name == "report.json" else path
@@ -140,13 +142,13 @@ def _trained(path: Path) -> Path:
     return directory
 
 
-def _order(
+def _variant_order(
     places: Mapping[Place, Mapping[str, str]], variants: Mapping[str, RunRecord]
 ) -> Iterator[str]:
     """Yields the names of variants that have checkpoints, in the order of the run's file.
     `places`: at least one."""
     checkpoint = next(iter(next(iter(places.values())).values()))
-    planned = training_of(Path(checkpoint)).get("request", {}).get("variants", ())
+    planned = read_training_json(Path(checkpoint)).get("request", {}).get("variants", ())
     in_file = [v["name"] for v in planned if v["name"] in variants]
     yield from dict.fromkeys((*in_file, *variants))
 
@@ -163,8 +165,8 @@ def _runs_of_lists(targets: Sequence[str], nulls: Sequence[str]) -> RunCheckpoin
     for target in (*targets, *nulls):
         role: VariantRole = "variant" if runs else "golden"
         runs.append(RunRecord(name=target, role=role, null=target in nulls))
-        listed = list(_checkpoints(target))
-        counts = Counter((seed_of(path), step) for step, path in listed)
+        listed = list(_checkpoints_with_steps(target))
+        counts = Counter((training_seed(path), step) for step, path in listed)
         for (seed, step), count in counts.items():
             if step is None or count > 1:
                 many = f"{count} checkpoints are from step {step} of seed {seed}"
@@ -172,11 +174,11 @@ def _runs_of_lists(targets: Sequence[str], nulls: Sequence[str]) -> RunCheckpoin
                 hint = "name one run, such as 'run/checkpoints/flash-seed*'"
                 raise UsageError(f"{target}: {what}", hint=hint)
         for step, path in listed:
-            places.setdefault((seed_of(path), step or 0), {})[target] = str(path)
+            places.setdefault((training_seed(path), step or 0), {})[target] = str(path)
     [(name, count)] = Counter(run.name for run in runs).most_common(1)
     if count > 1:
         raise UsageError(f"{name}: is given twice", hint="name every run once")
-    return _paired(targets[0], runs, places)
+    return _with_first_run(targets[0], runs, places)
 
 
 def _is_run(target: str) -> bool:
@@ -186,15 +188,17 @@ def _is_run(target: str) -> bool:
     if not path.exists():
         return "," in target or "*" in target
     is_report = path.name == "report.json" or (path / "report.json").is_file()
-    return is_report or (path.is_dir() and any(True for _ in _inside(path)))
+    return is_report or (
+        path.is_dir() and any(True for _ in _checkpoints_in_folder(path))
+    )
 
 
-def _checkpoints(target: str) -> Iterator[tuple[int | None, Path]]:
+def _checkpoints_with_steps(target: str) -> Iterator[tuple[int | None, Path]]:
     """Yields each checkpoint that a target names with its step, None if it has none.
     Raises UsageError for a path that does not exist."""
     path = Path(target)
     if path.is_dir():
-        yield from _inside(path)
+        yield from _checkpoints_in_folder(path)
         return
     for part in filter(None, map(str.strip, target.split(","))):
         names = sorted(glob.glob(part)) if "*" in part else [part]
@@ -203,21 +207,21 @@ def _checkpoints(target: str) -> Iterator[tuple[int | None, Path]]:
         for checkpoint in map(Path, names):
             if not checkpoint.exists():
                 raise UsageError(f"{checkpoint}: no such file or directory")
-            yield step_of(checkpoint), checkpoint
+            yield training_step(checkpoint), checkpoint
 
 
-def _inside(path: Path) -> Iterator[tuple[int, Path]]:
+def _checkpoints_in_folder(path: Path) -> Iterator[tuple[int, Path]]:
     """Yields each checkpoint in a directory, or in its `checkpoints`, with its step;
     folders without a step or without weights are left out."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     for directory in sorted(p for p in folder.iterdir() if p.is_dir()):
-        step = step_of(directory)
+        step = training_step(directory)
         has_files = any(file.suffix in SUFFIXES for file in directory.iterdir())
         if step is not None and (container_at(directory) is not None or has_files):
             yield step, directory
 
 
-def _paired(
+def _with_first_run(
     name: str, runs: Sequence[RunRecord], weights: Mapping[Place, Mapping[str, str]]
 ) -> RunCheckpoints:
     """Returns the seeds and steps that have weights of the first run and of another, and

@@ -18,7 +18,7 @@ import pandas as pd
 from numdev.grouping import grouped
 from numdev.report.numbers import si, times
 from numdev.sources.files import some
-from numdev.studies.training.bounds.ladder import saturation
+from numdev.studies.training.bounds.ladder import merging_marks
 from numdev.studies.training.bounds.report import FEWEST_SEEDS, Saturation
 from numdev.studies.training.report import VariantRole
 from numdev.studies.training.weights.report import (
@@ -64,7 +64,7 @@ def is_chance(run: RunRecord) -> bool:
     return small or run.null or run.role == "null_ulp"
 
 
-def marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Saturation:
+def early_marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Saturation:
     """Returns the steps that are early, by the rule of `numdev bounds`, from all weights
     together."""
     by_name = {run.name: run for run in runs}
@@ -74,10 +74,10 @@ def marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Saturation
             run = by_name[c.of]
             lines.append((run.role, run.times or 1.0, c.seed, c.step, c.mean_abs))
     columns = ["role", "times", "seed", "step", "value"]
-    return saturation(pd.DataFrame(lines, columns=columns))
+    return merging_marks(pd.DataFrame(lines, columns=columns))
 
 
-def standings(
+def chance_comparisons(
     runs: Sequence[RunRecord], cells: Sequence[WeightsCell]
 ) -> Iterator[ChanceComparison]:
     """Yields each run that is no null beside chance, in every layer and kind, at every
@@ -94,7 +94,7 @@ def standings(
             of_run = {c.seed: c for c in at_place if c.of == run.name}
             nulls = grouped((c for c in at_place if c.of in chance), lambda c: c.seed)
             for metric in LIMITS if of_run else ():
-                yield _standing(
+                yield _chance_comparison(
                     of_run,
                     nulls,
                     at_one_floor or chance,
@@ -107,7 +107,7 @@ def standings(
                 )
 
 
-def _standing(
+def _chance_comparison(
     cells: Mapping[int, WeightsCell],
     nulls: Mapping[int, Sequence[WeightsCell]],
     usual: Collection[str],
@@ -136,7 +136,7 @@ def _standing(
     margin = None
     if fewest:
         margin = min(values.get(seed, 0.0) / max(x) for seed, x in distances.items())
-    why = _not_judged(
+    why = _not_judged_reason(
         role, fewest, len(cells), is_whole=ALL in (layer, kind), moves=bool(values)
     )
     judged = why is None and margin is not None
@@ -147,9 +147,9 @@ def _standing(
         layer=layer,
         kind=kind,
         metric=metric,
-        value=_mean(values.values()),
-        null=_mean(null_means.values()),
-        ratio=_mean(ratios),
+        value=_geometric_mean(values.values()),
+        null=_geometric_mean(null_means.values()),
+        ratio=_geometric_mean(ratios),
         least=min(ratios, default=None),
         most=max(ratios, default=None),
         margin=margin,
@@ -158,12 +158,12 @@ def _standing(
     )
 
 
-def _mean(values: Collection[float]) -> float | None:
+def _geometric_mean(values: Collection[float]) -> float | None:
     """Returns the geometric mean; None without a value."""
     return statistics.geometric_mean(values) if values else None
 
 
-def _not_judged(
+def _not_judged_reason(
     role: VariantRole, nulls: int, seeds: int, *, is_whole: bool, moves: bool
 ) -> str | None:
     """Returns why a run is not judged at a place; None where it is. `nulls`: the fewest
@@ -209,7 +209,7 @@ SAME = (
 )
 
 
-def answer(
+def answer_sentences(
     runs: Sequence[RunRecord],
     cells: Sequence[WeightsCell],
     compared: Sequence[ChanceComparison],
@@ -219,30 +219,32 @@ def answer(
     chance, and beside each other, over early steps; and on runs that equal the first.
     `runs`: the first is the one that all are compared with."""
     first = runs[0].name
-    order = sorted(runs[1:], key=lambda run: _rank(run))
-    same = [run for run in order if _is_same(run, cells)]
+    order = sorted(runs[1:], key=lambda run: _role_order(run))
+    same = [run for run in order if _equals_first_run(run, cells)]
     judged = [run for run in order if run.role in JUDGED and run not in same]
     for run in judged:
-        yield _where(run, first, [s for s in compared if s.variant == run.name])
+        yield _standing_out_sentence(
+            run, first, [s for s in compared if s.variant == run.name]
+        )
     for run in judged:
-        yield from _unmoved(run, compared)
+        yield from _too_few_nulls_sentence(run, compared)
     for run in judged:
-        yield from _beside_chance(run, compared, early)
+        yield from _beside_chance_sentence(run, compared, early)
     for run in (run for run in judged if run.role == "flash"):
         for other in (other for other in judged if other.role == "low_precision"):
-            yield from _over(run, other, cells, early)
+            yield from _beside_run_sentence(run, other, cells, early)
     for run in same:
         zeros = max(c.zeros for c in cells if c.of == run.name)
         words = f" ({zeros} are)" if zeros else ""
         yield SAME.format(name=run.name, first=first, zeros=words)
 
 
-def _rank(run: RunRecord) -> int:
+def _role_order(run: RunRecord) -> int:
     """Returns a sort key: the place of a run's role in the answer."""
     return SHOWN_BESIDE.index(run.role) if run.role in SHOWN_BESIDE else len(SHOWN_BESIDE)
 
 
-def _is_same(run: RunRecord, cells: Iterable[WeightsCell]) -> bool:
+def _equals_first_run(run: RunRecord, cells: Iterable[WeightsCell]) -> bool:
     """Whether a run has the first run's weights at every step; False without a cell."""
     of_run = [c for c in cells if c.of == run.name and c.layer == ALL and c.kind == ALL]
     return bool(of_run) and all(c.equal == 1 and not c.nonfinite_of for c in of_run)
@@ -251,13 +253,13 @@ def _is_same(run: RunRecord, cells: Iterable[WeightsCell]) -> bool:
 T = TypeVar("T", WeightsCell, ChanceComparison)
 
 
-def finest(rows: Iterable[T]) -> list[T]:
+def single_places(rows: Iterable[T]) -> list[T]:
     """Returns the rows of one kind in one layer, or outside layers, without those of
     whole layers or kinds."""
     return [x for x in rows if ALL not in (x.layer, x.kind)]
 
 
-def label_of(layer: Layer, kind: str) -> str:
+def place_in_words(layer: Layer, kind: str) -> str:
     """Returns a layer and kind in words: `layer 2 attention`, `embedding outside layers`,
     `attention`, `layer 2`, `all weights`."""
     if layer == ALL:
@@ -267,18 +269,20 @@ def label_of(layer: Layer, kind: str) -> str:
     return f"layer {layer}" + ("" if kind == ALL else f" {kind}")
 
 
-def _where(run: RunRecord, first: str, compared: Sequence[ChanceComparison]) -> str:
+def _standing_out_sentence(
+    run: RunRecord, first: str, compared: Sequence[ChanceComparison]
+) -> str:
     """Returns the sentence on where a run stands out, that it does so nowhere, or why
     that is not judged. `compared`: the run's comparisons; `first`: the name of the first
     run."""
-    tested = finest(compared)
+    tested = single_places(compared)
     judged = [s for s in tested if s.stands_out is not None]
     if not judged:
         why = next((s.why for s in tested if s.why), "it was kept at no step")
         return NOT_JUDGED.format(name=run.name, why=why)
     places = dict.fromkeys((s.layer, s.kind) for s in judged)
     out = [s for s in judged if s.stands_out]
-    steps = _steps({s.step for s in out or judged})
+    steps = _steps_in_words({s.step for s in out or judged})
     if not out:
         return NONE_STANDS.format(
             name=run.name, first=first, all=len(places), steps=steps
@@ -288,7 +292,7 @@ def _where(run: RunRecord, first: str, compared: Sequence[ChanceComparison]) -> 
     return STANDS.format(
         name=run.name,
         first=first,
-        where=label_of(worst.layer, worst.kind),
+        where=place_in_words(worst.layer, worst.kind),
         step=worst.step,
         metric=IN[worst.metric],
         margin=times(worst.margin),
@@ -298,27 +302,31 @@ def _where(run: RunRecord, first: str, compared: Sequence[ChanceComparison]) -> 
     )
 
 
-def _unmoved(run: RunRecord, compared: Sequence[ChanceComparison]) -> Iterator[str]:
+def _too_few_nulls_sentence(
+    run: RunRecord, compared: Sequence[ChanceComparison]
+) -> Iterator[str]:
     """Yields a sentence on the places that a run moves and that are not judged, such as
     those that fewer than two nulls move; nothing where no other place is judged."""
     of_run = [
-        s for s in finest(compared) if s.variant == run.name and s.metric == "max_abs"
+        s
+        for s in single_places(compared)
+        if s.variant == run.name and s.metric == "max_abs"
     ]
     alone = [s for s in of_run if s.stands_out is None and s.value is not None]
     if alone and any(s.stands_out is not None for s in of_run):
-        where = some(list(dict.fromkeys(label_of(s.layer, s.kind) for s in alone)))
+        where = some(list(dict.fromkeys(place_in_words(s.layer, s.kind) for s in alone)))
         most = si(max(s.value or 0.0 for s in alone))
         yield UNMOVED.format(name=run.name, where=where, most=most, least=FEWEST_NULLS)
 
 
-def _steps(steps: Iterable[int]) -> str:
+def _steps_in_words(steps: Iterable[int]) -> str:
     """Returns steps in words: `step 1`, `steps 1 to 100`. `steps`: at least one."""
     ends = sorted(steps)
     span = " to ".join(dict.fromkeys(map(str, (ends[0], ends[-1]))))
     return f"step{'s' * (ends[0] != ends[-1])} {span}"
 
 
-def _ranges(values: Mapping[Metric, Sequence[float]]) -> str:
+def _ranges_in_words(values: Mapping[Metric, Sequence[float]]) -> str:
     """Returns the smallest and the largest ratio of each metric in words: `0.9 to 1.1 in
     the mean`."""
     parts = []
@@ -328,14 +336,16 @@ def _ranges(values: Mapping[Metric, Sequence[float]]) -> str:
     return ", ".join(parts)
 
 
-def _beside_chance(
+def _beside_chance_sentence(
     run: RunRecord, compared: Sequence[ChanceComparison], early: Sequence[int]
 ) -> Iterator[str]:
     """Yields a sentence on the range, over places, of a run's early ratios to chance, a
     place's mean over steps; nothing without a ratio."""
     values: dict[Metric, list[float]] = {}
     steps: set[int] = set()
-    of_run = finest(s for s in compared if s.variant == run.name and s.step in early)
+    of_run = single_places(
+        s for s in compared if s.variant == run.name and s.step in early
+    )
     places = grouped(of_run, lambda s: (s.metric, s.layer, s.kind))
     for (metric, _, _), at_place in places.items():
         ratios = {s.step: s.ratio for s in at_place if s.ratio is not None}
@@ -344,11 +354,11 @@ def _beside_chance(
             values.setdefault(metric, []).append(mean)
             steps |= set(ratios)
     if values:
-        when = f"at {_steps(steps)}"
-        yield BY_CHANCE.format(name=run.name, when=when, ranges=_ranges(values))
+        when = f"at {_steps_in_words(steps)}"
+        yield BY_CHANCE.format(name=run.name, when=when, ranges=_ranges_in_words(values))
 
 
-def _over(
+def _beside_run_sentence(
     run: RunRecord, other: RunRecord, cells: Sequence[WeightsCell], early: Sequence[int]
 ) -> Iterator[str]:
     """Yields a sentence on one run's early distances over another's of the same seed,
@@ -356,12 +366,12 @@ def _over(
     values: dict[Metric, list[float]] = {}
     steps: set[int] = set()
     seeds: set[int] = set()
-    places = grouped(finest(cells), lambda c: (c.layer, c.kind))
+    places = grouped(single_places(cells), lambda c: (c.layer, c.kind))
     for metric in LIMITS:
         for at_place in places.values():
             cells_early = [c for c in at_place if c.step in early]
-            ours = _distances(cells_early, run.name, metric)
-            theirs = _distances(cells_early, other.name, metric)
+            ours = _positive_distances(cells_early, run.name, metric)
+            theirs = _positive_distances(cells_early, other.name, metric)
             shared = ours.keys() & theirs.keys()
             if shared:
                 ratios = (ours[at] / theirs[at] for at in sorted(shared))
@@ -373,13 +383,13 @@ def _over(
         yield OVER.format(
             name=run.name,
             other=other.name,
-            when=f"at {_steps(steps)}",
-            ranges=_ranges(values),
+            when=f"at {_steps_in_words(steps)}",
+            ranges=_ranges_in_words(values),
             seeds=count,
         )
 
 
-def _distances(
+def _positive_distances(
     cells: Iterable[WeightsCell], name: str, metric: Metric
 ) -> dict[tuple[int, int], float]:
     """Returns a run's distances in a metric that are not 0, by seed and step."""

@@ -35,20 +35,20 @@ from numdev.studies.training.weights.report import ALL, Layer
 from numdev.studies.training.weights.runs import Place, RunCheckpoints, find_runs
 from numdev.studies.training.weights.standing import (
     NAMES,
-    answer,
-    finest,
+    answer_sentences,
+    chance_comparisons,
+    early_marks,
     is_chance,
-    label_of,
-    marks,
-    standings,
+    place_in_words,
+    single_places,
 )
 from numdev.studies.training.weights.study import (
     Measured,
     WeightComparison,
-    matters,
-    nothing_compared,
-    record_of,
-    together,
+    group_fields,
+    nothing_compared_error,
+    remark_sentences,
+    source_record,
 )
 from numdev.system import System
 
@@ -62,7 +62,7 @@ KINDS_OF_NULL: Mapping[VariantRole, str] = {
 Tensors = dict[tuple[str, int, int, Layer, str], str]
 
 
-def over_steps(
+def weights_over_steps(
     targets: Sequence[str],
     directory: Path,
     *,
@@ -83,18 +83,18 @@ def over_steps(
     claim(directory, "weights", request, overwrite=overwrite)
     watch = Stopwatch(system.device)
     with watch("weights"):
-        results = _compared(runs, system.device, progress)
+        results = _compare_runs(runs, system.device, progress)
         if not results.cells:
-            raise nothing_compared(results.remarks)
-        judged = tuple(standings(runs.runs, results.cells))
-        quantiles = tuple(_quantiles(runs, judged, results.tensors))
-    mark = marks(runs.runs, results.cells)
+            raise nothing_compared_error(results.remarks)
+        judged = tuple(chance_comparisons(runs.runs, results.cells))
+        quantiles = tuple(_quantile_rows(runs, judged, results.tensors))
+    mark = early_marks(runs.runs, results.cells)
     steps = sorted({cell.step for cell in results.cells})
-    axis = figures.axis_of(steps, all_named=True) if any(steps[1:]) else None
+    axis = figures.step_axis(steps, all_named=True) if any(steps[1:]) else None
     remarks = tuple(results.remarks)
     sentences = (
-        *answer(runs.runs, results.cells, judged, mark.early),
-        *matters(remarks),
+        *answer_sentences(runs.runs, results.cells, judged, mark.early),
+        *remark_sentences(remarks),
     )
     drawn = tuple(_figures(runs.runs, results.cells)) if axis else ()
     return records.WeightsReport(
@@ -123,7 +123,7 @@ class _Results:
     tensors: Tensors = field(default_factory=dict)
 
 
-def _compared(runs: RunCheckpoints, device: str, progress: Progress) -> _Results:
+def _compare_runs(runs: RunCheckpoints, device: str, progress: Progress) -> _Results:
     """Returns the cells, remarks, sources and farthest tensors of every run beside the
     first, at every seed and step that has weights of both."""
     results = _Results()
@@ -135,9 +135,9 @@ def _compared(runs: RunCheckpoints, device: str, progress: Progress) -> _Results
         comparison = WeightComparison(opened, device)
         measured = list(comparison.measured())
         results.cells += _cells(measured, names, place)
-        results.tensors |= _farthest(measured, names, place)
+        results.tensors |= _farthest_tensors(measured, names, place)
         results.remarks |= comparison.remarks
-        results.sources += map(record_of, opened)
+        results.sources += map(source_record, opened)
     for words in runs.missing:
         remark = records.Remark(
             source=runs.name, tensor=None, what="missing", words=words
@@ -146,7 +146,7 @@ def _compared(runs: RunCheckpoints, device: str, progress: Progress) -> _Results
     return results
 
 
-def layer_of(name: str) -> Layer:
+def layer_by_name(name: str) -> Layer:
     """Returns the layer of a tensor: the first number among the parts of its name; `none`
     without one."""
     return next((int(part) for part in name.split(".") if part.isdigit()), "none")
@@ -161,18 +161,18 @@ def _cells(
     for of, of_set in grouped(measured, lambda pair: pair[0].of).items():
         groups: dict[tuple[Layer, str], list[Measured]] = {}
         for row, sums in of_set:
-            layers: tuple[Layer, ...] = (ALL, layer_of(row.tensor))
+            layers: tuple[Layer, ...] = (ALL, layer_by_name(row.tensor))
             for group in itertools.product(layers, (ALL, row.kind)):
                 groups.setdefault(group, []).append((row, sums))
         for (layer, kind), of_group in groups.items():
-            fields = together(of_group)
+            fields = group_fields(of_group)
             fields |= {"of": names[of], "against": names[fields["against"]]}
             yield records.WeightsCell(
                 **fields, seed=seed, step=step, layer=layer, kind=kind
             )
 
 
-def _farthest(
+def _farthest_tensors(
     measured: Iterable[Measured], names: Mapping[str, str], place: Place
 ) -> Tensors:
     """Returns the tensor with the largest W1 in each layer and kind of each run, by run,
@@ -180,7 +180,7 @@ def _farthest(
     largest: dict[tuple[str, int, int, Layer, str], float] = {}
     tensors: Tensors = {}
     for row, _ in measured:
-        at = (names[row.of], *place, layer_of(row.tensor), row.kind)
+        at = (names[row.of], *place, layer_by_name(row.tensor), row.kind)
         if (row.w1 or 0.0) >= largest.get(at, 0.0):
             largest[at], tensors[at] = row.w1 or 0.0, row.tensor
     return tensors
@@ -189,14 +189,14 @@ def _farthest(
 # --- quantiles ------------------------------------------------------------------------
 
 
-def _quantiles(
+def _quantile_rows(
     runs: RunCheckpoints, judged: Sequence[records.ChanceComparison], tensors: Tensors
 ) -> Iterator[records.QuantileRow]:
     """Yields the quantiles of one tensor in each of the layers and kinds that stand out
     farthest, MAX_SHIFTED at most, beside the first run's: of the tensor with the largest
     W1, at the step where it stands out farthest, in the first seed that has it. A tensor
     that cannot be read again is left out."""
-    out = [s for s in finest(judged) if s.stands_out]
+    out = [s for s in single_places(judged) if s.stands_out]
     out.sort(key=lambda s: -(s.margin or 0.0))
     chosen = {(s.variant, s.layer, s.kind): s for s in reversed(out)}
     farthest = sorted(chosen.values(), key=lambda s: -(s.margin or 0.0))[:MAX_SHIFTED]
@@ -210,7 +210,7 @@ def _quantiles(
         shown = {first, s.variant, *chance}
         levels = {}
         for run, path in paths.items():
-            values = _values(path, name) if run in shown else None
+            values = _finite_values(path, name) if run in shown else None
             if values is not None:
                 levels[run] = np.quantile(values, QUANTILES)
         if first in levels and s.variant in levels:
@@ -232,7 +232,7 @@ def _quantiles(
                 )
 
 
-def _values(target: str, name: str) -> NDArray[np.float64] | None:
+def _finite_values(target: str, name: str) -> NDArray[np.float64] | None:
     """Returns the finite values of a tensor, float64 [elements]; None where it cannot be
     read or has none."""
     stored = open_weights(target).find(name)
@@ -262,7 +262,7 @@ def _figures(
         ends = (min(values), max(values)) if len(values) > 1 else (None, None)
         return geometric_mean(values), *ends
 
-    labels = {run.name: curve_of(run) for run in runs[1:]}
+    labels = {run.name: curve_name(run) for run in runs[1:]}
     nulls = [run for run in runs[1:] if run.null or run.role.startswith("null")]
     soft = {labels[run.name] for run in nulls}
     whole = [c for c in cells if c.layer == ALL]
@@ -273,9 +273,9 @@ def _figures(
                 for c in of_kind
                 if (x := getattr(c, metric)) and c.step > 0
             ]
-            title = f"{label_of(ALL, kind)}: {name}".capitalize()
-            place = {"weights": label_of(ALL, kind)}
-            figure = figures.figure(
+            title = f"{place_in_words(ALL, kind)}: {name}".capitalize()
+            place = {"weights": place_in_words(ALL, kind)}
+            figure = figures.figure_by_step(
                 title,
                 metric,
                 name,
@@ -289,7 +289,7 @@ def _figures(
                 yield figure
 
 
-def curve_of(run: records.RunRecord) -> str:
+def curve_name(run: records.RunRecord) -> str:
     """Returns the name of a run's curve. Null runs of one kind and strength share one."""
     if run.null:
         return f"null: {run.name}"

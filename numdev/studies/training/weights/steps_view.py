@@ -21,7 +21,7 @@ from numdev.studies.training.weights.standing import (
     FEWEST_NULLS,
     LIMITS,
     Metric,
-    label_of,
+    place_in_words,
 )
 
 ON_PAGE = 40  # tables of a run at a step
@@ -54,8 +54,8 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: tables by step for each run, quantiles,
     remarks, a legend and figures."""
     for of_run in grouped(report.standings, lambda s: s.variant).values():
-        yield doc.TableChoice(tuple(_tables(of_run, report.early))[:ON_PAGE])
-    yield from _quantiles(report)
+        yield doc.TableChoice(tuple(_tables_by_step(of_run, report.early))[:ON_PAGE])
+    yield from _quantile_tables(report)
     yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
     if axis := report.summary.axis:
         first = report.runs[0].name
@@ -63,7 +63,7 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
         yield doc.Figures(report.figures, axis, first, PAGE)
 
 
-def _tables(
+def _tables_by_step(
     of_run: Sequence[ChanceComparison], early: Sequence[int]
 ) -> Iterator[doc.Table]:
     """Yields a table for each step of one run, those of early steps first. Its rows are
@@ -73,8 +73,8 @@ def _tables(
     for step in sorted(steps, key=lambda step: (step not in early, step)):
         places = grouped(steps[step], lambda s: (s.layer, s.kind))
         rows = [
-            _place(place, {s.metric: s for s in places[place]})
-            for place in sorted(places, key=lambda place: _order(*place))
+            _place_cells(place, {s.metric: s for s in places[place]})
+            for place in sorted(places, key=lambda place: _place_order(*place))
         ]
         columns: list[str | Column] = ["layer, kind"]
         for name in SHORT.values():
@@ -84,19 +84,19 @@ def _tables(
         yield doc.table(columns, rows, title=title)
 
 
-def _order(layer: Layer, kind: str) -> tuple[int, int, str]:
+def _place_order(layer: Layer, kind: str) -> tuple[int, int, str]:
     """Returns a sort key: all weights, then layers, kinds, and layers with kinds."""
     groups = {(True, True): 0, (False, True): 1, (True, False): 2}
     group = groups.get((layer == ALL, kind == ALL), 3)
     return group, layer if isinstance(layer, int) else -1, "" if kind == ALL else kind
 
 
-def _place(
+def _place_cells(
     place: tuple[Layer, str], by_metric: Mapping[str, ChanceComparison]
 ) -> Iterator[Cell]:
     """Yields the cells of a layer and kind: for each metric the distance, chance's, their
     ratio; dashes where there is none."""
-    yield Cell(label_of(*place))
+    yield Cell(place_in_words(*place))
     for metric in SHORT:
         s = by_metric.get(metric)
         if s is None:
@@ -109,13 +109,13 @@ def _place(
         yield Cell(times(s.ratio) + mark, style="warn" if mark else "", title=ends)
 
 
-def _quantiles(report: WeightsReport) -> Iterator[doc.Node]:
+def _quantile_tables(report: WeightsReport) -> Iterator[doc.Node]:
     """Yields the tables of quantiles, and that of the remarks."""
     tensors = grouped(report.quantiles, lambda q: (q.variant, q.step, q.seed, q.tensor))
     for (variant, step, seed, tensor), rows in tensors.items():
         title = f"Quantiles of {tensor}, {variant} at step {step}, seed {seed}"
         columns = ["quantile", report.runs[0].name, "shift", "of nulls"]
-        yield doc.table(columns, map(_quantile, rows), title=title)
+        yield doc.table(columns, map(_quantile_cells, rows), title=title)
     yield doc.words(
         ("weights", "tensor", "", ""),
         ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks),
@@ -124,7 +124,7 @@ def _quantiles(report: WeightsReport) -> Iterator[doc.Node]:
     )
 
 
-def _quantile(row: QuantileRow) -> Iterator[str]:
+def _quantile_cells(row: QuantileRow) -> Iterator[str]:
     """Yields the cells of a quantile, with the range of the nulls' shifts."""
     yield percent(row.quantile)
     yield si(row.against)

@@ -111,14 +111,14 @@ def weights(
         comparison = WeightComparison(opened, system.device)
         measured = list(comparison.measured(progress))
         if not measured:
-            raise nothing_compared(comparison.remarks)
-        sources = tuple(map(record_of, opened))
-    groups = tuple(_groups(measured))
+            raise nothing_compared_error(comparison.remarks)
+        sources = tuple(map(source_record, opened))
+    groups = tuple(_group_rows(measured))
     remarks = tuple(comparison.remarks)
     return records.WeightsReport(
         provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
         request=request,
-        summary=records.WeightsSummary(answer=tuple(_answer(groups, remarks))),
+        summary=records.WeightsSummary(answer=tuple(_answer_sentences(groups, remarks))),
         sources=sources,
         rows=tuple(row for row, _ in measured),
         groups=groups,
@@ -127,13 +127,13 @@ def weights(
     )
 
 
-def nothing_compared(remarks: Iterable[records.Remark]) -> MeasurementError:
+def nothing_compared_error(remarks: Iterable[records.Remark]) -> MeasurementError:
     """Returns the error where no tensor could be compared, with the reasons."""
     words = [f"{r.source}: {r.tensor or ''} {r.words}" for r in remarks]
     return MeasurementError(f"no tensor could be compared: {some(words)}")
 
 
-def record_of(source: WeightSet) -> records.SourceRecord:
+def source_record(source: WeightSet) -> records.SourceRecord:
     """Returns a set of weights as a report records it. Hashes its files."""
     return records.SourceRecord(
         name=source.name,
@@ -163,17 +163,17 @@ class WeightComparison:
         for name, other, of, against in self.tensors(progress):
             if against is not last:  # the casts are the same for all other sets
                 costs, last = pairs.cast_costs(against), against
-            sums = pairs.compare(of, against, costs)
+            sums = pairs.compare_pair(of, against, costs)
             row = records.TensorRow(
                 of=other.name,
                 against=self.first.name,
                 tensor=name,
-                kind=kind_of(name),
+                kind=kind_by_name(name),
                 shape=tuple(against.shape),
-                stored_of=pairs.name_of(of),
-                stored_against=pairs.name_of(against),
+                stored_of=pairs.dtype_name(of),
+                stored_against=pairs.dtype_name(against),
                 zero=not bool(of.any()) and not bool(against.any()),
-                **pairs.numbers(sums),
+                **pairs.row_numbers(sums),
             )
             nonfinite = ((other, row.nonfinite_of), (self.first, row.nonfinite_against))
             for source, count in nonfinite:
@@ -237,7 +237,7 @@ class WeightComparison:
         except MeasurementError as error:
             self.remark(source, name, "damaged", f"cannot be read: {error.message}")
             return None
-        if why := pairs.unfit(tensor):
+        if why := pairs.unfit_reason(tensor):
             self.remark(source, name, "not compared", why)
             return None
         return tensor.detach().to(self.device)  # a saved Parameter would record a graph
@@ -250,7 +250,7 @@ class WeightComparison:
         self.remarks[remark] = None
 
 
-def kind_of(name: str) -> str:
+def kind_by_name(name: str) -> str:
     """Returns the kind of a weight by its name, one of KINDS; it only groups rows."""
     parts = name.split(".")
     module = parts[-2] if len(parts) > 1 and _LEAF.match(parts[-1]) else parts[-1]
@@ -261,16 +261,16 @@ def kind_of(name: str) -> str:
     return next((kind for kind, rule in _RULES.items() if rule.search(name)), "other")
 
 
-def _groups(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
+def _group_rows(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
     """Yields the rows of all tensors of each set together, and of those of each kind."""
     for of_set in grouped(measured, lambda pair: pair[0].of).values():
         for name in (records.ALL, *KINDS):
             group = [pair for pair in of_set if name in (records.ALL, pair[0].kind)]
             if group:
-                yield records.GroupRow(name=name, **together(group))
+                yield records.GroupRow(name=name, **group_fields(group))
 
 
-def together(measured: Sequence[Measured]) -> Fields:
+def group_fields(measured: Sequence[Measured]) -> Fields:
     """Returns the fields of a row of several tensors of one set, by name. `measured`: at
     least one."""
     rows = [row for row, _ in measured]
@@ -280,11 +280,11 @@ def together(measured: Sequence[Measured]) -> Fields:
     largest = max(ratios, key=lambda name: ratios[name], default=None)
     most_changed = max(changes, key=lambda name: changes[name], default=None)
     median = statistics.median(ratios.values()) if ratios else None
-    sums = pairs.pooled([sums for _, sums in measured])
+    sums = pairs.pool_sums([sums for _, sums in measured])
     return {
         "of": rows[0].of,
         "against": rows[0].against,
-        **pairs.numbers(sums, "mean_w1"),
+        **pairs.row_numbers(sums, "mean_w1"),
         "tensors": len(rows),
         "identical": sum(map(_is_identical, rows)),
         "zeros": sum(row.zero for row in rows),
@@ -312,7 +312,7 @@ def _is_identical(row: records.TensorRow) -> bool:
     return row.equal == 1 and not (row.nonfinite_of or row.nonfinite_against)
 
 
-def _answer(
+def _answer_sentences(
     groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]
 ) -> Iterator[str]:
     """Yields sentences on each set: its mean difference beside the change of one cast of
@@ -345,10 +345,10 @@ def _answer(
         cast = "" if casts is None else CAST.format(p=g, times=times(share * casts))
         blind = IS_BLIND if share < BLIND else ""
         yield BAGS.format(p=g, w1=si(g.mean_w1), share=si(share), cast=cast, blind=blind)
-    yield from matters(remarks)
+    yield from remark_sentences(remarks)
 
 
-def matters(remarks: Sequence[records.Remark]) -> Iterator[str]:
+def remark_sentences(remarks: Sequence[records.Remark]) -> Iterator[str]:
     """Yields a sentence on the remarks of each matter and set, damage first."""
     by_matter = grouped(remarks, lambda r: r.what)
     for what in get_args(records.Matter):

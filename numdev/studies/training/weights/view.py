@@ -34,12 +34,16 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     by_set = grouped(report.groups, lambda g: g.of)
     for pair in report.totals:
         groups = [(Cell(g.name, after=f"({g.tensors})"), g) for g in by_set[pair.of]]
-        yield _table("kind", groups, f"{pair.of} against {pair.against}")
+        yield _numbers_table("kind", groups, f"{pair.of} against {pair.against}")
         first = "tensor"
         if pair.yardstick:
             first += f", most ×{FORMATS[pair.yardstick]} first"
-        moved = [(_name(row), row) for row in leading(report, pair) if row.max_abs != 0]
-        yield _table(first, moved[:SHOWN], "")
+        moved = [
+            (_tensor_cell(row), row)
+            for row in most_moved_first(report, pair)
+            if row.max_abs != 0
+        ]
+        yield _numbers_table(first, moved[:SHOWN], "")
     yield doc.words(
         ("weights", "tensor", "", ""),
         ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks[:ON_PAGE]),
@@ -50,7 +54,7 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
         yield from doc.notes((LEGEND,))
 
 
-def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
+def most_moved_first(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
     """Returns the tensors of a pair of sets, those that moved most first: over a cast to
     its yardstick, and without that number by their mean difference."""
 
@@ -62,7 +66,7 @@ def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
     return sorted((r for r in report.rows if r.of == pair.of), key=moved, reverse=True)
 
 
-def _name(row: TensorRow) -> Cell:
+def _tensor_cell(row: TensorRow) -> Cell:
     """Returns a tensor's name as a cell, with its shape and stored formats."""
     stored = " / ".join(dict.fromkeys((row.stored_of, row.stored_against)))
     return Cell(row.tensor, after=f"{' × '.join(map(str, row.shape))} {stored}")
@@ -73,7 +77,7 @@ def _w1(row: GroupRow | TensorRow) -> float | None:
     return row.mean_w1 if isinstance(row, GroupRow) else row.w1
 
 
-def _table(
+def _numbers_table(
     first: str, rows: Sequence[tuple[Cell, GroupRow | TensorRow]], title: str
 ) -> doc.Table:
     """Returns the table of the numbers of tensors or kinds, one in a row. `first`: the
