@@ -47,8 +47,8 @@ def main() -> None:
     }
     request = effects_request(str(path), {**flags, "stream": True})
     study = EffectsStudy(request, attempt)
-    subject, inputs = study.subject(study.formats[0]), study.chunks[0]
-    first, second = (seconds(lambda: subject.exactly(inputs)) for _ in range(2))
+    subject, inputs = study.model_in(study.formats[0]), study.chunks[0]
+    first, second = (seconds(lambda: subject.run_exactly(inputs)) for _ in range(2))
     n = 8192 if DEVICE == "cuda" else 1024
     a = torch.randn(n, n, dtype=torch.float64, device=DEVICE)
     rate = 2 * n**3 / min(seconds(lambda: a @ a) for _ in range(3))

@@ -265,7 +265,7 @@ def opened(target: Path, **asked: Any) -> tuple[EffectsStudy, Any]:
     study = EffectsStudy(
         effects_request(str(target), {"length": 24, "device": "cpu", **asked}), attempt
     )
-    return study, study.subject(study.formats[0])
+    return study, study.model_in(study.formats[0])
 
 
 def test_the_truth_is_the_exact_model(tmp_path: Path) -> None:
@@ -275,13 +275,15 @@ def test_the_truth_is_the_exact_model(tmp_path: Path) -> None:
     target = models.saved("llama", tmp_path)
     study, subject = opened(target)
     inputs = study.chunks[0]
-    truth = main_output(subject.exactly(inputs))
+    truth = main_output(subject.run_exactly(inputs))
     expected = independent(study.source.model, inputs["input_ids"])
     assert float((truth - expected).abs().max() / expected.std()) < 1e-12
     errors = []
     for name in ("bfloat16", "float32"):
         _, own = opened(target, formats=(name,))
-        real = main_output(own.as_used(inputs, partial(own.kernel, study.against, None)))
+        real = main_output(
+            own.run_as_used(inputs, partial(own.attention_of_kernel, study.against, None))
+        )
         errors.append(float((real - truth).norm()))
     assert 2**14 < errors[0] / errors[1] < 2**18
 
@@ -296,7 +298,7 @@ def test_the_truth_is_that_of_the_model_in_fp64(
     attention; T5, whose masks are additive, has norms in fp32."""
     study, subject = opened(models.saved(name, tmp_path))
     model: Any = study.source.model
-    truth = main_output(subject.exactly(study.chunks[0]))
+    truth = main_output(subject.run_exactly(study.chunks[0]))
     model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = model(**study.chunks[0]).logits
@@ -313,7 +315,7 @@ def test_all_sites_together_are_the_model_in_its_format(tmp_path: Path) -> None:
     )
     truth, real, made = (
         main_output(x) for x in (
-            subject.exactly(inputs),
+            subject.run_exactly(inputs),
             study._answer(subject, inputs, whole),
             study._answer(subject, inputs, emulated),
         )
@@ -465,7 +467,7 @@ def test_the_truth_of_a_pipeline_is_its_own_run_in_fp64(tmp_path: Path) -> None:
     for inputs in study.chunks:
         with torch.no_grad():
             expected = outputs_by_name(study.source.model(**inputs))
-        for at, x in outputs_by_name(subject.exactly(inputs)).items():
+        for at, x in outputs_by_name(subject.run_exactly(inputs)).items():
             assert float((x - expected[at]).norm() / expected[at].norm()) < 1e-5
         images.append(expected["image"])
     assert float((images[0] - images[1]).norm() / images[0].norm()) > 0.1
@@ -827,19 +829,19 @@ def test_nothing_compared_is_no_agreement(tmp_path: Path) -> None:
         (lost, lost, every, "NaN or infinity in the exact output"),
     ):
         with pytest.raises(MeasurementError, match=words):
-            checks.compared("eager", (one, {}), (other, {}), counts)
-    check = checks.compared("eager", (x, {}), (lost, {}), every)
+            checks.compare_runs("eager", (one, {}), (other, {}), counts)
+    check = checks.compare_runs("eager", (x, {}), (lost, {}), every)
     assert check.holds is False
     assert check.reason.endswith("NaN or infinity at 1 of 3 positions")
-    assert checks.compared("eager", (x, {}), (x, {}), every).holds
-    exact, counts = checks.whole[0], int(checks.whole[0].shape[1])
-    assert checks.compared_with_compiled("compiled", exact + 1, exact + 1).holds
-    assert checks.compared_with_compiled("compiled", exact + 1, exact + 3).holds is False
-    check = checks.compared_with_compiled("compiled", exact + 1, exact * math.nan)
+    assert checks.compare_runs("eager", (x, {}), (x, {}), every).holds
+    exact, counts = checks.exact_run[0], int(checks.exact_run[0].shape[1])
+    assert checks.compare_with_compiled("compiled", exact + 1, exact + 1).holds
+    assert checks.compare_with_compiled("compiled", exact + 1, exact + 3).holds is False
+    check = checks.compare_with_compiled("compiled", exact + 1, exact * math.nan)
     assert check.reason.endswith(f"NaN or infinity at {counts} of {counts} positions")
     for own, compiled in ((exact * math.nan, exact), (exact[:, 1:], exact[:, 1:])):
         with pytest.raises(MeasurementError):
-            checks.compared_with_compiled("compiled", own, compiled)
+            checks.compare_with_compiled("compiled", own, compiled)
 
 
 def nan_once(case: AttentionCase) -> Any:
@@ -873,7 +875,7 @@ def test_what_chooses_is_not_judged_by_flips_and_what_has_no_places_not_by_causa
     assert {"topk", "argmax"} <= CHOOSES
     model = transformers.LlamaForSequenceClassification(models.build("llama").config)
     ids = torch.arange(1, 17)[None]
-    how = Scored.of(model, model(input_ids=ids), {"input_ids": ids})
+    how = Scored.from_answer(model, model(input_ids=ids), {"input_ids": ids})
     assert how.logits
     assert not (how.targets >= 0).any()
 
@@ -958,7 +960,7 @@ def test_a_position_is_scored_by_the_token_that_it_predicts(
     name: str, shift: int
 ) -> None:
     model, ids = models.build(name), torch.arange(1, 9)[None]
-    how = Scored.of(model, model(input_ids=ids), {"input_ids": ids})
+    how = Scored.from_answer(model, model(input_ids=ids), {"input_ids": ids})
     assert how.targets[0].tolist() == ids[0, shift:].tolist() + [-1] * shift
 
 
@@ -996,7 +998,7 @@ def sites_of(
         return site
 
     patch.setattr(SiteTracker, "site_of", site_of)
-    subject.exactly(inputs, **how)
+    subject.run_exactly(inputs, **how)
     patch.setattr(SiteTracker, "site_of", original)
     return met
 
@@ -1109,9 +1111,9 @@ def test_attentions_sites_are_of_the_kernel_that_is_used(tmp_path: Path) -> None
     """What a model calls that asks for no backend, else the first; a report that says
     another is refused."""
     target = models.saved("llama", tmp_path)
-    assert opened(target)[0].used.kernel.name == "sdpa-default"
+    assert opened(target)[0].used_kernel.kernel.name == "sdpa-default"
     math_alone = opened(target, kernels=({"name": "sdpa-math"},))[0]
-    assert math_alone.used.kernel.name == "sdpa-math"
+    assert math_alone.used_kernel.kernel.name == "sdpa-math"
     report = read(Path(__file__).parent / "data" / "reports" / "effects.json")
     assert isinstance(report, EffectsReport)
     assert report.plan.sites_of == "sdpa-math"
@@ -1517,17 +1519,17 @@ def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:
     )
     layers = [f"model.layers.{i}.self_attn" for i in (0, 1)]
     one, other = (dict.fromkeys(layers, x * factor) for factor in (1, 2))
-    check = checks.compared("eager", (x, one), (2 * x, other), counts)
+    check = checks.compare_runs("eager", (x, one), (2 * x, other), counts)
     assert check.reason.endswith("layer 0 is the first whose attention differs")
     lost = x.masked_fill(torch.arange(3)[:, None] == 1, math.nan)
-    check = checks.compared("eager", (x, {}), (lost, {}), counts)
+    check = checks.compare_runs("eager", (x, {}), (lost, {}), counts)
     assert check.reason.endswith("NaN or infinity at 1 of 2 positions")
     errors = torch.randn(
-        checks.whole[0].shape, generator=torch.Generator().manual_seed(0)
+        checks.exact_run[0].shape, generator=torch.Generator().manual_seed(0)
     )
     for times, holds in ((1.99, True), (2.01, False)):
-        exact = checks.whole[0]
-        check = checks.compared_with_compiled(
+        exact = checks.exact_run[0]
+        check = checks.compare_with_compiled(
             "compiled", exact + errors, exact + times * errors
         )
         assert (check.holds, check.difference) == (holds, pytest.approx(times))
@@ -1543,14 +1545,14 @@ def test_a_model_is_a_decoder_where_most_of_its_calls_hide_later_keys(
     x = torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(0))
     call = AttentionCase(ref=CaseRef(case="c"), q=x, k=x, v=x, scale=0.5)
     cases = [dataclasses.replace(call, is_causal=n < causal) for n in range(3)]
-    whole = checks.whole
+    whole = checks.exact_run
 
     def exact(inputs: Any, **how: Any) -> Any:
         for case in cases if "attention" in how else ():
             how["attention"](case, subject.format)
         return whole
 
-    monkeypatch.setattr(checks, "exact", exact)
-    result = checks.causality("input_ids")
+    monkeypatch.setattr(checks, "run_exactly", exact)
+    result = checks.check_causality("input_ids")
     assert isinstance(result, Check) == applies
     assert applies or result == "the model is no decoder"

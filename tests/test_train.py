@@ -866,14 +866,14 @@ def test_state_of_updates_goes_on_where_it_was() -> None:
     first, second = ([torch.nn.Parameter(normal(3, 2, seed=1))] for _ in range(2))
     made = Optimiser()
     one, other = Updates(made, first), Updates(made, second)
-    other.load(one.state())
+    other.load_state(one.state())
     for updates, parameters in ((one, first), (other, second)):
         parameters[0].grad = normal(3, 2, seed=2)
         updates.step()
     assert torch.equal(first[0], second[0])
     third = [torch.nn.Parameter(first[0].detach().clone())]
     resumed = Updates(made, third)
-    resumed.load(
+    resumed.load_state(
         [{name: x.clone() for name, x in slots.items()} for slots in one.state()]
     )
     for updates, parameters in ((one, first), (resumed, third)):

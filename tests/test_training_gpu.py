@@ -68,7 +68,7 @@ def test_replayed_steps_are_the_steps(tmp_path: Path, name: str) -> None:
         for step in range(1, asked.steps + 1):
             for lane in (replayed, plain):
                 lane.attention.largest = [] if step in asked.recorded else None
-                lane.step(data.batch(0, step), step, asked.steps)
+                lane.take_step(data.batch(0, step), step, asked.steps)
             assert torch.equal(replayed.loss, plain.loss), step
             assert torch.equal(replayed.norm, plain.norm), step
     assert_replayed(replayed, plain)
@@ -89,9 +89,9 @@ def test_a_loaded_lane_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
     with deterministic(wanted=True):
         lane, other = (Lane(asked.golden, asked.model, 256, 0, device) for _ in range(2))
         for step in range(1, FIRST + 3):
-            lane.step(data.batch(0, step), step, steps)
-        lane.load(copy.deepcopy(lane.state()))
-        other.load(copy.deepcopy(lane.state()))
+            lane.take_step(data.batch(0, step), step, steps)
+        lane.load_state(copy.deepcopy(lane.state()))
+        other.load_state(copy.deepcopy(lane.state()))
         other.replay = None
         for step in range(FIRST + 3, steps + 1):
             for each in (lane, other):

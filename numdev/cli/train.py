@@ -51,7 +51,7 @@ def train(
 
     raw = read_yaml(config, TrainConfig)
     request = resolve(raw, config.name, steps=steps, seed=seed, device=device)
-    directory = session.directory(config.stem, request.measured())
+    directory = session.directory(config.stem, request.fields_of_numbers())
     report = session.study(run, request, directory, stop_after=stop_after)
     if report is not None:
         session.hand_over(report, directory)

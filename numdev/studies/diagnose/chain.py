@@ -224,10 +224,10 @@ def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
     PK = truth.PK.masked_fill(~truth.rows[..., None], 0.0)
     uneven = truth.delta_error(rounded.delta, rounded.even) * truth.size[:, None]
     # Formula 2
-    by_delta = truth.weights(-truth.case.scale * uneven[..., None] * truth.PK)
+    by_delta = truth.dw_q_from(-truth.case.scale * uneven[..., None] * truth.PK)
     return {
-        "moved": truth.moved(by_delta),
-        "dw_q_error": truth.moved(truth.dw_q_error(rounded.dq)),
+        "moved": truth.relative_size(by_delta),
+        "dw_q_error": truth.relative_size(truth.dw_q_error(rounded.dq)),
         "dw_q_norm": stats.norm_by_head(truth.dw_q),
         "similarity": stats.share_in_one_direction(truth.projection, PK),
         **stats.spectral_numbers(truth.projection, truth.case.heads),

@@ -187,6 +187,6 @@ def _seen_numbers(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[
                     off, exact.out, exact.term_scale, rows, truth.case.format
                 )[0],
                 "dq_rel": norm_by_head(dq_error) / norm_by_head(exact.dq.transpose(0, 1)),
-                "dw_q_error": truth.moved(truth.dw_q_error(dq)),
+                "dw_q_error": truth.relative_size(truth.dw_q_error(dq)),
             }
         )

@@ -44,7 +44,7 @@ class Truth:
     PK: Tensor
     size: Tensor  # [H]: the rms over `rows` of rowsum|dO o O|, the unit of delta's errors
 
-    def weights(self, dq: Tensor) -> Tensor:
+    def dw_q_from(self, dq: Tensor) -> Tensor:
         """Returns dW_Q [H, head_dim, width] in fp64 of `dq`, a gradient at q [B, H,
         q_len, head_dim]; NaN [H, 1, 1] without a projection."""
         if self.projection is None:
@@ -57,13 +57,13 @@ class Truth:
     def dw_q(self) -> Tensor:
         """Returns the exact dW_Q, [H, head_dim, width] in fp64; NaN without a
         projection."""
-        return self.weights(self.exact.dq)
+        return self.dw_q_from(self.exact.dq)
 
     def dw_q_error(self, dq: Tensor) -> Tensor:
         """Returns dW_Q of a computed dq less the exact one, [H, head_dim, width]."""
-        return self.weights(dq.detach().double() - self.exact.dq)
+        return self.dw_q_from(dq.detach().double() - self.exact.dq)
 
-    def moved(self, dw_q_error: Tensor) -> Tensor:
+    def relative_size(self, dw_q_error: Tensor) -> Tensor:
         """Returns |error of dW_Q| / |dW_Q| of each head, [H], Frobenius."""
         return norm_by_head(dw_q_error) / norm_by_head(self.dw_q)
 

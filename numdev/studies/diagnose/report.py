@@ -186,7 +186,7 @@ class DiagnoseReport(Report):
     figures: tuple[Figure, ...] = ()  # over training
 
     @model_validator(mode="after")
-    def _is_of_one_diagnosis(self) -> Self:
+    def _check_ranking(self) -> Self:
         """Returns the report as it is. Raises ValueError where the ranking has a head
         that the report lacks."""
         heads = {head.key for head in self.heads}

@@ -45,7 +45,7 @@ class Stage:
     sha256: str | None = None  # of weights
     files: tuple[Path, ...] = ()  # what else decides which calls it has
 
-    def identity(self) -> list[str | int | None]:
+    def identifying_hashes(self) -> list[str | int | None]:
         """Returns what differs between two targets at the same path: the hashes of its
         weights and of other files, and its step, since rows name their step."""
         return [self.sha256, identity(self.files), self.step]

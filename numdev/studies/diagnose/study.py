@@ -116,7 +116,7 @@ def diagnose(
                 progress(name, number * calls + done, len(stages) * calls)
                 key = digest([stage.name, located.ref.case])
                 if not journal.visit(key):
-                    journal.append(key, steps.rows_of(located, stage))
+                    journal.append(key, steps.measure_call(located, stage))
             notes += source.notes
     return _report_of_journal(
         request,
@@ -138,7 +138,7 @@ class _Steps:
     cures: Mapping[str, Cure]
     watch: Stopwatch
 
-    def rows_of(self, located: Located, stage: Stage) -> dict[str, Sequence[Row]]:
+    def measure_call(self, located: Located, stage: Stage) -> dict[str, Sequence[Row]]:
         """Returns the rows of one call, by kind: `head`, `cure`, `kernel`, and `unknown`
         with the reason why W_Q is not known; `refused` alone, with the reason, where the
         recipe refuses the call."""
@@ -285,7 +285,7 @@ def origin_hashes(
     hashes["training_text"] = {
         name: None if path is None else sha256(path) for name, path in texts.items()
     }
-    hashes["stages"] = {stage.name: stage.identity() for stage in stages}
+    hashes["stages"] = {stage.name: stage.identifying_hashes() for stage in stages}
     if request.model:
         hashes["model_made_from"] = fingerprint(import_callable(request.model, "model"))
     return hashes

@@ -96,7 +96,7 @@ def run_checks(
     for name, fmt in check_names(request, [subject.format.name]):
         if before and not fmt:
             continue
-        check = checks.tried(name, repeat).model_copy(update={"format": fmt})
+        check = checks.try_check(name, repeat).model_copy(update={"format": fmt})
         repeat = check if name == "repeat" else repeat
         yield check
 
@@ -110,12 +110,12 @@ class Checks:
         self.model = subject.wide
         self.text = text_input_name(inputs)
 
-    def tried(self, name: str, repeat: Check | None) -> Check:
+    def try_check(self, name: str, repeat: Check | None) -> Check:
         """Returns the check of this name. `holds` is None with a reason where it does not
         apply, was not asked for, raised an error, or where `repeat`, if it was tried
         before, does not hold."""
         untried = Check(name=name, holds=None)
-        if why := not_asked_reason(self.request, name) or self.inapplicable(name):
+        if why := not_asked_reason(self.request, name) or self.inapplicable_reason(name):
             return untried.model_copy(update={"applies": False, "reason": why})
         if repeat is not None and repeat.holds is not True:
             return untried.model_copy(update={"reason": f"not tried: {repeat.reason}"})
@@ -129,7 +129,7 @@ class Checks:
             return untried.model_copy(update={"applies": False, "reason": check})
         return check
 
-    def inapplicable(self, name: str) -> str:
+    def inapplicable_reason(self, name: str) -> str:
         """Returns why the check does not apply to this model or its inputs, as far as
         that shows before it runs; empty where it applies."""
         model: Any = self.model
@@ -161,21 +161,21 @@ class Checks:
         run shows that. Raises what the model raises, and MeasurementError where nothing
         can be compared."""
         if name == "repeat":
-            return self.repeat()
+            return self.check_repeat()
         if name in ("eager", "sdpa"):
-            return self.own_code(name)
+            return self.check_own_attention(name)
         if name == "causality":
             assert self.text is not None
-            return self.causality(self.text)
+            return self.check_causality(self.text)
         if name == "cache":
-            return self.cache(self.request.generate or 0)
+            return self.check_cache(self.request.generate or 0)
         if name == "mask":
-            return self.mask(decodes=self.text != "input_ids")
+            return self.check_mask(decodes=self.text != "input_ids")
         if name == "batch":
-            return self.batch()
+            return self.check_batch()
         if name == "format":
-            return self.own_format()
-        return self.compiled(name, "eager" if name == "compiled eager" else "sdpa")
+            return self.check_format()
+        return self.check_compiled(name, "eager" if name == "compiled eager" else "sdpa")
 
     @property
     def sequences(self) -> int:
@@ -183,7 +183,7 @@ class Checks:
         return next(len(x) for x in self.inputs.values() if isinstance(x, Tensor))
 
     @cached_property
-    def followed(self) -> dict[nn.Module, str]:
+    def followed_modules(self) -> dict[nn.Module, str]:
         """Returns the modules whose outputs show where two runs first differ, with their
         names: attention, other modules that mix tokens, and whole layers."""
         names = attention_modules(self.model) + [
@@ -193,7 +193,7 @@ class Checks:
             self.model.get_submodule(n): n for n in (*names, *layer_names(self.model))
         }
 
-    def exact(self, inputs: Inputs, **how: Any) -> Exact:
+    def run_exactly(self, inputs: Inputs, **how: Any) -> Exact:
         """Returns the output of one exact run, and the output of each module of
         `followed_modules` by name, in the order in which they ended. Before these, under
         the name BEFORE, is the input of the first layer. `how`: further arguments of the
@@ -203,26 +203,26 @@ class Checks:
 
         def enter(module: nn.Module, args: tuple[object, ...]) -> None:
             """Keeps the input of the first layer."""
-            is_first = not outs and self.followed.get(module) in layers
+            is_first = not outs and self.followed_modules.get(module) in layers
             if is_first and args and is_floating(args[0]):
                 outs[BEFORE] = widened(args[0])
 
         def keep(module: nn.Module, _inputs: object, out: object) -> None:
             """Keeps the output of a followed module."""
             x = out[0] if isinstance(out, tuple) else out
-            if module in self.followed and is_floating(x):
-                outs[self.followed[module]] = widened(x)
+            if module in self.followed_modules and is_floating(x):
+                outs[self.followed_modules[module]] = widened(x)
 
         with register_module_forward_pre_hook(enter), register_module_forward_hook(keep):
-            return main_output(self.subject.exactly(inputs, **how)), outs
+            return main_output(self.subject.run_exactly(inputs, **how)), outs
 
     @cached_property
-    def whole(self) -> Exact:
+    def exact_run(self) -> Exact:
         """Returns the exact run, made once, that others are compared with: the output,
         and outputs by module."""
-        return self.exact(self.inputs)
+        return self.run_exactly(self.inputs)
 
-    def compared(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
+    def compare_runs(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
         """Returns the check `name`: it holds where two exact runs agree within LIMIT at
         the positions that count (`counts`, bool [sequences, positions]); else its reason
         says in which layer they first differ. Raises MeasurementError where shapes
@@ -257,12 +257,12 @@ class Checks:
             first = next(
                 (n for n in in_both if difference(one[1][n], other[1][n]) > LIMIT), None
             )
-            reason += "" if first is None else self.place(first)
+            reason += "" if first is None else self.first_difference_clause(first)
         return Check(
             name=name, holds=not reason, difference=largest, limit=LIMIT, reason=reason
         )
 
-    def place(self, name: str) -> str:
+    def first_difference_clause(self, name: str) -> str:
         """Returns a clause that says where two runs first differ, by the name of a module
         or BEFORE; empty for a module without a layer."""
         if name == BEFORE:
@@ -279,31 +279,33 @@ class Checks:
             what = type(module).__name__
         return f"; layer {layer} is the first whose {what} differs"
 
-    def again(self, name: str, **how: object) -> Check:
+    def check_against_exact_run(self, name: str, **how: object) -> Check:
         """Returns the check of whether the exact run agrees with one that is made another
         way. `how`: arguments of `run_exactly`; without any it is the same run again."""
-        counts = unpadded_positions(self.inputs, self.whole[0])
-        return self.compared(name, self.whole, self.exact(self.inputs, **how), counts)
+        counts = unpadded_positions(self.inputs, self.exact_run[0])
+        return self.compare_runs(
+            name, self.exact_run, self.run_exactly(self.inputs, **how), counts
+        )
 
-    def repeat(self) -> Check:
+    def check_repeat(self) -> Check:
         """Returns the check of whether the model gives the same output again. Raises
         MeasurementError where the exact output is not finite, since NaN does not differ
         from NaN."""
         if count_nonfinite_positions(
-            self.whole[0], unpadded_positions(self.inputs, self.whole[0])
+            self.exact_run[0], unpadded_positions(self.inputs, self.exact_run[0])
         ):
-            with first_nonfinite(self.model, len(self.whole[0])) as first:
-                self.subject.exactly(self.inputs)
+            with first_nonfinite(self.model, len(self.exact_run[0])) as first:
+                self.subject.run_exactly(self.inputs)
             raise MeasurementError(
                 f"{EXACT_NONFINITE}, first in {next(iter(first.values()), '')}"
             )
-        return self.again("repeat")
+        return self.check_against_exact_run("repeat")
 
-    def own_format(self) -> Check:
+    def check_format(self) -> Check:
         """Returns the check of whether the model computes in its own format, or a wider
         one, at every site."""
         if not self.subject.ran_exactly:  # elsewhere, or before it was interrupted
-            self.subject.exactly(self.inputs)
+            self.subject.run_exactly(self.inputs)
         fmt, sites = self.subject.format.name, self.subject.narrower
         where = ", ".join(f"in {narrow} at `{site}`" for site, narrow in sites.items())
         reason = f"The model's own code computes {where}, not in {fmt}"
@@ -313,7 +315,7 @@ class Checks:
             name="format", holds=not sites, difference=count, limit=0.0, reason=reason
         )
 
-    def own_code(self, way: str) -> Check:
+    def check_own_attention(self, way: str) -> Check:
         """Returns the check of whether the model's own code for attention, `eager` or
         `sdpa`, computes what it asks the attention interface to compute. Raises
         MeasurementError where the model cannot be switched to it."""
@@ -321,9 +323,9 @@ class Checks:
         with attention_override(model, way):
             if model.config._attn_implementation != way:
                 raise MeasurementError(f"the model cannot be switched to {way}")
-            return self.again(way, attention=None)
+            return self.check_against_exact_run(way, attention=None)
 
-    def causality(self, name: str) -> Check | str:
+    def check_causality(self, name: str) -> Check | str:
         """Returns the check of whether later tokens change nothing before them; or why it
         does not apply. It applies to a model for text generation, and to one most of
         whose calls hide later keys. `name`: the input that holds the token ids."""
@@ -337,12 +339,12 @@ class Checks:
                 hides.append(shown is not None and not bool(shown[..., 1:].any()))
             return exact_attention(case, fmt)
 
-        by_hand = bool(self.whole and self.subject.by_hand)
+        by_hand = bool(self.exact_run and self.subject.by_hand)
         ids = self.inputs[name]
         one = (
-            self.exact(self.inputs)
+            self.run_exactly(self.inputs)
             if by_hand
-            else self.exact(self.inputs, attention=attention)
+            else self.run_exactly(self.inputs, attention=attention)
         )
         causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         causal |= name.startswith("decoder") or 2 * sum(hides) > len(hides)
@@ -353,10 +355,10 @@ class Checks:
         later = slice(ids.shape[1] // 2, None)
         counts = unpadded_positions(self.inputs if name == "input_ids" else {}, one[0])
         counts[:, later] = False
-        other = self.exact({**self.inputs, name: self.changed(ids, later)})
-        return self.compared("causality", one, other, counts)
+        other = self.run_exactly({**self.inputs, name: self.replace_tokens(ids, later)})
+        return self.compare_runs("causality", one, other, counts)
 
-    def changed(self, ids: Tensor, where: slice) -> Tensor:
+    def replace_tokens(self, ids: Tensor, where: slice) -> Tensor:
         """Returns a copy of the ids with another token of the text at each position of
         `where`; padding stays, since models count it. Raises MeasurementError where no id
         would change."""
@@ -373,7 +375,7 @@ class Checks:
             )
         return changed
 
-    def mask(self, *, decodes: bool) -> Check | str:
+    def check_mask(self, *, decodes: bool) -> Check | str:
         """Returns the check of whether tokens that the attention mask hides change
         nothing at the others; or why it does not apply. `decodes`: the output is about
         other tokens than `input_ids`."""
@@ -381,15 +383,15 @@ class Checks:
         mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
         mask[:, :HIDDEN] = 0
         masked = {**self.inputs, "attention_mask": mask}
-        changed = {**masked, "input_ids": self.changed(ids, slice(0, HIDDEN))}
-        one, other = self.exact(masked), self.exact(changed)
+        changed = {**masked, "input_ids": self.replace_tokens(ids, slice(0, HIDDEN))}
+        one, other = self.run_exactly(masked), self.run_exactly(changed)
         if not decodes and one[0].shape[:2] != ids.shape:
             return NO_PLACES
-        return self.compared(
+        return self.compare_runs(
             "mask", one, other, unpadded_positions({} if decodes else masked, one[0])
         )
 
-    def batch(self) -> Check:
+    def check_batch(self) -> Check:
         """Returns the check of whether the first sequence has the same output alone and
         in the batch. Raises MeasurementError where the output has another number of
         sequences."""
@@ -398,17 +400,17 @@ class Checks:
             name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
             for name, x in self.inputs.items()
         }
-        out, outs = self.whole
+        out, outs = self.exact_run
         if len(out) != count:
             raise MeasurementError(
                 f"the output has {len(out)} sequences, and {count} were read"
             )
         first = out[:1], {name: x[:1] for name, x in outs.items() if len(x) == count}
-        return self.compared(
-            "batch", first, self.exact(alone), unpadded_positions(alone, out[:1])
+        return self.compare_runs(
+            "batch", first, self.run_exactly(alone), unpadded_positions(alone, out[:1])
         )
 
-    def cache(self, steps: int) -> Check:
+    def check_cache(self, steps: int) -> Check:
         """Returns the check of whether decoding the last `steps` tokens one at a time,
         with a cache, gives the outputs of one pass over all tokens. Raises
         MeasurementError where the text is not in `input_ids`."""
@@ -423,12 +425,12 @@ class Checks:
             answers = run_in_parts(self.model, wide, range(first, length + 1))
             return torch.cat([main_output(answer) for answer in answers], dim=1)
 
-        out = main_output(self.subject.exactly(self.inputs, run=decoded))
+        out = main_output(self.subject.run_exactly(self.inputs, run=decoded))
         counts = unpadded_positions(self.inputs, out)
         counts[:, :first] = False
-        return self.compared("cache", self.whole, (out, {}), counts)
+        return self.compare_runs("cache", self.exact_run, (out, {}), counts)
 
-    def compiled(self, name: str, way: str) -> Check:
+    def check_compiled(self, name: str, way: str) -> Check:
         """Returns the check of whether torch.compile leaves the model's error as it is.
         `way`: which of the model's own codes for attention runs, where it has several."""
         model: nn.Module = self.subject.real
@@ -437,13 +439,13 @@ class Checks:
             as_is = main_output(model(**home))
             torch.compiler.reset()
             compiled = main_output(torch.compile(model, dynamic=False)(**home))
-        return self.compared_with_compiled(name, as_is, compiled)
+        return self.compare_with_compiled(name, as_is, compiled)
 
-    def compared_with_compiled(self, name: str, as_is: Tensor, compiled: Tensor) -> Check:
+    def compare_with_compiled(self, name: str, as_is: Tensor, compiled: Tensor) -> Check:
         """Returns the check of whether a compiled model's output errs at most COMPILED
         times as much as that of the model as it is. Raises MeasurementError where shapes
         differ, no position counts or `as_is` is not finite."""
-        exact = self.whole[0]
+        exact = self.exact_run[0]
         counts = unpadded_positions(self.inputs, exact)
         if not as_is.shape == compiled.shape == exact.shape:
             shapes = f"{[*as_is.shape]} and {[*compiled.shape]}"

@@ -85,7 +85,9 @@ class Scored(NamedTuple):
     targets: Tensor  # int64 alike: the text's own token that a position predicts, or -1
 
     @classmethod
-    def of(cls, model: nn.Module, answer: object, inputs: Mapping[str, Any]) -> Scored:
+    def from_answer(
+        cls, model: nn.Module, answer: object, inputs: Mapping[str, Any]
+    ) -> Scored:
         """Returns how to score an answer of the model on `inputs`: as logits if the width
         of its output is the size of a vocabulary or the number of labels, and which
         positions count. `targets` is -1 everywhere but for logits over tokens. Raises

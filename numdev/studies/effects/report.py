@@ -171,7 +171,7 @@ class RunSummary(RunFields):
     attention; for the whole model, all sites together."""
 
     @model_validator(mode="after")
-    def _is_over_something(self) -> Self:
+    def _check_beside(self) -> Self:
         """Returns the record as it is. Raises ValueError where it has a ratio (`over` or
         `over_worst`) and does not say in `beside` to what."""
         if self.beside is None and (self.over is not None or self.over_worst is not None):

@@ -89,7 +89,7 @@ class AtSites:
         """Returns the values that an operation reads from a tensor of this dtype: a
         parameter's are rounded where `weights` is one of the sites."""
         if is_weight and "weights" in self.sites:
-            return self._rounded(values, values_format(dtype))
+            return self._round_if_no_wider(values, values_format(dtype))
         return values
 
     def number(
@@ -118,9 +118,9 @@ class AtSites:
         fmt, site = values_format(dtype), self.places.site_of(func, args)
         if fmt.precision < self.format.precision and fmt.precision < SINGLE:
             self.narrower[site] = fmt.name
-        return self._rounded(values, fmt) if site in self.sites else values
+        return self._round_if_no_wider(values, fmt) if site in self.sites else values
 
-    def _rounded(self, values: Tensor, fmt: Format) -> Tensor:
+    def _round_if_no_wider(self, values: Tensor, fmt: Format) -> Tensor:
         """Returns the values rounded to a format; as they are where it is wider than the
         model's."""
         if fmt.precision > self.format.precision:
@@ -215,7 +215,7 @@ class SiteTracker:
 
         return module_hooks(self.kinds, enter, leave)
 
-    def met(self) -> None:
+    def note_attention_call(self) -> None:
         """Notes that the attention of the running modules was called: what they compute
         from here on comes after it."""
         self.attended.update(m for m in self.running if m in self.owners)
@@ -229,7 +229,9 @@ class SiteTracker:
         name = func.overloadpacket.__name__
         if kind == "owner":
             assert module is not None
-            if module not in self.attended and (site := self._by_hand(module, name)):
+            if module not in self.attended and (
+                site := self._site_in_attention(module, name)
+            ):
                 return site
             if name in PRODUCTS:
                 return "output projection" if module in self.attended else "q, k, v"
@@ -239,7 +241,9 @@ class SiteTracker:
                 return "MLP"
             shapes = [x.shape for x in args if isinstance(x, Tensor)]
             alike = len(shapes) == 2 and shapes[0] == shapes[1]
-            adds = name in ("add", "add_") and alike and self._streams(shapes[0])
+            adds = (
+                name in ("add", "add_") and alike and self._may_add_to_residual(shapes[0])
+            )
             return "residual" if adds else "activation"
         if kind != "outside":
             return kind
@@ -247,7 +251,7 @@ class SiteTracker:
             return "other"  # a helper that layers share
         return "logits" if self.begun else "embedding"
 
-    def _streams(self, shape: torch.Size) -> bool:
+    def _may_add_to_residual(self, shape: torch.Size) -> bool:
         """Whether a sum of this shape may be one with the residual stream: it is as wide,
         and the module that makes it has parts, as a function of activation has none."""
         layer = next((m for m in reversed(self.running) if m in self.layers), None)
@@ -255,7 +259,7 @@ class SiteTracker:
         has_parts = any(True for _ in self.running[-1].children())
         return has_parts and (not width or shape[-1:] == (width,))
 
-    def _by_hand(self, module: nn.Module, name: str) -> str:
+    def _site_in_attention(self, module: nn.Module, name: str) -> str:
         """Returns the site of an operator, by name, in a module that computes attention
         itself: scores up to the softmax, P from there, then the output; empty for any
         other. Notes how far the module has come."""

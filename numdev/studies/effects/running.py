@@ -87,7 +87,7 @@ class Subject:
         # Why no kernel can answer its attention, once a run has shown it
         self.by_hand = ""
 
-    def as_used(
+    def run_as_used(
         self, inputs: Inputs, attention: Attention, moved: int | None = None
     ) -> object:
         """Returns what the model returns as it computes in its format, its attention
@@ -108,7 +108,7 @@ class Subject:
             home = to_model_device(self.real, inputs)
             return run_with_answers(self.real, lambda: self.real(**home), answer)
 
-    def exactly(
+    def run_exactly(
         self,
         inputs: Inputs,
         attention: Attention | None = exact_attention,
@@ -126,13 +126,13 @@ class Subject:
         if attention is exact_attention:
             if not self.by_hand:
                 try:
-                    return self._exactly(inputs, exact_attention, sites, drawn, run)
+                    return self._run_wide(inputs, exact_attention, sites, drawn, run)
                 except Unseen as error:
                     self.by_hand = error.message
             attention = None
-        return self._exactly(inputs, attention, sites, drawn, run)
+        return self._run_wide(inputs, attention, sites, drawn, run)
 
-    def _exactly(
+    def _run_wide(
         self, inputs: Inputs, attention: Attention | None, sites: Collection[str],
         drawn: int | None, run: Callable[..., object] | None,
     ) -> object:  # fmt: skip
@@ -149,7 +149,7 @@ class Subject:
         def answer(case: AttentionCase) -> Tensor:
             """Returns the attention of a call, in fp64 under the call's dtype; notes a
             narrower dtype that the model's own autocast asks for."""
-            self.places.met()
+            self.places.note_attention_call()
             kind, dtype = case.q.device.type, case.q.dtype
             if torch.is_autocast_enabled(kind):  # the model's own
                 rounding.narrower["attention"] = format_of(
@@ -162,7 +162,7 @@ class Subject:
                 return Wide.of(values.double(), dtype)
 
         call = partial(
-            run or self.wide, **self._inputs(inputs, rounded="embedding" in sites)
+            run or self.wide, **self._wide_inputs(inputs, rounded="embedding" in sites)
         )
         with torch.no_grad(), self.weights[self.wide](), self.places.following(), running:
             if attention is not None:
@@ -175,7 +175,7 @@ class Subject:
         self.routes |= running.routes
         return result
 
-    def rounded(
+    def run_rounded(
         self,
         inputs: Inputs,
         kernels: Iterable[Planned],
@@ -194,7 +194,7 @@ class Subject:
             claim: Mapping[str, Any] = {"preset": "fa2"}
             for planned in kernels:
                 with suppress(Refused, MeasurementError):
-                    claim = self._claim(planned, case.rounded_to(fmt))
+                    claim = self._rounding_model(planned, case.rounded_to(fmt))
                     break
             values = recipe(**claim).sites
             formats = {
@@ -209,12 +209,12 @@ class Subject:
             return find("emulated").attend(case, **chosen).out
 
         if not site:
-            return self.exactly(inputs, attention, sites=SITES, drawn=drawn)
-        return self.exactly(
+            return self.run_exactly(inputs, attention, sites=SITES, drawn=drawn)
+        return self.run_exactly(
             inputs, attention if site in ATTENTION else exact_attention, sites=(site,)
         )
 
-    def _inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
+    def _wide_inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
         """Returns the inputs on the model's device, floating-point ones as fp64 tensors
         of the model's dtype; those are rounded to its format where `rounded`."""
         home = {
@@ -229,7 +229,7 @@ class Subject:
                 home[name] = Wide.of(values, dtype)
         return home
 
-    def kernel(
+    def attention_of_kernel(
         self, planned: Planned, layer: int | None, case: AttentionCase, fmt: Format
     ) -> Tensor:
         """Returns the output of a kernel on a call rounded to `fmt`, [batch, heads,
@@ -240,14 +240,16 @@ class Subject:
             return exact_attention(case, fmt)
         return self._run_kernel(planned, case.rounded_to(fmt)).out
 
-    def predicted(self, planned: Planned, case: AttentionCase, fmt: Format) -> Tensor:
+    def predicted_attention(
+        self, planned: Planned, case: AttentionCase, fmt: Format
+    ) -> Tensor:
         """Returns what the kernel's rounding model gives on a call rounded to `fmt`; the
         exact output where the call comes in a wider format than the model's. Raises
         Refused where the kernel has no rounding model for it or declines."""
         if fmt.precision > self.format.precision:
             return exact_attention(case, fmt)
         case = case.rounded_to(fmt)
-        return find("emulated").attend(case, **self._claim(planned, case)).out
+        return find("emulated").attend(case, **self._rounding_model(planned, case)).out
 
     def _run_kernel(self, planned: Planned, case: AttentionCase) -> Output:
         """Returns the kernel's output on a case. Raises Refused where it cannot run here
@@ -262,7 +264,9 @@ class Subject:
             )
         return output
 
-    def _claim(self, planned: Planned, case: AttentionCase) -> Mapping[str, object]:
+    def _rounding_model(
+        self, planned: Planned, case: AttentionCase
+    ) -> Mapping[str, object]:
         """Returns the options of `emulated` that round as the kernel does on a rounded
         case. Runs the kernel for it. Raises Refused where it has none for the case's
         format, cannot run here or declines; MeasurementError where it fails."""

@@ -72,7 +72,7 @@ class Run(NamedTuple):
     site: str = ""
     layer: int | None = None
 
-    def row(self, fmt: Format) -> Fields:
+    def row_fields(self, fmt: Format) -> Fields:
         """Returns the fields of an `OutputRow` that identify the run in a format, by
         name."""
         fields: Fields = {
@@ -134,7 +134,7 @@ def effects(
         described = describe(study.source)
         head = header(asked, study.system, study.kernels, described)
         journal = stack.enter_context(Journal.open(directory, head, overwrite=overwrite))
-        measure: Measure = study.measured
+        measure: Measure = study.measure
         if workers is not None:
             client = stack.enter_context(client_of(workers, study.system))
             measure = partial(measure_on_workers, client, shared_by(head), request)
@@ -162,7 +162,7 @@ def _complete_journal(
     done, total = 0, len(study.formats) * len(study.chunks) * len(study.runs)
     for fmt in study.formats:
         for number in range(len(study.chunks)):
-            keys = [digest([fmt.name, number, run.row(fmt)]) for run in study.runs]
+            keys = [digest([fmt.name, number, run.row_fields(fmt)]) for run in study.runs]
             todo = [i for i, key in enumerate(keys) if not journal.visit(key)]
             with watch("runs"):
                 for i, rows in measure(fmt, number, todo) if todo else ():
@@ -173,7 +173,7 @@ def _complete_journal(
         key = digest([fmt.name, "checks"])
         with watch("checks"):
             if not journal.visit(key):
-                subject, before = study.subject(fmt), journal.records("check", Check)
+                subject, before = study.model_in(fmt), journal.records("check", Check)
                 checks = run_checks(subject, study.chunks[0], study.request, before)
                 tried = list(checks)  # what the model does is known after the checks
                 facts = [{"routes": subject.routes}]
@@ -205,7 +205,7 @@ def _unjudged_report(
     plan = EffectsPlan(
         kernels=kernels,
         against=study.against.kernel.name,
-        sites_of=labelled(study.used.kernel.name, study.used.options),
+        sites_of=labelled(study.used_kernel.kernel.name, study.used_kernel.options),
         named="kernels" in study.request.model_fields_set,
         formats=tuple(fmt.name for fmt in study.formats),
         runs=tuple(run.planned_run for run in study.runs),
@@ -250,7 +250,7 @@ class EffectsStudy:
         self.source = _open_source(request, self.system)
         self._subject: Subject | None = None
 
-    def subject(self, fmt: Format) -> Subject:
+    def model_in(self, fmt: Format) -> Subject:
         """Returns the model in a format, loading it unless it was the last one asked for:
         one format is loaded at a time."""
         if self._subject is None or self._subject.format != fmt:
@@ -273,10 +273,12 @@ class EffectsStudy:
         if has_sites and self.request.sites:
             runs += [Run("site", site=site) for site in SITES]
         if self.request.by_layer:
-            runs += [Run("attention", main, layer=layer) for layer in self._layers()]
+            runs += [
+                Run("attention", main, layer=layer) for layer in self._attention_layers()
+            ]
         return runs
 
-    def _layers(self) -> list[int]:
+    def _attention_layers(self) -> list[int]:
         """Returns the numbers of the layers that have attention, ascending; those of
         modules without a number are left out."""
         model = self.source.model
@@ -286,7 +288,7 @@ class EffectsStudy:
         return sorted(layer for layer in layers if layer is not None)
 
     @property
-    def used(self) -> Planned:
+    def used_kernel(self) -> Planned:
         """Returns the kernel that stands for what a user runs. Attention's sites round as
         it does."""
         return min(
@@ -315,14 +317,14 @@ class EffectsStudy:
             {n: x[p] if len(x) == count else x for n, x in inputs.items()} for p in parts
         ]
 
-    def measured(
+    def measure(
         self, fmt: Format, number: int, todo: Sequence[int]
     ) -> Iterator[Measured]:
         """Yields (number of a run, its rows) for each run of `todo`, on part `number` of
         the inputs, in a format. A run that fails has rows with a reason, and so has every
         run of a model that attends by hand. Raises MeasurementError where the exact run
         fails."""
-        subject, inputs = self.subject(fmt), self.chunks[number]
+        subject, inputs = self.model_in(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, None)
         # No kernel can be put into it, and its own code is all there is
@@ -330,23 +332,32 @@ class EffectsStudy:
             count = len(next(iter(inputs.values())))
             fields: Fields = {"status": "skipped", "reason": subject.by_hand}
             for i in todo:
-                about = self.runs[i].row(fmt)
+                about = self.runs[i].row_fields(fmt)
                 yield i, _sequence_rows(about, [fields] * count, before)
             return
-        truths, how = outputs_by_name(answer), Scored.of(subject.wide, answer, inputs)
+        truths, how = (
+            outputs_by_name(answer),
+            Scored.from_answer(subject.wide, answer, inputs),
+        )
         del answer
         lost: dict[int, str] = {}  # where the truth itself is not finite
         if not all(bool(truth.isfinite().all()) for truth in truths.values()):
             lost = self._first_nonfinite(subject, inputs, None)
         # Up to the first run of the whole model, runs are those that others need
         count = 1 + next(i for i, run in enumerate(self.runs) if run.kind == "whole")
-        outputs = [self._outputs(subject, inputs, run) for run in self.runs[:count]]
+        outputs = [
+            self._outputs_or_failure(subject, inputs, run) for run in self.runs[:count]
+        ]
         *roundings, against = ({} if isinstance(x, Failure) else x for x in outputs)
         # A choice of experts that changes moves one token, and may move it far.
         by_chance = None if subject.routes else _largest_errors(roundings, truths)
         for i in todo:
             run = self.runs[i]
-            output = outputs[i] if i < count else self._outputs(subject, inputs, run)
+            output = (
+                outputs[i]
+                if i < count
+                else self._outputs_or_failure(subject, inputs, run)
+            )
             first = lost
             if not isinstance(output, Failure) and _overflows(output, truths):
                 first = self._first_nonfinite(subject, inputs, run) | lost
@@ -359,10 +370,10 @@ class EffectsStudy:
                     numbers = score_sequences(
                         output[at], truth, how, by_chance, beside, first
                     )
-                rows += _sequence_rows({**run.row(fmt), "at": at}, numbers, before)
+                rows += _sequence_rows({**run.row_fields(fmt), "at": at}, numbers, before)
             yield i, rows
 
-    def _outputs(
+    def _outputs_or_failure(
         self, subject: Subject, inputs: Inputs, run: Run
     ) -> dict[str, Tensor] | Failure:
         """Returns the outputs of one run by name; a Failure where a kernel declines
@@ -397,18 +408,22 @@ class EffectsStudy:
         seed = self.request.seed
         with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
             if run is None:
-                return subject.exactly(inputs)
+                return subject.run_exactly(inputs)
             planned = run.planned
             if planned is None:
                 drawn = seed + 1 if run.kind == "random" else None
-                others = [p for p in self.mine if p is not self.used]
-                return subject.rounded(inputs, (self.used, *others), run.site, drawn)
+                others = [p for p in self.mine if p is not self.used_kernel]
+                return subject.run_rounded(
+                    inputs, (self.used_kernel, *others), run.site, drawn
+                )
             if run.kind == "predicted":
-                return subject.exactly(inputs, partial(subject.predicted, planned))
-            attention = partial(subject.kernel, planned, run.layer)
+                return subject.run_exactly(
+                    inputs, partial(subject.predicted_attention, planned)
+                )
+            attention = partial(subject.attention_of_kernel, planned, run.layer)
             if run.kind == "attention":
-                return subject.exactly(inputs, attention)
-            return subject.as_used(
+                return subject.run_exactly(inputs, attention)
+            return subject.run_as_used(
                 inputs, attention, seed + 2 if run.kind == "moved" else None
             )
 
@@ -496,7 +511,7 @@ def _measure_on_worker(
     """Returns (number of a run, its rows) for the runs of `todo`, measured in this worker
     process. `request`: an EffectsRequest in JSON; its model is opened once in a
     process."""
-    return list(_study_of_request(request).measured(fmt, number, todo))
+    return list(_study_of_request(request).measure(fmt, number, todo))
 
 
 @cache

@@ -76,12 +76,12 @@ class OutputRuns:
             wholes, key=lambda row: rank_for_use(row.kernel, against), default=None
         )
         self.whole: Costs = self.costs[used.run] if used else {}
-        self.runs = [self._summary(of_run) for of_run in by_run.values()]
+        self.runs = [self._summarise_run(of_run) for of_run in by_run.values()]
         self.main = next((run for run in self.runs if used and run.run == used.run), None)
         self.sites = [run for run in self.runs if run.kind == "site" and run.cost]
         self.budget = self._budget(self.main) if self.main and self.sites else None
 
-    def _summary(self, rows: Sequence[OutputRow]) -> RunSummary:
+    def _summarise_run(self, rows: Sequence[OutputRow]) -> RunSummary:
         """Returns one run over its sequences. `rows`: its rows, at least one. Numbers are
         over the sequences that have a cost; null where none has."""
         fields: Fields = {name: getattr(rows[0], name) for name in ABOUT}

@@ -46,13 +46,13 @@ class Part(NamedTuple):
     row: slice = slice(None)
     key: slice | None = slice(None)
 
-    def of(self, tensor: str, x: Tensor | None) -> Tensor | None:
+    def select(self, tensor: str, x: Tensor | None) -> Tensor | None:
         """Returns the part of a tensor `x` of this name (`out`, `lse`, `dq`, `dk` or
         `dv`), a view; None for None, and for dk and dv where these are not compared."""
         at = (self.kv_head, self.key) if tensor in ("dk", "dv") else (self.head, self.row)
         return None if x is None or at[1] is None else x[self.batch, *at]
 
-    def of_rows(self, x: Tensor) -> Tensor:
+    def select_query_rows(self, x: Tensor) -> Tensor:
         """Returns the part of `out`, or of any tensor [batch, heads, q_len, ...]; never
         None."""
         return x[self.batch, self.head, self.row]
@@ -91,7 +91,7 @@ class Variant(NamedTuple):
     reason: str = ""  # why it is not tried
     part: str = ""  # what of the case it is about, where that is not all
 
-    def masks(self, case: AttentionCase) -> bool:
+    def adds_mask(self, case: AttentionCase) -> bool:
         """Whether a call, or the base, has a mask, and the case has none."""
         called = (self.base or case, *(call.case for call in self.calls))
         return case.mask is None and any(c.mask is not None for c in called)

@@ -139,7 +139,10 @@ def _restrict_to_differing_rows(
     and the difference there, fp64 [elements]; None where no such row differs. All
     sequences and heads stay where these are few, else one kv head of one sequence."""
     base, in_base, in_call = first.case, call.in_base, call.in_call
-    a, b = in_base.of_rows(first.output.out), in_call.of_rows(other.output.out)
+    a, b = (
+        in_base.select_query_rows(first.output.out),
+        in_call.select_query_rows(other.output.out),
+    )
     sequences = kv_heads = heads = slice(None)
     moved = differs(a, b)
     if not bool(moved.any()):

@@ -39,18 +39,18 @@ def exact_change(call: VariantCall, base: Reference, variant: Reference) -> floa
     """Returns the largest change of the exact answer of the call's rows against the
     base's, over the terms of its sums. Beyond EXACT it is another answer; infinite where
     one form alone sees no key."""
-    counted = call.in_base.of_rows(~base.empty)
-    if not counted.equal(call.in_call.of_rows(~variant.empty)):
+    counted = call.in_base.select_query_rows(~base.empty)
+    if not counted.equal(call.in_call.select_query_rows(~variant.empty)):
         return math.inf
     worst = 0.0
     for tensor in TENSORS:
-        a = call.in_base.of(tensor, getattr(base, tensor, None))
-        b = call.in_call.of(tensor, getattr(variant, tensor, None))
+        a = call.in_base.select(tensor, getattr(base, tensor, None))
+        b = call.in_call.select(tensor, getattr(variant, tensor, None))
         if a is None or b is None:
             continue
         terms = a.abs() + 1
         if tensor in TERMS:
-            of_terms = call.in_base.of(tensor, getattr(base, TERMS[tensor]))
+            of_terms = call.in_base.select(tensor, getattr(base, TERMS[tensor]))
             assert of_terms is not None  # as `a` is
             terms = of_terms
         change = torch.where(a == b, 0.0, (a - b).abs() / terms)  # -inf is -inf
@@ -126,7 +126,7 @@ def compare_forms(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
         values = getattr(forms.first.output, tensor)
         if truth is None or values is None:
             continue
-        if all(call.in_base.of(tensor, truth) is None for call in calls):
+        if all(call.in_base.select(tensor, truth) is None for call in calls):
             continue
         others = [getattr(run.output, tensor) for run in forms.others]
         if any(other is None for other in others):
@@ -139,9 +139,11 @@ def compare_forms(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
         unit = explained_by_rounding(tensor, forms.first.case, exact, forms.format)
         parts, firsts = [], []
         for call, other in zip(calls, others, strict=True):
-            counted = call.in_base.of(tensor, sees)
-            b = call.in_call.of(tensor, other)
-            a, right, size = (call.in_base.of(tensor, x) for x in (values, truth, unit))
+            counted = call.in_base.select(tensor, sees)
+            b = call.in_call.select(tensor, other)
+            a, right, size = (
+                call.in_base.select(tensor, x) for x in (values, truth, unit)
+            )
             if counted is None or b is None:
                 continue
             assert a is not None  # as `b` is not

@@ -135,13 +135,13 @@ def invariance(
         _complete_journal(study, source, formats, journal, progress)
         if request.logits:
             with watch("model"):
-                study.model(source, formats, journal)
+                study.measure_model(source, formats, journal)
         rows = journal.records("row", InvarianceRow)
         ways = journal.records("way", Way)
         models = journal.records("model", ModelRow)
     if not rows:
         raise _no_call_error(request)
-    plan = study.plan(formats, ways, named="kernels" in request.model_fields_set)
+    plan = study.plan_record(formats, ways, named="kernels" in request.model_fields_set)
     report = InvarianceReport(
         provenance=provenance(system, described, command),
         request=asked,
@@ -216,7 +216,7 @@ def report_of_rows(
     return InvarianceReport(
         provenance=provenance(plan.system, {}, "numdev.check"),
         request={},
-        plan=study.plan(plan.formats, (), named=True),
+        plan=study.plan_record(plan.formats, (), named=True),
         summary=InvarianceSummary(answer=()),
         rows=tuple(rows),
     )
@@ -298,7 +298,7 @@ class InvarianceStudy:
     and how it was computed."""
     model_axes: tuple[str, ...] = ()  # along which the model's own output is compared
 
-    def plan(
+    def plan_record(
         self, formats: Sequence[Format], ways: Sequence[Way], *, named: bool
     ) -> InvariancePlan:
         """Returns the plan as a report records it, as if its axes were asked for by name.
@@ -332,12 +332,18 @@ class InvarianceStudy:
         with threads(fitting(case.q.shape[:3].numel() * case.kv_len)):
             for axis in self.axes:
                 for variant in VARIANTS[axis](case):
-                    yield axis, variant, partial(self.rows, axis, variant, case, fmt)
+                    yield (
+                        axis,
+                        variant,
+                        partial(self.measure_variant, axis, variant, case, fmt),
+                    )
                 self.results = {
                     k: x for k, x in self.results.items() if k[:2] == (id(case), PLAIN)
                 }
 
-    def model(self, source: Source, formats: Sequence[Format], journal: Journal) -> None:
+    def measure_model(
+        self, source: Source, formats: Sequence[Format], journal: Journal
+    ) -> None:
         """Measures the model's own output with each kernel and appends the rows to the
         journal. Does nothing for a source that is no checkpoint in memory, or does not
         read `input_ids`."""
@@ -358,7 +364,7 @@ class InvarianceStudy:
                 of = (model, wider, source.prompt.inputs, planned, fmt, run)
                 journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
 
-    def rows(
+    def measure_variant(
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
     ) -> Iterator[InvarianceRow]:
         """Yields the rows of all kernels on one variant; without numbers where the
@@ -366,9 +372,11 @@ class InvarianceStudy:
         made."""
         base, why = variant.base or case, variant.reason
         if not why:
-            exact = self._cached((id(base), PLAIN), base, partial(self.exact, base))
+            exact = self._cached(
+                (id(base), PLAIN), base, partial(self.exact_answer, base)
+            )
             changes = [
-                exact_change(call, exact, self.exact(call.case))
+                exact_change(call, exact, self.exact_answer(call.case))
                 for call in variant.calls
                 if call.case is not base
             ]
@@ -386,9 +394,9 @@ class InvarianceStudy:
             excuse: Excuse = "call" if why else "option"
             forms: Forms | Failure = Failure("skipped", why or "has no such option")
             if not why and changed is not None:
-                forms = self._forms(planned, changed, variant, base, exact, fmt)
+                forms = self._run_forms(planned, changed, variant, base, exact, fmt)
             if isinstance(forms, Forms):
-                yield from self._compared(about, forms)
+                yield from self._compared_rows(about, forms)
                 continue
             if not why and changed is not None:
                 excuse = _excuse(forms, added_demand(axis, variant, case))
@@ -401,7 +409,7 @@ class InvarianceStudy:
                 reason=forms.reason,
             )
 
-    def _forms(
+    def _run_forms(
         self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
         exact: Reference, fmt: Format,
     ) -> Forms | Failure:  # fmt: skip
@@ -429,7 +437,7 @@ class InvarianceStudy:
             others.append(other)
         return Forms(variant, first, others, exact, fmt)
 
-    def _compared(self, about: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
+    def _compared_rows(self, about: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """Yields the rows of both forms, one for each tensor. Where `out` or `lse`
         differs the kernel runs again: one that does not repeat itself has rows along
         `repeat` too, and one row without numbers where that explains the difference."""
@@ -439,7 +447,7 @@ class InvarianceStudy:
         tensors = tuple(numbers)
         moved = any(_has_other_bits(numbers.get(name)) for name in STEADY)
         if about["axis"] != "repeat" and moved:
-            unsteady = list(self._unsteady(about, forms))
+            unsteady = list(self._unrepeated_rows(about, forms))
             repeats = not unsteady
             yield from unsteady
             excesses = [
@@ -477,7 +485,7 @@ class InvarianceStudy:
                 row = row.model_copy(update=cause)
             yield row
 
-    def _unsteady(self, of: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
+    def _unrepeated_rows(self, of: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """Runs the base twice more, since a kernel may alternate, and each other call
         once; yields rows along `repeat` for the first run that gives other bits or fails.
         Yields nothing where all repeat."""
@@ -508,7 +516,7 @@ class InvarianceStudy:
             if changes:
                 return
 
-    def exact(self, case: AttentionCase) -> Reference:
+    def exact_answer(self, case: AttentionCase) -> Reference:
         """Returns the reference of a case in fp64, with gradients where the study
         compares them."""
         with self.watch("reference"):
@@ -563,7 +571,7 @@ def added_demand(
         return "way"
     if variant.options:
         return "option"
-    return "mask" if variant.masks(case) else ""
+    return "mask" if variant.adds_mask(case) else ""
 
 
 def _excuse(failure: Failure, adds: str) -> Excuse:

@@ -55,7 +55,7 @@ class ModelConfig(Strict):
     mlp: Positive | None = None  # its hidden width
 
     @model_validator(mode="after")
-    def _consistent(self) -> ModelConfig:
+    def _check_consistency(self) -> ModelConfig:
         """Returns the configuration as it is. Raises ValueError for kv_heads in gpt2, a
         width that is no multiple of 2 heads, and heads that are no multiple of
         kv_heads."""
@@ -94,7 +94,7 @@ class DataConfig(Strict):
     vocabulary: Annotated[int, Field(ge=LEAST_BPE, strict=True)] | None = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> DataConfig:
+    def _check_consistency(self) -> DataConfig:
         """Returns the configuration as it is. Raises ValueError for `files` without the
         source `text` or the reverse, and for a `vocabulary` without `bpe`."""
         if bool(self.files) != (self.source == "text"):
@@ -137,7 +137,7 @@ class VariantConfig(Strict):
     optimiser: Optimiser | None = None
 
     @model_validator(mode="after")
-    def _in_its_role(self) -> VariantConfig:
+    def _check_role(self) -> VariantConfig:
         """Returns the variant as it is. Raises ValueError where it lacks a key that its
         role must have, or has one that its role may not."""
         stated = {name for name in DIFFERENCES if getattr(self, name) is not None}
@@ -187,7 +187,7 @@ class Checkpoints(Strict):
     steps: tuple[Positive | Literal["last"], ...]
     variants: tuple[str, ...] | None = None  # by name; None: all
 
-    def at(self, steps: int) -> set[int]:
+    def steps_to_write(self, steps: int) -> set[int]:
         """Returns the steps, of a run of `steps`, after which weights are written."""
         return {steps if step == "last" else step for step in self.steps}
 
@@ -219,7 +219,7 @@ class TrainConfig(_CommonKeys):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     @model_validator(mode="after")
-    def _consistent(self) -> TrainConfig:
+    def _check_consistency(self) -> TrainConfig:
         """Returns the configuration as it is. Raises ValueError where not exactly one
         variant is golden, where two would write to one folder, and for checkpoints of a
         variant that there is not."""
@@ -254,7 +254,7 @@ class TrainRequest(_CommonKeys):
         """Returns the golden variant, which all others are compared with."""
         return next(v for v in self.variants if v.role == "golden")
 
-    def measured(self) -> dict[str, object]:
+    def fields_of_numbers(self) -> dict[str, object]:
         """Returns the fields that decide the numbers, in JSON's types: they must be the
         same to continue a run."""
         return self.model_dump(mode="json", exclude={"title", "save_every"})
@@ -273,7 +273,9 @@ def resolve(
     after the last step."""
     steps = steps or config.steps
     seeds = config.seeds if seed is None else tuple(range(seed, seed + len(config.seeds)))
-    last = max(config.checkpoints.at(steps) if config.checkpoints else (), default=0)
+    last = max(
+        config.checkpoints.steps_to_write(steps) if config.checkpoints else (), default=0
+    )
     if last > steps:
         raise UsageError(
             f"{target}: checkpoints: expected at most step {steps}, got {last}"

@@ -192,7 +192,7 @@ class Lane:
         )
         self.replay = Replay(device, self.noise) if self.recordable else None
 
-    def step(self, batch: Batch, step: int, steps: int) -> None:
+    def take_step(self, batch: Batch, step: int, steps: int) -> None:
         """Makes update `step` of `steps` from this batch, and sets `loss` and `norm`.
         Nothing waits for the device. Raises MeasurementError that names the variant for
         whatever fails."""
@@ -200,12 +200,14 @@ class Lane:
         self.optimiser.set_rate(self.lr)
         with _errors_naming(self.variant):
             if self.replay is None:
-                self.loss, self.norm = self._update(batch)
+                self.loss, self.norm = self._make_update(batch)
             else:
                 watched = self.attention.largest is not None
-                self.loss, self.norm = self.replay(self._update, batch, plain=watched)
+                self.loss, self.norm = self.replay(
+                    self._make_update, batch, plain=watched
+                )
 
-    def _update(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _make_update(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Makes one update from a batch; returns its loss and the norm of its gradient
         before clipping, scalars on the device."""
         loss = self._backward(batch)
@@ -252,7 +254,7 @@ class Lane:
             self.noise.set_state(before)
         return gradient
 
-    def calls(self, batch: Batch) -> list[AttentionCase]:
+    def attention_calls(self, batch: Batch) -> list[AttentionCase]:
         """Returns the attention calls of a batch's forward and backward pass, layer by
         layer. The lane is left as it was."""
         seen = self.attention.calls = []
@@ -261,7 +263,7 @@ class Lane:
         return seen
 
     @torch.no_grad()
-    def attend(self, calls: Sequence[AttentionCase]) -> list[Tensor]:
+    def attend_calls(self, calls: Sequence[AttentionCase]) -> list[Tensor]:
         """Returns the outputs of this lane's attention for calls of another lane, [batch,
         heads, length, head_dim] each. The lane is left as it was."""
         before = None if self.noise is None else self.noise.get_state()
@@ -285,11 +287,11 @@ class Lane:
             "noise": None if self.noise is None else self.noise.get_state(),
         }
 
-    def load(self, state: LaneState) -> None:
+    def load_state(self, state: LaneState) -> None:
         """Goes on from what `state` returned; a recorded step is forgotten."""
         self.replay = self.replay and Replay(self.device, self.noise)
         self.network.load_state_dict(state["network"])
-        self.optimiser.load(state["optimiser"])
+        self.optimiser.load_state(state["optimiser"])
         self.scaler.load_state_dict(state["scaler"])
         if self.noise is not None and state["noise"] is not None:
             self.noise.set_state(state["noise"].cpu())
@@ -426,14 +428,14 @@ class Replay:
         if plain or self.ran <= FIRST:
             return run(batch)
         if self.graph is None:
-            self.graph = self._recorded(run, batch)
+            self.graph = self._record(run, batch)
         assert self._results is not None
         for name, x in batch.items():
             self._batch[name].copy_(x)
         self.graph.replay()
         return self._results
 
-    def _recorded(self, run: Run, batch: Batch) -> torch.cuda.CUDAGraph:
+    def _record(self, run: Run, batch: Batch) -> torch.cuda.CUDAGraph:
         """Returns the graph of a run, which is recorded and not run. Raises what the run
         raises, with the default generator as it was."""
         self._batch = {name: x.clone() for name, x in batch.items()}

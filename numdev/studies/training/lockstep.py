@@ -60,10 +60,10 @@ class Lockstep:
         batch = self.data.batch(self.seed, step)
         for lane in self.lanes:
             lane.attention.largest = [] if watched else None
-            lane.step(batch, step, self.request.steps)
+            lane.take_step(batch, step, self.request.steps)
         self.step, self.whole = step, True
 
-    def measured(self) -> dict[str, list[BaseModel]]:
+    def measure_step(self) -> dict[str, list[BaseModel]]:
         """Returns the rows of this step by kind: `row` of every variant, and `distance`
         from the golden run's weights. At step 0 also the distance of the gradient of the
         first batch, the errors of attention's output (`output`), and what each kernel ran
@@ -80,7 +80,7 @@ class Lockstep:
         if self.step == 0:
             first = self.data.batch(self.seed, 1)
             read["gradient"] = lambda lane: lane.gradient(first)
-            calls = self.golden.calls(first)
+            calls = self.golden.attention_calls(first)
             tables["output"] = list(
                 output_rows(self.lanes, self.golden, calls, self.seed)
             )
@@ -104,7 +104,7 @@ class Lockstep:
                 tables["variant"].append(ran)
         return tables
 
-    def save(self, path: Path, run: str) -> None:
+    def save_state(self, path: Path, run: str) -> None:
         """Writes the state to `path`, whole or not at all, for the run of this name.
         Raises MeasurementError where it cannot be written."""
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
@@ -119,10 +119,10 @@ class Lockstep:
             finally:
                 written.unlink(missing_ok=True)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from a state that `save_state` wrote."""
         for lane in self.lanes:
-            lane.load(state["lanes"][lane.variant.name])
+            lane.load_state(state["lanes"][lane.variant.name])
         self.step = state["step"]
 
 

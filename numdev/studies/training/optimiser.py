@@ -84,7 +84,7 @@ class Updates:
         update: with the weights it decides the steps to come."""
         return [self.slots.get(p, {}) for p in self._parameters()]
 
-    def load(self, state: Sequence[Slots]) -> None:
+    def load_state(self, state: Sequence[Slots]) -> None:
         """Goes on from what `state` returned, wherever its tensors are."""
         self.slots = {
             p: {name: x.to(p.device) for name, x in slots.items()}

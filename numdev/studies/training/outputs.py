@@ -32,15 +32,15 @@ def output_rows(
     """Yields a row for each lane (a variant in training) in a role of OF that computes in
     the golden lane's format. `calls`: the golden lane's attention calls of one batch."""
     truths = [attend(case).out for case in calls]
-    base = golden.attend(calls)
+    base = golden.attend_calls(calls)
     sharp = [with_larger_scores(case) for case in calls]
     sharp_truths = [attend(case).out for case in sharp]
     for lane in lanes:
         variant = lane.variant
         if variant.role in OF and variant.format == golden.variant.format:
-            outs = base if lane is golden else lane.attend(calls)
+            outs = base if lane is golden else lane.attend_calls(calls)
             row = output_row(outs, base, truths, seed, variant.name)
-            error = error_in_floors(lane.attend(sharp), sharp_truths)
+            error = error_in_floors(lane.attend_calls(sharp), sharp_truths)
             yield row.model_copy(update={"sharp": error})
 
 

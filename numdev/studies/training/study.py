@@ -80,12 +80,12 @@ def train(
         device = torch.device(system.device)
         data = load_tokens(request.data, request.model, request.batch, device)
         described = {"config": request.target, **data.about}
-        head = header(request.measured(), system, plan, described)
+        head = header(request.fields_of_numbers(), system, plan, described)
         with Journal.open(directory, head, overwrite=overwrite) as journal:
             if overwrite:
                 shutil.rmtree(directory / checkpoints.FOLDER, ignore_errors=True)
             run = _TrainingRun(request, data, device, journal, progress, watch, until)
-            if not run.finished():
+            if not run.train_seeds():
                 return None
         report = _report_without_answer(
             request,
@@ -156,7 +156,7 @@ class _TrainingRun:
         self.state = self.journal.directory / STATE
         self.name = digest(self.journal.header)  # identifies states saved by this run
 
-    def finished(self) -> bool:
+    def train_seeds(self) -> bool:
         """Trains all seeds; returns False if time ran out before the end, with the state
         saved. Removes the saved state at the end."""
         request = self.request
@@ -183,19 +183,19 @@ class _TrainingRun:
         lanes = Lockstep(self.request, self.data, seed, self.device)
         state = read_state(self.state, self.name)
         if state and state["seed"] == seed and self.is_recorded(seed, state["step"]):
-            lanes.load(state)
+            lanes.load_state(state)
         else:
-            self.record(lanes)
+            self.record_step(lanes)
         try:
             with self.watch("training"):
                 finished = self.take_steps(lanes)
         except KeyboardInterrupt:
             # A second Ctrl-C breaks a step off: then the state before it stands.
             if lanes.whole and self.is_recorded(seed, lanes.step):
-                self.save(lanes)
+                self.save_state(lanes)
             raise
         if not finished:
-            self.save(lanes)
+            self.save_state(lanes)
         return finished
 
     def take_steps(self, lanes: Lockstep) -> bool:
@@ -203,40 +203,40 @@ class _TrainingRun:
         step or more. A step is recorded whole or not at all: an interrupt waits for its
         end."""
         saved = time.monotonic()
-        self.tell(lanes)
+        self.report_progress(lanes)
         while lanes.step < self.request.steps:
             with deferred():
                 lanes.advance()
-                self.record(lanes)
-            self.tell(lanes)
+                self.record_step(lanes)
+            self.report_progress(lanes)
             over = self.until is not None and time.monotonic() >= self.until
             if over and lanes.step < self.request.steps:
                 return False
             if time.monotonic() - saved >= self.request.save_every:
-                self.save(lanes)
+                self.save_state(lanes)
                 saved = time.monotonic()
         return True
 
-    def save(self, lanes: Lockstep) -> None:
+    def save_state(self, lanes: Lockstep) -> None:
         """Writes the state from which a later run continues."""
         with self.watch("saving"):
-            lanes.save(self.state, self.name)
+            lanes.save_state(self.state, self.name)
 
-    def record(self, lanes: Lockstep) -> None:
+    def record_step(self, lanes: Lockstep) -> None:
         """Writes the checkpoints and the rows of this step, if it has any. Rows that are
         in the journal are not measured again."""
-        self.checkpoint(lanes)
+        self.write_checkpoints(lanes)
         key = _journal_key(lanes.seed, lanes.step)
         if lanes.step in self.request.recorded and not self.journal.visit(key):
             with self.watch("metrics"):
-                self.journal.append(key, lanes.measured())
+                self.journal.append(key, lanes.measure_step())
                 self.loss = finite_or_none(lanes.golden.loss)
 
-    def checkpoint(self, lanes: Lockstep) -> None:
+    def write_checkpoints(self, lanes: Lockstep) -> None:
         """Writes the weights of this step, of each variant for which the request asks for
         them."""
         chosen = self.request.checkpoints
-        if chosen is None or lanes.step not in chosen.at(self.request.steps):
+        if chosen is None or lanes.step not in chosen.steps_to_write(self.request.steps):
             return
         for lane in lanes.lanes:
             name = lane.variant.name
@@ -246,7 +246,7 @@ class _TrainingRun:
                     "seed": lanes.seed,
                     "step": lanes.step,
                     "loss": finite_or_none(lane.loss),
-                    "request": self.request.measured(),
+                    "request": self.request.fields_of_numbers(),
                     "data": self.data.about,
                 }
                 path = checkpoints.checkpoint_folder(
@@ -256,7 +256,7 @@ class _TrainingRun:
                     lane.network, self.request.model, self.data, path, about
                 )
 
-    def tell(self, lanes: Lockstep) -> None:
+    def report_progress(self, lanes: Lockstep) -> None:
         """Reports progress with the golden run's last recorded loss. An interrupt that
         waited arrives here."""
         steps, seeds = self.request.steps, self.request.seeds

@@ -41,7 +41,7 @@ class WeightNumbers(Record):
     float8_e4m3fn_times: float | None
     nulls: dict[str, str] = Field(default_factory=dict)  # number to the reason it is null
 
-    def times(self, format: str) -> float | None:
+    def multiple_of_cast(self, format: str) -> float | None:
         """Returns the mean difference over the change that a cast to the format (one of
         Cast) would make; None where that is nothing, or not known."""
         value: float | None = getattr(self, f"{format}_times")

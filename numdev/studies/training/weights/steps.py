@@ -133,7 +133,7 @@ def _compare_runs(runs: RunCheckpoints, device: str, progress: Progress) -> _Res
         opened = [open_weights(paths[name]) for name in order]
         names = dict(zip((x.name for x in opened), order, strict=True))
         comparison = WeightComparison(opened, device)
-        measured = list(comparison.measured())
+        measured = list(comparison.compare_tensors())
         results.cells += _cells(measured, names, place)
         results.tensors |= _farthest_tensors(measured, names, place)
         results.remarks |= comparison.remarks

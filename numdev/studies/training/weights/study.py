@@ -109,7 +109,7 @@ def weights(
     watch = Stopwatch(system.device)
     with watch("weights"):
         comparison = WeightComparison(opened, system.device)
-        measured = list(comparison.measured(progress))
+        measured = list(comparison.compare_tensors(progress))
         if not measured:
             raise nothing_compared_error(comparison.remarks)
         sources = tuple(map(source_record, opened))
@@ -153,14 +153,14 @@ class WeightComparison:
         # As keys, since several sets may lead to one remark on the first
         self.remarks: dict[records.Remark, None] = {}
 
-    def measured(
+    def compare_tensors(
         self, progress: Progress = lambda what, done, total: None
     ) -> Iterator[Measured]:
         """Yields the row and the sums of each tensor that can be compared. One with NaN
         or infinity also adds a remark to `remarks`."""
         costs: dict[str, float] = {}
         last = None
-        for name, other, of, against in self.tensors(progress):
+        for name, other, of, against in self.matching_tensors(progress):
             if against is not last:  # the casts are the same for all other sets
                 costs, last = pairs.cast_costs(against), against
             sums = pairs.compare_pair(of, against, costs)
@@ -179,10 +179,10 @@ class WeightComparison:
             for source, count in nonfinite:
                 if count:
                     words = f"has {count} NaN or infinite elements of {row.elements}"
-                    self.remark(source, name, "not finite", words)
+                    self.add_remark(source, name, "not finite", words)
             yield row, sums
 
-    def tensors(
+    def matching_tensors(
         self, progress: Progress = lambda what, done, total: None
     ) -> Iterator[tuple[str, WeightSet, Tensor, Tensor]]:
         """Yields the name of each tensor that can be compared, the other set, its tensor
@@ -190,22 +190,24 @@ class WeightComparison:
         compared becomes a remark."""
         for source in (self.first, *self.others):
             for words in source.damage:
-                self.remark(source, None, "damaged", words)
+                self.add_remark(source, None, "damaged", words)
         plan: dict[str, list[tuple[WeightSet, StoredTensor, StoredTensor]]] = {
             n: [] for n in self.first.tensors
         }
         for other in self.others:
-            for name, theirs, ours in self.matched(other):
+            for name, theirs, ours in self.match_tensors(other):
                 plan.setdefault(name, []).append((other, theirs, ours))
         for done, (name, partners) in enumerate(plan.items()):
             progress(name, done, len(plan))
-            against = self.values(self.first, name, partners[0][2]) if partners else None
+            against = (
+                self.read_tensor(self.first, name, partners[0][2]) if partners else None
+            )
             for other, theirs, _ in partners if against is not None else ():
-                of = self.values(other, name, theirs)
+                of = self.read_tensor(other, name, theirs)
                 if of is not None and against is not None:
                     yield name, other, of, against
 
-    def matched(
+    def match_tensors(
         self, other: WeightSet
     ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
         """Yields (name, stored tensor of another set, that of the first) for each tensor
@@ -217,32 +219,34 @@ class WeightComparison:
             theirs = next(filter(None, map(other.find, (name, *aliases))), None)
             if theirs is None:
                 if not other.damage:
-                    self.remark(other, name, "missing", "is not there")
+                    self.add_remark(other, name, "missing", "is not there")
             elif theirs.shape != ours.shape:
                 words = f"is {list(theirs.shape)}, and {list(ours.shape)} in {first.name}"
-                self.remark(other, name, "reshaped", words)
+                self.add_remark(other, name, "reshaped", words)
             else:
                 yield name, theirs, ours
         names = {*first.tensors, *first.tied}
         names |= {name for alias, name in other.tied.items() if alias in names}
         for name in other.tensors:
             if name not in names and not first.damage:
-                self.remark(other, name, "extra", f"is not in {first.name}")
+                self.add_remark(other, name, "extra", f"is not in {first.name}")
 
-    def values(self, source: WeightSet, name: str, stored: StoredTensor) -> Tensor | None:
+    def read_tensor(
+        self, source: WeightSet, name: str, stored: StoredTensor
+    ) -> Tensor | None:
         """Returns a tensor on the device; None, after a remark, where it cannot be read
         or has no values to measure."""
         try:
             tensor = stored.read()
         except MeasurementError as error:
-            self.remark(source, name, "damaged", f"cannot be read: {error.message}")
+            self.add_remark(source, name, "damaged", f"cannot be read: {error.message}")
             return None
         if why := pairs.unfit_reason(tensor):
-            self.remark(source, name, "not compared", why)
+            self.add_remark(source, name, "not compared", why)
             return None
         return tensor.detach().to(self.device)  # a saved Parameter would record a graph
 
-    def remark(
+    def add_remark(
         self, source: WeightSet, name: str | None, what: records.Matter, words: str
     ) -> None:
         """Adds a remark on a tensor, or on the set for None, to `remarks`, once."""
@@ -275,7 +279,9 @@ def group_fields(measured: Sequence[Measured]) -> Fields:
     least one."""
     rows = [row for row, _ in measured]
     cast = _coarser_cast(rows)
-    ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
+    ratios = {
+        r.tensor: x for r in rows if cast and (x := r.multiple_of_cast(cast)) is not None
+    }
     changes = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
     largest = max(ratios, key=lambda name: ratios[name], default=None)
     most_changed = max(changes, key=lambda name: changes[name], default=None)
@@ -341,7 +347,7 @@ def _answer_sentences(
             zeros=zeros,
         )
         share = (g.mean_w1 or 0.0) / g.mean_abs
-        casts = None if g.yardstick is None else g.times(g.yardstick)
+        casts = None if g.yardstick is None else g.multiple_of_cast(g.yardstick)
         cast = "" if casts is None else CAST.format(p=g, times=times(share * casts))
         blind = IS_BLIND if share < BLIND else ""
         yield BAGS.format(p=g, w1=si(g.mean_w1), share=si(share), cast=cast, blind=blind)

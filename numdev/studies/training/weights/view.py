@@ -60,7 +60,7 @@ def most_moved_first(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
 
     def moved(row: TensorRow) -> tuple[float, float]:
         """Returns the sort key of a tensor."""
-        beside = row.times(pair.yardstick) if pair.yardstick else None
+        beside = row.multiple_of_cast(pair.yardstick) if pair.yardstick else None
         return (-1.0 if beside is None else beside, row.mean_abs or 0.0)
 
     return sorted((r for r in report.rows if r.of == pair.of), key=moved, reverse=True)
@@ -94,7 +94,7 @@ def _numbers_table(
         """Yields the cells of a row, one for each column."""
         yield name
         yield from map(si, (row.mean_abs, row.max_abs, row.rel, _w1(row)))
-        yield from (times(row.times(fmt)) for fmt in FORMATS)
+        yield from (times(row.multiple_of_cast(fmt)) for fmt in FORMATS)
         yield str(row.nonfinite_of + row.nonfinite_against or "")
 
     return doc.table(columns, starmap(cells, rows), title=title)
