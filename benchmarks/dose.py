@@ -33,9 +33,9 @@ from torch import Tensor
 
 from numdev import report as reports
 from numdev.studies.training.bounds import study as bounds
-from numdev.studies.training.bounds.ladder import BETWEEN, mean_over_seeds
+from numdev.studies.training.bounds.answer_sentences import dose_in_words
 from numdev.studies.training.bounds.report import BoundsReport
-from numdev.studies.training.bounds.words import dose_in_words
+from numdev.studies.training.bounds.rounding_doses import BETWEEN, mean_over_seeds
 from numdev.studies.training.config import TrainConfig, resolve
 from numdev.studies.training.study import train
 from numdev.yamlfile import read_yaml

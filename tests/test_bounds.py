@@ -22,11 +22,7 @@ from numdev.report import Provenance
 from numdev.report.document import Table
 from numdev.studies.training.bounds import study
 from numdev.studies.training.bounds import view as views
-from numdev.studies.training.bounds.ladder import (
-    dose_of_distance,
-    in_order,
-    merging_marks,
-)
+from numdev.studies.training.bounds.answer_sentences import dose_in_words, ratio_in_words
 from numdev.studies.training.bounds.report import (
     MERGED,
     BoundsReport,
@@ -34,8 +30,12 @@ from numdev.studies.training.bounds.report import (
     DoseReading,
     Saturation,
 )
+from numdev.studies.training.bounds.rounding_doses import (
+    dose_of_distance,
+    in_order,
+    merging_marks,
+)
 from numdev.studies.training.bounds.study import COLUMNS, ratios_by_seed
-from numdev.studies.training.bounds.words import dose_in_words, ratio_in_words
 from numdev.studies.training.report import (
     AttentionOutputRow,
     DistanceRow,

@@ -24,11 +24,10 @@ from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.emulation.rounding import Rounder
 from numdev.sources.projection import Projection
-from numdev.studies.diagnose.chain import Diagnosis, diagnose_call
+from numdev.studies.diagnose.bias_chain import Diagnosis, diagnose_call
 from numdev.studies.diagnose.cures import CURES, NONE, cure_rows, kernel_rows
-from numdev.studies.diagnose.passes import exact_passes, rounded_passes
-from numdev.studies.diagnose.report import CureRow
-from numdev.studies.diagnose.statistics import (
+from numdev.studies.diagnose.exact_and_rounded_passes import exact_passes, rounded_passes
+from numdev.studies.diagnose.head_statistics import (
     BLOCKS,
     STEPS,
     largest_eigenvalue,
@@ -36,6 +35,7 @@ from numdev.studies.diagnose.statistics import (
     numbers_by_head,
     t_by_head,
 )
+from numdev.studies.diagnose.report import CureRow
 
 BF16 = FORMATS["bfloat16"]
 TOLD = ("tied", "ones", "powers", "one_signed")

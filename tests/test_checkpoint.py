@@ -43,7 +43,7 @@ from numdev.sources.checkpoint import (
 from numdev.sources.containers import StoredTensor, read_tensors
 from numdev.sources.distributed import read_metadata
 from numdev.sources.prompts import model_inputs, read_text
-from numdev.studies.training.weights.files import open_weights
+from numdev.studies.training.weights.weight_sets import open_weights
 
 WAYS = ["whole", "shards", "pickle", "old pickle"]
 

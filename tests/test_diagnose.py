@@ -20,8 +20,8 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.report import write
 from numdev.report.io import sealed
 from numdev.studies.diagnose import study
-from numdev.studies.diagnose.chain import Diagnosis
-from numdev.studies.diagnose.series import Stage, find_stages, training_step
+from numdev.studies.diagnose.bias_chain import Diagnosis
+from numdev.studies.diagnose.checkpoint_series import Stage, find_stages, training_step
 from numdev.studies.diagnose.training_text import write_training_text
 from numdev.studies.training.config import TrainConfig, resolve
 from numdev.studies.training.study import train

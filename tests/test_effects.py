@@ -42,8 +42,10 @@ from numdev.sources import capture
 from numdev.sources.captured_calls import save_cases
 from numdev.studies.audit.isolation import attempt
 from numdev.studies.effects import verdict
-from numdev.studies.effects.checks import Checks, run_checks
-from numdev.studies.effects.outputs import (
+from numdev.studies.effects.consistency import check_consistency
+from numdev.studies.effects.model_checks import Checks, run_checks
+from numdev.studies.effects.model_runs import _widen_model
+from numdev.studies.effects.output_error import (
     Scored,
     main_output,
     outputs_by_name,
@@ -56,12 +58,10 @@ from numdev.studies.effects.report import (
     RunSummary,
     check_names,
 )
-from numdev.studies.effects.rounding import CHOOSES, AtSites, Running, SiteTracker
-from numdev.studies.effects.running import _widen_model
+from numdev.studies.effects.rounding_sites import CHOOSES, AtSites, Running, SiteTracker
 from numdev.studies.effects.study import EffectsStudy
 from numdev.studies.effects.summary import summarise
 from numdev.studies.effects.view import blocks
-from numdev.studies.effects.wholeness import check_consistency
 
 
 def studied(capsys: Any, tmp_path: Path, target: object, *more: object) -> EffectsReport:

@@ -11,8 +11,8 @@ from test_html import sample
 from test_shown import on_terminal
 
 from numdev.report import read
-from numdev.studies.diagnose import heads
-from numdev.studies.diagnose.heads import (
+from numdev.studies.diagnose import head_ranking
+from numdev.studies.diagnose.head_ranking import (
     answer_sentences,
     is_at_fault,
     rank_heads,
@@ -71,17 +71,17 @@ BEYOND = {"out_bias": 1.0, "out_t": 3.9}
 @pytest.mark.parametrize(
     ("name", "beyond", "below"),
     [
-        (heads.TIES, {"tied": 0.05, "ones": None}, {"tied": 0.049, "ones": None}),
-        (heads.TIES, {"tied": 0.0, "ones": 0.05}, {"tied": 0.0, "ones": 0.049}),
-        (heads.EXACT, {"powers": 0.5}, {"powers": 0.49}),
-        (heads.SIGN, {"one_signed": 0.75}, {"one_signed": 0.74}),
-        (heads.OUTPUT, {"pv_bias": -0.0125, "pv_t": -4.0, **BEYOND},
+        (head_ranking.TIES, {"tied": 0.05, "ones": None}, {"tied": 0.049, "ones": None}),
+        (head_ranking.TIES, {"tied": 0.0, "ones": 0.05}, {"tied": 0.0, "ones": 0.049}),
+        (head_ranking.EXACT, {"powers": 0.5}, {"powers": 0.49}),
+        (head_ranking.SIGN, {"one_signed": 0.75}, {"one_signed": 0.74}),
+        (head_ranking.OUTPUT, {"pv_bias": -0.0125, "pv_t": -4.0, **BEYOND},
          {"pv_bias": 0.012, "pv_t": 9.0, **BEYOND}),
-        (heads.DELTA, {"delta_t": 4.0, "delta_run": 4.0}, {"delta_t": 3.9}),
-        (heads.DELTA, {"delta_t": None, "delta_run": 4.0}, {"delta_run": 3.9}),
-        (heads.ALIKE, {"similarity": 0.1}, {"similarity": 0.09}),
-        (heads.NORM, {"spectral_ratio": 1.5}, {"spectral_ratio": 1.49}),
-        (heads.WRONG, {"moved": 2.0**-8}, {"moved": 0.0039}),
+        (head_ranking.DELTA, {"delta_t": 4.0, "delta_run": 4.0}, {"delta_t": 3.9}),
+        (head_ranking.DELTA, {"delta_t": None, "delta_run": 4.0}, {"delta_run": 3.9}),
+        (head_ranking.ALIKE, {"similarity": 0.1}, {"similarity": 0.09}),
+        (head_ranking.NORM, {"spectral_ratio": 1.5}, {"spectral_ratio": 1.49}),
+        (head_ranking.WRONG, {"moved": 2.0**-8}, {"moved": 0.0039}),
     ],
 )  # fmt: skip
 def test_limits(name: str, beyond: dict[str, Any], below: dict[str, Any]) -> None:
@@ -94,8 +94,10 @@ def test_a_running_sum_as_far_as_the_limit_is_rare() -> None:
     """RUN's reason: the largest |running sum| of a random walk over sqrt(rows) passes x
     with a probability of at most 4 (1 - Phi(x)) (reflection), which at 4 is one in
     7,900."""
-    assert 1 / (2 * math.erfc(heads.RUN / math.sqrt(2))) == pytest.approx(7893, rel=0.01)
-    assert 1 / math.erfc(heads.T / math.sqrt(2)) == pytest.approx(15787, rel=0.01)
+    assert 1 / (2 * math.erfc(head_ranking.RUN / math.sqrt(2))) == pytest.approx(
+        7893, rel=0.01
+    )
+    assert 1 / math.erfc(head_ranking.T / math.sqrt(2)) == pytest.approx(15787, rel=0.01)
 
 
 def test_a_head_is_held_against_its_whole_layer() -> None:
@@ -135,7 +137,7 @@ def test_without_w_q_the_mean_error_of_delta_decides() -> None:
         (1, 0.004),
         (0, 0.0),
     ]
-    assert heads.WRONG not in (*found[2].conditions, *found[2].missing)
+    assert head_ranking.WRONG not in (*found[2].conditions, *found[2].missing)
     assert is_at_fault(found[2])
 
 

@@ -34,7 +34,8 @@ from numdev.report import read, write
 from numdev.report.document import Table
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit.bench import TERMS, part, settled
-from numdev.studies.invariance import axes, verdict, wholeness
+from numdev.studies.invariance import axes, consistency, verdict
+from numdev.studies.invariance.consistency import _way_contradiction, check_consistency
 from numdev.studies.invariance.differences import (
     _error_of_other_keys,
     _first_difference,
@@ -45,11 +46,10 @@ from numdev.studies.invariance.differences import (
     exact_change,
     explained_by_rounding,
 )
-from numdev.studies.invariance.models import _output_pairs
+from numdev.studies.invariance.model_output import _output_pairs
 from numdev.studies.invariance.report import Cause, InvarianceReport, InvarianceRow
 from numdev.studies.invariance.study import invariance
 from numdev.studies.invariance.view import blocks
-from numdev.studies.invariance.wholeness import _way_contradiction, check_consistency
 from numdev.testing import CheckFailed, check_attention
 
 CASE = {
@@ -244,7 +244,7 @@ def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:
 def test_nothing_excuses_a_kernel_that_the_way_does_not_add(excuse: str) -> None:
     """A mask, an option or a way to run that the plan does not know of."""
     skipped = {"status": "skipped", "excuse": excuse, "reason": "no", "tensors": ()}
-    blank: dict[str, Any] = dict.fromkeys(wholeness.NUMBERS) | {
+    blank: dict[str, Any] = dict.fromkeys(consistency.NUMBERS) | {
         "elements": 0,
         "first": None,
     }

@@ -33,6 +33,12 @@ from numdev.report import Provenance, read
 from numdev.report.document import Figures, tables_of
 from numdev.studies.audit.journal import JOURNAL
 from numdev.studies.training import figures
+from numdev.studies.training.answer_sentences import answer_sentences
+from numdev.studies.training.attention_output_error import (
+    error_in_floors,
+    output_row,
+    with_larger_scores,
+)
 from numdev.studies.training.config import (
     Optimiser,
     TrainConfig,
@@ -40,17 +46,9 @@ from numdev.studies.training.config import (
     recorded_steps,
     resolve,
 )
-from numdev.studies.training.data import load_tokens
-from numdev.studies.training.lane import largest_score, learning_rate
-from numdev.studies.training.lockstep import STATE, WORKSPACE, deterministic
 from numdev.studies.training.measure import distance_row, spectral_norms
-from numdev.studies.training.models import build_network
+from numdev.studies.training.networks import build_network
 from numdev.studies.training.optimiser import Updates
-from numdev.studies.training.outputs import (
-    error_in_floors,
-    output_row,
-    with_larger_scores,
-)
 from numdev.studies.training.report import (
     DistanceRow,
     TrainReport,
@@ -58,8 +56,10 @@ from numdev.studies.training.report import (
     TrainSummary,
     VariantRecord,
 )
+from numdev.studies.training.seed_training import STATE, WORKSPACE, deterministic
 from numdev.studies.training.study import train
-from numdev.studies.training.words import answer_sentences
+from numdev.studies.training.token_batches import load_tokens
+from numdev.studies.training.variant_training import largest_score, learning_rate
 from numdev.yamlfile import read_yaml
 
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}

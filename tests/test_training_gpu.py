@@ -14,10 +14,10 @@ from test_train import GOLDEN, OTHERS
 
 from numdev.errors import MeasurementError
 from numdev.studies.training.config import TrainRequest
-from numdev.studies.training.data import load_tokens
-from numdev.studies.training.lane import FIRST, Lane
-from numdev.studies.training.lockstep import deterministic
+from numdev.studies.training.seed_training import deterministic
 from numdev.studies.training.study import train
+from numdev.studies.training.token_batches import load_tokens
+from numdev.studies.training.variant_training import FIRST, Lane
 
 pytestmark = pytest.mark.gpu
 
@@ -110,7 +110,7 @@ def test_a_recording_that_fails_names_its_variant(
     """A kernel that waits for the device, taken for one that does not. Random numbers can
     be drawn afterwards, and are those that would have been."""
     name = f"{__name__}:waits"
-    monkeypatch.setattr("numdev.studies.training.lane.RECORDABLE", {name})
+    monkeypatch.setattr("numdev.studies.training.variant_training.RECORDABLE", {name})
     asked = request(tmp_path, {**VARIANTS[0], "kernel": name})
     with pytest.raises(MeasurementError, match="variant golden"):
         train(asked, tmp_path / "out")

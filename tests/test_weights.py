@@ -28,16 +28,16 @@ from numdev import report
 from numdev.errors import MeasurementError
 from numdev.report.numbers import times
 from numdev.sources.distributed import read_metadata
-from numdev.studies.training.weights.files import open_weights
-from numdev.studies.training.weights.pairs import (
+from numdev.studies.training.weights.report import WeightsReport
+from numdev.studies.training.weights.study import KINDS, kind_by_name, weights
+from numdev.studies.training.weights.tensor_pairs import (
     CASTS,
     cast_costs,
     pool_sums,
     row_numbers,
 )
-from numdev.studies.training.weights.pairs import compare_pair as compared
-from numdev.studies.training.weights.report import WeightsReport
-from numdev.studies.training.weights.study import KINDS, kind_by_name, weights
+from numdev.studies.training.weights.tensor_pairs import compare_pair as compared
+from numdev.studies.training.weights.weight_sets import open_weights
 
 State = dict[str, Tensor]
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")

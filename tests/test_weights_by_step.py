@@ -19,24 +19,24 @@ from scipy.stats import gmean, wasserstein_distance
 
 from numdev import report
 from numdev.errors import UsageError
+from numdev.studies.training.weights.chance_comparison import (
+    LIMITS,
+    answer_sentences,
+    chance_comparisons,
+)
 from numdev.studies.training.weights.report import (
     ChanceComparison,
     RunRecord,
     WeightsCell,
     WeightsReport,
 )
-from numdev.studies.training.weights.runs import (
+from numdev.studies.training.weights.run_checkpoints import (
     find_runs,
     has_runs,
     training_seed,
     training_step,
 )
-from numdev.studies.training.weights.standing import (
-    LIMITS,
-    answer_sentences,
-    chance_comparisons,
-)
-from numdev.studies.training.weights.steps import (
+from numdev.studies.training.weights.weights_over_steps import (
     QUANTILES,
     layer_by_name,
     weights_over_steps,

@@ -29,7 +29,7 @@ def effects(
     one rounding site at a time. The same request into the same directory continues where
     it stopped."""
     from numdev.studies.audit.cluster import cluster_of, sharing
-    from numdev.studies.effects.checks import reproducers
+    from numdev.studies.effects.model_checks import reproducers
     from numdev.studies.effects.study import effects as run
 
     request, cluster = effects_request(target, flags), cluster_of(workers, scheduler)

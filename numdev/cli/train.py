@@ -78,9 +78,9 @@ def weights(
     directory of a `numdev train` or `numdev bounds` alone, whose checkpoints are compared
     with its golden run's; or a run each, as a directory of checkpoints by step, a list
     `a-step1,a-step2` or a pattern 'a-step*'."""
-    from numdev.studies.training.weights.runs import has_runs
-    from numdev.studies.training.weights.steps import weights_over_steps
+    from numdev.studies.training.weights.run_checkpoints import has_runs
     from numdev.studies.training.weights.study import weights as compare
+    from numdev.studies.training.weights.weights_over_steps import weights_over_steps
 
     by_step = has_runs(targets)
     if nulls and not by_step:

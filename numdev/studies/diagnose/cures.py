@@ -19,10 +19,13 @@ from numdev.kernels.emulation.recipe import changed
 from numdev.kernels.emulation.rounding import plain_arithmetic
 from numdev.kernels.output import upstream
 from numdev.studies.audit.isolation import Failure, attempt
-from numdev.studies.diagnose.chain import Diagnosis
-from numdev.studies.diagnose.passes import Computed, Truth, rounded_passes
-from numdev.studies.diagnose.report import CureRow, KernelRow
-from numdev.studies.diagnose.statistics import (
+from numdev.studies.diagnose.bias_chain import Diagnosis
+from numdev.studies.diagnose.exact_and_rounded_passes import (
+    Computed,
+    Truth,
+    rounded_passes,
+)
+from numdev.studies.diagnose.head_statistics import (
     Numbers,
     bias_and_t,
     mean_by_head,
@@ -30,6 +33,7 @@ from numdev.studies.diagnose.statistics import (
     numbers_by_head,
     t_by_head,
 )
+from numdev.studies.diagnose.report import CureRow, KernelRow
 
 NONE = "none"
 

@@ -1,7 +1,7 @@
 """What `numdev diagnose` says, as a report holds it, in the letters of Qiu & Yao, arXiv
 2510.04212 (docs/derivations.md). An error is the computed value less the exact one in
 fp64, from the same rounded q, k, v and dO. Ulps and t are those of
-`numdev.studies.diagnose.statistics`."""
+`numdev.studies.diagnose.head_statistics`."""
 
 from __future__ import annotations
 

@@ -37,10 +37,14 @@ from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance
 from numdev.studies.audit.timing import Stopwatch
 from numdev.studies.diagnose import report as records
-from numdev.studies.diagnose.chain import diagnose_call
+from numdev.studies.diagnose.bias_chain import diagnose_call
+from numdev.studies.diagnose.checkpoint_series import YAML, Stage, find_stages
 from numdev.studies.diagnose.cures import CURES, Cure, cure_rows, kernel_rows
-from numdev.studies.diagnose.heads import answer_sentences, leading_head, rank_heads
-from numdev.studies.diagnose.series import YAML, Stage, find_stages
+from numdev.studies.diagnose.head_ranking import (
+    answer_sentences,
+    leading_head,
+    rank_heads,
+)
 from numdev.studies.diagnose.training_text import write_training_text
 from numdev.system import System
 from numdev.yamlfile import read_yaml

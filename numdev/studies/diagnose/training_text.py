@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from numdev.config import DiagnoseRequest
 from numdev.errors import UsageError
-from numdev.studies.diagnose.series import Stage
+from numdev.studies.diagnose.checkpoint_series import Stage
 from numdev.studies.training.config import DataConfig, ModelConfig
-from numdev.studies.training.data import load_tokens
+from numdev.studies.training.token_batches import load_tokens
 
 NEVER_SEEN = 0  # a step of which training had no batch: they are counted from 1
 READS = "{name} reads {count} × {length} bytes of what it was trained on, {what}."

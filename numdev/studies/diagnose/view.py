@@ -10,7 +10,7 @@ from typing import Any
 
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, percent, shade, si
-from numdev.studies.diagnose.heads import (
+from numdev.studies.diagnose.head_ranking import (
     CONDITIONS,
     MOVED,
     WRONG,

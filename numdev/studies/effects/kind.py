@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from numdev.kinds import Judged, Kind
-from numdev.studies.effects import moves, verdict, view
+from numdev.studies.effects import report_comparison, verdict, view
+from numdev.studies.effects.consistency import check_consistency
 from numdev.studies.effects.report import EffectsReport
-from numdev.studies.effects.wholeness import check_consistency
 
 EFFECTS = Kind(
     report=EffectsReport,
@@ -17,6 +17,6 @@ EFFECTS = Kind(
         summarised=verdict.with_summary,
         passing=verdict.passing,
     ),
-    moves=moves.moves,
+    moves=report_comparison.moves,
     limits=verdict.EffectsLimits,
 )

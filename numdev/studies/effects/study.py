@@ -31,8 +31,9 @@ from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Planned, digest, header, plan_formats, plan_kernels
 from numdev.studies.audit.run import Progress, Say, describe, provenance
 from numdev.studies.audit.timing import Stopwatch
-from numdev.studies.effects.checks import run_checks
-from numdev.studies.effects.outputs import (
+from numdev.studies.effects.model_checks import run_checks
+from numdev.studies.effects.model_runs import Inputs, Source, Subject, first_nonfinite
+from numdev.studies.effects.output_error import (
     Scored,
     largest_error,
     outputs_by_name,
@@ -50,8 +51,7 @@ from numdev.studies.effects.report import (
     PlannedRun,
     rank_for_use,
 )
-from numdev.studies.effects.rounding import SITES
-from numdev.studies.effects.running import Inputs, Source, Subject, first_nonfinite
+from numdev.studies.effects.rounding_sites import SITES
 from numdev.system import System
 
 if TYPE_CHECKING:

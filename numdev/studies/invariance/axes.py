@@ -24,7 +24,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseChanges, explicit_mask, key_limits
 from numdev.studies.audit.bench import part, settled
 from numdev.studies.audit.isolation import Within
-from numdev.studies.invariance import ways
+from numdev.studies.invariance import call_layouts
 
 SIZES = (1, 2, 8, 64)  # sequences in a batch
 LARGEST = 1 << 33  # scores of a call that is larger than the case, on a GPU
@@ -325,12 +325,12 @@ def neighbour_variants(case: AttentionCase) -> Variants:
     """Yields the first sequence beside others with other values: larger, zero, NaN, or
     numbers that make far larger scores. With the last two dk and dv are not compared."""
     base, first = select_sequences(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
-    for name, factor in (("larger", LARGE), ("zero", 0.0), *ways.POISONS.items()):
+    for name, factor in (("larger", LARGE), ("zero", 0.0), *call_layouts.POISONS.items()):
         changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
         for x in changed.values():
-            x[1:] = factor if name in ways.POISONS else x[1:] * factor
+            x[1:] = factor if name in call_layouts.POISONS else x[1:] * factor
         other = dataclasses.replace(base, **changed)
-        compared_part = first if name in ways.POISONS else Part(batch=slice(0, 1))
+        compared_part = first if name in call_layouts.POISONS else Part(batch=slice(0, 1))
         yield single_call_variant(
             f"neighbours {name}", other, compared_part, compared_part, base=base
         )
@@ -504,7 +504,11 @@ def stride_variants(case: AttentionCase) -> Variants:
         several = select_sequences(case, half := range(AROUND // 2))
         k, v = (x[:1].repeat(len(half), 1, 1, 1) for x in (case.k, case.v))
         same = dataclasses.replace(several, k=k, v=v)
-        within = partial(ways.with_changed_tensors, by=ways.share_first_sequence, of="kv")
+        within = partial(
+            call_layouts.with_changed_tensors,
+            by=call_layouts.share_first_sequence,
+            of="kv",
+        )
         yield single_call_variant("stride 0", same, base=same, within=within)
 
 
@@ -513,7 +517,7 @@ def thread_variants(case: AttentionCase) -> Variants:
     on a GPU."""
     current = torch.get_num_threads()
     for count in sorted({1, 2, 3} - {current}) if not case.q.is_cuda else ():
-        within = partial(ways.on_threads, count=count)
+        within = partial(call_layouts.on_threads, count=count)
         yield single_call_variant(f"{count} in place of {current}", case, within=within)
 
 
@@ -529,7 +533,7 @@ def hidden_key_variants(case: AttentionCase, *, poison: str) -> Variants:
         changed = {}
         for tensor in tensors:
             changed[tensor] = x = getattr(base, tensor).clone()
-            x[:, :, case.kv_len :] = ways.POISONS[poison]
+            x[:, :, case.kv_len :] = call_layouts.POISONS[poison]
         other = dataclasses.replace(base, **changed)
         yield single_call_variant(
             f"{poison} in {' and '.join(tensors)}",
@@ -541,11 +545,13 @@ def hidden_key_variants(case: AttentionCase, *, poison: str) -> Variants:
 
 
 def _layout(
-    by: Callable[..., Tensor], of: Sequence[str] = ways.FEATURES, **arguments: object
+    by: Callable[..., Tensor],
+    of: Sequence[str] = call_layouts.FEATURES,
+    **arguments: object,
 ) -> Within:
     """Returns how a call is laid out when `by`, with these arguments, makes a tensor in
     another layout of each of the tensors in `of`."""
-    return partial(ways.with_changed_tensors, by=partial(by, **arguments), of=of)
+    return partial(call_layouts.with_changed_tensors, by=partial(by, **arguments), of=of)
 
 
 def _layout_fields(base: Within, **ways: Within) -> dict[str, VariantFields]:
@@ -557,26 +563,28 @@ def _layout_fields(base: Within, **ways: Within) -> dict[str, VariantFields]:
 
 
 LAYOUTS = _layout_fields(PLAIN, **{
-    "transposed": _layout(ways.in_layout, layout="transposed"),
-    "sliced": _layout(ways.slice_of_larger, value=0.0),
-    "every second": _layout(ways.in_layout, layout="strided"),
+    "transposed": _layout(call_layouts.in_layout, layout="transposed"),
+    "sliced": _layout(call_layouts.slice_of_larger, value=0.0),
+    "every second": _layout(call_layouts.in_layout, layout="strided"),
 })  # fmt: skip
-PACKED = _layout_fields(PLAIN, packed=ways.with_packed_tensors)
-PAGES = {f"pages of {n}": _layout(ways.gather_pages, "kv", size=n) for n in (16, 64)}
+PACKED = _layout_fields(PLAIN, packed=call_layouts.with_packed_tensors)
+PAGES = {
+    f"pages of {n}": _layout(call_layouts.gather_pages, "kv", size=n) for n in (16, 64)
+}
 BEYOND = {
-    f"{name} there": _layout(ways.slice_of_larger, value=x)
-    for name, x in ways.POISONS.items()
+    f"{name} there": _layout(call_layouts.slice_of_larger, value=x)
+    for name, x in call_layouts.POISONS.items()
 }
 BEFORE = {
-    f"{name} before": partial(ways.fill_new_memory, value=x)
-    for name, x in ways.POISONS.items()
+    f"{name} before": partial(call_layouts.fill_new_memory, value=x)
+    for name, x in call_layouts.POISONS.items()
 }
 
 # Options that cut the keys, or order them; the study leaves out those that a kernel has
 # not.
 TILINGS: Mapping[str, VariantFields] = {
     f"{name}={value}": {"options": {name: value}}
-    for name, values in ways.TILINGS.items()
+    for name, values in call_layouts.TILINGS.items()
     for value in values
 }
 
@@ -587,8 +595,10 @@ SAME_CALL: Mapping[str, Mapping[str, VariantFields]] = {
     "graph": {"CUDA graph": {"wrap": "graph"}},
     "compiled": {"torch.compile": {"wrap": "compiled"}},
     "tiles": TILINGS,
-    "beyond": _layout_fields(_layout(ways.slice_of_larger, value=None), **BEYOND),
-    "unwritten": _layout_fields(partial(ways.fill_new_memory, value=0.0), **BEFORE),
+    "beyond": _layout_fields(_layout(call_layouts.slice_of_larger, value=None), **BEYOND),
+    "unwritten": _layout_fields(
+        partial(call_layouts.fill_new_memory, value=0.0), **BEFORE
+    ),
 }
 # By the names of `config.AXES`
 VARIANTS: Mapping[str, Callable[[AttentionCase], Variants]] = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from numdev.kinds import Judged, Kind
-from numdev.studies.invariance import moves, verdict, view
+from numdev.studies.invariance import report_comparison, verdict, view
+from numdev.studies.invariance.consistency import check_consistency
 from numdev.studies.invariance.report import InvarianceReport
-from numdev.studies.invariance.wholeness import check_consistency
 
 INVARIANCE = Kind(
     report=InvarianceReport,
@@ -17,6 +17,6 @@ INVARIANCE = Kind(
         summarised=verdict.with_summary,
         passing=verdict.passing,
     ),
-    moves=moves.moves,
+    moves=report_comparison.moves,
     limits=verdict.InvarianceLimits,
 )

@@ -62,6 +62,7 @@ from numdev.studies.invariance.axes import (
     single_call_variant,
     without_positions,
 )
+from numdev.studies.invariance.call_layouts import wrap_kernel
 from numdev.studies.invariance.cause import cause_fields
 from numdev.studies.invariance.differences import (
     EXACT,
@@ -72,7 +73,7 @@ from numdev.studies.invariance.differences import (
     count_keys_seen,
     exact_change,
 )
-from numdev.studies.invariance.models import model_axes, model_rows
+from numdev.studies.invariance.model_output import model_axes, model_rows
 from numdev.studies.invariance.report import (
     Excuse,
     InvariancePlan,
@@ -84,7 +85,6 @@ from numdev.studies.invariance.report import (
     Way,
 )
 from numdev.studies.invariance.verdict import ALIKE
-from numdev.studies.invariance.ways import wrap_kernel
 from numdev.system import System
 
 STEADY = ("out", "lse")  # what every kernel is asked to repeat, bit by bit

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from numdev.metrics.paired import paired
-from numdev.studies.training.lane import Lane
 from numdev.studies.training.report import DistanceRow, TrainRow
+from numdev.studies.training.variant_training import Lane
 
 NOT_YET = "before the first update"
 NOT_FINITE = "not finite"

@@ -1,9 +1,9 @@
 """`numdev train`: variants of a small network, trained in lockstep from the same start.
 
 Seeds come one after the other, their variants side by side
-(`numdev.studies.training.lockstep`). Rows are journalled by seed and step; beside the
-journal is the state to continue from. Steps that were measured after the state was saved
-are computed again, and not recorded twice."""
+(`numdev.studies.training.seed_training`). Rows are journalled by seed and step; beside
+the journal is the state to continue from. Steps that were measured after the state was
+saved are computed again, and not recorded twice."""
 
 from __future__ import annotations
 
@@ -25,19 +25,11 @@ from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance
 from numdev.studies.audit.timing import Stopwatch
-from numdev.studies.training import checkpoints, figures
+from numdev.studies.training import checkpoint_writing, figures
+from numdev.studies.training.answer_sentences import answer_sentences
 from numdev.studies.training.config import ResolvedVariant, TrainRequest
-from numdev.studies.training.data import Tokens, load_tokens
-from numdev.studies.training.lockstep import (
-    PARTLY,
-    STATE,
-    Lockstep,
-    Ran,
-    deterministic,
-    read_state,
-)
 from numdev.studies.training.measure import finite_or_none, with_spikes
-from numdev.studies.training.models import build_network
+from numdev.studies.training.networks import build_network
 from numdev.studies.training.report import (
     AttentionOutputRow,
     DistanceRow,
@@ -46,7 +38,15 @@ from numdev.studies.training.report import (
     TrainSummary,
     VariantRecord,
 )
-from numdev.studies.training.words import answer_sentences
+from numdev.studies.training.seed_training import (
+    PARTLY,
+    STATE,
+    Lockstep,
+    Ran,
+    deterministic,
+    read_state,
+)
+from numdev.studies.training.token_batches import Tokens, load_tokens
 from numdev.system import System
 
 
@@ -83,7 +83,7 @@ def train(
         head = header(request.fields_of_numbers(), system, plan, described)
         with Journal.open(directory, head, overwrite=overwrite) as journal:
             if overwrite:
-                shutil.rmtree(directory / checkpoints.FOLDER, ignore_errors=True)
+                shutil.rmtree(directory / checkpoint_writing.FOLDER, ignore_errors=True)
             run = _TrainingRun(request, data, device, journal, progress, watch, until)
             if not run.train_seeds():
                 return None
@@ -249,10 +249,10 @@ class _TrainingRun:
                     "request": self.request.fields_of_numbers(),
                     "data": self.data.about,
                 }
-                path = checkpoints.checkpoint_folder(
+                path = checkpoint_writing.checkpoint_folder(
                     self.journal.directory, name, lanes.seed, lanes.step
                 )
-                checkpoints.write_checkpoint(
+                checkpoint_writing.write_checkpoint(
                     lane.network, self.request.model, self.data, path, about
                 )
 

@@ -38,7 +38,7 @@ Window = Literal["first", "early", "saturated", "start"]
 
 class Saturation(Record):
     """The steps at which curves merge, by the paired mean |difference| of nulls alone:
-    the marks that `numdev.studies.training.bounds.ladder` defines."""
+    the marks that `numdev.studies.training.bounds.rounding_doses` defines."""
 
     bends: int | None = None
     saturated: int | None = None

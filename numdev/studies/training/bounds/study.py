@@ -24,14 +24,8 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.grouping import grouped
 from numdev.report import Figure, Provenance
 from numdev.studies.training import figures
-from numdev.studies.training.bounds import ladder, words
+from numdev.studies.training.bounds import answer_sentences, rounding_doses
 from numdev.studies.training.bounds import report as records
-from numdev.studies.training.bounds.ladder import (
-    Windows,
-    mean_over_seeds,
-    merging_marks,
-    strength_in_words,
-)
 from numdev.studies.training.bounds.report import (
     FEWEST_SEEDS,
     METRICS,
@@ -39,6 +33,12 @@ from numdev.studies.training.bounds.report import (
     Comparison,
     Saturation,
     Window,
+)
+from numdev.studies.training.bounds.rounding_doses import (
+    Windows,
+    mean_over_seeds,
+    merging_marks,
+    strength_in_words,
 )
 from numdev.studies.training.report import TrainReport, VariantRecord, VariantRole
 
@@ -86,19 +86,21 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     windows = _window_steps(mark)
     compared = tuple(_comparisons(tables, roles, mark, steps))
     unsaturated: Windows = {w: x for w, x in windows.items() if w != "saturated"}
-    doses = tuple(ladder.dose_readings(paired, roles, unsaturated))
-    rungs = tuple(ladder.ladder_rungs(paired, {w: x for w, x in windows.items() if x}))
+    doses = tuple(rounding_doses.dose_readings(paired, roles, unsaturated))
+    rungs = tuple(
+        rounding_doses.ladder_rungs(paired, {w: x for w, x in windows.items() if x})
+    )
     outputs = tuple(output_errors(run))
-    answers = tuple(words.paper_answers(compared))
+    answers = tuple(answer_sentences.paper_answers(compared))
     repeat = distances[distances.role == "null_repeat"]
     off, first = repeat.value.max(), float(repeat.step[repeat.value > 0].min())
     formats = {"" if v.role == "golden" else run_label(v): v.format for v in run.variants}
     attention = {run_label(v): v.attention_format for v in run.variants}
     sentences = (
-        *words.warning_sentences(run, off, first, outputs),
-        *words.paper_sentences(answers, compared, attention, first),
-        *words.dose_sentences(doses, outputs),
-        *words.chance_sentences(compared, formats, first),
+        *answer_sentences.warning_sentences(run, off, first, outputs),
+        *answer_sentences.paper_sentences(answers, compared, attention, first),
+        *answer_sentences.dose_sentences(doses, outputs),
+        *answer_sentences.chance_sentences(compared, formats, first),
     )
     axis = figures.step_axis(steps, all_named=True) if len(steps) > 1 else None
     summary = records.BoundsSummary(
@@ -251,7 +253,9 @@ def _comparisons(
     windows = _window_steps(mark).items()
     for (window, in_window), metric in itertools.product(windows, METRICS):
         why = reasons.get(window, merged)
-        table = tables.get((ladder.tensors_of_window(window), metric), pd.DataFrame())
+        table = tables.get(
+            (rounding_doses.tensors_of_window(window), metric), pd.DataFrame()
+        )
         for a, b in _compared_labels(roles, table):
             by_seed = ratios_by_seed(table[a], table[b], in_window)
             mean, low, high = (

@@ -8,7 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TERMINAL, Cell, Column
 from numdev.report.numbers import NONE, percent, times
-from numdev.studies.training.bounds.ladder import FLAT, WIDEST, strength_in_words
+from numdev.studies.training.bounds.answer_sentences import (
+    chance_comparisons,
+    dose_in_words,
+    ratio_in_words,
+)
 from numdev.studies.training.bounds.report import (
     FAR_BELOW,
     FEWEST_SEEDS,
@@ -24,11 +28,7 @@ from numdev.studies.training.bounds.report import (
     Rung,
     Window,
 )
-from numdev.studies.training.bounds.words import (
-    chance_comparisons,
-    dose_in_words,
-    ratio_in_words,
-)
+from numdev.studies.training.bounds.rounding_doses import FLAT, WIDEST, strength_in_words
 
 WINDOWS: Mapping[Window, str] = {
     "first": "step",

@@ -25,9 +25,9 @@ from numdev.sources.files import identity, some
 from numdev.studies.audit.run import Progress, provenance
 from numdev.studies.audit.timing import Stopwatch
 from numdev.studies.training.report import Fields
-from numdev.studies.training.weights import pairs
 from numdev.studies.training.weights import report as records
-from numdev.studies.training.weights.files import WeightSet, open_weights
+from numdev.studies.training.weights import tensor_pairs
+from numdev.studies.training.weights.weight_sets import WeightSet, open_weights
 from numdev.system import System
 
 _LEAF = re.compile(r"(?:weight|bias|gamma|beta|running_mean|running_var)$")
@@ -83,7 +83,7 @@ IS_BLIND = (
     "weights differ by."
 )
 
-Measured = tuple[records.TensorRow, pairs.Sums]  # a tensor's row, and its sums
+Measured = tuple[records.TensorRow, tensor_pairs.Sums]  # a tensor's row, and its sums
 
 
 def weights(
@@ -162,18 +162,18 @@ class WeightComparison:
         last = None
         for name, other, of, against in self.matching_tensors(progress):
             if against is not last:  # the casts are the same for all other sets
-                costs, last = pairs.cast_costs(against), against
-            sums = pairs.compare_pair(of, against, costs)
+                costs, last = tensor_pairs.cast_costs(against), against
+            sums = tensor_pairs.compare_pair(of, against, costs)
             row = records.TensorRow(
                 of=other.name,
                 against=self.first.name,
                 tensor=name,
                 kind=kind_by_name(name),
                 shape=tuple(against.shape),
-                stored_of=pairs.dtype_name(of),
-                stored_against=pairs.dtype_name(against),
+                stored_of=tensor_pairs.dtype_name(of),
+                stored_against=tensor_pairs.dtype_name(against),
                 zero=not bool(of.any()) and not bool(against.any()),
-                **pairs.row_numbers(sums),
+                **tensor_pairs.row_numbers(sums),
             )
             nonfinite = ((other, row.nonfinite_of), (self.first, row.nonfinite_against))
             for source, count in nonfinite:
@@ -241,7 +241,7 @@ class WeightComparison:
         except MeasurementError as error:
             self.add_remark(source, name, "damaged", f"cannot be read: {error.message}")
             return None
-        if why := pairs.unfit_reason(tensor):
+        if why := tensor_pairs.unfit_reason(tensor):
             self.add_remark(source, name, "not compared", why)
             return None
         return tensor.detach().to(self.device)  # a saved Parameter would record a graph
@@ -286,11 +286,11 @@ def group_fields(measured: Sequence[Measured]) -> Fields:
     largest = max(ratios, key=lambda name: ratios[name], default=None)
     most_changed = max(changes, key=lambda name: changes[name], default=None)
     median = statistics.median(ratios.values()) if ratios else None
-    sums = pairs.pool_sums([sums for _, sums in measured])
+    sums = tensor_pairs.pool_sums([sums for _, sums in measured])
     return {
         "of": rows[0].of,
         "against": rows[0].against,
-        **pairs.row_numbers(sums, "mean_w1"),
+        **tensor_pairs.row_numbers(sums, "mean_w1"),
         "tensors": len(rows),
         "identical": sum(map(_is_identical, rows)),
         "zeros": sum(row.zero for row in rows),
@@ -306,7 +306,7 @@ def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
     """Returns the first of CASTS that is coarser than the formats of most tensors; None
     where no cast is."""
     stored = [FORMATS[row.stored_against].precision for row in rows]
-    for name in pairs.CASTS:
+    for name in tensor_pairs.CASTS:
         precision = FORMATS[name].precision
         if 2 * sum(precision < p for p in stored) > len(rows):
             return name

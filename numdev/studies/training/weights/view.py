@@ -10,7 +10,7 @@ from numdev.grouping import grouped
 from numdev.report import document as doc
 from numdev.report.document import TEXT, Cell, Column
 from numdev.report.numbers import NONE, si, times
-from numdev.studies.training.weights import steps_view
+from numdev.studies.training.weights import view_over_steps
 from numdev.studies.training.weights.report import GroupRow, TensorRow, WeightsReport
 
 SHOWN = 8  # tensors of a pair; rows.csv has all
@@ -30,7 +30,7 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: for runs over steps their tables, else for
     each set a table of kinds and one of tensors; then the remarks and a legend."""
     if report.runs:
-        yield from steps_view.blocks(report)
+        yield from view_over_steps.blocks(report)
     by_set = grouped(report.groups, lambda g: g.of)
     for pair in report.totals:
         groups = [(Cell(g.name, after=f"({g.tensors})"), g) for g in by_set[pair.of]]

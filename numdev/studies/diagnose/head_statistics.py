@@ -114,7 +114,7 @@ def numbers_by_head(columns: Columns) -> list[Numbers]:
 
 # --- of W_Q ---------------------------------------------------------------------------
 # Terms of the error of dW_Q are R_T = (P K)[T]^T X[T] of formula 2
-# (`numdev.studies.diagnose.chain`), (P K) [T] pulled back to W_Q's output. They are
+# (`numdev.studies.diagnose.bias_chain`), (P K) [T] pulled back to W_Q's output. They are
 # matrices of rank 1 and are never made: their Gram matrix is the Hadamard product of that
 # of (P K) and that of X. Its trace is the sum of all |R_T|^2, its largest eigenvalue that
 # sum along the leading direction.

@@ -26,7 +26,7 @@ from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, roundin
 from numdev.kernels.output import upstream
 from numdev.kernels.reference import blocked, gradients
 from numdev.sources.projection import Projection
-from numdev.studies.diagnose.statistics import norm_by_head, rms_by_head
+from numdev.studies.diagnose.head_statistics import norm_by_head, rms_by_head
 
 BLOCKS_AT_ONCE = 8  # blocks of scores in memory at once, each so much smaller
 PRODUCT = ("pv", "accumulator", "state")  # the sites of the product P V

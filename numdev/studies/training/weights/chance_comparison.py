@@ -18,8 +18,8 @@ import pandas as pd
 from numdev.grouping import grouped
 from numdev.report.numbers import si, times
 from numdev.sources.files import some
-from numdev.studies.training.bounds.ladder import merging_marks
 from numdev.studies.training.bounds.report import FEWEST_SEEDS, Saturation
+from numdev.studies.training.bounds.rounding_doses import merging_marks
 from numdev.studies.training.report import VariantRole
 from numdev.studies.training.weights.report import (
     ALL,

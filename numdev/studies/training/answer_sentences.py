@@ -10,8 +10,9 @@ import pandas as pd
 
 from numdev.report.numbers import si, times
 from numdev.studies.training import figures
-from numdev.studies.training.bounds.ladder import merging_marks
+from numdev.studies.training.bounds.answer_sentences import not_rounding_sentences
 from numdev.studies.training.bounds.report import PAIR, PAIRED
+from numdev.studies.training.bounds.rounding_doses import merging_marks
 from numdev.studies.training.bounds.study import (
     distance_table,
     distances_by_label,
@@ -19,7 +20,6 @@ from numdev.studies.training.bounds.study import (
     ratios_by_seed,
     run_label,
 )
-from numdev.studies.training.bounds.words import not_rounding_sentences
 from numdev.studies.training.report import (
     DistanceRow,
     TrainReport,

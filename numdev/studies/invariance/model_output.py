@@ -23,7 +23,7 @@ from numdev.sources.capture import run_in_parts, run_with_answers
 from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.plan import Planned
-from numdev.studies.effects.outputs import main_output
+from numdev.studies.effects.output_error import main_output
 from numdev.studies.invariance.differences import KernelRun
 from numdev.studies.invariance.report import ModelRow
 

@@ -30,10 +30,7 @@ from numdev.studies.audit.timing import Stopwatch
 from numdev.studies.training import figures
 from numdev.studies.training.report import VariantRole
 from numdev.studies.training.weights import report as records
-from numdev.studies.training.weights.files import open_weights
-from numdev.studies.training.weights.report import ALL, Layer
-from numdev.studies.training.weights.runs import Place, RunCheckpoints, find_runs
-from numdev.studies.training.weights.standing import (
+from numdev.studies.training.weights.chance_comparison import (
     NAMES,
     answer_sentences,
     chance_comparisons,
@@ -41,6 +38,12 @@ from numdev.studies.training.weights.standing import (
     is_chance,
     place_in_words,
     single_places,
+)
+from numdev.studies.training.weights.report import ALL, Layer
+from numdev.studies.training.weights.run_checkpoints import (
+    Place,
+    RunCheckpoints,
+    find_runs,
 )
 from numdev.studies.training.weights.study import (
     Measured,
@@ -50,6 +53,7 @@ from numdev.studies.training.weights.study import (
     remark_sentences,
     source_record,
 )
+from numdev.studies.training.weights.weight_sets import open_weights
 from numdev.system import System
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)

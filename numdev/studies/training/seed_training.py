@@ -18,11 +18,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from numdev.sources.checkpoint import digest_of
 from numdev.sources.files import naming
+from numdev.studies.training.attention_output_error import output_rows
 from numdev.studies.training.config import TrainRequest
-from numdev.studies.training.data import Tokens
-from numdev.studies.training.lane import Lane
 from numdev.studies.training.measure import distance_row, train_row
-from numdev.studies.training.outputs import output_rows
+from numdev.studies.training.token_batches import Tokens
+from numdev.studies.training.variant_training import Lane
 
 STATE, PARTLY = "state.pt", ".state.pt.partly"  # the latter until it is complete
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -29,11 +29,11 @@ from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.reference.blocked import nonzero, row_blocks
 from numdev.sources.projection import Projection
-from numdev.studies.diagnose import passes
-from numdev.studies.diagnose import statistics as stats
-from numdev.studies.diagnose.passes import Computed, Truth
+from numdev.studies.diagnose import exact_and_rounded_passes
+from numdev.studies.diagnose import head_statistics as stats
+from numdev.studies.diagnose.exact_and_rounded_passes import Computed, Truth
+from numdev.studies.diagnose.head_statistics import Columns
 from numdev.studies.diagnose.report import CallFields, HeadRow
-from numdev.studies.diagnose.statistics import Columns
 
 # How far from its row's largest score another is nearly tied, as in the paper
 NEAR = 1e-3
@@ -72,12 +72,16 @@ def diagnose_call(
     grad_out, Refused where the recipe's `compute` dtype cannot represent the case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         truth, rounded = (
-            passes.exact_passes(case, projection),
-            passes.rounded_passes(case, recipe),
+            exact_and_rounded_passes.exact_passes(case, projection),
+            exact_and_rounded_passes.rounded_passes(case, recipe),
         )
         columns = {
             "rows": truth.rows.sum(dim=(0, 2)),
-            **_tie_numbers(passes.rounder_by_site(case, recipe), rounded.saved, truth),
+            **_tie_numbers(
+                exact_and_rounded_passes.rounder_by_site(case, recipe),
+                rounded.saved,
+                truth,
+            ),
             **_bias_numbers(truth, rounded),
             "ds_row_sum": ds_row_sum(truth, rounded),
             **_delta_numbers(truth, rounded),
@@ -107,7 +111,7 @@ def _tie_numbers(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
     is multiplied with V (site `p`)."""
     blocks = [
         _ties_in_block(r, saved, truth, rows)
-        for rows in row_blocks(r.case, passes.BLOCKS_AT_ONCE)
+        for rows in row_blocks(r.case, exact_and_rounded_passes.BLOCKS_AT_ONCE)
     ]
     tied, near, one_signed, ones, powers = (
         torch.cat(x, 2) for x in zip(*blocks, strict=True)
@@ -137,7 +141,7 @@ def _ties_in_block(
     seen = key_range(case, rows)
     keys = slice(seen.start - seen.start % width, seen.stop)  # whole tiles
     S, _ = fwd.scores(r, saved.q_s, saved.k, rows, keys)
-    P, _, _ = passes.probabilities(case, truth.exact, rows, keys)
+    P, _, _ = exact_and_rounded_passes.probabilities(case, truth.exact, rows, keys)
     largest = (
         S.amax(dim=-1, keepdim=True) if S.shape[-1] else S.new_zeros(*S.shape[:3], 1)
     )

@@ -16,8 +16,14 @@ from torch import Tensor
 
 from numdev.sources.files import naming
 from numdev.studies.training.config import ModelConfig, folder_prefix
-from numdev.studies.training.data import BOS_ID, EOS_ID, Tokens
-from numdev.studies.training.models import LAYER_EPS, RMS_EPS, ROPE_THETA, SPREAD, Network
+from numdev.studies.training.networks import (
+    LAYER_EPS,
+    RMS_EPS,
+    ROPE_THETA,
+    SPREAD,
+    Network,
+)
+from numdev.studies.training.token_batches import BOS_ID, EOS_ID, Tokens
 
 FOLDER = "checkpoints"
 NAMES = {

@@ -21,9 +21,9 @@ from numdev.errors import MeasurementError, NumdevError
 from numdev.kernels import Kernel, find
 from numdev.kernels.autograd_operation import attend_in_graph, attend_with_gradients_of
 from numdev.studies.training.config import ModelConfig, Optimiser, ResolvedVariant
-from numdev.studies.training.data import seed_for
-from numdev.studies.training.models import Batch, build_network
+from numdev.studies.training.networks import Batch, build_network
 from numdev.studies.training.optimiser import Slots, Updates
+from numdev.studies.training.token_batches import seed_for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = CaseRef(case="training")
@@ -58,7 +58,7 @@ BITS = {
 
 @dataclass(kw_only=True)
 class KernelAttention:
-    """attend(q, k, v) of `numdev.studies.training.models`: a registered kernel as a
+    """attend(q, k, v) of `numdev.studies.training.networks`: a registered kernel as a
     network calls it. q, k and v are cast to `dtype` where one is given, and the output
     comes in q's own dtype."""
 

@@ -38,7 +38,7 @@ from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.plan import Planned
 from numdev.studies.audit.rows import options_set
-from numdev.studies.effects.rounding import (
+from numdev.studies.effects.rounding_sites import (
     ATTENTION,
     SITES,
     AtSites,

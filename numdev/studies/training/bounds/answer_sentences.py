@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.report.numbers import percent, si, times
-from numdev.studies.training.bounds.ladder import strength_in_words
 from numdev.studies.training.bounds.report import (
     FEWEST_SEEDS,
     PAIRED,
@@ -16,6 +15,7 @@ from numdev.studies.training.bounds.report import (
     Comparison,
     DoseReading,
 )
+from numdev.studies.training.bounds.rounding_doses import strength_in_words
 from numdev.studies.training.report import TrainReport, VariantRole
 
 NOT_DETERMINISTIC = (

@@ -16,8 +16,8 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import format_of, round_to, ulp
 from numdev.kernels.reference.blocked import attend  # small: a compiler would take longer
-from numdev.studies.training.lane import ODDS, Lane, largest_score
 from numdev.studies.training.report import AttentionOutputRow
+from numdev.studies.training.variant_training import ODDS, Lane, largest_score
 
 OF = ("golden", "flash", "attention_precision", "null_rounding", "variant")
 """Roles whose attention computes something else from the same q, k and v. In the others

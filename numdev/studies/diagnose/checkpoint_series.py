@@ -22,7 +22,7 @@ from numdev.sources.checkpoint import WHOLE
 from numdev.sources.files import identity
 from numdev.sources.pipeline import is_pipeline
 from numdev.sources.prompts import PROMPT
-from numdev.studies.training.weights.files import WeightSet, open_weights
+from numdev.studies.training.weights.weight_sets import WeightSet, open_weights
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
 YAML = (".yaml", ".yml")

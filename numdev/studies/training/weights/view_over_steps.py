@@ -10,18 +10,18 @@ from numdev.report import document as doc
 from numdev.report.document import PAGE, TEXT, Cell, Column
 from numdev.report.numbers import NONE, percent, si, times
 from numdev.studies.training.bounds.report import FEWEST_SEEDS
+from numdev.studies.training.weights.chance_comparison import (
+    FEWEST_NULLS,
+    LIMITS,
+    Metric,
+    place_in_words,
+)
 from numdev.studies.training.weights.report import (
     ALL,
     ChanceComparison,
     Layer,
     QuantileRow,
     WeightsReport,
-)
-from numdev.studies.training.weights.standing import (
-    FEWEST_NULLS,
-    LIMITS,
-    Metric,
-    place_in_words,
 )
 
 ON_PAGE = 40  # tables of a run at a step

@@ -35,7 +35,13 @@ from numdev.sources.capture import (
 from numdev.sources.prompts import argument_names
 from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.reproduce import written
-from numdev.studies.effects.outputs import (
+from numdev.studies.effects.model_runs import (
+    Inputs,
+    Subject,
+    exact_attention,
+    first_nonfinite,
+)
+from numdev.studies.effects.output_error import (
     EXACT_NONFINITE,
     count_nonfinite_positions,
     main_output,
@@ -50,13 +56,7 @@ from numdev.studies.effects.report import (
     check_names,
     not_asked_reason,
 )
-from numdev.studies.effects.rounding import layer_names
-from numdev.studies.effects.running import (
-    Inputs,
-    Subject,
-    exact_attention,
-    first_nonfinite,
-)
+from numdev.studies.effects.rounding_sites import layer_names
 
 BEFORE = ""  # the name of what the first layer gets
 HIDDEN = 4  # tokens that a mask hides
