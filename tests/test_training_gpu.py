@@ -95,7 +95,7 @@ def test_a_loaded_lane_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
         other.replay = None
         for step in range(FIRST + 3, steps + 1):
             for each in (lane, other):
-                each.step(data.batch(0, step), step, steps)
+                each.take_step(data.batch(0, step), step, steps)
     assert_replayed(lane, other)
 
 

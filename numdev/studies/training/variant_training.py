@@ -129,8 +129,9 @@ def learning_rate(config: Optimiser, step: int, steps: int) -> float:
 
 
 class Lane:
-    """A variant at step 0, or at the step of the state that `load` reads. `loss`, and
-    `norm`, that of the gradient before clipping, are of the last batch, on the device."""
+    """A variant of one seed in training: at step 0, or at the step of the state that
+    `load_state` gets. `loss`, and `norm`, that of the gradient before clipping, are of
+    the last batch, scalars on the device, None before one."""
 
     def __init__(
         self,
