@@ -127,8 +127,8 @@ def is_at_fault(ranked: Ranked) -> bool:
 
 
 def does_harm(ranked: Ranked) -> bool:
-    """Whether a head is at fault, or rounding changes half of its layer's dW_Q whatever
-    the signs of its errors."""
+    """Whether a head is at fault, or its score is half or more: rounding changes half of
+    its layer's dW_Q, whatever the signs of its errors."""
     return is_at_fault(ranked) or ranked.score >= DROWNED
 
 
@@ -195,7 +195,7 @@ def answer_sentences(
             *_fault_sentences(first, rows[first.key], ranking),
             *_cure_sentences(first, cures),
         ]
-    elif _loses_half(first):
+    elif _has_half_changed(first):
         sentences = [
             _drowned_sentence(first, rows[first.key], ranking),
             *_cure_sentences(first, cures),
@@ -238,8 +238,9 @@ def _fault_sentences(
     return effect, cause
 
 
-def _loses_half(ranked: Ranked) -> bool:
-    """Whether rounding changes half or more of the dW_Q of the head's layer."""
+def _has_half_changed(ranked: Ranked) -> bool:
+    """Whether W_Q of a head is known and rounding changes DROWNED, half, or more of the
+    dW_Q of its layer."""
     return ranked.score >= DROWNED and is_judged(ranked, WRONG)
 
 
@@ -248,7 +249,7 @@ def _drowned_sentence(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) ->
     sign."""
     return (
         f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
-        f"({sum(map(_loses_half, ranking))} of {len(ranking)} heads "
+        f"({sum(map(_has_half_changed, ranking))} of {len(ranking)} heads "
         f"≥ {percent(DROWNED)}); "
         f"the errors have no consistent sign (t = {si(row.delta_t)}); "
         f"rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0."

@@ -69,8 +69,8 @@ class HeadPlace(Record):
 
     @property
     def brief(self) -> str:
-        """Returns the head's short name: `L3H5`; the module's or call's name with the
-        head where there is no layer."""
+        """Returns the head's short name: `L3H5`, `L3#1 H5` of a layer's second call; the
+        module's or case's name in place of the layer where there is none."""
         where = f"{self.module or self.case} " if self.layer is None else f"L{self.layer}"
         return f"{where}{f'#{self.call} ' if self.call else ''}H{self.head}"
 

@@ -413,7 +413,7 @@ def _curves(samples: Sequence[_Sample], first: records.Ranked) -> Iterator[Curve
 
 
 def _curve(label: str, role: Role, line: Mapping[int, float]) -> Curve:
-    """Returns a curve without intervals, of a value by step."""
+    """Returns a curve, without intervals, of a value by step."""
     points = [
         Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
         for step, x in line.items()

@@ -129,7 +129,8 @@ def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 
 def _score_name(report: DiagnoseReport) -> str:
-    """Returns the name of the number that heads are ordered by."""
+    """Returns the name of the number that heads are ordered by: the error in the layer's
+    dW_Q, or the mean error of delta where no W_Q is known."""
     if any(is_judged(ranked, WRONG) for ranked in report.summary.ranking):
         return "error in the layer's dW_Q"
     return "|mean error of delta|"
@@ -143,8 +144,8 @@ def _score_cell(head: Ranked) -> doc.Cell:
 
 
 def _ranking_table(report: DiagnoseReport) -> doc.Table:
-    """Returns the table of the first SHOWN heads, each with its numbers and how much of
-    the chain it meets."""
+    """Returns the table of the first SHOWN heads, each with its score, its numbers and
+    how many of the chain's conditions it meets."""
     rows = {head.key: head for head in report.heads}
 
     def cells(ranked: Ranked) -> Iterator[str | doc.Cell]:

@@ -111,9 +111,10 @@ class Checks:
         self.text = text_input_name(inputs)
 
     def try_check(self, name: str, repeat: Check | None) -> Check:
-        """Returns the check of this name. `holds` is None with a reason where it does not
-        apply, was not asked for, raised an error, or where `repeat`, if it was tried
-        before, does not hold."""
+        """Returns the check of this name. Its `holds` is None, with a reason, where the
+        check does not apply, was not asked for or raised an error, and where `repeat`,
+        the check of whether the model repeats itself, was tried before (None: not yet)
+        and does not hold."""
         untried = Check(name=name, holds=None)
         if why := not_asked_reason(self.request, name) or self.inapplicable_reason(name):
             return untried.model_copy(update={"applies": False, "reason": why})
@@ -432,7 +433,9 @@ class Checks:
 
     def check_compiled(self, name: str, way: str) -> Check:
         """Returns the check of whether torch.compile leaves the model's error as it is.
-        `way`: which of the model's own codes for attention runs, where it has several."""
+        `name`: of the check; `way`: which of the model's own codes for attention runs,
+        `eager` or `sdpa`, where it has several. Raises what the model and the compiler
+        raise."""
         model: nn.Module = self.subject.real
         with torch.no_grad(), attention_override(model, way):
             home = to_model_device(model, self.inputs)

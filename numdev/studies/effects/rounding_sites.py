@@ -157,8 +157,8 @@ def only_moves_values(func: OpOverload) -> bool:
 def brings_other_numbers(
     func: OpOverload, args: tuple[object, ...], dtype: torch.dtype
 ) -> bool:
-    """Whether an operator that moves values also computes: it adds some up, casts those
-    of a wider tensor down to `dtype`, or puts integers among them."""
+    """Whether an operator that moves values also makes new ones: it adds some up, casts
+    those of a wider tensor down to `dtype`, or puts integers among them."""
     name = func.overloadpacket.__name__
     if name in ("index_put", "index_put_") and len(args) > 3 and args[3]:
         return True

@@ -87,7 +87,8 @@ class Run(NamedTuple):
 
     @property
     def planned_run(self) -> PlannedRun:
-        """Returns the run as the plan of a report records it."""
+        """Returns the run as the plan of a report records it: kind, kernel ("" for none),
+        options, site and layer."""
         p = self.planned
         return PlannedRun(
             kind=self.kind,

@@ -204,8 +204,8 @@ class OutputRuns:
         return f"{text}."
 
     def _flips_sentence(self, main: RunSummary) -> str:
-        """Returns the sentence on how often the top token changes, with the count of
-        another kernel in brackets if it has any."""
+        """Returns the sentence on how often the top token changes; in brackets how often
+        with the first other kernel, if it does."""
         other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
         beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
         name = f"{main.format} with {labelled(main.kernel, main.options)}"

@@ -187,9 +187,9 @@ def _output_tests(
     limits: EffectsLimits,
 ) -> Iterator[TestFields]:
     """Yields the fields of the tests of one output of the model, with one kernel in one
-    format: `finite`, `own share`, `model`, `flips`. Without the costs of both `whole` and
-    attention alone, the last three have a reason: not applicable where both lack one,
-    missing where one has it."""
+    format, by the names of a Test's fields: the rules `finite`, `own share`, `model` and
+    `flips`. Without the costs of both `whole` and attention alone, the last three have a
+    reason: not applicable where both lack one, missing where one has it."""
     attention = attention_alone(whole, runs)
     yield _finite_test(whole, attention, runs)
     if whole.cost is None or attention is None or attention.cost is None:

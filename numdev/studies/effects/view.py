@@ -122,7 +122,8 @@ def _kernel_table(
 ) -> doc.Table:
     """Returns the table of the model with each kernel in a format, and below them the
     runs that they are compared with. Runs of the whole model without numbers are left
-    out."""
+    out. `runs`: those of one output; `logits`: whether it is logits, and not final
+    states."""
     alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
     wholes = [run for run in runs if run.kind == "whole" and run.cost]
     present = {alone[r.run[1:]].beside for r in wholes if r.run[1:] in alone}

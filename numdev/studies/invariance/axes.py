@@ -264,7 +264,8 @@ def _as_last_row(
 
 
 def _part_of_case(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
-    """Returns the place of the case's rows and keys behind so many new ones."""
+    """Returns the place of the case's rows and keys in a call that has so many new ones
+    before them."""
     return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
 
 
@@ -310,7 +311,7 @@ def batch_variants(case: AttentionCase) -> Variants:
 
 
 def order_variants(case: AttentionCase) -> Variants:
-    """Yields the first sequence at other places of a batch of AROUND."""
+    """Yields the first of AROUND sequences at two other places of their batch."""
     base = select_sequences(case, range(AROUND))
     for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
         at = places.index(0)
@@ -339,7 +340,8 @@ def neighbour_variants(case: AttentionCase) -> Variants:
 def length_variants(case: AttentionCase) -> Variants:
     """Yields the first sequence beside others of other lengths: in a batch, by a mask of
     keys; packed, by a mask that is diagonal in blocks. Packed only where the call has as
-    many keys as rows and no mask."""
+    many keys as rows and no mask; where that would be too large it is a variant with a
+    reason and no calls."""
     around, n, m = select_sequences(case, range(AROUND)), case.q_len, case.kv_len
 
     def padded(*others: int) -> AttentionCase:
@@ -432,8 +434,8 @@ def row_variants(case: AttentionCase) -> Variants:
 
 
 def longer_variants(case: AttentionCase) -> Variants:
-    """Yields the case with more tokens behind it, which causality hides; nothing without
-    it."""
+    """Yields the case with 1, PAD and as many tokens more behind it as it has keys, which
+    causality hides; nothing where a row would see one."""
     high = key_limits(case)[1]
     if high is None or case.q_len - 1 + high > case.kv_len - 1:
         return

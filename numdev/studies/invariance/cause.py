@@ -121,7 +121,7 @@ def _simplest_pair(
 
 
 def _claimed_options(ran: KernelRun, system: System) -> Claim:
-    """Returns the options of `emulated` by which a kernel says that it computes;
+    """Returns the options of `emulated` by which a kernel says that it rounds and tiles;
     FlashAttention-2's preset where it says nothing, or raises."""
     kernel = ran.planned.kernel
     if kernel.name == "emulated":

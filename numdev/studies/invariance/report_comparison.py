@@ -192,7 +192,8 @@ def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
 
 
 def _move_fields(number: Number, words: str) -> Changed:
-    """Returns the fields of a move for a number that changed, by name."""
+    """Returns the fields of a move for a number that changed, by name, with these
+    words."""
     return {
         "metric": number.metric,
         "a": number.a,

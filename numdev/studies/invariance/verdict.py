@@ -288,7 +288,8 @@ def findings(
     judgement: Judgement, report: InvarianceReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
     """Returns a finding for each dependence that follows from no graver one, and for each
-    kernel that did not run; and sentences on what was judged."""
+    kernel that failed or had to run and did not, unless it has one already; and sentences
+    on what was judged."""
     wrong: list[Finding] = []
     beyond = [test for test in judgement.tests if test.beyond]
     for of_kernel in grouped(beyond, lambda t: (label(t), t.format)).values():
@@ -348,7 +349,8 @@ def _exceeded_finding(test: Test, text: str) -> Finding:
 
 
 def _output_sentence(test: Test) -> str:
-    """Returns the sentence on the model's own output. `test`: an exceeded one."""
+    """Returns the sentence that the model's own output depends on an axis, with its
+    change and the limit. `test`: an exceeded one of the model."""
     row: ModelRow = test.beyond[0]
     ratio = test.observed if isinstance(test.observed, float) else None
     name = labelled(row.kernel, row.options)
@@ -414,8 +416,8 @@ def _axis_and_change(row: InvarianceRow) -> str:
 
 
 def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
-    """Yields a sentence on what was judged, and one for each kernel on the axes along
-    which it was not."""
+    """Yields a sentence on what was judged and by which limits, and one for each kernel
+    in a format on the axes along which it was not, with the reasons."""
     bitwise = {t.rule for t in judgement.tests if t.judged}
     axes = listed(axis for axis in report.plan.axes if f"{axis} bitwise" in bitwise)
     limits = {

@@ -77,7 +77,8 @@ class ModelConfig(Strict):
 
     @property
     def hidden(self) -> int:
-        """Returns the width of the MLP: as set, else as models of that kind have it."""
+        """Returns the width of the MLP: as set, else 4 widths in gpt2, and in llama 8/3
+        of the width, up to a multiple of 32."""
         if self.mlp is not None:
             return self.mlp
         return -(-8 * self.width // 96) * 32 if self.kind == "llama" else 4 * self.width

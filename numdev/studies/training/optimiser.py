@@ -85,7 +85,8 @@ class Updates:
         return [self.slots.get(p, {}) for p in self._parameters()]
 
     def load_state(self, state: Sequence[Slots]) -> None:
-        """Goes on from what `state` returned, wherever its tensors are."""
+        """Goes on from what `state` returned, wherever its tensors are; a parameter whose
+        state is empty starts anew."""
         self.slots = {
             p: {name: x.to(p.device) for name, x in slots.items()}
             for p, slots in zip(self._parameters(), state, strict=True)

@@ -163,7 +163,7 @@ class BoundsReport(Report):
 
     @property
     def unmeasured(self) -> str:
-        """Returns a clause that says what could not be measured."""
+        """Returns a clause that says that no two distances could be compared."""
         return "no two distances could be compared"
 
     def tables(self) -> dict[str, Sequence[Record]]:

@@ -144,7 +144,8 @@ def _first_runs(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mean_by_seed_and_step(lines: pd.DataFrame) -> pd.Series[float]:
-    """Returns the geometric mean over runs of one strength, by seed and step."""
+    """Returns the geometric mean of `value` over the lines of each seed and step, a
+    series indexed by both."""
     return lines.groupby(["seed", "step"]).value.agg(statistics.geometric_mean)
 
 
@@ -210,8 +211,8 @@ def dose_readings(
 
 
 def _lines(distances: pd.DataFrame) -> Iterator[_Line]:
-    """Yields the distances of a table, with the seed and step and the strength of
-    each."""
+    """Yields the distances of a table with the columns seed, step, times and value, each
+    with its seed and step and its strength of re-rounding."""
     columns = (distances[name] for name in ("seed", "step", "times", "value"))
     for seed, step, times, value in zip(*columns, strict=True):
         yield _Line((int(seed), int(step)), float(times), float(value))

@@ -227,7 +227,8 @@ def _compared_labels(
 
 
 def _window_steps(mark: Saturation) -> Mapping[Window, tuple[int, ...]]:
-    """Returns the steps of each window, maybe none."""
+    """Returns the steps of each window, maybe none: `start` is step 0, `first` the first
+    early one, `early` all of these, `saturated` those where curves have merged."""
     return {
         "start": (0,),
         "first": mark.early[:1],

@@ -162,7 +162,7 @@ def _window_titles(measured: list[Comparison]) -> Mapping[Window, str]:
 
 
 def _pair_columns(first: str, second: str) -> list[str | Column]:
-    """Returns two columns of text."""
+    """Returns two columns of these titles, aligned as text."""
     return [first, Column(second, align="left")]
 
 

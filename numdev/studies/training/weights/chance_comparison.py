@@ -65,7 +65,8 @@ def is_chance(run: RunRecord) -> bool:
 
 
 def early_marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Saturation:
-    """Returns the steps that are early, by the rule of `numdev bounds`, from all weights
+    """Returns where curves bend, merge and are decided by chance, and which steps are
+    early, by the rule of `numdev bounds`, from the mean |difference| of all weights
     together."""
     by_name = {run.name: run for run in runs}
     lines = []
@@ -240,7 +241,8 @@ def answer_sentences(
 
 
 def _role_order(run: RunRecord) -> int:
-    """Returns a sort key: the place of a run's role in the answer."""
+    """Returns a sort key: flash first, then the other roles in the order of SHOWN_BESIDE,
+    all else last."""
     return SHOWN_BESIDE.index(run.role) if run.role in SHOWN_BESIDE else len(SHOWN_BESIDE)
 
 
@@ -392,6 +394,6 @@ def _beside_run_sentence(
 def _positive_distances(
     cells: Iterable[WeightsCell], name: str, metric: Metric
 ) -> dict[tuple[int, int], float]:
-    """Returns a run's distances in a metric that are not 0, by seed and step."""
+    """Returns a run's distances in a metric that are not 0, by (seed, step)."""
     of_run = [c for c in cells if c.of == name]
     return {(c.seed, c.step): x for c in of_run if (x := getattr(c, metric))}

@@ -275,8 +275,8 @@ def _group_rows(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
 
 
 def group_fields(measured: Sequence[Measured]) -> Fields:
-    """Returns the fields of a row of several tensors of one set, by name. `measured`: at
-    least one."""
+    """Returns the fields of a `Together` row, by name: several tensors of one set beside
+    those of the first. `measured`: the row and sums of each tensor, at least one."""
     rows = [row for row, _ in measured]
     cast = _coarser_cast(rows)
     ratios = {
@@ -314,7 +314,8 @@ def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
 
 
 def _is_identical(row: records.TensorRow) -> bool:
-    """Whether a tensor is finite and equal in both sets, and not 0 throughout."""
+    """Whether a tensor is finite and equal in both sets; False for one that is 0
+    throughout in both."""
     return row.equal == 1 and not (row.nonfinite_of or row.nonfinite_against)
 
 

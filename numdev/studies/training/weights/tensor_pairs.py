@@ -136,7 +136,7 @@ def row_numbers(sums: Sums, w1: str = "w1") -> Fields:
 
 
 def _l2_norm(x: Tensor) -> float:
-    """Returns the L2 norm in fp64, block by block."""
+    """Returns the L2 norm of a vector in fp64, block by block; 0 for an empty one."""
     squares = [
         float(part.double().square().sum()) for part in x.split(WEIGHTS_AT_ONCE) if len(x)
     ]
