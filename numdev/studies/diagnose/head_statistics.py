@@ -152,10 +152,11 @@ def share_in_one_direction(projection: Projection, PK: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:
-    """Returns the largest eigenvalue, [H], of each symmetric matrix of [H, n, n] in fp64
-    that has no negative one; NaN for a matrix that is not finite. By Lanczos' method with
-    full reorthogonalisation (Golub & Van Loan, Matrix Computations, section 10.1): from
-    below, to about 1 % where no direction is much stronger than the others."""
+    """Returns the largest eigenvalue, [H], of each of the symmetric positive
+    semi-definite matrices [H, n, n] in fp64; NaN for a matrix that is not finite. By
+    Lanczos' method with full reorthogonalisation (Golub & Van Loan, Matrix Computations,
+    section 10.1): from below, to about 1 % where no direction is much stronger than the
+    others."""
     # No element is larger than the largest of the diagonal, nor NaN without one there.
     finite = gram.diagonal(dim1=-2, dim2=-1).isfinite().all(dim=-1)
     matrix = torch.where(finite[:, None, None], gram, 0.0)

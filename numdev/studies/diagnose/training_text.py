@@ -30,11 +30,11 @@ RANDOM = "{name} reads random bytes: {why}; give --text or --inputs."
 def write_training_text(
     request: DiagnoseRequest, stage: Stage, path: Path
 ) -> tuple[Path | None, str | None]:
-    """Writes input ids from the text of a checkpoint's training to a safetensors file at
-    `path`; returns that path and a sentence on it. Returns (None, None) where the request
-    says what to read, or training read no bytes; where the text is gone the path is None
-    and nothing is written, and the sentence says so. It also says where the text is
-    another one now."""
+    """Writes input ids [sequences, length] from the text of a checkpoint's training to a
+    safetensors file at `path`; returns that path and a sentence on it, which also says
+    where the text is another one now. Returns (None, None) where the request says what to
+    read, or training read no bytes. Where the text is gone or training.json does not say
+    which it was, nothing is written; the path is None, and the sentence says why."""
     record = _training_record(Path(stage.target))
     if request.text or request.inputs or not record:
         return None, None

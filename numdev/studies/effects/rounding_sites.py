@@ -110,9 +110,10 @@ class AtSites:
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns the values that an operation computed for a result of this dtype:
-        rounded if its site is chosen, and as they are if it only moves values. Notes in
-        `narrower` a site that computes in less than the model's format."""
+        """Returns the values that an operation computed for a result of this dtype,
+        rounded if its site is chosen. Those of an operation that only moves values are
+        left as they are, unless it brings in other numbers. Notes in `narrower` a site
+        that computes in less than the model's format."""
         if only_moves_values(func) and not brings_other_numbers(func, args, dtype):
             return values
         fmt, site = values_format(dtype), self.places.site_of(func, args)
@@ -221,9 +222,9 @@ class SiteTracker:
         self.attended.update(m for m in self.running if m in self.owners)
 
     def site_of(self, func: OpOverload, args: tuple[object, ...]) -> str:
-        """Returns the site, one of SITES, of an operation of the module that runs.
-        `args`: the operation's arguments, whose shapes tell a residual sum from an
-        activation."""
+        """Returns the site, one of SITES, of an operation of the module that runs, and
+        notes how far a module has come that computes attention itself. `args`: the
+        operation's arguments, whose shapes tell a residual sum from an activation."""
         module = self.running[-1] if self.running else None
         kind = self.kinds[module] if module is not None else "outside"
         name = func.overloadpacket.__name__

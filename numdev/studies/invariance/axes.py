@@ -279,9 +279,9 @@ def same_call_variants(
 
 
 def batch_variants(case: AttentionCase) -> Variants:
-    """Yields the first sequences in a larger batch, or the first and the last alone; of a
-    large call the first kv head alone. A call that would be too large is a variant with a
-    reason and no calls."""
+    """Yields the first sequences in batches of the sizes SIZES, or the first and the last
+    alone; of a large call the first kv head alone. A call that would be too large is a
+    variant with a reason and no calls."""
     count, largest = case.q.shape[0], LARGEST if case.q.is_cuda else LARGEST_CPU
     one = case.q.shape[2] * case.kv_len  # scores of one head of one sequence
     base, compared = None, ""

@@ -128,9 +128,9 @@ class _Filled(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fill_new_memory(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
-    """Returns a context in which memory that a kernel allocates without a value holds
-    `value`: what Python allocates, by the dispatcher; what C++ does, as far as the
-    allocator gives back what was freed last."""
+    """Returns a context in which floating-point memory that a kernel allocates without a
+    value holds `value`: what Python allocates, by the dispatcher; what C++ does, as far
+    as the allocator gives back what was freed last."""
     shape = (*case.q.shape[:3], case.v.shape[-1])
     for dtype in (case.q.dtype, torch.float32):
         freed = [

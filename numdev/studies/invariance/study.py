@@ -344,9 +344,9 @@ class InvarianceStudy:
     def measure_model(
         self, source: Source, formats: Sequence[Format], journal: Journal
     ) -> None:
-        """Measures the model's own output with each kernel and appends the rows to the
-        journal. Does nothing for a source that is no checkpoint in memory, or does not
-        read `input_ids`."""
+        """Measures the model's own output with each kernel in each format that the
+        journal lacks and appends the rows to it; sets `model_axes`. Does nothing for a
+        source that is no checkpoint in memory, or does not read `input_ids`."""
         if not isinstance(source, CheckpointSource) or source.streamed is not None:
             return
         if "input_ids" not in source.prompt.inputs:
