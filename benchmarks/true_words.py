@@ -42,8 +42,8 @@ from torch import Tensor
 KERNELS = {  # of `planted`, by the formats in which they are checked
     ("bfloat16",): "scale-1005 scale-of-one-head causal-plus1 tail-96 sinks-of-next-head "
     "sinks-twice heads-exchanged cap-before-scale mask-of-next-entry output-1002 output-10000 "
-    "lse-constant padding-counts rows-from-128-off head-1-noisy p-in-e4m3 p-in-6-bits "
-    "scores-rounded out-truncated not-reproducible dv-102 dq-zero dk-from-64 dv-in-6-bits "
+    "lse-constant padding-counts rows-from-100-noisy head-1-noisy p-in-e4m3 p-in-6-bits "
+    "scores-in-bfloat16 out-truncated not-reproducible dv-102 dq-zero dk-from-64 dv-in-6-bits "
     "dk-10000 backward-causal-plus1 delta-rounded ds-truncated dq-accumulator-rounded two-faults",
     (
         "float16",

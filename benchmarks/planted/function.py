@@ -76,7 +76,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrong: Hooks) -> An
     index = [read(h, group, kv) for h in range(heads)]
     scale = wrong.get("scale", lambda s: s)(asked.scale)
     Q, K, V = q.to(wide), k.to(wide)[:, index], v.to(wide)[:, index]
-    S = (Q @ K.mT) * scale
+    S = wrong.get("scores", lambda S: S)((Q @ K.mT) * scale)
     mask, shift = asked.mask, wrong.get("mask", lambda x, s: x)
     mask = None if mask is None else shift(mask, scale)
     hidden = _hidden(S, asked, wrong)
@@ -498,6 +498,7 @@ _place("nan-tail", "Rows from 128 on are NaN.", "long", "long", None, rows(128, 
 _place("rows-64th-off", "Every 64th row is off by its mean size.", "long", "long", None, rows(63, None, 64, lambda x: x + x.abs().mean()), place="row 63|64th row from 63")
 _place("row-0-off", "Row 0 is reversed.", FULL, "full", None, rows(0, 1, None, lambda x: x.flip(-1)), place="in row 0")
 _place("rows-from-128-off", "Rows from 128 on have a tenth of another feature.", "long", "long", None, rows(128, None, None, lambda x: x + 0.1 * x.roll(1, -1)), place="rows? (from )?128")
+_place("rows-from-100-noisy", "Rows from 100 on are noisy.", "long", "long", None, noisy(0.3, (ALL, ALL, slice(100, None))), place="rows? (from )?100")
 _place("head-1-noisy", "Head 1 errs 3 times as much.", FULL, "full", None, noisy(0.008, (ALL, slice(1, 2))), place="head 1")
 _place("row-5-of-entry-1", "Row 5 of batch entry 1 is noise.", "full causal", "grouped", None, noisy(1.0, (slice(1, 2), ALL, slice(5, 6))), place="row 5")
 # The log-sum-exp
@@ -531,6 +532,7 @@ _gradient("backward-without-cap", "Backward ignores the soft cap.", "capped", "s
 _gradient("backward-without-slope", "Backward lacks the slope of the soft cap.", "capped", "soft-cap", "slope", backward={"cap": lambda S, c, s: S + (torch.tanh(S / c) * c - S).detach()})
 _gradient("backward-window-tiles", "In backward the window shows whole tiles of 64 rows and keys.", "window window-both", "window", "in tiles (of 64|that cover)", backward={"tiles": (64, 64)})
 # Digits
+_rounding("scores-in-bfloat16", "The scores are rounded to bfloat16, and gradients are of these.", FULL, "full", "S is rounded to bfloat16", {"scores": lambda S: S.bfloat16().float()})
 _rounding("p-in-e4m3", "P is rounded to e4m3.", FULL, "full", "float8_e4m3fn", {"p": lambda P, S, top: P.to(torch.float8_e4m3fn).float()})
 _rounding("p-in-e5m2", "P is rounded to e5m2.", FULL, "full", "float8_e5m2", {"p": lambda P, S, top: P.to(torch.float8_e5m2).float()})
 _rounding("p-in-bfloat16", "P is rounded to bfloat16.", FULL, "full", "P is rounded to bfloat16", {"p": lambda P, S, top: P.bfloat16().float()}, format="float16")
