@@ -153,7 +153,7 @@ def _modules(
         )
         forms = json.loads(str(answer))
     else:
-        make = imported(target, "solution")
+        make = import_callable(target, "solution")
         forms = forms_of(build.module(make))
     model = build.module(problem.model)
     reference: Callable[..., object] = model.forward

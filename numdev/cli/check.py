@@ -201,14 +201,21 @@ def beside(
                 seeds=seeds, device=device, thresholds=thresholds, process=process,
             )  # fmt: skip
         else:
-            named = inputs is not None and ":" in inputs
+            is_function = inputs is not None and ":" in inputs
             result = check_beside(
                 target,
                 reference=import_callable(str(reference), "reference"),
-                inputs=import_callable(str(inputs), "function of inputs") if named else inputs,
-                shapes=shapes, formats=formats, backward=backward, seeds=seeds,
-                device=device, thresholds=thresholds, process=process,
-            )  # fmt: skip
+                inputs=import_callable(str(inputs), "function of inputs")
+                if is_function
+                else inputs,
+                shapes=shapes,
+                formats=formats,
+                backward=backward,
+                seeds=seeds,
+                device=device,
+                thresholds=thresholds,
+                process=process,
+            )
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         reports.write(result.report, output)

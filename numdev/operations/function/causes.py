@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from numdev.exact.rounding import Unrounded
-from numdev.exact.wide import UNROUNDED, widened
+from numdev.exact.wide_tensors import UNROUNDED, widened
 from numdev.operations.function.faults import (
     faults_of_inputs,
     mean_along_last,
