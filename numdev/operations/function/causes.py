@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -232,7 +233,7 @@ class _OtherSums(Unrounded):
         if name not in ("sum", "mean", "mm", "bmm", "addmm", "baddbmm"):
             return values
         first = 1 if name.endswith("addmm") or name == "baddbmm" else 0
-        x = widened(args[first])
+        x = widened(cast(Tensor, args[first]))  # of these operators
         count = _terms(name, x, args)
         if count < 2:
             return values
@@ -246,7 +247,7 @@ class _OtherSums(Unrounded):
             shorter = x.narrow(axis, 0, count - last)
             result: Tensor = func(shorter, *args[1:3])
             return result.reshape(values.shape)
-        y = widened(args[first + 1])
+        y = widened(cast(Tensor, args[first + 1]))
         tail: Tensor = x[..., count - last :] @ y[..., count - last :, :]
         return values - tail
 
