@@ -281,8 +281,9 @@ class Checks:
         return f"; layer {layer} is the first whose {what} differs"
 
     def check_against_exact_run(self, name: str, **how: object) -> Check:
-        """Returns the check of whether the exact run agrees with one that is made another
-        way. `how`: arguments of `run_exactly`; without any it is the same run again."""
+        """Returns the check of whether the exact run agrees with one that is made with
+        `how`, further arguments of `run_exactly`; without any it is the same run
+        again."""
         counts = unpadded_positions(self.inputs, self.exact_run[0])
         return self.compare_runs(
             name, self.exact_run, self.run_exactly(self.inputs, **how), counts

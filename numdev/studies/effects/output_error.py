@@ -144,8 +144,8 @@ def score_sequences(
 
     `by_chance` [sequences, positions]: the `largest_error` that roundings make, by which
     flips are told from near ties; None leaves `unexplained` out. `beside`: the output
-    that `apart` is measured from; None, or one that is not finite, leaves it out. A
-    sequence that is all padding, or has NaN or infinity in `x` or `truth`, has a status
+    that `from_against` is measured from; None, or one that is not finite, leaves it out.
+    A sequence that is all padding, or has NaN or infinity in `x` or `truth`, has a status
     and a `reason` in place of numbers, with the entry of `first` on where they came
     up."""
     rows: list[Fields] = []

@@ -224,7 +224,8 @@ class SiteTracker:
     def site_of(self, func: OpOverload, args: tuple[object, ...]) -> str:
         """Returns the site, one of SITES, of an operation of the module that runs, and
         notes how far a module has come that computes attention itself. `args`: the
-        operation's arguments, whose shapes tell a residual sum from an activation."""
+        operation's arguments, by whose shapes a sum is the residual stream's or an
+        activation's."""
         module = self.running[-1] if self.running else None
         kind = self.kinds[module] if module is not None else "outside"
         name = func.overloadpacket.__name__

@@ -278,9 +278,9 @@ def _ratio_test(
     """Returns the fields of the test of a ratio: a run's cost over that of what it is
     compared with. It is exceeded where the lower end of its interval is beyond the limit;
     also where the ratio is SURELY times the limit and has no interval, or is so in one
-    sequence of a model without a router that reads many positions (`steady`). It is held
-    where the ratio is within the limit and has an interval. Otherwise it is undecided, or
-    not applicable where nothing is there to compare with."""
+    sequence of a model without a router that reads many positions (`steady`). It is
+    within the limit where the ratio is, and has an interval. Otherwise it is undecided,
+    or not applicable where nothing is there to compare with."""
     by = RATIO_RULES[run.beside or "sites"]
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)

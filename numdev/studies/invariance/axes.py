@@ -323,8 +323,9 @@ def order_variants(case: AttentionCase) -> Variants:
 
 
 def neighbour_variants(case: AttentionCase) -> Variants:
-    """Yields the first sequence beside others with other values: larger, zero, NaN, or
-    numbers that make far larger scores. With the last two dk and dv are not compared."""
+    """Yields the first sequence in a batch with others of other values: larger, zero,
+    NaN, or numbers that make far larger scores. With the last two dk and dv are not
+    compared."""
     base, first = select_sequences(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
     for name, factor in (("larger", LARGE), ("zero", 0.0), *call_layouts.POISONS.items()):
         changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
@@ -338,10 +339,10 @@ def neighbour_variants(case: AttentionCase) -> Variants:
 
 
 def length_variants(case: AttentionCase) -> Variants:
-    """Yields the first sequence beside others of other lengths: in a batch, by a mask of
-    keys; packed, by a mask that is diagonal in blocks. Packed only where the call has as
-    many keys as rows and no mask; where that would be too large it is a variant with a
-    reason and no calls."""
+    """Yields the first sequence with others of other lengths: in a batch, by a mask of
+    keys; packed into one, by a mask that is diagonal in blocks. Packed only where the
+    call has as many keys as rows and no mask; where that would be too large it is a
+    variant with a reason and no calls."""
     around, n, m = select_sequences(case, range(AROUND)), case.q_len, case.kv_len
 
     def padded(*others: int) -> AttentionCase:

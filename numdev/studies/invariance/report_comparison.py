@@ -152,8 +152,8 @@ class Number(NamedTuple):
 
 def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
     """Yields the fields of each move in one row: other counts of elements or of NaN; then
-    other bits or causes, or else the number that changed most, or else the count of
-    elements that differ. `a`, `b`: the row in A and in B."""
+    other bits or causes, or else the number that changed most, beyond TIMES, or else the
+    count of elements that differ. `a`, `b`: the row in A and in B."""
     fact: Changed = {
         "metric": "difference",
         "excess": FAR,

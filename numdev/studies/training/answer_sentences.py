@@ -106,9 +106,10 @@ def _nonfinite_loss_sentences(
 def _distance_sentence(
     label: str, base: str, table: pd.DataFrame, steps: Sequence[int]
 ) -> Iterator[str]:
-    """Yields a sentence on how far a label's weights are beside re-rounding, at these
-    early steps; nothing where no seed has both. `table`: distances, with a column for
-    each label and a line for each seed and step."""
+    """Yields a sentence on how far a label's weights are from the golden run's, over how
+    far re-rounding moves them, at these early steps; nothing where no seed has both.
+    `base`: the label of the re-rounding; `table`: distances, with a column for each label
+    and a line for each seed and step."""
     by_seed = ratios_by_seed(table[label], table[base], steps) if label in table else {}
     if by_seed:
         when = " to ".join(dict.fromkeys(map(str, (steps[0], steps[-1]))))

@@ -269,7 +269,7 @@ def variant_record(
     variant: ResolvedVariant, golden: ResolvedVariant, ran: str | None
 ) -> VariantRecord:
     """Returns a variant's record. `differs`: its seed, kernel of the gradients and
-    changed optimiser settings, beside the kernel and formats. `ran`: the operators that
+    changed optimiser settings, besides the kernel and formats. `ran`: the operators that
     the kernel reported, None if unknown."""
     fields = variant.model_dump(mode="json")
     differs = {n: fields[n] for n in ("seed", "backward_kernel") if fields[n]}

@@ -260,9 +260,9 @@ def chance_comparisons(compared: Sequence[Comparison]) -> tuple[Comparison, ...]
 def chance_sentences(
     compared: Sequence[Comparison], formats: Mapping[str, str], off: float
 ) -> Iterator[str]:
-    """Yields a sentence on each flash run beside chance and beside another seed, early;
-    or on why nothing can be said. Only an interval gives a verdict, at steps before the
-    first at which a repeat is `off` (NaN: at none)."""
+    """Yields a sentence on how far each flash run moves the weights compared with chance
+    and with another seed, early; or on why nothing can be said. Only an interval gives a
+    verdict, at steps before the first at which a repeat is `off` (NaN: at none)."""
     for c in chance_comparisons(compared):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"

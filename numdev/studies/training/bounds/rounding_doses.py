@@ -243,7 +243,8 @@ def _read_dose(
 ) -> DoseReading:
     """Returns the dose of one label in one window: read in each seed at each step, then
     the geometric mean over steps, and over seeds; None, with a reason, where no seed has
-    a ladder beside a distance. `distance`, `ladders`: by seed and step."""
+    both a ladder and a distance. `distance`: by seed and step; `ladders`: distance by
+    strength, by seed and step."""
     reading = partial(DoseReading, variant=variant, role=role, window=window, steps=steps)
     readings = {
         at: dose_of_distance(x, ladders[at])

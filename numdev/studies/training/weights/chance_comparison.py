@@ -81,8 +81,8 @@ def early_marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Satu
 def chance_comparisons(
     runs: Sequence[RunRecord], cells: Sequence[WeightsCell]
 ) -> Iterator[ChanceComparison]:
-    """Yields each run that is no null beside chance, in every layer and kind, at every
-    step and in every metric. `cells`: the distances of all runs."""
+    """Yields the comparison with chance of each run that is no null, in every layer and
+    kind, at every step and in every metric. `cells`: the distances of all runs."""
     chance = {run.name for run in runs if is_chance(run)}
     at_one_floor = {
         run.name
@@ -120,9 +120,10 @@ def _chance_comparison(
     layer: Layer,
     kind: str,
 ) -> ChanceComparison:
-    """Returns a run beside chance at one place, from its cells by seed and those of the
-    nulls. A ratio is over the nulls named in `usual`; a margin over the farthest of all.
-    A distance of 0 has no ratio, and does not stand out. `cells`: at least one."""
+    """Returns the comparison of a run's distance with chance's at one place, from its
+    cells by seed and those of the nulls. A ratio is over the nulls named in `usual`; a
+    margin over the farthest of all. A distance of 0 has no ratio, and is never beyond
+    chance. `cells`: at least one."""
     values = {seed: x for seed, c in cells.items() if (x := getattr(c, metric))}
     distances: dict[int, list[float]] = {}
     null_means: dict[int, float] = {}
@@ -216,9 +217,9 @@ def answer_sentences(
     compared: Sequence[ChanceComparison],
     early: Sequence[int],
 ) -> Iterator[str]:
-    """Yields sentences on where runs stand out, flash first; on how far they are beside
-    chance, and beside each other, over early steps; and on runs that equal the first.
-    `runs`: the first is the one that all are compared with."""
+    """Yields sentences on where runs are beyond chance, flash first; on how far they are
+    over early steps, compared with chance and with each other; and on runs that equal the
+    first. `runs`: the first is the one that all are compared with."""
     first = runs[0].name
     order = sorted(runs[1:], key=lambda run: _role_order(run))
     same = [run for run in order if _equals_first_run(run, cells)]
@@ -230,10 +231,10 @@ def answer_sentences(
     for run in judged:
         yield from _too_few_nulls_sentence(run, compared)
     for run in judged:
-        yield from _beside_chance_sentence(run, compared, early)
+        yield from _chance_ratio_sentence(run, compared, early)
     for run in (run for run in judged if run.role == "flash"):
         for other in (other for other in judged if other.role == "low_precision"):
-            yield from _beside_run_sentence(run, other, cells, early)
+            yield from _run_ratio_sentence(run, other, cells, early)
     for run in same:
         zeros = max(c.zeros for c in cells if c.of == run.name)
         words = f" ({zeros} are)" if zeros else ""
@@ -274,9 +275,9 @@ def place_in_words(layer: Layer, kind: str) -> str:
 def _standing_out_sentence(
     run: RunRecord, first: str, compared: Sequence[ChanceComparison]
 ) -> str:
-    """Returns the sentence on where a run stands out, that it does so nowhere, or why
-    that is not judged. `compared`: the run's comparisons; `first`: the name of the first
-    run."""
+    """Returns the sentence on where a run is beyond chance (stands out), that it is so
+    nowhere, or why that is not judged. `compared`: the run's comparisons; `first`: the
+    name of the first run."""
     tested = single_places(compared)
     judged = [s for s in tested if s.stands_out is not None]
     if not judged:
@@ -338,7 +339,7 @@ def _ranges_in_words(values: Mapping[Metric, Sequence[float]]) -> str:
     return ", ".join(parts)
 
 
-def _beside_chance_sentence(
+def _chance_ratio_sentence(
     run: RunRecord, compared: Sequence[ChanceComparison], early: Sequence[int]
 ) -> Iterator[str]:
     """Yields a sentence on the range, over places, of a run's early ratios to chance, a
@@ -360,7 +361,7 @@ def _beside_chance_sentence(
         yield BY_CHANCE.format(name=run.name, when=when, ranges=_ranges_in_words(values))
 
 
-def _beside_run_sentence(
+def _run_ratio_sentence(
     run: RunRecord, other: RunRecord, cells: Sequence[WeightsCell], early: Sequence[int]
 ) -> Iterator[str]:
     """Yields a sentence on one run's early distances over another's of the same seed,

@@ -188,7 +188,7 @@ class WeightsReport(Report):
 
     @property
     def totals(self) -> tuple[GroupRow, ...]:
-        """Returns the rows of all compared tensors together, of each set beside the
+        """Returns the rows of all compared tensors together, one for each set but the
         first."""
         return tuple(g for g in self.groups if g.name == ALL)
 

@@ -275,8 +275,9 @@ def _group_rows(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
 
 
 def group_fields(measured: Sequence[Measured]) -> Fields:
-    """Returns the fields of a `Together` row, by name: several tensors of one set beside
-    those of the first. `measured`: the row and sums of each tensor, at least one."""
+    """Returns the fields of a `Together` row, by name: several tensors of one set,
+    compared with those of the first. `measured`: the row and sums of each tensor, at
+    least one."""
     rows = [row for row, _ in measured]
     cast = _coarser_cast(rows)
     ratios = {
@@ -322,9 +323,9 @@ def _is_identical(row: records.TensorRow) -> bool:
 def _answer_sentences(
     groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]
 ) -> Iterator[str]:
-    """Yields sentences on each set: its mean difference beside the change of one cast of
-    the same tensors, and W1 beside the mean difference; then on what could not be
-    compared, damage first."""
+    """Yields sentences on each set: its mean difference over the change of one cast of
+    the same tensors, and W1 over the mean difference; then on what could not be compared,
+    damage first."""
     for g in (g for g in groups if g.name == records.ALL):
         zeros = ZEROS.format(p=g) if g.zeros else ""
         if g.mean_abs is None:

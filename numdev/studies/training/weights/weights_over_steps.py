@@ -128,8 +128,8 @@ class _Results:
 
 
 def _compare_runs(runs: RunCheckpoints, device: str, progress: Progress) -> _Results:
-    """Returns the cells, remarks, sources and farthest tensors of every run beside the
-    first, at every seed and step that has weights of both."""
+    """Returns the cells, remarks, sources and farthest tensors of every run compared with
+    the first, at every seed and step that has weights of both."""
     results = _Results()
     for done, (place, paths) in enumerate(runs.places.items()):
         progress(f"step {place[1]}, seed {place[0]}", done, len(runs.places))
@@ -196,10 +196,10 @@ def _farthest_tensors(
 def _quantile_rows(
     runs: RunCheckpoints, judged: Sequence[records.ChanceComparison], tensors: Tensors
 ) -> Iterator[records.QuantileRow]:
-    """Yields the quantiles of one tensor in each of the layers and kinds that stand out
-    farthest, MAX_SHIFTED at most, beside the first run's: of the tensor with the largest
-    W1, at the step where it stands out farthest, in the first seed that has it. A tensor
-    that cannot be read again is left out."""
+    """Yields the quantiles of one tensor in each of the layers and kinds that are
+    farthest beyond chance, MAX_SHIFTED at most, less the first run's: of the tensor with
+    the largest W1, at the step where it is farthest, in the first seed that has it. A
+    tensor that cannot be read again is left out."""
     out = [s for s in single_places(judged) if s.stands_out]
     out.sort(key=lambda s: -(s.margin or 0.0))
     chosen = {(s.variant, s.layer, s.kind): s for s in reversed(out)}
