@@ -257,9 +257,7 @@ def chance_comparisons(compared: Sequence[Comparison]) -> tuple[Comparison, ...]
     return tuple(chosen.values())
 
 
-def chance_sentences(
-    compared: Sequence[Comparison], formats: Mapping[str, str], off: float
-) -> Iterator[str]:
+def chance_sentences(compared: Sequence[Comparison], off: float) -> Iterator[str]:
     """Yields a sentence on how far each flash run moves the weights compared with chance
     and with another seed, early; or on why nothing can be said. Only an interval gives a
     verdict, at steps before the first at which a repeat is `off` (NaN: at none)."""

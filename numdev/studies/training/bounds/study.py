@@ -94,13 +94,12 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     answers = tuple(answer_sentences.paper_answers(compared))
     repeat = distances[distances.role == "null_repeat"]
     off, first = repeat.value.max(), float(repeat.step[repeat.value > 0].min())
-    formats = {"" if v.role == "golden" else run_label(v): v.format for v in run.variants}
     attention = {run_label(v): v.attention_format for v in run.variants}
     sentences = (
         *answer_sentences.warning_sentences(run, off, first, outputs),
         *answer_sentences.paper_sentences(answers, compared, attention, first),
         *answer_sentences.dose_sentences(doses, outputs),
-        *answer_sentences.chance_sentences(compared, formats, first),
+        *answer_sentences.chance_sentences(compared, first),
     )
     axis = figures.step_axis(steps, all_named=True) if len(steps) > 1 else None
     summary = records.BoundsSummary(
