@@ -19,8 +19,9 @@ class Attention:
     """The operation (`numdev.studies.audit.operation.Operation`)."""
 
     def screened(self, call: Bench, output: Output) -> Bench:
-        """Returns the call as it is where all rows are measured; of a sample the call
-        with the rows beside it in which `output` looks worst (`screening.screened`)."""
+        """Returns the call with more rows measured: besides the sampled ones those in
+        which `output` differs most from a second computation of the call; the call as it
+        is where all rows are measured."""
         return call if call.selection.queries is None else screened(call, output)
 
     def explained(

@@ -326,7 +326,8 @@ class Bench:
 
     @cached_property
     def distances(self) -> Mapping[str, Distance]:
-        """Returns the exact log-sum-exp, under `lse`, which is not held to rounding."""
+        """Returns the exact log-sum-exp, under `lse`, of which only the distance is
+        measured."""
         return {"lse": Distance(exact=self.reference.lse, empty=self.reference.empty)}
 
     def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Output:

@@ -218,8 +218,8 @@ def _has_full_last_tile(c: CaseRecord) -> bool:
 
 
 def _has_partial_last_tile(c: CaseRecord) -> bool:
-    """Whether the keys are more than a tile, and at least LEAST_IN_TILE are in the last
-    one."""
+    """Whether the keys are more than a tile, and the last tile is partly full, with
+    LEAST_IN_TILE keys at least."""
     return c.kv_len > TILE and c.kv_len % TILE >= LEAST_IN_TILE
 
 

@@ -103,9 +103,10 @@ def _limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
 def excess(
     name: str, value: float | None, row: DeviationRow | None = None, n: int = 0
 ) -> float:
-    """Returns how far a metric, or with `n` its median of n heads, is on the way to its
-    default limit: above 1 is beyond; 0 for None and where it is within every limit there
-    is. `row`: the row that picks the limit and widens it; None: the first limit."""
+    """Returns a metric, or with `n` its median of n heads, as a multiple of its default
+    limit: above 1 it is beyond; 0 for None and within the smallest of the limits. `row`:
+    the row that decides which limit holds and how far sampling widens it; None: the first
+    limit."""
     limits, least = _limits(name, median=bool(n))
     if value is None or abs(value) <= least:
         return 0.0
@@ -391,8 +392,9 @@ def held_to(
 
 
 def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
-    """Returns a function that gives |x - way| / |x - r| of a way's tensor, rows counting
-    alike; 0 or infinity if x is exact."""
+    """Returns a function from a way's tensor to |x - way| / |x - r|, r the exact tensor,
+    rows counting alike; where x is exact, 0 if the way's tensor equals it, else
+    infinity."""
     wide = x.double()
     weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     size = float(fits.weighed(wide - y.reference, weight).norm())
@@ -456,8 +458,9 @@ def _predicted(
     *,
     forward: bool = False,
 ) -> Step | None:
-    """Returns the tensors that a claim (options of `emulated`) predicts; None where the
-    emulation refuses the call."""
+    """Returns by name the tensors that a claim (options of `emulated`) predicts where
+    tensors come back in `formats`, with `forward` the output alone; None where the call
+    or the claim is refused (Refused, MeasurementError, UsageError)."""
     with contextlib.suppress(Refused, MeasurementError, UsageError):
         return bench.predicted(
             emulator.returning(claim, bench.case, formats), forward=forward

@@ -378,7 +378,8 @@ class Hints:
     words: set[str] = field(default_factory=set)  # of gradients and the log-sum-exp
 
     def add(self, named: Named) -> None:
-        """Adds the mistakes of another call."""
+        """Adds the mistakes of another call: of outputs the alternatives, of other
+        tensors their causes in words."""
         for (tensor, _), by in named.items():
             if tensor == "out":
                 causes = {hint.cause for hint in self.alternatives}

@@ -122,8 +122,8 @@ class PreparedCall(Protocol):
         sample; None where all rows are measured."""
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
-        """Returns where the rows of a sample stand in the call; None where all are
-        measured."""
+        """Returns the positions in the call of the rows of a sample, int64; None where
+        all rows are measured."""
 
     def bins(self, tensor: str) -> Tensor | None:
         """Returns the membership of rows in bins of positions, [rows, bins] of 0 and 1;
@@ -167,8 +167,8 @@ class Operation(Protocol[Call]):
     """What an operation does for its calls besides measuring them."""
 
     def screened(self, call: Call, output: Any) -> Call:
-        """Returns the call; of a sample of rows with those beside it in which an output
-        looks worst."""
+        """Returns the call with more rows measured, where they are a sample: those in
+        which an output looks worst."""
 
     def explained(
         self,

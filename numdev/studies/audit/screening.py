@@ -33,9 +33,9 @@ FUSED = {"cuda": ("sdpa-efficient", "sdpa-flash"), "cpu": ()}
 
 
 def screened(bench: Bench, output: Output) -> Bench:
-    """Returns the bench of a sample of query rows and keys with those beside it in which
-    an output looks worst; where that cannot be told, the same bench with the reason in
-    `unscreened`."""
+    """Returns the bench with more rows measured: besides the sampled query rows and keys
+    those in which the output differs most from a second computation of the call. Where
+    that fails, the same bench with the reason in `unscreened`."""
     select, strata, places = bench.selection, dict[str, Strata](), dict[str, Any]()
     try:
         with bench.watch("reference"):

@@ -70,8 +70,8 @@ class Stopwatch:
         return {**self._spent, TOTAL: sum(self._spent.values())}
 
     def _lap(self) -> None:
-        """Adds the time since the last border to the section that is open. Waits for the
-        device on a GPU; a fault of it is not raised here."""
+        """Adds the time since the last change of sections to the section that is open.
+        Waits for the device on a GPU; a fault of it is not raised here."""
         if self._waits:
             import torch
 

@@ -226,7 +226,7 @@ LIMITS = {"expected_ratio": (1.1, 1.5, 3.0, 10.0), "floor_ratio": SHADES}
 
 def maps(report: Any) -> Iterator[doc.Table]:
     """Yields for each kernel, format and tensor a heat map, layer by head, of the error
-    over what is expected, or over the floor where a head has no expected error; of
+    over what is expected, or over the floor if any of its heads has no expected error; of
     several calls the largest. The kernel that is farthest off comes first."""
     places, groups = Places(report.rows), defaultdict[Any, dict[Any, DeviationRow]](dict)
     for row in report.rows:
@@ -436,7 +436,8 @@ def _peaks(figure: Figure) -> Iterator[Item]:
 
 def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
     """Returns the error of each bin of a profile, or with `relative` over what is
-    predicted; None for a bin without either."""
+    predicted; None for a bin without an error, or with a prediction that is missing or
+    0."""
     if not relative:
         return row.errors
     predicted = row.predicted or [None] * len(row.errors)

@@ -61,19 +61,19 @@ def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
 
 
 def dropped(lost: int) -> str:
-    """Returns the cause of `lost` keys missing at the end, in words."""
+    """Returns the cause `the last 3 keys are dropped`, for `lost` keys."""
     return "the last key is dropped" if lost == 1 else f"the last {lost} keys are dropped"
 
 
 def padded(to: int) -> str:
-    """Returns the cause of keys padded with zeros to a length of `to` that count, in
-    words."""
+    """Returns the cause `the keys are padded with zeros to 128, and the padding takes
+    part`, for a length `to`."""
     return f"the keys are padded with zeros to {to}, and the padding takes part"
 
 
 def filled(tile: int) -> str:
-    """Returns the cause of keys padded with zeros to a multiple of `tile` that count, in
-    words."""
+    """Returns the cause `the keys are padded with zeros to a multiple of 64, which take
+    part`, for a tile of keys."""
     return f"the keys are padded with zeros to a multiple of {tile}, which take part"
 
 

@@ -39,8 +39,10 @@ MOST_ROWS = 2048  # of all query heads and sequences
 
 
 def looked_at(case: AttentionCase, tensor: str) -> tuple[range, range, range]:
-    """Returns the ranges of sequences, queries and keys of a call that suffice: of dq the
-    last queries with all keys, of dk and dv the first keys with all queries."""
+    """Returns the ranges of sequences, queries and keys of a call in which sums in 16
+    bits are looked for: of dq the last ROWS queries with all keys, of dk and dv the first
+    ROWS keys with all queries. The range of sequences may be longer than the call's
+    batch."""
     batch = range(max(1, MOST_ROWS // (ROWS * case.group)))
     if tensor == "dq":
         return batch, range(max(0, case.q_len - ROWS), case.q_len), range(case.kv_len)
