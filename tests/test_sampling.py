@@ -23,7 +23,7 @@ from numdev.kernels.reference import attend, gradients, key_gradients
 from numdev.metrics.deviation import Metrics, measure, measure_plain
 from numdev.metrics.intervals import RMS, intervals
 from numdev.metrics.row_sums import GROUPS
-from numdev.metrics.row_sums import _dealt as dealt
+from numdev.metrics.row_sums import _sum_by_group as dealt
 from numdev.metrics.sampling import Sample, Strata
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.attention.finiteness import _largest, elsewhere

@@ -52,7 +52,7 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, o
     mean = means.sum(axis=0) / np.maximum(n, 1)
     judged: Sequence[Mapping[str, object]] = [UNJUDGED] * len(n)
     if n[:, 0].max(initial=0) > 1:
-        judged = _judged(means, mean, sizes, seen)
+        judged = _most_certain_means(means, mean, sizes, seen)
     largest = 2 + np.abs(mean[:, 2:]).argmax(axis=-1)
     return [
         {
@@ -68,7 +68,7 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, o
     ]
 
 
-def _judged(
+def _most_certain_means(
     means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
 ) -> list[dict[str, object]]:
     """Returns for each head `bias_t`, `bias_p`, `bias_size` and `bias_of` of its most

@@ -30,7 +30,9 @@ def checksums(x: Tensor) -> list[str]:
     2, 4 or 8 bytes, as 16 hexadecimal digits."""
     heads = bits(x).transpose(0, 1).flatten(1)  # [H, elements]
     size = heads.shape[1]
-    weights, total = (_weights if size <= SMALL else _weights.__wrapped__)(size, x.device)
+    weights, total = (
+        _odd_multipliers if size <= SMALL else _odd_multipliers.__wrapped__
+    )(size, x.device)
     # Multiplied as 64-bit integers: small heads together, a large one alone
     parts = heads.split(max(1, SMALL // max(size, 1)))
     sums = torch.cat([(part * weights).sum(dim=1) for part in parts]) + total
@@ -38,7 +40,7 @@ def checksums(x: Tensor) -> list[str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _weights(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _odd_multipliers(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the odd numbers w_i [size] by which bit patterns are multiplied, int64, and
     their sum modulo 2^64."""
     # No progression, whose terms can cancel: i - 2 (i + 1) + (i + 2) is 0.

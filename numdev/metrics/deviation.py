@@ -76,16 +76,18 @@ def measure(
     # A ratio that means nothing is told by what comes out
     with np.errstate(all="ignore"):
         columns = (
-            of_sums(totals.sums) | _common(totals) | _beside(totals, yardstick.format)
+            of_sums(totals.sums)
+            | _common_metrics(totals)
+            | _format_metrics(totals, yardstick.format)
         )
-    heads = _per_head(columns)
+    heads = _split_by_head(columns)
     for head, biases in zip(heads, bias(*totals.signed), strict=True):
         head.update(biases)
     ratios = by_row.largest.get("worst_row")
     if ratios is not None:
         ratios = ratios.masked_fill(by_row.sums["nonfinite"] > 0, math.inf)
     return Deviation(
-        heads=_finished(heads, totals),
+        heads=_with_nulls_and_intervals(heads, totals),
         along=totals.along,
         ratios=ratios,
         compared=None if bins is None else (output, yardstick, expected),
@@ -103,11 +105,11 @@ def measure_plain(
     has, or the strata they come from."""
     totals = to_host(plain_sums(output, reference, empty), of=of)
     with np.errstate(all="ignore"):
-        heads = _per_head(of_sums(totals.sums) | _common(totals))
-    return Deviation(heads=_finished(heads, totals))
+        heads = _split_by_head(of_sums(totals.sums) | _common_metrics(totals))
+    return Deviation(heads=_with_nulls_and_intervals(heads, totals))
 
 
-def _common(totals: Totals) -> dict[str, Column]:
+def _common_metrics(totals: Totals) -> dict[str, Column]:
     """Returns the metrics that every tensor has: elements, empty_rows, nonfinite, max_abs
     and rel, each [H]. Counts are of the rows that were drawn, as the floor's are."""
     sums, counts = totals.sums, totals.drawn or totals.sums
@@ -120,7 +122,7 @@ def _common(totals: Totals) -> dict[str, Column]:
     }
 
 
-def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
+def _format_metrics(totals: Totals, fmt: Format) -> dict[str, Column]:
     """Returns the metrics that need the floor's format, the baseline or a prediction:
     max_ulp, fa_rule (only with a baseline) and worst_row (only with a prediction). Also
     `lost`: whether the reference is below the format's rounding of its terms, so that
@@ -138,7 +140,7 @@ def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
     return columns
 
 
-def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
+def _split_by_head(columns: Mapping[str, Column]) -> list[Metrics]:
     """Returns columns [H] as one dict per head, with the counts of INTEGERS as
     integers."""
     lists = [
@@ -147,7 +149,7 @@ def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
     return [dict(zip(columns, head, strict=True)) for head in zip(*lists, strict=True)]
 
 
-def _finished(heads: list[Metrics], totals: Totals) -> list[Metrics]:
+def _with_nulls_and_intervals(heads: list[Metrics], totals: Totals) -> list[Metrics]:
     """Sets every number of each head that means nothing to None, in place, with its
     reason in `nulls`, and adds `interval` where rows are sampled. Returns the heads."""
     of, certain = totals.left, totals.certain
@@ -155,7 +157,7 @@ def _finished(heads: list[Metrics], totals: Totals) -> list[Metrics]:
         [] if of is None else intervals(totals.groups, totals.rows, of, certain)
     )
     return [
-        _with_reasons(head) | ({"interval": ends} if ends is not None else {})
+        _with_nulls(head) | ({"interval": ends} if ends is not None else {})
         for head, ends in itertools.zip_longest(heads, ends_by_head)
     ]
 
@@ -169,7 +171,7 @@ def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
     unit["nulls"] = {**unit["nulls"], **dict.fromkeys(names, why)}
 
 
-def _with_reasons(head: Metrics) -> Metrics:
+def _with_nulls(head: Metrics) -> Metrics:
     """Sets every number of a head that means nothing to None, in place, with its reason
     in `nulls`, removes the flag `lost`, and returns the head. These are NaN and infinity,
     all but the counts of a head without elements, `rel` beside a lost reference,

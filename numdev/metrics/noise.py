@@ -63,22 +63,22 @@ def noise(runs: Sequence[Tensor]) -> list[Noise]:
     flickers = torch.zeros_like(runs[0], dtype=torch.bool)
     for one, other in itertools.combinations(runs, 2):
         if same(one, other):
-            counts += _per_head(finite(widened(one)))
+            counts += _sum_per_head(finite(widened(one)))
             continue
         a, b = one.double(), other.double()
         equal, both = (a == b) | (a.isnan() & b.isnan()), finite(a) & finite(b)
         flickers |= ~equal & ~both
         moved = ~equal & both
-        moves += _per_head(moved)
-        squares += _per_head(torch.where(moved, a - b, 0.0) ** 2)
-        counts += _per_head(both)
+        moves += _sum_per_head(moved)
+        squares += _sum_per_head(torch.where(moved, a - b, 0.0) ** 2)
+        counts += _sum_per_head(both)
     rms = (squares / counts).sqrt()
     # A square may underflow, but what differs is never called equal.
     rms = torch.where((moves > 0) & (rms == 0), math.ulp(0.0), rms)
-    numbers = torch.stack([rms, counts, _per_head(flickers)], dim=-1).tolist()
+    numbers = torch.stack([rms, counts, _sum_per_head(flickers)], dim=-1).tolist()
     return [Noise(noise=r if c else None, flickering=int(f)) for r, c, f in numbers]
 
 
-def _per_head(x: Tensor) -> Tensor:
+def _sum_per_head(x: Tensor) -> Tensor:
     """Returns the sum of x [B, H, ...] over all axes but the heads', fp64 [H]."""
     return x.transpose(0, 1).flatten(1).sum(dim=1, dtype=torch.float64)

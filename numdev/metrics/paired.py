@@ -43,7 +43,7 @@ def paired(a: Tensor, b: Tensor) -> Paired:
     infinite in either are counted in `nonfinite` and left out."""
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
     block_sums, largest = [], []
-    for x, y, both in _blocks(a, b):
+    for x, y, both in _finite_blocks(a, b):
         gap = (x - y).abs_()
         terms = (both.double(), gap, gap * gap, y * y, ((x == y) & both).double())
         block_sums.append(torch.stack([total(term) for term in terms]))
@@ -53,20 +53,20 @@ def paired(a: Tensor, b: Tensor) -> Paired:
     count, gaps, squares, of_b, equal = sums.tolist()
     finite = (a, b)
     if count < a.numel():
-        both = torch.cat([both for _, _, both in _blocks(a, b)])
+        both = torch.cat([both for _, _, both in _finite_blocks(a, b)])
         finite = (a[both], b[both])
     return Paired(
         elements=a.numel(),
         nonfinite=a.numel() - int(count),
-        max_abs=_ratio(float(torch.stack(largest).max()), 1.0),
-        mean_abs=_ratio(gaps, count),
-        rel=_ratio(math.sqrt(squares), math.sqrt(of_b)),
-        w1=_ratio(w1(*finite), 1.0),
-        equal=_ratio(equal, count),
+        max_abs=_ratio_or_none(float(torch.stack(largest).max()), 1.0),
+        mean_abs=_ratio_or_none(gaps, count),
+        rel=_ratio_or_none(math.sqrt(squares), math.sqrt(of_b)),
+        w1=_ratio_or_none(w1(*finite), 1.0),
+        equal=_ratio_or_none(equal, count),
     )
 
 
-def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _finite_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields, block by block, the elements of both in float64, with 0 where either is not
     finite, and the mask (bool) of where both are finite."""
     for part in blocks(a.numel(), a.device):
@@ -75,6 +75,6 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield torch.where(both, x, 0.0), torch.where(both, y, 0.0), both
 
 
-def _ratio(x: float, y: float) -> float | None:
+def _ratio_or_none(x: float, y: float) -> float | None:
     """Returns x / y; None where y is zero or either is not finite."""
     return x / y if y and math.isfinite(x) and math.isfinite(y) else None

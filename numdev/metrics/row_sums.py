@@ -146,7 +146,7 @@ def row_sums(
     e = None if expected is None else yardstick.widened(expected)
     counted = Counted.of(o, e, y)
     rows = counted.rows
-    elements = _sums_of_elements(o, e, y, counted, is_floor=output is y.floor)
+    elements = _fastest_element_sums(o, e, y, counted, is_floor=output is y.floor)
     sums = y.sums | rows.sums
     sums |= {
         "absolute": elements.absolute,
@@ -171,15 +171,15 @@ def row_sums(
             error = yardstick.zeroed_outside(o - y.reference, counted.compared)
             scales, size = y.rows_where(counted.compared), yardstick.row_norm(error)
         predicted = scales.predicted(elements.predicted)
-        sums |= _beside_prediction(size, predicted, scales)
-        largest["worst_row"] = _ratios(size, predicted, scales)
+        sums |= _prediction_sums(size, predicted, scales)
+        largest["worst_row"] = _ratios_to_prediction(size, predicted, scales)
     observed = y.observed if counted.is_finite else y.observed_where(rows.usable)
     return RowSums(
         sums=sums, largest=largest, signed=(elements.features, elements.along, observed)
     )
 
 
-def _sums_of_elements(
+def _fastest_element_sums(
     o: Tensor,
     e: Tensor | None,
     y: yardstick.Yardstick,
@@ -200,7 +200,7 @@ def _sums_of_elements(
     return element_sums(o, e, y, is_floor=is_floor)
 
 
-def _beside_prediction(
+def _prediction_sums(
     size: Tensor, predicted: Tensor, rows: yardstick.RowScales
 ) -> yardstick.Sums:
     """Returns by name the squares of rows' errors `size` and of the errors `predicted`
@@ -215,10 +215,10 @@ def _beside_prediction(
         "least_row": least,
         "expected_count": rows.judged.double(),
     }
-    return relative | _in_own_unit(size, predicted, rows)
+    return relative | _sums_in_tensor_unit(size, predicted, rows)
 
 
-def _in_own_unit(
+def _sums_in_tensor_unit(
     size: Tensor, predicted: Tensor, rows: yardstick.RowScales
 ) -> yardstick.Sums:
     """Returns by name the squares of rows' errors, of what is predicted for them, of the
@@ -335,7 +335,7 @@ def to_host(
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
     sums = torch.stack(list(x.sums.values()))
     in_groups = sums[..., ~of.suspects] if isinstance(of, Strata) else sums
-    parts = [_dealt(in_groups)]
+    parts = [_sum_by_group(in_groups)]
     parts.append(torch.stack(list(x.largest.values())).amax(dim=(1, 3)))
     parts += x.signed
     if bins is not None:
@@ -343,7 +343,7 @@ def to_host(
         parts.append(by_bin)
     if isinstance(of, Strata):
         parts += [sums[..., rows].sum(dim=(1, 3)) for rows in (of.suspects, of.drawn)]
-    groups, largest, *others = _copied(parts)
+    groups, largest, *others = _copy_to_host(parts)
     signed = tuple(others.pop(0) for _ in x.signed)
     along = dict(zip(binned, others.pop(0), strict=True)) if bins is not None else {}
     rows = in_groups.shape[-1]
@@ -375,10 +375,12 @@ def row_ratios(
     features], are 0 where `usable` (bool, same shape) is False."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
-    return _ratios(yardstick.row_norm(error), sizes, rows)
+    return _ratios_to_prediction(yardstick.row_norm(error), sizes, rows)
 
 
-def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tensor:
+def _ratios_to_prediction(
+    size: Tensor, predicted: Tensor, rows: yardstick.RowScales
+) -> Tensor:
     """Returns rows' errors `size` over what is `predicted`, all [B, H, rows]; 0 where
     `size` is 0. What is predicted counts as at least what is typical of the head (the rms
     over rows of what is predicted relative to |term scale_i|), since that one row's
@@ -391,7 +393,7 @@ def _ratios(size: Tensor, predicted: Tensor, rows: yardstick.RowScales) -> Tenso
     return torch.where(size > 0, size / allowed, 0.0)
 
 
-def _dealt(rows: Tensor) -> Tensor:
+def _sum_by_group(rows: Tensor) -> Tensor:
     """Returns [names, B, H, rows] summed over the batch and over the rows of each group:
     [names, H, GROUPS]. Row i is in group i mod GROUPS."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % GROUPS))
@@ -399,7 +401,7 @@ def _dealt(rows: Tensor) -> Tensor:
     return grouped
 
 
-def _copied(tensors: Sequence[Tensor]) -> list[Numbers]:
+def _copy_to_host(tensors: Sequence[Tensor]) -> list[Numbers]:
     """Returns tensors (at least one) as fp64 arrays of their shapes on the host, by one
     transfer."""
     flat = torch.cat([x.double().flatten() for x in tensors]).cpu().numpy()

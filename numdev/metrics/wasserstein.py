@@ -45,15 +45,15 @@ def w1(a: Tensor, b: Tensor) -> float:
     is infinite."""
     a, b = a.detach(), b.detach()
     if max(a.dtype.itemsize, b.dtype.itemsize) <= 2:
-        return _of_counts(*_counts(a), *_counts(b))
-    a, b = _ordered(a), _ordered(b)
+        return _w1_of_counts(*_count_values(a), *_count_values(b))
+    a, b = _sorted_copy(a), _sorted_copy(b)
     sum_ = torch.zeros((), dtype=torch.float64, device=a.device)
     for part in blocks(len(a), a.device):
         sum_ += total((a[part].double() - b[part]).abs_())
     return float(sum_) / len(a)
 
 
-def _ordered(x: Tensor) -> Tensor:
+def _sorted_copy(x: Tensor) -> Tensor:
     """Returns a sorted copy of x [n], NaN last, on its device, of its dtype or a wider
     one."""
     if x.device.type != "cpu":
@@ -64,7 +64,7 @@ def _ordered(x: Tensor) -> Tensor:
     return torch.from_numpy(values)
 
 
-def _counts(x: Tensor) -> tuple[Values, Values]:
+def _count_values(x: Tensor) -> tuple[Values, Values]:
     """Returns the values of x [n], of an 8- or 16-bit dtype, in ascending order, NaN
     last, and how often each occurs, on the host. Two bit patterns may have one value
     (both zeros, all NaN): such a value comes twice."""
@@ -73,14 +73,14 @@ def _counts(x: Tensor) -> tuple[Values, Values]:
     counts = torch.zeros(size, dtype=torch.int64, device=x.device)
     for part in bits.split(_COUNTED_AT_ONCE):
         counts += torch.bincount(part.long() & (size - 1), minlength=size)
-    values, order = _patterns(x.dtype)
+    values, order = _sorted_patterns(x.dtype)
     often = counts.cpu().numpy()[order]
     present = np.flatnonzero(often)
     return values[present], often[present]
 
 
 @functools.cache
-def _patterns(dtype: torch.dtype) -> tuple[Values, Values]:
+def _sorted_patterns(dtype: torch.dtype) -> tuple[Values, Values]:
     """Returns the values of all bit patterns of an 8- or 16-bit dtype in ascending order,
     NaN last, and the patterns in that order."""
     patterns = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}")
@@ -89,7 +89,7 @@ def _patterns(dtype: torch.dtype) -> tuple[Values, Values]:
     return values[order], order
 
 
-def _of_counts(a: Values, of_a: Values, b: Values, of_b: Values) -> float:
+def _w1_of_counts(a: Values, of_a: Values, b: Values, of_b: Values) -> float:
     """Returns W1 between two samples of one length, each as values in order and how often
     each occurs. Between two neighbouring values F - G is constant, and an integer over n.
     NaN anywhere gives NaN, as do infinities of one sign in both; another infinity gives
