@@ -26,7 +26,7 @@ from numdev.metrics.row_sums import GROUPS
 from numdev.metrics.row_sums import _sum_by_group as dealt
 from numdev.metrics.sampling import Sample, Strata
 from numdev.metrics.yardstick import Yardstick
-from numdev.operations.attention.finiteness import _largest, elsewhere
+from numdev.operations.attention.finiteness import _gradient_bound, elsewhere
 
 
 def draw(length: int, count: int, seed: int, label: str) -> torch.Tensor | None:
@@ -196,7 +196,7 @@ def test_the_bound_is_one(tensor: str, softcap: float | None) -> None:
     200th."""
     for seed in range(20):
         case = step_of(softcap=softcap, logits=4.0, seed=seed, dtype=torch.float64)
-        exact, bound = getattr(gradients(case), tensor), _largest(case, tensor)
+        exact, bound = getattr(gradients(case), tensor), _gradient_bound(case, tensor)
         largest = exact.abs().amax(dim=(0, 2, 3))
         assert (largest <= bound * (1 + 1e-12)).all()
         assert softcap or (bound <= 200 * largest.amax()).all()

@@ -121,7 +121,7 @@ def test_the_best_explanations_come_first(
     )
     monkeypatch.setattr(wrong_function, "scales", lambda case: [])
     probe: Any = SimpleNamespace(case=None, cut=lambda output: output)
-    found = wrong_function._search(probe)
+    found = wrong_function._explaining_alternatives(probe)
     assert [cut for _, cut in found] == best
 
 

@@ -38,13 +38,13 @@ def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str,
     for stride in STRIDES if len(at) <= MOST * n else ():
         every = torch.arange(first, n, stride, device=at.device)
         if first < stride and every.equal(at):
-            phrases.append(f"{_every(stride)} {noun} from {first}")
+            phrases.append(f"{_every_nth(stride)} {noun} from {first}")
     if last == n - 1 and len(at) == n - first and first >= min(STRIDES):
         phrases.append(f"all {noun}s from {first} on")
     return tuple(phrases)
 
 
-def _every(stride: int) -> str:
+def _every_nth(stride: int) -> str:
     """Returns `every 1st`, `every 2nd`, `every 64th`, ...: the ordinal of a stride."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(
         stride % 10 * (stride % 100 not in (11, 12, 13))
@@ -61,4 +61,4 @@ def in_words(at: Tensor, noun: str = "row") -> str:
         return f"{noun}s {first} to {last}" if steps else f"{noun} {first}"
     if len(steps) > 1 or len(at) == 2:
         return f"{len(at)} {noun}s, the first {first}, the last {last}"
-    return f"{_every(steps[0])} {noun} from {first}"
+    return f"{_every_nth(steps[0])} {noun} from {first}"

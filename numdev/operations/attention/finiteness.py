@@ -46,7 +46,7 @@ def elsewhere(
         bad &= ~(empty if x.ndim == 3 else empty[..., None])
     open_ = torch.zeros_like(bad)
     if tensor_spec(tensor).is_gradient:
-        reach = _largest(case, tensor) >= fmt.largest
+        reach = _gradient_bound(case, tensor) >= fmt.largest
         open_ = bad & x.isinf() & reach[None, :, None, None]
     both = torch.stack([bad & ~open_, open_]).transpose(1, 2).flatten(2).sum(dim=2)
     why = (
@@ -62,7 +62,7 @@ def elsewhere(
 def inputs_finite(case: AttentionCase) -> bool:
     """Whether all inputs of a call are finite; -inf in an additive mask hides a key and
     counts as finite."""
-    return all_finite(_inputs(case).values())
+    return all_finite(_float_inputs(case).values())
 
 
 def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
@@ -70,7 +70,7 @@ def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
     without any are left out. -inf in an additive mask hides, and does not count."""
     if inputs_finite(case):
         return {}
-    counts = {name: count_nonfinite(x) for name, x in _inputs(case).items()}
+    counts = {name: count_nonfinite(x) for name, x in _float_inputs(case).items()}
     return {name: count for name, count in counts.items() if count}
 
 
@@ -80,7 +80,9 @@ def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[s
     (`AttentionCase.rounded_to`)."""
     narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
     inputs = (
-        [x for name, x in _inputs(case).items() if name != "mask"] if narrower else []
+        [x for name, x in _float_inputs(case).items() if name != "mask"]
+        if narrower
+        else []
     )
     counts: dict[str, int] = {}
     for x, largest in zip(inputs, largest_magnitudes(inputs), strict=True):
@@ -92,7 +94,7 @@ def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[s
     return {name: count for name, count in counts.items() if count}
 
 
-def _inputs(case: AttentionCase) -> dict[str, Tensor]:
+def _float_inputs(case: AttentionCase) -> dict[str, Tensor]:
     """Returns the floating-point inputs of a call by name, those it has; in an additive
     mask -inf is replaced by the lowest number."""
     named = {n: getattr(case, n) for n in ("q", "k", "v", "mask", "sinks", "grad_out")}
@@ -102,7 +104,7 @@ def _inputs(case: AttentionCase) -> dict[str, Tensor]:
     return inputs
 
 
-def _largest(case: AttentionCase, tensor: str) -> Tensor:
+def _gradient_bound(case: AttentionCase, tensor: str) -> Tensor:
     """Returns a bound on the elements of a gradient (dq, dk or dv) for each of its heads,
     [H]: |dP - delta| <= 2 |dO_i| max |V_j| row by row, and a row of P sums to 1 at most
     (a soft cap's slope is at most 1). The case must have grad_out."""

@@ -33,14 +33,14 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     with sinks. Most mean nothing for a row that sees no key."""
     part = case.select_heads([head])
     in_batch_entry = (b, 0, torch.arange(len(b), device=b.device))
-    S = _scores(part, i, slice(0, case.kv_len))[in_batch_entry]  # [n, kv_len]
+    S = _score_rows(part, i, slice(0, case.kv_len))[in_batch_entry]  # [n, kv_len]
     shown, m = S.ne(-math.inf), S.amax(dim=-1, keepdim=True)
     sinks = None if part.sinks is None else part.sinks.detach().double().expand(len(b), 1)
     logits = S if sinks is None else torch.cat([S, sinks], dim=-1)
     L = logits.logsumexp(dim=-1, keepdim=True)
     outcomes = (logits - L).exp()
     P = torch.where(shown, outcomes[:, : case.kv_len], 0.0)
-    carriers, below = _carriers(P), m - S
+    carriers, below = _mark_carriers(P), m - S
     earlier = (
         torch.arange(case.kv_len, device=b.device) < (i + case.causal_offset)[:, None]
     )
@@ -54,7 +54,7 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     weights = torch.where(carriers, P, 0.0)
     signs = (weights @ part.v.detach().double().sign())[in_batch_entry]  # [n, v_dim]
     facts = {
-        **_summed(counts),
+        **_count_flags(counts),
         "max_probability": P.amax(dim=-1),
         "lse": L[:, 0],
         "first_key": P[:, 0],
@@ -71,7 +71,7 @@ def of_keys(
     kv head, by name, fp64 [n] each, over all queries that read it. `lse` [B, H, q_len] is
     the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
-    S = _scores(case.select_groups([head]), slice(0, case.q_len), j)
+    S = _score_rows(case.select_groups([head]), slice(0, case.q_len), j)
     S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]
     shown = S.ne(-math.inf)
     P = torch.where(shown, (S - lse[:, heads][b].double()).exp(), 0.0).flatten(1)
@@ -82,19 +82,23 @@ def of_keys(
     counts = {
         "sees": shown.flatten(1),
         "position": (shown & earlier).flatten(1),
-        "carriers": _carriers(P),
+        "carriers": _mark_carriers(P),
     }
-    return {**_summed(counts), "max_probability": P.amax(dim=-1), "mass": P.sum(dim=-1)}
+    return {
+        **_count_flags(counts),
+        "max_probability": P.amax(dim=-1),
+        "mass": P.sum(dim=-1),
+    }
 
 
-def _scores(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
+def _score_rows(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
     """Returns S [B, heads, rows, keys], fp64, of heads that read one kv head, -inf where
     hidden."""
     q, k = case.q[:, :, rows].detach().double(), case.k[:, :, keys].detach().double()
     return scores(case, (q @ k.mT).mul_(case.scale), rows, keys)
 
 
-def _carriers(P: Tensor) -> Tensor:
+def _mark_carriers(P: Tensor) -> Tensor:
     """Returns which probabilities of P [n, m] are the fewest that make up CARRIED of
     their row's sum, but for the rounding of sums, bool [n, m]: of ten equal ones nine, in
     whatever order they are added up."""
@@ -104,7 +108,7 @@ def _carriers(P: Tensor) -> Tensor:
     return torch.zeros_like(carry).scatter(-1, order, carry)
 
 
-def _summed(flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _count_flags(flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns by name how many flags [n, m] are true in each row, fp64 [n], of all in one
     sum. Needs at least one entry, all of one shape."""
     sums = torch.stack(list(flags.values())).sum(dim=-1, dtype=torch.float64)

@@ -120,7 +120,9 @@ def sentence(row: WorstRow, usual: Rows) -> str:
     name = (
         f"{'key' if is_key else 'row'} {row.row} (of {row.rows}; batch entry {row.batch})"
     )
-    return power(f"{name} {_error(row)}: {'; '.join(properties) or NOTHING + few}.")
+    return power(
+        f"{name} {_error_in_words(row)}: {'; '.join(properties) or NOTHING + few}."
+    )
 
 
 def outstanding(row: WorstRow, usual: Rows) -> dict[str, float]:
@@ -146,7 +148,7 @@ def outstanding(row: WorstRow, usual: Rows) -> dict[str, float]:
     return medians
 
 
-def _error(row: WorstRow) -> str:
+def _error_in_words(row: WorstRow) -> str:
     """Returns a verb phrase on how much a row errs: `has 12× the error predicted for
     it`."""
     if row.nonfinite:

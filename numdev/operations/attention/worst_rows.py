@@ -73,10 +73,10 @@ def worst_rows(
     error, and rows that repeat a worse one at the same place of another sequence.
     `identity`: more fields of a report's row."""
     spec = tensor_spec(tensor)
-    errors = _row_errors(output.detach().double(), y, predicted)
+    errors = _measure_rows(output.detach().double(), y, predicted)
     order = errors.order
     at = int(order.amax(dim=(0, 2)).argmax())
-    worst = _worst(order[:, at], y, at, count)
+    worst = _worst_places(order[:, at], y, at, count)
     if not worst:
         return []
     of_head = errors.of_head(at)
@@ -89,7 +89,7 @@ def worst_rows(
         columns |= of_keys(case, heads[at], b, place, lse)
     else:
         columns |= of_queries(case, heads[at], b, place)
-    table = _by_row(columns)
+    table = _split_by_row(columns)
     for row in table:
         if not spec.sums_over_rows and not row["sees"]:
             row.update(dict.fromkeys(OF_SCORES))
@@ -160,7 +160,7 @@ class RowErrors:
         }
 
 
-def _row_errors(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
+def _measure_rows(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
     """Returns the errors of all rows of an output `o` [B, heads, rows, features], fp64,
     over elements that are finite in it and the prediction, if there is one (None:
     relative to the size of terms)."""
@@ -179,7 +179,7 @@ def _row_errors(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
     return RowErrors(nonfinite=nonfinite, usable=usable, size=size, ratio=ratio)
 
 
-def _by_row(columns: Mapping[str, Tensor]) -> list[dict[str, float | None]]:
+def _split_by_row(columns: Mapping[str, Tensor]) -> list[dict[str, float | None]]:
     """Returns columns [n] as a dict for each row: the fields of COUNTS as integers, None
     where there is no finite number."""
     # Of one type, or each column would be copied by itself.
@@ -193,7 +193,7 @@ def _by_row(columns: Mapping[str, Tensor]) -> list[dict[str, float | None]]:
     ]
 
 
-def _worst(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:
+def _worst_places(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:
     """Returns the places in [B, rows], flattened, of the `count` worst rows of a head, or
     of all that err if there are fewer, the worst first. `order` [B, rows]: the larger the
     worse; rows that repeat a worse one are left out. `head`: the head's index in `y`."""

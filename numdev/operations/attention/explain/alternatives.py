@@ -58,10 +58,10 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
                 f"{what} not rescaled when the running maximum moves (tiles of "
                 f"{tile} keys)"
             )
-            yield Alternative(cause, partial(_stale, tile=tile, what=what))
-    yield from _parts(probe)
-    yield from _sink_tiles(probe)
-    yield from _layouts(probe)
+            yield Alternative(cause, partial(_with_stale_sums, tile=tile, what=what))
+    yield from _merging_mistakes(probe)
+    yield from _repeated_sink_mistakes(probe)
+    yield from _layout_mistakes(probe)
 
 
 PARTS = (2, 4, 8)  # of the keys
@@ -72,7 +72,7 @@ MERGED = {
 }
 
 
-def _parts(probe: Probe) -> Iterator[Alternative]:
+def _merging_mistakes(probe: Probe) -> Iterator[Alternative]:
     """Yields mistakes in merging: results of parts of the keys, each right, that are
     merged with other weights than exp(their log-sum-exp)."""
     n = probe.case.kv_len
@@ -83,11 +83,13 @@ def _parts(probe: Probe) -> Iterator[Alternative]:
             if width < n:
                 cause = f"{words} {how}"
                 yield Alternative(
-                    cause, partial(_merged, width=width, less=less), general=True
+                    cause,
+                    partial(_with_parts_merged, width=width, less=less),
+                    general=True,
                 )
 
 
-def _merged(p: Probe, width: int, less: float) -> Reference:
+def _with_parts_merged(p: Probe, width: int, less: float) -> Reference:
     """Returns the result where parts of `width` keys are merged with weights exp((1 -
     less) L), L being the log-sum-exp of a part; `less` = 0 is exact attention."""
     S = p.scores
@@ -99,7 +101,7 @@ def _merged(p: Probe, width: int, less: float) -> Reference:
     return attend(dataclasses.replace(p.measured, **rescored(p.measured, S)))
 
 
-def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
+def _repeated_sink_mistakes(probe: Probe) -> Iterator[Alternative]:
     """Yields a sink that is counted in every tile that the row sees by its position;
     nothing without sinks or without a causal mask."""
     case = probe.case
@@ -111,10 +113,12 @@ def _sink_tiles(probe: Probe) -> Iterator[Alternative]:
                 f"the attention sink is counted in every tile of {tile} keys "
                 "that a row sees"
             )
-            yield Alternative(cause, partial(_sinks_of_tiles, tile=tile), general=True)
+            yield Alternative(
+                cause, partial(_with_repeated_sinks, tile=tile), general=True
+            )
 
 
-def _sinks_of_tiles(p: Probe, tile: int) -> Reference:
+def _with_repeated_sinks(p: Probe, tile: int) -> Reference:
     """Returns the result where a sink is counted once more for each tile of keys that
     lies before the row's last visible key. The case must have sinks."""
     assert p.case.sinks is not None
@@ -128,7 +132,7 @@ STALE_TILES = (16, 32, 64, 128)
 STALE = ("the accumulator is", "the row sum is", "accumulator and row sum are")
 
 
-def _stale(p: Probe, tile: int, what: str) -> Reference:
+def _with_stale_sums(p: Probe, tile: int, what: str) -> Reference:
     """Returns the result where what was summed before the running maximum moved is too
     large by exp(last maximum - that one). `what`: a phrase of STALE, which of accumulator
     and row sum are; results of a tile size are cached in `p.stale`."""
@@ -149,7 +153,7 @@ def _stale(p: Probe, tile: int, what: str) -> Reference:
 # --- layouts --------------------------------------------------------------------------
 
 
-def _layouts(probe: Probe) -> Iterator[Alternative]:
+def _layout_mistakes(probe: Probe) -> Iterator[Alternative]:
     """Yields mistakes of layout: [batch, heads, length, dim] taken for [batch, length,
     heads, dim], in shape or in memory. Those that need the whole call's output are left
     out of large calls, unless the probe has it."""
@@ -158,25 +162,30 @@ def _layouts(probe: Probe) -> Iterator[Alternative]:
     if case.heads == 1 and case.kv_heads == 1:
         return
     if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
-        yield Alternative("the heads' axis is taken for the sequence's", _across_heads)
+        yield Alternative(
+            "the heads' axis is taken for the sequence's", _with_heads_as_sequence
+        )
     memory = "[batch, length, heads, dim]"
     for words in ("q is", "k is", "v is", "k and v are", "q, k and v are"):
-        for how, order in {"read as if": _reread, "wrongly": _relaid}.items():
+        for how, order in {
+            "read as if": _read_transposed,
+            "wrongly": _write_transposed,
+        }.items():
             named = [n for n in "qkv" if n in words.replace(",", "").split()]
             q, k, v = (order(getattr(case, n)) if n in named else getattr(case, n)
                        for n in "qkv")  # fmt: skip
             one = dataclasses.replace(case, q=q, k=k, v=v)
             cause = f"{words} {how} stored as {memory}"
             yield Alternative(cause, partial(Probe.answer, case=one))
-            if cheap and len(named) == 3 and order is _reread:
+            if cheap and len(named) == 3 and order is _read_transposed:
                 cause = f"q, k, v and the output are stored as {memory}"
-                yield Alternative(cause, partial(_rewritten, case=one))
+                yield Alternative(cause, partial(_with_output_transposed, case=one))
     if case.heads > 1 and case.q_len > 1 and (cheap or probe.whole is not None):
         cause = f"the output is stored as {memory}"
-        yield Alternative(cause, partial(_rewritten, case=case))
+        yield Alternative(cause, partial(_with_output_transposed, case=case))
 
 
-def _across_heads(p: Probe) -> Reference:
+def _with_heads_as_sequence(p: Probe) -> Reference:
     """Returns the result where the heads' axis of q, k and v is taken for the sequence's,
     with the output's axes back in place."""
     q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
@@ -186,23 +195,23 @@ def _across_heads(p: Probe) -> Reference:
     return p.with_out(across.out.transpose(1, 2)[p.batch][:, p.heads])
 
 
-def _reread(x: Tensor) -> Tensor:
+def _read_transposed(x: Tensor) -> Tensor:
     """Returns x [B, H, N, D] as it comes out where its memory is read as [B, N, H, D]."""
     return x.reshape(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _relaid(x: Tensor) -> Tensor:
+def _write_transposed(x: Tensor) -> Tensor:
     """Returns x [B, H, N, D] as it comes out where it is written as [B, N, H, D] and read
     as [B, H, N, D]."""
     return x.transpose(1, 2).reshape(x.shape)
 
 
-def _rewritten(p: Probe, case: AttentionCase) -> Reference:
+def _with_output_transposed(p: Probe, case: AttentionCase) -> Reference:
     """Returns the reference of `case` where its output is written as [B, N, H, D] and
     read as [B, H, N, D], at the probe's elements. Computes the whole call, unless the
     probe has it."""
     whole = p.whole if case is p.case and p.whole is not None else attend(case).out
-    return p.with_out(p.take(_relaid(whole)))
+    return p.with_out(p.take(_write_transposed(whole)))
 
 
 STEP = 0.25 * math.log(2)  # of the scale's logarithm
@@ -232,7 +241,7 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
         return
     index = torch.arange(math.prod(shape), device=probe.out.device).reshape(shape)
     fit, judge = index % 2 == 0, index % 2 == 1
-    for factor, neutral, words, apply, also in _estimates(probe, fit):
+    for factor, neutral, words, apply, also in _estimated_factors(probe, fit):
         least = 2 * probe.case.format.unit_roundoff
         if factor is not None and abs(factor - neutral) > least:
             places = 4 if abs(factor - 1) < 2e-3 else 3
@@ -241,28 +250,30 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
             cause = words.format(shown, factor)
             alternative = Alternative(cause, again, also, general=True)
             yield alternative, probe.cut(again(probe), judge)
-    key = _lost_key(probe)
-    lost = Alternative(f"key {key} is dropped", partial(_without, key=key), general=True)
+    key = _likeliest_lost_key(probe)
+    lost = Alternative(
+        f"key {key} is dropped", partial(_without_key, key=key), general=True
+    )
     yield lost, probe.cut(lost.answer(probe))
 
 
-def _estimates(probe: Probe, fit: Tensor) -> Iterator[_Estimate]:
+def _estimated_factors(probe: Probe, fit: Tensor) -> Iterator[_Estimate]:
     """Yields the estimated factors in the order in which they are tried. `fit`: bool [b,
     h, rows], the rows that they are estimated on."""
     o, r = probe.out, probe.exact.out
-    sink = _estimated_sink(probe, fit)
-    scale = _scale_factor(probe, fit)
+    sink = _estimate_sink(probe, fit)
+    scale = _estimate_scale_factor(probe, fit)
     yield _Estimate(scale, 1, "the scale is {0} times the requested one", Probe.scaled)
-    output = _factor(probe, fit, r, o)
+    output = _least_squares_factor(probe, fit, r, o)
     words = "the output is {0} times the exact one"
     yield _Estimate(output, 1, words, Probe.multiplied)
-    excess = _factor(probe, fit, o / _row_sum(probe), r - o)
+    excess = _least_squares_factor(probe, fit, o / _row_sum(probe), r - o)
     words = "the row sum is {1:.2g} too large"
-    yield _Estimate(excess, 0, words, _with_larger_row_sum)
+    yield _Estimate(excess, 0, words, _with_added_row_sum)
     yield sink
 
 
-def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
+def _estimate_sink(probe: Probe, fit: Tensor) -> _Estimate:
     """Returns the sink that fits the rows `fit` (bool [b, h, rows]), as a logarithm.
     Where the call has no sink and the estimate is a whole number of ones, the cause also
     names the padding with so many zero keys that it may be."""
@@ -271,7 +282,7 @@ def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
     share: float | Tensor = 0.0  # of the call's sink in the row sum
     if sinks is not None:
         share = (sinks[probe.heads].double()[:, None, None] - lse).exp()
-    sink = _factor(probe, fit, o * (-lse).exp(), r - o * (1 - share))
+    sink = _least_squares_factor(probe, fit, o * (-lse).exp(), r - o * (1 - share))
     whose = "which was not requested" if sinks is None else "not its own"
     also: tuple[str, ...] = ()
     if sinks is None and sink > 1.5 and abs(sink - round(sink)) < 0.01 * sink:
@@ -279,10 +290,10 @@ def _estimated_sink(probe: Probe, fit: Tensor) -> _Estimate:
         also = tuple(filled(t) for t in PADDED if -probe.case.kv_len % t == round(sink))
     logarithm = math.log(max(sink, 1e-99))
     words = f"it has a sink of {{1:z.2f}}, {whose}"
-    return _Estimate(logarithm, math.inf, words, _sink, also)
+    return _Estimate(logarithm, math.inf, words, _with_sink, also)
 
 
-def _with_larger_row_sum(p: Probe, factor: float) -> Reference:
+def _with_added_row_sum(p: Probe, factor: float) -> Reference:
     """Returns the exact result where `factor` is added to the row sum sum_j exp(S_j - max
     S): the output is smaller, the log-sum-exp unchanged."""
     return p.multiplied(1 / (1 + factor / _row_sum(p)))
@@ -294,7 +305,7 @@ def in_digits(factor: float) -> str:
     return f"{float(shown):.0f}" if 1e4 <= abs(factor) < 1e9 else power(shown)
 
 
-def _factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
+def _least_squares_factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
     """Returns the least-squares factor from x to y [b, h, rows, v_dim], over the usable
     elements of the rows `fit` (bool [b, h, rows]) that are finite in both; 0 where x is 0
     in all of them."""
@@ -308,14 +319,14 @@ def _row_sum(p: Probe) -> Tensor:
     return (p.exact.lse - p.scores.amax(dim=-1)).exp()[..., None]
 
 
-def _sink(p: Probe, factor: float) -> Reference:
+def _with_sink(p: Probe, factor: float) -> Reference:
     """Returns the result of the probe's case with a sink of the logit `factor` in every
     head."""
     sinks = p.out.new_full((p.case.heads,), factor)
     return p.answer(dataclasses.replace(p.case, sinks=sinks))
 
 
-def _without(p: Probe, key: int) -> Reference:
+def _without_key(p: Probe, key: int) -> Reference:
     """Returns the result with the key of this index hidden; the exact one in a call that
     has no such key."""
     if key >= p.case.kv_len:
@@ -323,7 +334,7 @@ def _without(p: Probe, key: int) -> Reference:
     return p.answer(dataclasses.replace(p.case, **without(p.case, key)))
 
 
-def _lost_key(p: Probe) -> int:
+def _likeliest_lost_key(p: Probe) -> int:
     """Returns the index of the key without which rows would err most as they do: by w
     (o_i - V_j), w = P / (1 - P)."""
     V, o = p.measured.v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
@@ -338,7 +349,7 @@ def _lost_key(p: Probe) -> int:
     return int((fits.clamp_min(0.0).square() / sizes.clamp_min(1e-300)).argmax())
 
 
-def _scale_factor(p: Probe, fit: Tensor) -> float | None:
+def _estimate_scale_factor(p: Probe, fit: Tensor) -> float | None:
     """Returns the factor of the scale that leaves the least residual in the rows `fit`
     (bool [b, h, rows]), by Gauss-Newton steps from 1; where these find none, from the
     best point of a grid. None where the scale is 0 or no row can be compared."""

@@ -102,7 +102,7 @@ def attribute(
         ratio = size / norm if norm else math.inf
         return Fit(preset=name, claim=tried, residual=residual, ratio=ratio)
 
-    best, other = _search(claim, fit, tensor, group)[:2]
+    best, other = _best_fits(claim, fit, tensor, group)[:2]
     why_not = None
     if best.residual > EXPLAINS:
         why_not = "no known way of rounding makes these errors"
@@ -144,7 +144,7 @@ def weighed(x: Tensor, weight: Tensor) -> Tensor:
 # --- what is tried --------------------------------------------------------------------
 
 
-def _search(
+def _best_fits(
     claim: Claim | None, fit: Callable[[str, Claim], Fit], tensor: str, group: int
 ) -> list[Fit]:
     """Returns the best variant of every preset, best first. Where a preset fits as it is,
@@ -166,10 +166,10 @@ def _search(
     first = min(best.values(), key=residual)
     if first.residual > ENOUGH:
         for name in SUMMED:
-            for variant in _sums(start[name], tensor, group):
+            for variant in _sum_variants(start[name], tensor, group):
                 better(name, variant)
         for name in TILED:
-            for variant in _tiles(best[name].claim, tensor):
+            for variant in _tile_variants(best[name].claim, tensor):
                 better(name, variant)
         for name in PRESETS:
             # With its own tiles too: under another exp no tile fitted well
@@ -183,7 +183,7 @@ def _search(
     return sorted(best.values(), key=residual)
 
 
-def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
+def _sum_variants(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
     """Yields variants of a claim with other sums of the gradient and other sources of
     delta, with the tiles that matter then; nothing for the output."""
     if tensor == "out":
@@ -191,19 +191,19 @@ def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
     grouped = tensor != "dq" and group > 1
     for change in SUMS if grouped else SUMS[:1]:
         yield {**claim, **change}
-        yield from _tiles({**claim, **change}, tensor)
+        yield from _tile_variants({**claim, **change}, tensor)
     if grouped:
         yield {**claim, **WHOLE}
     for change in DELTAS if tensor != "dv" else ():
         yield {**claim, **change}
 
 
-def _tiles(claim: Claim, tensor: str) -> Iterator[Claim]:
+def _tile_variants(claim: Claim, tensor: str) -> Iterator[Claim]:
     """Yields variants of a claim with the tiles (and orders of keys) that can matter to a
     tensor; for a gradient only where its sum is rounded after each tile, else nothing."""
     recipe = recipe_of(claim)
     if tensor != "out" and all(
-        recipe.sites[s] != "working" for s in _ends_of(tensor)[:2]
+        recipe.sites[s] != "working" for s in _sum_sites(tensor)[:2]
     ):
         return
     if tensor in ("dk", "dv"):
@@ -240,8 +240,8 @@ def rounding_sites(
         return to is not None and not to.contains(FORMATS["float32"])
 
     sites: dict[str, tuple[str, ...]] = {}
-    for site in filter(narrow, _leading_to(tensor, recipe, group)):
-        name, ends = site, _ends_of(tensor)
+    for site in filter(narrow, _sites_before(tensor, recipe, group)):
+        name, ends = site, _sum_sites(tensor)
         together: tuple[str, ...] = (site,)
         if tensor == "out":
             name, together = ("scores", SCORES) if site in SCORES else (name, together)
@@ -252,13 +252,17 @@ def rounding_sites(
         elif site in ends and narrow(tensor):
             # A running sum in the format of its cast is cast already; a sum of several is
             # another number, and without several nothing is partial.
-            ends = ends[:-1] if _apart(tensor, recipe, group) else (*ends[:2], ends[-1])
+            ends = (
+                ends[:-1]
+                if _is_sum_of_parts(tensor, recipe, group)
+                else (*ends[:2], ends[-1])
+            )
             name, together = (tensor, ends) if site in ends else (name, together)
         sites[name] = together
     return sites
 
 
-def _leading_to(tensor: str, recipe: Recipe, group: int) -> list[str]:
+def _sites_before(tensor: str, recipe: Recipe, group: int) -> list[str]:
     """Returns the sites that a tensor depends on under a recipe, in the order of the
     pass. `group`: query heads per kv head."""
     skipped = {
@@ -281,23 +285,25 @@ def _leading_to(tensor: str, recipe: Recipe, group: int) -> list[str]:
         "ds_scaled": recipe.ds_scale != "before",
         **dict.fromkeys(only_o, True),
         "dq_partial": recipe.splits in (None, 1),
-        **dict.fromkeys(("dk_partial", "dv_partial"), not _apart("dk", recipe, group)),
+        **dict.fromkeys(
+            ("dk_partial", "dv_partial"), not _is_sum_of_parts("dk", recipe, group)
+        ),
     }
     other_gradients = [name for name in ("dq", "dk", "dv") if name != tensor]
-    others = {site for name in other_gradients for site in _ends_of(name)}
+    others = {site for name in other_gradients for site in _sum_sites(name)}
     of_ds = BACKWARD[BACKWARD.index("dp") : BACKWARD.index("ds") + 1]
     others |= set(of_ds) if tensor == "dv" else {"p_for_dv"}
     sites = (*FORWARD, *(site for site in BACKWARD if site not in others))
     return [site for site in sites if not skipped.get(site)]
 
 
-def _ends_of(gradient: str) -> tuple[str, ...]:
+def _sum_sites(gradient: str) -> tuple[str, ...]:
     """Returns the four sites of a gradient's sum, in order: a tile's product, the running
     sum, a partial sum, the cast."""
     return (f"{gradient}_product", gradient, f"{gradient}_partial", f"{gradient}_out")
 
 
-def _apart(gradient: str, recipe: Recipe, group: int) -> bool:
+def _is_sum_of_parts(gradient: str, recipe: Recipe, group: int) -> bool:
     """Whether a gradient is a sum of several sums, each rounded: of splits of the keys
     (dq), of parts of the queries or of a group's heads (dk, dv)."""
     if gradient == "dq":

@@ -154,7 +154,7 @@ def forward(case: AttentionCase, loss: Loss, S: Tensor) -> Tensor:
     q_len, kv_len], fp32."""
     working = case.format
     if loss.step == "products":
-        S = _products(case, loss)
+        S = _scores_of_rounded_inputs(case, loss)
     S = loss(S) if loss.step == "scores" else S
     V = case.v.repeat_interleave(case.group, 1).float()
     V = loss(V) if loss.step == "products" else V
@@ -185,7 +185,7 @@ def forward(case: AttentionCase, loss: Loss, S: Tensor) -> Tensor:
     return loss(O) if step == "out" else rounded(O, working)
 
 
-def _products(case: AttentionCase, loss: Loss) -> Tensor:
+def _scores_of_rounded_inputs(case: AttentionCase, loss: Loss) -> Tensor:
     """Returns the scores of the call, fp32, from q and k rounded to the loss's format."""
     return all_scores(dataclasses.replace(case, q=loss(case.q), k=loss(case.k))).float()
 
@@ -219,7 +219,7 @@ class Backward:
         if loss.step == "dq" and tile is not None:
             dQ = torch.zeros_like(Q)
             for weights, keys in zip(dS.split(tile, -1), K.split(tile, 2), strict=True):
-                dQ = _added(loss, dQ, scale * (weights @ keys))
+                dQ = _add_rounded(loss, dQ, scale * (weights @ keys))
         else:
             dQ = scale * (dS @ K)
         dK, dV = torch.zeros_like(K), torch.zeros_like(V)
@@ -228,14 +228,16 @@ class Backward:
         for of_ds, of_p, q, d in zip(*parts, strict=True):
             new = (scale * (of_ds.mT @ q), of_p.mT @ d)
             if loss.step == "dkv":
-                dK, dV = (_added(loss, x, y) for x, y in zip((dK, dV), new, strict=True))
+                dK, dV = (
+                    _add_rounded(loss, x, y) for x, y in zip((dK, dV), new, strict=True)
+                )
             else:
                 dK, dV = dK + new[0], dV + new[1]
         dK, dV = (x.unflatten(1, (case.kv_heads, case.group)).sum(2) for x in (dK, dV))
         return {n: rounded(x, working) for n, x in {"dq": dQ, "dk": dK, "dv": dV}.items()}
 
 
-def _added(loss: Loss, total: Tensor, new: Tensor) -> Tensor:
+def _add_rounded(loss: Loss, total: Tensor, new: Tensor) -> Tensor:
     """Returns the running sum after `new` is added, rounded to the loss's format; with
     `loss.each` the new term is rounded first."""
     return loss(total + (loss(new) if loss.each else new))

@@ -35,8 +35,22 @@ LOGARITHMS = {
 def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
     """Yields every mistake that is another case, as a cause in words, with that case."""
     families = (
-        *(scales, _positions, _window, _masks, _kv_heads, _outputs, _batches),
-        *(_keys, _values, _features, _softcap, _sinks),
+        *(
+            scales,
+            _causal_mistakes,
+            _window_mistakes,
+            _mask_mistakes,
+            _kv_head_mistakes,
+            _output_order_mistakes,
+            _batch_mistakes,
+        ),
+        *(
+            _key_end_mistakes,
+            _tensor_order_mistakes,
+            _head_dim_mistakes,
+            _softcap_mistakes,
+            _sink_mistakes,
+        ),
     )
     for family in families:
         for cause, changes in family(case):
@@ -102,7 +116,7 @@ def scales(case: AttentionCase) -> Changes:
             yield cause, {"scale": scale}
 
 
-def _positions(case: AttentionCase) -> Changes:
+def _causal_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes of the causal mask and of the position it is counted from, each
     with the changed fields."""
     # The offset with which the last query sees the last key
@@ -118,7 +132,10 @@ def _positions(case: AttentionCase) -> Changes:
             offset = case.causal_offset + step
             if case.q_len == 1 or offset not in (0, right):
                 cause = f"the causal mask is off by one: each query sees {words}"
-                yield cause, {"causal_offset": offset, "window": _shifted(case, -step)}
+                yield (
+                    cause,
+                    {"causal_offset": offset, "window": _window_at_offset(case, -step)},
+                )
         if case.window is None:
             cause = "the causal mask is upside down: queries see what follows them"
             yield cause, {"is_causal": False, "window": (0, None)}
@@ -132,7 +149,7 @@ def _positions(case: AttentionCase) -> Changes:
             )
 
 
-def _window(case: AttentionCase) -> Changes:
+def _window_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes of the window, each with the changed fields: ignored, off by one
     key on a side, ignored on a side, or counted in whole tiles (in calls of at most
     MOST_SCORES scores); nothing without a window."""
@@ -165,7 +182,7 @@ def _window(case: AttentionCase) -> Changes:
             yield cause, {"window": None, **hiding(case, shown)}
 
 
-def _shifted(case: AttentionCase, step: int) -> Window | None:
+def _window_at_offset(case: AttentionCase, step: int) -> Window | None:
     """Returns the window as it must be for the same keys to stay visible when the causal
     offset moves by -step; None where there is no window. A right limit that causality is
     tighter than is dropped."""
@@ -180,7 +197,7 @@ def _shifted(case: AttentionCase, step: int) -> Window | None:
     )
 
 
-def _masks(case: AttentionCase) -> Changes:
+def _mask_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes of the mask, each with the changed fields: ignored, inverted,
     subtracted, scaled, transposed, of another head or batch entry; nothing without a
     mask."""
@@ -221,7 +238,7 @@ def _masks(case: AttentionCase) -> Changes:
         )
 
 
-def _kv_heads(case: AttentionCase) -> Changes:
+def _kv_head_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes in which kv head a query head reads, with k and v gathered for
     every query head; nothing with a single kv head."""
     kv, group = case.kv_heads, case.group
@@ -245,7 +262,7 @@ def _kv_heads(case: AttentionCase) -> Changes:
             yield cause, {"k": case.k[:, mapping], "v": case.v[:, mapping]}
 
 
-def _outputs(case: AttentionCase) -> Changes:
+def _output_order_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes where outputs come out in the place of another query head, with q,
     k, v, mask and sinks reordered."""
     every = list(range(case.heads))
@@ -274,7 +291,7 @@ def _outputs(case: AttentionCase) -> Changes:
         yield cause, changed
 
 
-def _batches(case: AttentionCase) -> Changes:
+def _batch_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes where batch entries read the tensors of another one, with the
     changed tensors; nothing for a single entry."""
     if case.q.shape[0] == 1:
@@ -293,7 +310,7 @@ def _batches(case: AttentionCase) -> Changes:
     )
 
 
-def _keys(case: AttentionCase) -> Changes:
+def _key_end_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes at the ends of the keys, with k, v and mask changed: keys dropped,
     or padding with zeros that counts."""
     n = case.kv_len
@@ -308,7 +325,7 @@ def _keys(case: AttentionCase) -> Changes:
     if n > 1:
         yield "the first key is dropped", without(case, 0)
     for to in sorted({-(-n // tile) * tile for tile in PADDED} - {n}):
-        yield padded(to), _padded(case, to - n)
+        yield padded(to), _pad_keys(case, to - n)
 
 
 def without(case: AttentionCase, key: int) -> CaseChanges:
@@ -325,7 +342,7 @@ def hiding(case: AttentionCase, shown: Tensor) -> CaseChanges:
     return {"mask": torch.where(shown, mask, -math.inf if added else False)}
 
 
-def _padded(case: AttentionCase, more: int) -> CaseChanges:
+def _pad_keys(case: AttentionCase, more: int) -> CaseChanges:
     """Returns k, v and mask with `more` keys of zeros at the end that every query sees,
     as fields to change."""
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (case.k, case.v))
@@ -342,7 +359,7 @@ def _padded(case: AttentionCase, more: int) -> CaseChanges:
     return {"k": k, "v": v, "mask": mask}
 
 
-def _values(case: AttentionCase) -> Changes:
+def _tensor_order_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes where K, V or Q is read in another order or in another's place,
     with the changed tensors."""
     if case.kv_len > 1:
@@ -359,7 +376,7 @@ def _values(case: AttentionCase) -> Changes:
         yield cause, {"q": case.k, "k": case.q}
 
 
-def _features(case: AttentionCase) -> Changes:
+def _head_dim_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes where head dimensions beyond a tile do not enter the scores, with q
     and k shortened."""
     d = case.q.shape[-1]
@@ -369,7 +386,7 @@ def _features(case: AttentionCase) -> Changes:
             yield cause, {"q": case.q[..., :used], "k": case.k[..., :used]}
 
 
-def _softcap(case: AttentionCase) -> Changes:
+def _softcap_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes of the soft cap, each with the changed fields; those that need a
     bias of all scores only in calls of at most MOST_SCORES scores; nothing without a soft
     cap."""
@@ -407,7 +424,7 @@ def _softcap(case: AttentionCase) -> Changes:
 SINK_TILES = (16, 32, 64, 128)
 
 
-def _sinks(case: AttentionCase) -> Changes:
+def _sink_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes of the attention sinks, each with the changed sinks; nothing
     without sinks."""
     if case.sinks is None:

@@ -74,13 +74,15 @@ class Sums:
             delta = (dO * O).sum(dim=-1, keepdim=True)
             weights = weights * (dO @ V.mT - delta)
             weights = weights if slope is None else weights * slope
-        weights = _rounded(case, weights)
+        weights = _round_to_format(case, weights)
         if tensor == "dq":
-            tiles = _products(weights, case.scale * K)
+            tiles = _tile_products(weights, case.scale * K)
         else:
-            tiles = _products(weights.mT, case.scale * Q if tensor == "dk" else dO)
+            tiles = _tile_products(weights.mT, case.scale * Q if tensor == "dk" else dO)
         s = tiles.sum(dim=0)
-        d = torch.cat([_stored(case, each) - s for each in _tilings(tiles)])
+        d = torch.cat(
+            [_round_running_sum(case, each) - s for each in _ordered_tilings(tiles)]
+        )
         if tensor != "dq" and case.group > 1:
             s, d = (x.unflatten(-3, (-1, case.group)).sum(dim=-3) for x in (s, d))
         return cls(s=s, d=d)
@@ -119,7 +121,7 @@ class Sums:
         return self.d.isfinite().all(dim=0)
 
 
-def _products(weights: Tensor, values: Tensor) -> Tensor:
+def _tile_products(weights: Tensor, values: Tensor) -> Tensor:
     """Returns weights [B, H, rows, terms] @ values [B, H, terms, features] of each least
     tile of terms, [tiles, B, H, rows, features]; the last tile is padded with zeros."""
     size = TILES[0]
@@ -130,7 +132,7 @@ def _products(weights: Tensor, values: Tensor) -> Tensor:
     return products.contiguous()
 
 
-def _tilings(products: Tensor) -> Iterator[Tensor]:
+def _ordered_tilings(products: Tensor) -> Iterator[Tensor]:
     """Yields the terms of tiles of each size of which there are several, [tiles, 2, ...],
     summed within a tile; the axis of 2 is the order: the first tile first, and the last
     one first."""
@@ -141,7 +143,7 @@ def _tilings(products: Tensor) -> Iterator[Tensor]:
             yield torch.stack([tiles, tiles.flip(0)], dim=1)
 
 
-def _stored(case: AttentionCase, tiles: Tensor) -> Tensor:
+def _round_running_sum(case: AttentionCase, tiles: Tensor) -> Tensor:
     """Returns the running sum of tiles [tiles, ...], rounded to the case's format before
     each is added, unless all that is still to come is less than a last digit: then it is
     rounded as the cast rounds."""
@@ -150,11 +152,11 @@ def _stored(case: AttentionCase, tiles: Tensor) -> Tensor:
     total, to_come = tiles[0], tiles[1:].sum(dim=0)
     for tile in tiles[1:]:
         rounds = to_come.abs() > (ulp * total.abs()).clamp_min(least)
-        total = total + (_rounded(case, total) - total) * rounds + tile
+        total = total + (_round_to_format(case, total) - total) * rounds + tile
         to_come = to_come - tile
     return total
 
 
-def _rounded(case: AttentionCase, x: Tensor) -> Tensor:
+def _round_to_format(case: AttentionCase, x: Tensor) -> Tensor:
     """Returns x rounded to the case's format, in float32."""
     return x.to(dtype_of(case.format)).float()

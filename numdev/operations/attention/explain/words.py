@@ -20,7 +20,7 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
     kernel has the same."""
     groups = grouped(rows, lambda r: (r.kernel, str(r.options), r.format, r.tensor))
     unique: list[Explanation] = []
-    for each in map(_explanation, groups.values()):
+    for each in map(_explain_tensor, groups.values()):
         same = {"kernel": each.kernel, "options": each.options}
         if each.kernel != DEFAULT or each not in [
             e.model_copy(update=same) for e in unique
@@ -29,7 +29,7 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
     return tuple(unique)
 
 
-def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
+def _explain_tensor(rows: Sequence[AttributionRow]) -> Explanation:
     """Returns the explanation of one tensor of a kernel in one format, from the rows of
     all its calls (at least one): known where at least half of those that were compared
     are explained."""
@@ -37,10 +37,16 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
     explained = [row for row in compared if row.explained_by]
     is_known = bool(explained) and 2 * len(explained) >= len(compared)
     alike = [row for row in compared if bool(row.explained_by) == is_known]
-    name = next((name for name, _ in Counter(map(_name, alike)).most_common(1)), None)
-    same = [row for row in alike if _name(row) == name]  # what most of them have
-    sites = tuple(_sites(same)) if is_known else ()
-    residual, following = (_median(same, name) for name in ("residual", "next_residual"))
+    name = next(
+        (name for name, _ in Counter(map(_nearest_in_words, alike)).most_common(1)), None
+    )
+    same = [
+        row for row in alike if _nearest_in_words(row) == name
+    ]  # what most of them have
+    sites = tuple(_median_sites(same)) if is_known else ()
+    residual, following = (
+        _median_of_field(same, name) for name in ("residual", "next_residual")
+    )
     reason = None if compared else next((row.reason for row in rows if row.reason), None)
     return Explanation(
         kernel=first.kernel,
@@ -59,12 +65,12 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
     )
 
 
-def _median(rows: Sequence[AttributionRow], field: str) -> float:
+def _median_of_field(rows: Sequence[AttributionRow], field: str) -> float:
     """Returns the median of a field over rows, None counting as 0; 0 without rows."""
     return median([float(getattr(row, field) or 0.0) for row in rows] or [0.0])
 
 
-def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
+def _median_sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
     """Returns the medians over the calls of each site's share and residual, the largest
     share first; shares below SMALL are left out."""
     shares = []
@@ -76,7 +82,7 @@ def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
     return sorted(shares, key=lambda s: -s.share)
 
 
-def _name(row: AttributionRow) -> str:
+def _nearest_in_words(row: AttributionRow) -> str:
     """Returns the nearest preset in words, with the options of its recipe that bear on
     the row's tensor: `` `fa2` with 64 keys a tile``."""
     recipe, tensor = row.recipe, row.tensor

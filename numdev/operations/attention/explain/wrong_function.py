@@ -105,7 +105,7 @@ def suspect(
     against wrong causes), then for the worst, then for its worst batch entry alone."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
-    errors = _row_errors(out[:, list(heads)], exact, rows)
+    errors = _row_error_norms(out[:, list(heads)], exact, rows)
     sizes = dict(zip(heads, errors.sum(dim=(0, 2)).tolist(), strict=True))
     order = sorted(heads, key=lambda h: (h not in far, -sizes[h]))
     room = max(1, min(MAX_HEADS, HEAD_KEYS // case.kv_len))
@@ -122,11 +122,11 @@ def suspect(
     for chosen, entry in dict.fromkeys(tried):
         at = errors[:, [heads.index(h) for h in chosen]]
         probe = Probe.of(case, out, list(chosen), at, whole, entry=entry)
-        explaining = _search(probe, hints)
+        explaining = _explaining_alternatives(probe, hints)
         if not explaining:
             continue
         of_head = partial(
-            _of_head,
+            _suspect_head,
             explaining=explaining,
             case=case,
             out=out,
@@ -145,7 +145,7 @@ ALONE = 0.98  # of the error: as good as all of it
 SURE = 1000.0  # times nearer: what is right leaves the rounding of float32 alone
 
 
-def _of_head(
+def _suspect_head(
     head: int,
     explaining: Sequence[tuple[Alternative, float]],
     case: AttentionCase,
@@ -172,7 +172,7 @@ def _of_head(
         return None
     zero = (out[:, head] == 0).all(dim=-1)
     wrong = zero & (row_errors[:, 0] > 0) if rows is None else zero
-    places = [] if not bool(wrong.any()) else _places(wrong.any(dim=0))
+    places = [] if not bool(wrong.any()) else _describe_rows(wrong.any(dim=0))
     which = ["everywhere"] if bool(zero.all()) else places or [""]
     alone = "" if entry is None else f" (in batch entry {entry} alone)"
 
@@ -195,14 +195,14 @@ def _of_head(
     )
 
 
-def _places(wrong: Tensor) -> list[str]:
+def _describe_rows(wrong: Tensor) -> list[str]:
     """Returns in words which query rows the mask `wrong`, bool [q_len], has, and what
     that is an instance of in calls of other lengths; at least one row."""
     phrases = (in_words(wrong.nonzero()[:, 0]), *instances(wrong[None], None))
     return [f"in {words}" for words in dict.fromkeys(phrases)]
 
 
-def _search(
+def _explaining_alternatives(
     probe: Probe, hints: Sequence[Alternative] | None = None
 ) -> list[tuple[Alternative, float]]:
     """Returns the alternatives that explain the probe, at most three, the best first,
@@ -228,10 +228,10 @@ def _search(
         least = ALIKE * alike[0][1] if alike else CUT
         if fits and fits[0][1] >= least:
             alike = [x for x in fits if x[1] >= fits[0][1] / ALIKE][:3]
-    return _any_scale(alike, probe.case)
+    return _merge_scales(alike, probe.case)
 
 
-def _any_scale(
+def _merge_scales(
     alike: Sequence[tuple[Alternative, float]], case: AttentionCase
 ) -> list[tuple[Alternative, float]]:
     """Returns `alike` unchanged; but several wrong scales that explain the output equally
@@ -246,12 +246,12 @@ def _any_scale(
     return [(alike[0][0]._replace(cause=cause), alike[0][1])]
 
 
-def _row_errors(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
+def _row_error_norms(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
     """Returns ||o - r|| of every row, [B, H, q_len], over finite elements; 0 in rows that
     see no key. `rows`: indices of the rows that `exact` has, None: all; other rows get
     0."""
     if rows is not None:
-        sampled = _row_errors(out[:, :, rows], exact, None)
+        sampled = _row_error_norms(out[:, :, rows], exact, None)
         return sampled.new_zeros(out.shape[:3]).index_copy_(2, rows, sampled)
     error = out.double() - exact.out
     usable = finite(error) & ~exact.empty[..., None]

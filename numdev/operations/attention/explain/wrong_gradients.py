@@ -49,7 +49,7 @@ def suspect_gradients(
     suspicions: dict[str, Suspicion] = {}
     for names in (("lse",), GRADIENTS):
         if getattr(step, names[0]) is not None:
-            suspicions |= _suspects(case, step, names, part, judged, hints)
+            suspicions |= _suspect_tensors(case, step, names, part, judged, hints)
     return suspicions
 
 
@@ -96,7 +96,7 @@ class _Errors:
         return 1 - after / before if before and math.isfinite(before) else 0.0
 
 
-def _suspects(
+def _suspect_tensors(
     case: AttentionCase,
     step: Output,
     tensors: Sequence[str],
@@ -107,7 +107,7 @@ def _suspects(
     """Returns what is computed instead of each of `tensors` that is far off; nothing
     where none is, an error is not finite, or no named mistake explains them. Arguments as
     of `suspect_gradients`."""
-    exact = _step(case, tensors)
+    exact = _exact_step(case, tensors)
     empty = empty_rows(case) if "lse" in tensors else None
     errors = _Errors.of(step, exact, empty)
     lacking = judged is None or any(getattr(judged, n) is None for n in tensors)
@@ -119,18 +119,18 @@ def _suspects(
         return {}
     kinds = instances(case)
     wide = None if coarse is errors else format_of(step.out.dtype).name
-    suspicion = partial(_suspicion, coarse, wide, kinds, part)
+    suspicion = partial(_make_suspicion, coarse, wide, kinds, part)
     single: dict[str, Suspicion] = {}
     for n in far if "lse" not in tensors else ():
         factor = float((errors.returned[n] * exact[n]).sum() / exact[n].square().sum())
         tried = {n: factor * exact[n]}
-        cause = f"{n} {_in_words(factor, case.scale)}"
+        cause = f"{n} {_describe_factor(factor, case.scale)}"
         by = errors.cut(tried, [n])
         if by >= CUT and (one := suspicion(n, tried, [cause], by)) is not None:
             single[n] = one
     if len(single) == len(far):
         return single
-    mistakes = dict(_mistakes(case, exact, errors.returned))
+    mistakes = dict(_possible_mistakes(case, exact, errors.returned))
     if hints is not None:
         mistakes = {
             cause: make for cause, make in mistakes.items()
@@ -158,7 +158,7 @@ def _best_causes(
     return [cause for by, cause in cuts if by >= max(CUT, best / ALIKE)][:3], best
 
 
-def _suspicion(
+def _make_suspicion(
     coarse: _Errors,
     wide: str | None,
     kinds: Mapping[str, tuple[str, ...]],
@@ -193,7 +193,7 @@ def _suspicion(
     )
 
 
-def _in_words(factor: float, scale: float) -> str:
+def _describe_factor(factor: float, scale: float) -> str:
     """Returns in words what a gradient is that is `factor` times the exact one: the
     mistake that makes this factor, else the number."""
     factors = {
@@ -209,7 +209,7 @@ def _in_words(factor: float, scale: float) -> str:
     return next(same, f"is {in_digits(factor)} times what it should be")
 
 
-def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
+def _exact_step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
     """Returns the exact log-sum-exp of a case, 0 in rows that see no key, where `tensors`
     has `lse`; else its exact gradients dq, dk and dv."""
     if "lse" in tensors:
@@ -219,7 +219,7 @@ def _step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
     return {n: getattr(backward, n) for n in GRADIENTS}
 
 
-def _mistakes(
+def _possible_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yields the causes that are tried, each with a function that computes what would
@@ -234,7 +234,7 @@ def _mistakes(
     def of_variant(one: AttentionCase) -> Step:
         """Returns the exact tensors of a changed case, as a kernel would that computes
         it: gradients with respect to the call's own q, k and v."""
-        step = _step(one.detached(), exact)
+        step = _exact_step(one.detached(), exact)
         if "lse" not in exact:  # back from the variant's q, k and v to the call's
             ends, upstream = (one.q, one.k, one.v), [*step.values()]
             back = torch.autograd.grad(
@@ -246,13 +246,13 @@ def _mistakes(
     for cause, one in tried:
         yield cause, partial(of_variant, one)
     yield from (
-        _of_lse(case, exact, returned)
+        _lse_mistakes(case, exact, returned)
         if "lse" in exact
-        else _of_backward(case, exact, returned)
+        else _backward_mistakes(case, exact, returned)
     )
 
 
-def _of_lse(
+def _lse_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yields causes of a wrong log-sum-exp alone, each with a function that returns
@@ -292,7 +292,7 @@ def merged_in_base_2(case: AttentionCase) -> dict[str, Tensor]:
     return merged_by_cause
 
 
-def _of_backward(
+def _backward_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yields causes that are backward's alone, each with a function that computes dq, dk
@@ -304,7 +304,7 @@ def _of_backward(
         )
     if case.group > 1:
         cause = "dk, dv have only the first query head of each group"
-        yield cause, lambda: {**_step(case.one_of_each_group(0)), "dq": exact["dq"]}
+        yield cause, lambda: {**_exact_step(case.one_of_each_group(0)), "dq": exact["dq"]}
     whole, dO = attend(case), upstream(case).double()
     # With another delta dS = P o (dP - delta) is off by P o the rest
     if case.softcap is None:
@@ -314,19 +314,19 @@ def _of_backward(
             "the next row's": delta.roll(-1, 2),
         }.items():
             cause = f"delta, the row sum of dO·O, is {words}"
-            yield cause, partial(_with_delta, case, exact, delta - other)
+            yield cause, partial(_with_wrong_delta, case, exact, delta - other)
     else:
         capped = dataclasses.replace(case, **rescored(case, all_scores(case)))
-        yield "the slope of the soft cap is missing", partial(_step, capped)
+        yield "the slope of the soft cap is missing", partial(_exact_step, capped)
     row_sum = (whole.lse - all_scores(case).amax(dim=-1)).exp()[..., None]
     larger = dataclasses.replace(case, grad_out=dO * row_sum)
     cause = "dv is computed from P before its division by the row sum"
     yield cause, lambda: {**exact, "dv": gradients(larger).dv}
-    cause, scaled = _scaled(case, exact, returned)
+    cause, scaled = _fit_scale(case, exact, returned)
     yield cause, lambda: scaled
 
 
-def _with_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
+def _with_wrong_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
     """Returns the gradients where delta is less than it should be by `deficit` [B, H,
     q_len, 1] over the scale. For calls without a soft cap."""
     keys = dataclasses.replace(case, v=case.k, grad_out=deficit * case.q)
@@ -335,13 +335,13 @@ def _with_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
     return {**exact, "dq": dq, "dk": dk}
 
 
-def _scaled(case: AttentionCase, exact: Step, returned: Step) -> tuple[str, Step]:
+def _fit_scale(case: AttentionCase, exact: Step, returned: Step) -> tuple[str, Step]:
     """Returns the cause and the gradients of the scale that fits the returned ones best,
     by Gauss-Newton steps from the right one."""
     unit = {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
 
     def step(t: float) -> Step:
-        return _step(dataclasses.replace(case, scale=case.scale * math.exp(t)))
+        return _exact_step(dataclasses.replace(case, scale=case.scale * math.exp(t)))
 
     def error(t: float) -> Tensor:
         tried = step(t)
