@@ -161,7 +161,7 @@ def test_sealed_lines_of_another_shape_are_refused_too(tmp_path: Path, line: Any
             (tmp_path / JOURNAL).write_bytes(b"")
             journal = Journal(tmp_path, HEADER)
             journal._file = (tmp_path / JOURNAL).open("wb")
-        journal._write(line)
+        journal._write_line(line)
         assert journal._file is not None
         journal._file.close()
     assert "expected a finished task" in refused(tmp_path)

@@ -278,7 +278,7 @@ class Bench:
             baseline, fp32 = selection.baseline(case, gradients=selection.gradients), None
             if not isinstance(baseline, Failure) and not fmt.contains(FORMATS["float32"]):
                 fp32 = selection.baseline_fp32
-        by_query, by_key = _arithmetic(selection.with_heads(case))
+        by_query, by_key = _arithmetic_error(selection.with_heads(case))
         yardsticks = {}
         for tensor in TERMS if isinstance(reference, Gradients) else ("out",):
             plain = getattr(baseline, tensor, None)
@@ -427,14 +427,14 @@ class Bench:
         `deviation`: its metrics."""
         if tensor == "out":
             self._count_in_empty_rows(units, measured)
-            self._suspect(output, units)
+            self._add_suspicions(output, units)
             for unit in units if output.not_lse else ():
                 why = f"the kernel returned {output.not_lse}"
                 unit["nulls"] = {**unit["nulls"], "lse_error": why}
         if tensor == "dq":
             self._count_gradients_of_empty_rows(units, measured)
         if tensor_spec(tensor).is_gradient:
-            self._look_for_narrow_sums(output, tensor, units, deviation)
+            self._add_narrow_sums(output, tensor, units, deviation)
 
     def _count_in_empty_rows(self, units: Sequence[Metrics], out: Tensor) -> None:
         """Sets `empty_nonfinite` of each head, in place: how many elements of `out` are
@@ -445,7 +445,7 @@ class Bench:
             for unit, count in zip(units, counts, strict=True):
                 unit["empty_nonfinite"] = count
 
-    def _suspect(self, output: Output, units: Sequence[Metrics]) -> None:
+    def _add_suspicions(self, output: Output, units: Sequence[Metrics]) -> None:
         """Adds to the metrics of heads far off, in place, what they seem to compute; does
         nothing where none is, or the watch says not to search."""
         heads = self.selection.heads
@@ -474,7 +474,7 @@ class Bench:
         for unit, count in zip(units, counts, strict=True):
             unit["nonfinite"] += count
 
-    def _look_for_narrow_sums(
+    def _add_narrow_sums(
         self,
         output: Output,
         tensor: str,
@@ -570,7 +570,7 @@ class Bench:
         return self.predictions[key]
 
 
-def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
+def _arithmetic_error(case: AttentionCase) -> tuple[Tensor, Tensor]:
     """Returns what fp32 arithmetic alone may err, relative to the term scale: fp64 [B, H,
     q_len] by query and [B, kv_heads, kv_len] by key.
 

@@ -82,7 +82,7 @@ class Channel:
         and Late after the deadline (`time.monotonic`)."""
         unsent = memoryview(LENGTH.pack(len(message)) + message)
         while unsent:
-            self._wait(selectors.EVENT_WRITE, deadline)
+            self._wait_until_ready(selectors.EVENT_WRITE, deadline)
             try:
                 unsent = unsent[self.socket.send(unsent) :]
             except BlockingIOError:
@@ -101,7 +101,7 @@ class Channel:
         """Fills memory with the bytes that come, as many as it holds. Raises Ended where
         they end before, and Late after the deadline (`time.monotonic`)."""
         while missing:
-            self._wait(selectors.EVENT_READ, deadline)
+            self._wait_until_ready(selectors.EVENT_READ, deadline)
             try:
                 count = self.socket.recv_into(missing)
             except BlockingIOError:
@@ -115,16 +115,16 @@ class Channel:
     def last_line(self) -> str:
         """Returns the last line that the process wrote to stderr; empty where it wrote
         none."""
-        self._drain()
+        self._drain_stderr()
         lines = self.tail.decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
 
     def forget(self) -> None:
         """Drops what was written to stderr until now."""
-        self._drain()
+        self._drain_stderr()
         self.tail = b""
 
-    def _wait(self, event: int, deadline: float) -> None:
+    def _wait_until_ready(self, event: int, deadline: float) -> None:
         """Waits until the socket is ready for `event` (of `selectors`). Takes meanwhile
         what comes on stderr, so that a process that writes much does not wait for a
         reader. Raises Late after the deadline, and Ended once the process is gone and
@@ -146,10 +146,10 @@ class Channel:
                     return
                 if ended:
                     raise Ended
-                if self.stderr in ready and not self._drain():
+                if self.stderr in ready and not self._drain_stderr():
                     selector.unregister(self.stderr)
 
-    def _drain(self) -> bool:
+    def _drain_stderr(self) -> bool:
         """Takes one pipe's fill of stderr, of which the last TAIL_BYTES are kept; returns
         False once it is closed."""
         try:
@@ -169,7 +169,7 @@ Part = bytes | memoryview
 def failed_answer(status: Literal["skipped", "failed"], reason: str) -> list[Part]:
     """Returns the parts of what is sent after the token for a kernel without an
     output."""
-    return _header({"status": status, "reason": reason})
+    return _pack_header({"status": status, "reason": reason})
 
 
 def output_answer(output: Output) -> list[Part]:
@@ -183,10 +183,10 @@ def output_answer(output: Output) -> list[Part]:
     texts = {name: getattr(output, name) for name in TEXTS}
     plain = (x.detach().cpu().resolve_neg().contiguous() for x in tensors.values())
     contents = (x.view(torch.uint8).numpy().data.cast("B") for x in plain)
-    return [*_header({"tensors": layouts, "did": output.did, **texts}), *contents]
+    return [*_pack_header({"tensors": layouts, "did": output.did, **texts}), *contents]
 
 
-def _header(content: Mapping[str, object]) -> list[Part]:
+def _pack_header(content: Mapping[str, object]) -> list[Part]:
     """Returns the length of a header and its JSON. Raises ValueError for more than
     MAX_HEADER bytes."""
     text = json.dumps(content, default=str).encode()
@@ -202,20 +202,20 @@ def read_answer(
     the answer must begin and end with. Raises ValueError, KeyError or TypeError for
     anything else that came, Ended where the process ends before, and Late after the
     deadline (`time.monotonic`)."""
-    _expect(channel, token, deadline)
-    answer = _read_answer(channel, case, deadline)
-    _expect(channel, token, deadline)
+    _expect_token(channel, token, deadline)
+    answer = _read_answer_body(channel, case, deadline)
+    _expect_token(channel, token, deadline)
     return answer
 
 
-def _expect(channel: Channel, token: bytes, deadline: float) -> None:
+def _expect_token(channel: Channel, token: bytes, deadline: float) -> None:
     """Reads the token. Raises ValueError where something else comes, Ended and Late as
     reading does."""
     if channel.read(TOKEN_BYTES, deadline) != token:
         raise ValueError("not an answer to this task")
 
 
-def _read_answer(
+def _read_answer_body(
     channel: Channel, case: AttentionCase, deadline: float
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
     """Returns what stands between the tokens of an answer: an output of the case, or a
@@ -235,7 +235,7 @@ def _read_answer(
     shapes = shapes_of(case)
     fields: dict[str, Any] = {}
     for name, layout in header["tensors"].items():
-        fields[name] = _tensor(channel, name, layout, shapes[name], deadline)
+        fields[name] = _read_tensor(channel, name, layout, shapes[name], deadline)
     for name in TEXTS:
         if type(header[name]) not in (str, type(None)):
             raise ValueError(f"{name}: expected text")
@@ -257,7 +257,7 @@ def shapes_of(case: AttentionCase) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _tensor(
+def _read_tensor(
     channel: Channel,
     name: str,
     layout: Mapping[str, Any],
@@ -288,13 +288,13 @@ def _tensor(
 def read_task(end: socket.socket) -> bytearray:
     """Returns the next task's bytes. Raises EOFError when numdev sends no more, or a
     length beyond MAX_TASK."""
-    (length,) = LENGTH.unpack(_read(end, LENGTH.size))
+    (length,) = LENGTH.unpack(_read_exactly(end, LENGTH.size))
     if length > MAX_TASK:
         raise EOFError
-    return _read(end, length)
+    return _read_exactly(end, length)
 
 
-def _read(end: socket.socket, size: int) -> bytearray:
+def _read_exactly(end: socket.socket, size: int) -> bytearray:
     """Returns the next `size` bytes; waits for them. Raises EOFError where they end
     before."""
     message = bytearray(size)

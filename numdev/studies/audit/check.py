@@ -144,9 +144,9 @@ class CheckSource(ConfigSource):
             )
         self._seeds, self._device, self._gradients = tuple(seeds), device, gradients
         self.target = "default cases" if named is None else "given cases"
-        self.cases = [] if named is not None else self._drawn(default_cases())
+        self.cases = [] if named is not None else self._draw_cases(default_cases())
         for number, each in enumerate(named or ()):
-            self.cases += self._located(each, number)
+            self.cases += self._open_named(each, number)
         if not self.cases:
             raise UsageError(
                 "cases: expected at least one, got none", hint="leave it out for all"
@@ -158,7 +158,7 @@ class CheckSource(ConfigSource):
                 f"{count} cases are named {name!r}", hint="name each differently"
             )
 
-    def _located(self, named: Named, number: int) -> Sequence[Located]:
+    def _open_named(self, named: Named, number: int) -> Sequence[Located]:
         """Returns the located cases of one entry, the `number`-th, which names a mapping
         without a name. Raises UsageError for a name that is none and a file that holds no
         cases."""
@@ -166,12 +166,14 @@ class CheckSource(ConfigSource):
         if isinstance(named, AttentionCase):
             return [as_located(with_drawn_gradient(copied(named, self._device), seed))]
         if isinstance(named, Mapping):
-            return self._drawn(_configured({"name": f"case {number}", **SHAPE, **named}))
+            return self._draw_cases(
+                _parse_case({"name": f"case {number}", **SHAPE, **named})
+            )
         path = Path(named)
         if path.suffix in (".yaml", ".yml"):
-            return self._drawn(read_yaml(path, CheckConfig).cases)
+            return self._draw_cases(read_yaml(path, CheckConfig).cases)
         if not isinstance(named, Path) and not path.exists():
-            return self._drawn(_by_name(named))
+            return self._draw_cases(_named_configs(named))
         if not holds_cases(path):
             raise UsageError(
                 f"{path}: holds no captured tensors",
@@ -179,7 +181,7 @@ class CheckSource(ConfigSource):
             )
         return open_cases(path, device=self._device, upstream=seed).cases
 
-    def _drawn(self, configs: Sequence[CaseConfig]) -> list[Located]:
+    def _draw_cases(self, configs: Sequence[CaseConfig]) -> list[Located]:
         """Returns the located cases of configurations, each once for every seed."""
         on, seeds = System(device=self._device), self._seeds
         source = ConfigSource(self.target, configs, seeds, on, gradients=self._gradients)
@@ -268,7 +270,7 @@ def default_cases() -> tuple[CaseConfig, ...]:
     return read_yaml(bundled("check/default.yaml"), CheckConfig).cases
 
 
-def _by_name(name: str) -> Sequence[CaseConfig]:
+def _named_configs(name: str) -> Sequence[CaseConfig]:
     """Returns the configurations that a name stands for: a case of the default set, or a
     regime of inputs, without and with a causal mask. Raises UsageError for another
     name."""
@@ -278,10 +280,10 @@ def _by_name(name: str) -> Sequence[CaseConfig]:
     if name not in REGIMES:
         what = f"{name!r} is not a case, an input regime or a file"
         raise UsageError(what, hint=closest(name, [*defaults, *REGIMES]))
-    return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})
+    return _parse_case({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})
 
 
-def _configured(case: Mapping[str, object]) -> Sequence[CaseConfig]:
+def _parse_case(case: Mapping[str, object]) -> Sequence[CaseConfig]:
     """Returns the configurations of a YAML case, which may list values. Raises UsageError
     for a key or value that is none."""
     return validated({"cases": [case]}, CheckConfig, "cases").cases

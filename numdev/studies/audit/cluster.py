@@ -170,7 +170,7 @@ class Workers:
             present = max(1, self.present())
             if len(self.flights) < (present + 1 if shipped else 2 * present):
                 break
-            yield from self._landed()
+            yield from self._next_results()
         if shipped:
             with self.watch("capture"):
                 located = as_located(copied(located.load(), "cpu"), located.axes)
@@ -184,9 +184,9 @@ class Workers:
         """Yields the results of the cases that are still out, until all are back. Raises
         what a worker raised."""
         while self.flights:
-            yield from self._landed()
+            yield from self._next_results()
 
-    def _landed(self) -> Iterator[Finished]:
+    def _next_results(self) -> Iterator[Finished]:
         """Yields the results of the next case that is done; nothing, where none is for
         TICK_S seconds. A case whose worker died twice gets failed rows. Raises the
         NumdevError of a worker, MeasurementError for another exception there and where
@@ -252,7 +252,8 @@ def shared_out(
     from distributed import as_completed
 
     futures = [
-        client.submit(_called, expected, function, part, pure=False) for part in parts
+        client.submit(_call_checked, expected, function, part, pure=False)
+        for part in parts
     ]
     for future in as_completed(futures, loop=client.loop):
         try:
@@ -265,7 +266,9 @@ def shared_out(
             ) from error
 
 
-def _called(expected: str, function: Callable[..., T], part: tuple[object, ...]) -> T:
+def _call_checked(
+    expected: str, function: Callable[..., T], part: tuple[object, ...]
+) -> T:
     """Returns function(*part), on a worker that is checked first; what is printed goes to
     stderr. Raises UsageError where the worker differs."""
     with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
@@ -350,7 +353,7 @@ def work(
             shared = json.loads(expected)
             check_here(shared)  # first: another version might not even read the parcel
             plan, tasks, located, limit_s = pickle.loads(parcel)
-            planned = [(_planned(task, shared["kernels"]), task) for task in tasks]
+            planned = [(_plan_task(task, shared["kernels"]), task) for task in tasks]
             process, watch = _isolated(), Stopwatch(plan.system.device)
             process.limit_s = limit_s
             with watch("capture"):
@@ -391,7 +394,7 @@ def check_here(expected: Mapping[str, Any]) -> None:
         )
 
 
-def _planned(task: Task, sources: Mapping[str, str]) -> Planned:
+def _plan_task(task: Task, sources: Mapping[str, str]) -> Planned:
     """Returns the kernel of a task as this worker has it. Raises UsageError where its
     source is not that of `sources`, by kernel's name."""
     name = task.kernel

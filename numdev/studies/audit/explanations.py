@@ -89,7 +89,7 @@ class Likeness:
 
 
 @functools.cache
-def _limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
+def _default_limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
     """Returns the default thresholds of a metric, of single heads or of medians, and
     their least limit, 0 without any."""
     every = (t for t in default_rules().thresholds if t.metric == name)
@@ -107,7 +107,7 @@ def excess(
     limit: above 1 it is beyond; 0 for None and within the smallest of the limits. `row`:
     the row that decides which limit holds and how far sampling widens it; None: the first
     limit."""
-    limits, least = _limits(name, median=bool(n))
+    limits, least = _default_limits(name, median=bool(n))
     if value is None or abs(value) <= least:
         return 0.0
     limit = next((t for t in limits if row is None or t.where.fit(row)), limits[0])
@@ -200,13 +200,13 @@ def likenesses(
     ):
         return {}
     search = _Search(returned, names, tensors, bench)
-    unlike = search.try_whole_step(_ways(formats, bench, system))
+    unlike = search.try_whole_step(_known_ways(formats, bench, system))
     if search.whole is not None:
         return dict.fromkeys(names, search.whole)
     search.try_gradients(unlike)
     explained = search.by_tensor()
     if "out" in tensors and "out" not in explained:
-        like = _partly_cubic(returned["out"], formats, bench)
+        like = _find_partial_cubic(returned["out"], formats, bench)
         explained |= {} if like is None else {"out": like}
     return explained
 
@@ -227,7 +227,9 @@ class _Search:
         bench: Bench,
     ) -> None:
         self.tensors = frozenset(tensors)  # those beyond their limits
-        self.residuals = {n: _residual(returned[n], bench.yardsticks[n]) for n in names}
+        self.residuals = {
+            n: _residual_function(returned[n], bench.yardsticks[n]) for n in names
+        }
         self.every, self.output, self.gradients = (
             tuple(names),
             tuple(names[:1]),
@@ -261,7 +263,7 @@ class _Search:
             if self._has_other_output(way):
                 unlike.append((words, way))
                 continue
-            self._judge(words, way, self.every, *self.steps, *self.group_sums)
+            self._note_way(words, way, self.every, *self.steps, *self.group_sums)
             if self.whole is not None and self.whole.residual <= fits.ENOUGH:
                 break
         return unlike
@@ -273,7 +275,7 @@ class _Search:
         is_output_settled = "out" not in self.tensors or self.output in self.best
         if self.gradients in self.steps and is_output_settled:
             for words, way in ways:
-                self._judge(words, way, self.gradients, *self.group_sums)
+                self._note_way(words, way, self.gradients, *self.group_sums)
 
     def by_tensor(self) -> dict[str, Likeness]:
         """Returns the best way of each tensor that one explains; empties `best` of the
@@ -299,7 +301,7 @@ class _Search:
         step = way(forward=True) if most < math.inf else None
         return step is not None and self.residuals["out"](step["out"]) > most
 
-    def _judge(self, words: str, way: Tried, *parts: Part) -> None:
+    def _note_way(self, words: str, way: Tried, *parts: Part) -> None:
         """Notes the way in `best` for each part that it explains better than those before
         it; does nothing for a way that cannot take the call."""
         if (expected := way()) is None:
@@ -326,7 +328,7 @@ TILES_AND_ORDERS = tuple(
 )
 
 
-def _partly_cubic(
+def _find_partial_cubic(
     x: Tensor, formats: Mapping[str, Format], bench: Bench
 ) -> Likeness | None:
     """Returns the explanation that a kernel computes some keys of each tile, unknown
@@ -344,7 +346,7 @@ def _partly_cubic(
         claim: dict[str, object] = {"preset": "fa2", "block_kv": tile, "kv_order": order}
         claim |= {} if lag is None else {"max_lag": lag}
         ways = [
-            _predicted({**claim, "exponential": exp}, formats, bench, forward=True)
+            _predict_by_claim({**claim, "exponential": exp}, formats, bench, forward=True)
             for exp in ("exact", "cubic")
         ]
         if (none := ways[0]) is None or (every := ways[1]) is None:
@@ -384,14 +386,14 @@ def held_to(
     """Returns by tensor of `names` the way of these words, whether it explains the call
     or not: of a kernel that it explains in others. Empty where it cannot take this call,
     or no way has these words."""
-    for each, way in _ways(formats, bench, system):
+    for each, way in _known_ways(formats, bench, system):
         if each == words and (step := way()) is not None:
             like = Likeness(words=words, expected=step, residual=1.0)
             return {n: like for n in names if n in step and n in bench.by_row}
     return {}
 
 
-def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
+def _residual_function(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
     """Returns a function from a way's tensor to |x - way| / |x - r|, r the exact tensor,
     rows counting alike; where x is exact, 0 if the way's tensor equals it, else
     infinity."""
@@ -407,7 +409,7 @@ def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
     return residual
 
 
-def _ways(
+def _known_ways(
     formats: Mapping[str, Format], bench: Bench, system: System
 ) -> Iterator[tuple[str, Tried]]:
     """Yields the known ways of rounding that are tried, each with its name in words, the
@@ -434,10 +436,10 @@ def _ways(
         claims |= {f"{words}, dk and dv of each query head": {**claim, **per_query_head}
                    for words, claim in bases.items()}  # fmt: skip
     for words, claim in claims.items():
-        yield words, functools.partial(_predicted, claim, formats, bench)
+        yield words, functools.partial(_predict_by_claim, claim, formats, bench)
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
         for words, way in WAYS.items():
-            yield words, functools.partial(_written, way, bench)
+            yield words, functools.partial(_run_written_way, way, bench)
 
 
 class _Designs(Strict):
@@ -451,7 +453,7 @@ def designs() -> tuple[dict[str, Any], ...]:
     return read_yaml(bundled("designs.yaml"), _Designs).designs
 
 
-def _predicted(
+def _predict_by_claim(
     claim: Mapping[str, object],
     formats: Mapping[str, Format],
     bench: Bench,
@@ -468,7 +470,7 @@ def _predicted(
     return None
 
 
-def _written(way: Way, bench: Bench, *, forward: bool = False) -> Step | None:
+def _run_written_way(way: Way, bench: Bench, *, forward: bool = False) -> Step | None:
     """Returns the tensors of a way that is a function of PyTorch, with autograd's
     gradients unless `forward`, in float32; None where it fails, or the call has more than
     MOST_SCORES scores."""
@@ -513,7 +515,7 @@ def explain(
             of = {**identity(task), "tensor": tensor, "heads": compared.heads[tensor]}
             rows.append(AttributionRow(**of, **compared.attribution(tensor, claim)))
             if tensor == "out":
-                claim = _informed(claim, rows[-1])
+                claim = _with_tiles_of_output(claim, rows[-1])
     except FAILS_ONE_ROW as error:
         of = {**identity(task), "heads": chosen(bench.selection.heads)}
         rows.append(AttributionRow(**of, reason=f"it could not be tried ({error})"))
@@ -597,7 +599,9 @@ class _Compared:
         return step[tensor]
 
 
-def _informed(claim: fits.Claim | None, out: AttributionRow) -> fits.Claim | None:
+def _with_tiles_of_output(
+    claim: fits.Claim | None, out: AttributionRow
+) -> fits.Claim | None:
     """Returns the claim with the tiles that explain the output, where it was right but
     for those; else the claim as it is."""
     if claim is None or not out.explained_by:
@@ -705,7 +709,7 @@ def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[Pro
             continue
         shown = {"tensor": tensor, "length": length, "starts": starts(length)}
         shown["counts"] = [int(n) for n in along["counted"]]
-        shown["errors"] = _rms(along["relative"], along["counted"])
+        shown["errors"] = _rms_by_bin(along["relative"], along["counted"])
         if deviation.compared is not None:
             output, yardstick, expected = deviation.compared
             shown["ulps"] = by_ulps(output, yardstick)
@@ -715,12 +719,12 @@ def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[Pro
         if task.role == "kernel" and "predicted" in along:
             # As in expected_ratio
             least = np.maximum(along["predicted"], along["least_row"])
-            shown["predicted"] = _rms(least, along["expected_count"])
+            shown["predicted"] = _rms_by_bin(least, along["expected_count"])
         rows.append(ProfileRow.model_validate({**about, **shown}))
     return rows
 
 
-def _rms(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:
+def _rms_by_bin(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:
     """Returns the root mean square of each bin, to four digits; None for a bin without
     rows."""
     with np.errstate(all="ignore"):

@@ -158,12 +158,12 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         how = (dict(options), gradients, within)
         task = packed((kernel.name, how, on_cpu, str(device), torch_settings()))
         try:
-            worker = self._ready_for(kernel.name)
+            worker = self._ready_worker(kernel.name)
             shared = bool(worker.kernels - {kernel.name})
             result = worker.answer(kernel.name, task, case, self.limit_s)
             if isinstance(result, Failure) and result.status == "failed" and shared:
                 self.close()
-                worker = self._ready_for(kernel.name)
+                worker = self._ready_worker(kernel.name)
                 result = worker.answer(kernel.name, task, case, self.limit_s)
         except BaseException:
             self.close()
@@ -181,7 +181,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         if worker is not None:
             worker.close()
 
-    def _ready_for(self, name: str) -> Worker:
+    def _ready_worker(self, name: str) -> Worker:
         """Returns a worker that waits for a task: the present one; or a fresh one where
         that is gone or spoiled, or for a kernel that has failed before, which would only
         be asked twice. Raises MeasurementError where none can be started."""

@@ -81,7 +81,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         try:
             directory.mkdir(parents=True, exist_ok=True)
             remove_stale(directory)
-            journal._open(overwrite=overwrite)
+            journal._open_file(overwrite=overwrite)
         except OSError as error:
             what = (
                 f"{error.filename or directory}: cannot write results there "
@@ -112,7 +112,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         if self.visit(key):
             return False
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
-        self._write({"task": key, "rows": self._done[key]})
+        self._write_line({"task": key, "rows": self._done[key]})
         return True
 
     def rows(self, kind: str) -> list[Any]:
@@ -135,7 +135,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             )
             self._refuse(what, error)
 
-    def _open(self, *, overwrite: bool) -> None:
+    def _open_file(self, *, overwrite: bool) -> None:
         """Opens the file to append to it: emptied, with a new header, or continued after
         its last whole line. Raises UsageError for other files in the directory, a damaged
         journal, and one of another request."""
@@ -148,7 +148,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         if others and not (path.exists() and (blank or first.startswith((START, TASK)))):
             what = f"{self.directory}: holds other files ({others[0]})"
             raise UsageError(what, hint="choose an empty or a new --output")
-        header = None if blank or overwrite else self._read(lines or [torn])
+        header = None if blank or overwrite else self._read_lines(lines or [torn])
         measured = any(rows.keys() - {"case"} for rows in self._done.values())
         if header is None or not (measured or header == self.header):
             for name in (*RESULTS, JOURNAL):
@@ -156,7 +156,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             self._done.clear()
             self._digest = ""
             self._file = path.open("wb")
-            self._write({"header": self.header})
+            self._write_line({"header": self.header})
             return
         for part in {**self.header, **header}:
             was, now = header.get(part), self.header.get(part)
@@ -173,13 +173,13 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._file.truncate(good)
         self._file.seek(good)
 
-    def _read(self, lines: Iterable[bytes]) -> dict[str, object]:
+    def _read_lines(self, lines: Iterable[bytes]) -> dict[str, object]:
         """Takes over the tasks of whole lines, and returns the header before them. Raises
         UsageError for a line that is not as it was written, or not where."""
         header: dict[str, object] = {}
         for number, line in enumerate(lines, 1):
             body, _, end = line.rpartition(DIGEST)
-            self._digest = _chained(self._digest, body)
+            self._digest = _chain_digest(self._digest, body)
             if end != f'{self._digest}"}}'.encode():
                 self._refuse(
                     f"line {number}: expected the digest of what was written, got another"
@@ -199,13 +199,13 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 )
         return header
 
-    def _write(self, line: Mapping[str, object]) -> None:
+    def _write_line(self, line: Mapping[str, object]) -> None:
         """Appends one line with the digest of all lines up to it, at once."""
         assert self._file is not None
         plain: Any = lambda row: row.model_dump(mode="json")  # noqa: E731
         text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=plain)
         body = text.removesuffix("}").encode()
-        self._digest = _chained(self._digest, body)
+        self._digest = _chain_digest(self._digest, body)
         self._file.write(body + DIGEST + f'{self._digest}"}}\n'.encode())
         self._file.flush()
 
@@ -215,7 +215,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         raise UsageError(f"{self.directory / JOURNAL}: {problem}", hint=hint) from error
 
 
-def _chained(before: str, body: bytes) -> str:
+def _chain_digest(before: str, body: bytes) -> str:
     """Returns the SHA-256, in hexadecimal, of a line without its own digest, after the
     line with the digest `before`."""
     return hashlib.sha256(before.encode() + body).hexdigest()

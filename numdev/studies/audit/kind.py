@@ -50,10 +50,10 @@ def findings(
     """Returns the findings of a judgement, and sentences on what was tested, what could
     not be, and what the report doubts."""
     wrong, tested = findings_in(judgement, report.rows)
-    return wrong, (*tested, *_without_sinks(report), *report.doubts)
+    return wrong, (*tested, *_advise_on_sinks(report), *report.doubts)
 
 
-def _without_sinks(report: Measured) -> Iterator[str]:
+def _advise_on_sinks(report: Measured) -> Iterator[str]:
     """Yields the sentence on which kernels can be judged, where all calls have attention
     sinks and none that was asked for takes them; else nothing."""
     kernels = [row for row in report.rows if row.role == "kernel"]

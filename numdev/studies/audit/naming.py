@@ -149,7 +149,7 @@ class Failing:
         where that is wider): 16 bits hide a small mistake. Runs the kernel when it is
         first read."""
         case = dataclasses.replace(self.bench.case, grad_out=None)
-        return self.again(case.rounded_to(_wide(case)))
+        return self.again(case.rounded_to(_float32_or_wider(case)))
 
     # --- what it computes --------------------------------------------------------------
 
@@ -159,10 +159,10 @@ class Failing:
         None: all. At least one tensor must be wrong."""
         with self.bench.watch("names"):
             if self.wrong[0] == "out":
-                return {("out", h): by for h, by in self._of_output(hints).items()}
-            return self._of_gradients(hints)
+                return {("out", h): by for h, by in self._causes_of_output(hints).items()}
+            return self._causes_of_gradients(hints)
 
-    def _of_output(self, hints: Hints | None) -> Mapping[int, Suspicion]:
+    def _causes_of_output(self, hints: Hints | None) -> Mapping[int, Suspicion]:
         """Returns the mistakes that explain the output, by query head: sought in float32,
         and in the judged format only where the error vanishes there."""
         bench, select, out = self.bench, self.bench.selection, self.output.out
@@ -173,7 +173,7 @@ class Failing:
             # A cause has to explain enough of what was judged too. What is right in
             # float32 is not searched, which takes as long as all else of a check.
             if bool((fine > NOTHING * coarse).any()):
-                case = bench.case.rounded_to(_wide(bench.case))
+                case = bench.case.rounded_to(_float32_or_wider(bench.case))
                 causes = suspect(
                     case, wide.out, bench.reference, heads, heads, select.queries, out,
                     alternatives,
@@ -196,7 +196,7 @@ class Failing:
         sizes: Tensor = torch.linalg.vector_norm(heads, dim=1)
         return sizes
 
-    def _of_gradients(self, hints: Hints | None) -> Named:
+    def _causes_of_gradients(self, hints: Hints | None) -> Named:
         """Returns the mistakes that explain gradients and the log-sum-exp, by tensor and
         head, from a part of the call that is searched in a moment: the first batch
         entries, queries and keys of the kv head that errs most. Empty where the kernel
@@ -212,7 +212,7 @@ class Failing:
             key=range(SEARCHED),
         )
         how = {"gradients": any(row.tensor != "lse" for row in wrong)}
-        wide = cut.rounded_to(_wide(case))
+        wide = cut.rounded_to(_float32_or_wider(case))
         step, judged = (self.again(x, **how) for x in (wide, cut))
         if isinstance(step, Failure):
             step, wide = judged, cut
@@ -364,7 +364,7 @@ VANISHED = 0.5  # of the error: what is left of it in float32 is another fault's
 NOTHING = 0.005
 
 
-def _wide(case: AttentionCase) -> Any:
+def _float32_or_wider(case: AttentionCase) -> Any:
     """Returns float32, or the case's format where that has more precision."""
     return max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
 
@@ -421,22 +421,22 @@ def conclude(calls: Sequence[Failing]) -> None:
     in a format together."""
     groups = grouped(calls, lambda c: (label(c.runs.task), c.bench.format.name))
     for same in groups.values():
-        _conclude(sorted(same, key=lambda c: -c.severity))
+        _conclude_kernel(sorted(same, key=lambda c: -c.severity))
 
 
-def _conclude(calls: Sequence[Failing]) -> None:
+def _conclude_kernel(calls: Sequence[Failing]) -> None:
     """Writes into the rows what the failing calls of one kernel compute; the worst call
     comes first in `calls`. Mistakes, ways of rounding and coarse steps that explain one
     call are tried on the others, and searches stop after some that find nothing."""
     hints, vain, ways, coarse, early = Hints(), Counts(), Counts(), Counts(), Counts()
     losses: tuple[Loss, ...] = ()
     claims: Counter[str] = Counter()
-    for call in _in_turn(calls):
-        if hints and _try(call, hints):
+    for call in _order_calls(calls):
+        if hints and _try_hints(call, hints):
             continue
         # A search costs ten times what asking for a way does, and finds nothing in sound
         # code.
-        if not early.misses and not call.kernel.declares and _may_round_so(call):
+        if not early.misses and not call.kernel.declares and _may_be_rounding(call):
             likely = [words for words, _ in claims.most_common(1)]
             only = any(map(call.held_as_elsewhere, likely)) or call.is_only_a_way()
             early.count(only)
@@ -451,7 +451,7 @@ def _conclude(calls: Sequence[Failing]) -> None:
             call.say(named)
             hints.add(named)
         open_ = not call.kernel.declares and (ways.hits or ways.misses < IN_VAIN)
-        if open_ and _may_round_so(call):
+        if open_ and _may_be_rounding(call):
             # A kernel rounds alike in all calls: what explains another is tried first,
             # and alone.
             alike = any(
@@ -467,10 +467,10 @@ def _conclude(calls: Sequence[Failing]) -> None:
             losses = tuple(dict.fromkeys((*losses, *new)))
     for call in calls:  # those that came before something was found
         if hints and call.unnamed and call.wrong:
-            _try(call, hints)
+            _try_hints(call, hints)
         if losses and call.unnamed and call.wrong:
             call.imprecise(losses)
-        if claims and _may_round_so(call):
+        if claims and _may_be_rounding(call):
             words, count = claims.most_common(1)[0]
             if count >= 2 * len([c for c in calls if c.unnamed]) and words:
                 call.held_as_elsewhere(words)
@@ -493,14 +493,14 @@ class Counts:
         self.misses = 0 if hit else self.misses + 1
 
 
-def _try(call: Failing, hints: Hints) -> bool:
+def _try_hints(call: Failing, hints: Hints) -> bool:
     """Tries the mistakes of other calls on this one, and returns whether they name all
     that is wrong in it."""
     call.say(call.causes(hints))
     return not call.unnamed
 
 
-def _in_turn(calls: Sequence[Failing]) -> Iterator[Failing]:
+def _order_calls(calls: Sequence[Failing]) -> Iterator[Failing]:
     """Yields all calls: the worst, then the worst of each feature, which are marked to be
     searched; then the others."""
     seen: set[str] = set()
@@ -519,7 +519,7 @@ def _in_turn(calls: Sequence[Failing]) -> Iterator[Failing]:
 FAR = 10.0  # no sound way of rounding errs so many times what plain attention does
 
 
-def _may_round_so(call: Failing) -> bool:
+def _may_be_rounding(call: Failing) -> bool:
     """Whether what is wrong may be a known way of rounding: something is unnamed, the
     output names no mistake, and no tensor errs more than FAR times what plain attention
     does."""

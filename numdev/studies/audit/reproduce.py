@@ -96,7 +96,7 @@ def reproduce(
                     at = at.with_name(f"{at.name}-2")
                 try:
                     whole = Selection.of(located.load(), gradients=plan.backward).case
-                    shown = _shown(finding, whole, plan, run, seconds)
+                    shown = _shrink_call(finding, whole, plan, run, seconds)
                     about: Any = {"words": finding.sentence, "system": plan.system}
                     script = write(at, **about, **shown)
                 except (NumdevError, RuntimeError, ValueError) as error:
@@ -113,7 +113,7 @@ def reproduce(
     return scripts
 
 
-def _shown(
+def _shrink_call(
     finding: Finding, whole: AttentionCase, plan: Plan, run: Runner, seconds: float
 ) -> dict[str, Any]:
     """Returns the arguments of `script.write` for a finding: a small call in which its
@@ -153,8 +153,10 @@ def _shown(
         """Returns the worst row of a case that is accused as the finding's was; None
         without one."""
         rows = measure_one(task, declaring, case, plan.system, run)
-        worst_first = sorted(rows, key=lambda row: _size(row, metric), reverse=True)
-        return next((row for row in worst_first if _shows(row, finding)), None)
+        worst_first = sorted(
+            rows, key=lambda row: _metric_size(row, metric), reverse=True
+        )
+        return next((row for row in worst_first if _is_accused_again(row, finding)), None)
 
     head = (finding.place.head if finding.place is not None else None) or 0
     head *= case.group if finding.tensor in KV_TENSORS else 1
@@ -172,20 +174,20 @@ def _shown(
     return {**shown, **of, "observed": observed, "limit": limit}
 
 
-def _size(row: DeviationRow, metric: str) -> float:
+def _metric_size(row: DeviationRow, metric: str) -> float:
     """Returns the size of a row's metric; 0 where it is no number."""
     value = value_of(row, metric)[0]
     return abs(value) if isinstance(value, int | float) else 0.0
 
 
-def _shows(row: DeviationRow, finding: Finding) -> bool:
+def _is_accused_again(row: DeviationRow, finding: Finding) -> bool:
     """Whether a row is accused as the finding's was: beyond the finding's limit,
     suspected, or surely biased."""
     if row.status != "ok" or row.tensor != (finding.tensor or "out"):
         return False
     if finding.metric == "suspicion":
         return row.suspicion is not None
-    size = _size(row, finding.metric or "")
+    size = _metric_size(row, finding.metric or "")
     if finding.metric == "bias_size":
         certain = row.bias_p is not None and row.bias_p <= BIAS_ALPHA
         return certain and (row.sequences or 0) >= BIAS_SEQUENCES and size >= BIAS_ULP

@@ -84,7 +84,7 @@ class Runs(Generic[Call]):
         task, bench = self.task, self.bench
         present = self.output.tensors
         outside = bench.outside_sample(self.output) if task.role == "kernel" else {}
-        tensors = self._to_measure()
+        tensors = self._tensors_to_measure()
         by_distance = {
             name: distance
             for name, distance in bench.distances.items()
@@ -96,7 +96,7 @@ class Runs(Generic[Call]):
             if tensor not in present:
                 raise MeasurementError(f"the kernel returned no {tensor}")
             if task.role == "precision":
-                rows += self._moved_by_rounding(tensor)
+                rows += self._rows_of_input_rounding(tensor)
                 continue
             chosen = bench.select(present[tensor], tensor)
             fmt = (
@@ -109,13 +109,13 @@ class Runs(Generic[Call]):
                 units = self.likes[tensor].without_its_bias(units, yardstick)
             if task.role == "kernel":
                 bench.annotate(self.output, tensor, units, along[tensor], chosen)
-            self._finish(units, tensor, outside)
-            rows += self._rows(tensor, units, fmt)
+            self._add_metrics_of_all_rows(units, tensor, outside)
+            rows += self._make_rows(tensor, units, fmt)
         for tensor, distance in by_distance.items():
             chosen, of = bench.select(present[tensor], tensor), bench.sampled_from(tensor)
             units = measure_plain(chosen, distance.exact, distance.empty, of=of).heads
-            self._finish(units, tensor, outside)
-            rows += self._rows(tensor, units)
+            self._add_metrics_of_all_rows(units, tensor, outside)
+            rows += self._make_rows(tensor, units)
         held_to = {name: like.expected[name] for name, like in self.likes.items()}
         every = (*tensors, *by_distance)
         return Measured(
@@ -126,7 +126,7 @@ class Runs(Generic[Call]):
             bench=bench,
         )
 
-    def _to_measure(self) -> tuple[str, ...]:
+    def _tensors_to_measure(self) -> tuple[str, ...]:
         """Returns the names of the tensors to be compared with rounding: no gradient
         where none came back, and of a baseline of sampled rows what these give alone."""
         alone = self.task.role in ("baseline", "control")
@@ -134,7 +134,7 @@ class Runs(Generic[Call]):
         trained = any(tensor_spec(name).is_gradient for name in self.output.tensors)
         return tuple(t for t in tensors if trained or not tensor_spec(t).is_gradient)
 
-    def _moved_by_rounding(self, tensor: str) -> list[DeviationRow]:
+    def _rows_of_input_rounding(self, tensor: str) -> list[DeviationRow]:
         """Returns rows on how far rounding the inputs to the format moves the exact
         result."""
         yardstick = self.bench.yardsticks[tensor]
@@ -145,7 +145,7 @@ class Runs(Generic[Call]):
             yardstick.empty,
             of=self.bench.sampled_from(tensor),
         )
-        return self._rows(tensor, moved.heads)
+        return self._make_rows(tensor, moved.heads)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
         """Returns one tensor's metrics beside what is predicted of it. `x`: its measured
@@ -186,7 +186,7 @@ class Runs(Generic[Call]):
                 unit["nonfinite"], unit["overflow"] = unit["nonfinite"] - count, count
         return deviation
 
-    def _finish(
+    def _add_metrics_of_all_rows(
         self,
         units: Sequence[Metrics],
         tensor: str,
@@ -228,7 +228,7 @@ class Runs(Generic[Call]):
             elif differ.noise is None:
                 nullify(unit, ("noise",), "no element is finite")
 
-    def _rows(
+    def _make_rows(
         self, tensor: str, units: Sequence[Metrics], out_format: Format | None = None
     ) -> list[DeviationRow]:
         """Returns the report's rows of one tensor, one for each unit's metrics;

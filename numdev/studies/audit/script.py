@@ -95,13 +95,13 @@ def write(
     _refuse_unwritable(case, backward=backward)
     if not backward:
         case = dataclasses.replace(case, grad_out=None)
-    case, call = _call(kernel, options, case, tensor)
+    case, call = _spell_call(kernel, options, case, tensor)
     if limit is None:
         limit = 1 if metric == "nonfinite" else ENOUGH * abs(observed or 0.0)
     facts: dict[str, object] = {
         **{"imports": (), "needs": "", "backend": None, "folder": None},
         **call,
-        **_facts_of_inputs(case),
+        **_input_facts(case),
         "tensor": tensor,
         "head": head,
         "figure": metric,
@@ -112,7 +112,7 @@ def write(
         "observed": observed,
         "limit": limit,
         "runs": RUNS_OF_NOISE,
-        "about": f"Measured: {_measured_on(kernel, options, system)}.",
+        "about": f"Measured: {_describe_measurement(kernel, options, system)}.",
     }
     script = directory / "reproduce.py"
     try:
@@ -141,7 +141,7 @@ def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
         )
 
 
-def _facts_of_inputs(case: AttentionCase) -> dict[str, object]:
+def _input_facts(case: AttentionCase) -> dict[str, object]:
     """Returns what the template needs of a case, by name: its fields, and how its tensors
     are loaded."""
     tensors = {n: getattr(case, n) for n in (*REQUIRED, *OPTIONAL)}
@@ -150,13 +150,17 @@ def _facts_of_inputs(case: AttentionCase) -> dict[str, object]:
     return {
         "case": case,
         "additive": case.mask is not None and case.mask.dtype != torch.bool,
-        "shown": _shown(case),
-        "loaded": [f'{name} = t["{name}"]{_view(x)}' for name, x in present.items()],
+        "shown": _spell_visibility(case),
+        "loaded": [
+            f'{name} = t["{name}"]{_spell_view(x)}' for name, x in present.items()
+        ],
         "dtypes": {n: d for n, d in DTYPES.items() if d in stored},
     }
 
 
-def _measured_on(kernel: Kernel, options: Mapping[str, object], system: System) -> str:
+def _describe_measurement(
+    kernel: Kernel, options: Mapping[str, object], system: System
+) -> str:
     """Returns in words which kernel was measured, with which options, torch and
     machine."""
     settings = ", ".join(f"{n} = {v!r}" for n, v in options.items())
@@ -198,7 +202,7 @@ def literal(value: object) -> str:
     raise UsageError(f"a script cannot spell the option {value!r}")
 
 
-def _call(
+def _spell_call(
     kernel: Kernel, options: Mapping[str, object], case: AttentionCase, tensor: str
 ) -> Call:
     """Returns the case as the kernel was given it (its mask explicit), and the facts by
@@ -221,7 +225,7 @@ def _call(
         return case, {"call": "baseline", "kernel_words": words}
     function = import_callable(name, "kernel") if ":" in name else kernel.adapted
     if function and next(iter(inspect.signature(function).parameters), "") != "case":
-        return _function(name, function, options, case)
+        return _spell_function(name, function, options, case)
     return case, {
         "call": "numdev",
         "kernel_words": f"{name}, a kernel written for numdev",
@@ -234,7 +238,7 @@ def _call(
     }
 
 
-def _function(
+def _spell_function(
     path: str,
     function: Callable[..., object],
     options: Mapping[str, object],
@@ -277,7 +281,7 @@ def _function(
     }
 
 
-def _view(x: Tensor) -> str:
+def _spell_view(x: Tensor) -> str:
     """Returns the suffix (`.permute(...)`) by which a script views a stored tensor with
     its axes in memory as the kernel saw them; empty where they are in order."""
     order = storage_order(x)
@@ -285,7 +289,7 @@ def _view(x: Tensor) -> str:
     return "" if order == sorted(order) else f".permute({inverse})"
 
 
-def _shown(case: AttentionCase) -> str:
+def _spell_visibility(case: AttentionCase) -> str:
     """Returns which keys a query may see, as an expression of i, j and mask; empty if it
     may see all."""
     parts = ["(j <= i)"] if case.is_causal else []

@@ -15,8 +15,8 @@ from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentence
 def summarised(report: SweepReport) -> SweepReport:
     """Returns the report with its cells, figures and summary as its rows have them.
     Raises MeasurementError where rows, plan and request contradict each other."""
-    request = _request_of(report)
-    grid = _grid_of(report, request)
+    request = _validated_request(report)
+    grid = _checked_grid(report, request)
     baseline = baseline_of(request, report.plan)
     metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
     of = (baseline.kernel, baseline.options)
@@ -37,7 +37,7 @@ def summarised(report: SweepReport) -> SweepReport:
     )
 
 
-def _request_of(report: SweepReport) -> SweepRequest:
+def _validated_request(report: SweepReport) -> SweepRequest:
     """Returns the request of a sweep's report. Raises MeasurementError where it is
     none."""
     try:
@@ -47,7 +47,7 @@ def _request_of(report: SweepReport) -> SweepRequest:
         raise MeasurementError(what, hint=CUT) from error
 
 
-def _grid_of(report: SweepReport, request: SweepRequest) -> Grid:
+def _checked_grid(report: SweepReport, request: SweepRequest) -> Grid:
     """Returns the grid, which every row must stand in. Raises MeasurementError where one
     does not, or the axis or metric is none of the grid's."""
     grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])

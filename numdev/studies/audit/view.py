@@ -70,7 +70,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     weights."""
     summary = report.summary
     for name, kernels in grouped(summary.kernels, attrgetter("format")).items():
-        yield from _format(name, kernels)
+        yield from _format_blocks(name, kernels)
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
     suspects = max((k.suspects or 0 for k in summary.kernels), default=0)
     yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
@@ -87,11 +87,11 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         yield doc.Heading("Error against position", doc.TEXT)
         yield from figures
         yield doc.Paragraph(POSITIONS, "soft", doc.PAGE)
-    yield from _worst_rows(summary.worst_rows, sampled=bool(rows))
-    yield from _explanations(summary.explanations)
+    yield from _worst_row_blocks(summary.worst_rows, sampled=bool(rows))
+    yield from _explanation_blocks(summary.explanations)
     yield doc.words(
         ("format", "tensors", "mean change (= W1)", "max change", "in", "not finite"),
-        _weights(report.weights),
+        _weight_lines(report.weights),
         title="Stored weights, cast",
     )
 
@@ -99,7 +99,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
 # --- the ranking ----------------------------------------------------------------------
 
 
-def _name(k: KernelSummary) -> Cell:
+def _name_cell(k: KernelSummary) -> Cell:
     """Returns the cell with a kernel's name and options; strong for a kernel under
     audit."""
     return Cell(
@@ -107,7 +107,7 @@ def _name(k: KernelSummary) -> Cell:
     )
 
 
-def _predicted(value: float | None) -> Cell:
+def _expected_ratio_cell(value: float | None) -> Cell:
     """Returns the cell of the worst head's error over what its roundings predict, styled
     `bad` far above 1; NONE without a number."""
     if value is None:
@@ -117,7 +117,7 @@ def _predicted(value: float | None) -> Cell:
     )
 
 
-def _max(k: KernelSummary) -> str:
+def _max_error_text(k: KernelSummary) -> str:
     """Returns the largest absolute error, as text; marked as a lower bound (≥) where rows
     are sampled."""
     return ("" if k.rows_measured is None or k.max_abs is None else "≥") + si(k.max_abs)
@@ -129,45 +129,45 @@ RATIOS: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
         Column("worst head"),
         lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or ""),
     ),
-    (Column("error / expected"), lambda k: _predicted(k.expected_ratio_worst)),
+    (Column("error / expected"), lambda k: _expected_ratio_cell(k.expected_ratio_worst)),
     (Column("error / eager"), lambda k: Cell(ratio(k.baseline_ratio))),
 )
 RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
-    (Column("kernel", align="left"), _name),
+    (Column("kernel", align="left"), _name_cell),
     *RATIOS,
     (Column("mean error"), lambda k: Cell(si(k.mean_abs))),
-    (Column("max error"), lambda k: Cell(_max(k))),
+    (Column("max error"), lambda k: Cell(_max_error_text(k))),
 )
 
 
-def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
+def _format_blocks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
     """Yields the blocks of one format: kernels ranked, their gradients and phases, and
     remarks that the tables need."""
     shown = [k for k in kernels if k.ok and k.role != "precision"]
     yield doc.table(
         [column for column, _ in RANKING],
-        map(_numbers, shown),
+        map(_ranking_line, shown),
         [k.role != "kernel" for k in shown],
         title=f"{name}: error of the output, the closest to fp64 first",
     )
-    yield _parts(
+    yield _parts_table(
         f"{name}: gradients", [(k, g.tensor, g) for k in shown for g in k.gradients]
     )
     phased = [k for k in shown if len(k.phases) > 1]
     phases = [(k, p.phase or "", p) for k in phased for p in k.phases]
-    yield _parts(f"{name}: prefill beside decode", phases)
-    yield doc.Bullets(tuple(_remarks(name, kernels)))
+    yield _parts_table(f"{name}: prefill beside decode", phases)
+    yield doc.Bullets(tuple(_format_remarks(name, kernels)))
 
 
-def _numbers(k: KernelSummary) -> list[Cell]:
+def _ranking_line(k: KernelSummary) -> list[Cell]:
     """Returns a kernel's line of the ranking; one that returns NaN or infinity is not
     described by its other elements: every number is `NaN`."""
     if k.nonfinite:
-        return [_name(k), *[Cell("NaN", style="bad")] * (len(RANKING) - 1)]
+        return [_name_cell(k), *[Cell("NaN", style="bad")] * (len(RANKING) - 1)]
     return [cell(k) for _, cell in RANKING]
 
 
-def _parts(
+def _parts_table(
     title: str, parts: Sequence[tuple[KernelSummary, str, PartSummary]]
 ) -> doc.Table:
     """Returns a table with a row for each part (kernel, name of the part, its
@@ -175,7 +175,7 @@ def _parts(
     return doc.table(
         [RANKING[0][0], Column("of", align="left"), *(column for column, _ in RATIOS)],
         [
-            (_name(k), name, *(cell(part) for _, cell in RATIOS))
+            (_name_cell(k), name, *(cell(part) for _, cell in RATIOS))
             for k, name, part in parts
         ],
         [k.role != "kernel" for k, _, _ in parts],
@@ -183,7 +183,7 @@ def _parts(
     )
 
 
-def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
+def _format_remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
     """Yields the remarks that one format's tables need: what rounding the inputs costs,
     what ran by default, noise, and why a kernel was skipped or failed."""
     for k in kernels:
@@ -191,7 +191,7 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
             yield Item(
                 f"Rounding q, k, v to {name} alone moved the answer by "
                 f"{si(k.mean_abs)} on "
-                f"average, {_max(k)} at most.",
+                f"average, {_max_error_text(k)} at most.",
                 style="soft",
             )
         if k.kernel == "sdpa-default" and k.ran:
@@ -233,16 +233,18 @@ def maps(report: Any) -> Iterator[doc.Table]:
         if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
             of = groups[labelled(row.kernel, row.options), row.format, row.tensor]
             at = places.layer(row), row.head
-            if at not in of or _value(row) > _value(of[at]):
+            if at not in of or _severity(row) > _severity(of[at]):
                 of[at] = row
-    ranked = sorted(groups.items(), key=lambda item: -max(map(_value, item[1].values())))
+    ranked = sorted(
+        groups.items(), key=lambda item: -max(map(_severity, item[1].values()))
+    )
     for (kernel, fmt, tensor), cells in ranked:
         relative = all(row.expected_ratio is not None for row in cells.values())
         metric = "expected_ratio" if relative else "floor_ratio"
         heads = sorted({head for _, head in cells})
         layers = {
             layer.removeprefix("layer "): [
-                _head(
+                _head_cell(
                     cells.get((layer, h)),
                     metric,
                     doc.cell_id(kernel, fmt, tensor, layer, h),
@@ -257,13 +259,13 @@ def maps(report: Any) -> Iterator[doc.Table]:
         yield doc.heat_map(f"{title}, layer by head", heads, layers)
 
 
-def _value(row: DeviationRow) -> float:
+def _severity(row: DeviationRow) -> float:
     """Returns by what rows of a head are compared: infinite where it has elements that
     are not finite, else error over expected, over the floor, or 0."""
     return math.inf if row.nonfinite else row.expected_ratio or row.floor_ratio or 0.0
 
 
-def _head(row: DeviationRow | None, metric: str, name: str) -> Cell:
+def _head_cell(row: DeviationRow | None, metric: str, name: str) -> Cell:
     """Returns the cell of a head: its value of `metric`, coloured by the logarithm, its
     ratios and largest error as tooltip, and `name` as the cell's id. NONE without a row
     or value, `NaN` where elements are not finite."""
@@ -303,7 +305,7 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
     figures = []
     for fmt, of_format in grouped(rows, attrgetter("format")).items():
         curves: list[Curve] = []
-        for (label, role), of_kernel in grouped(of_format, _kernel).items():
+        for (label, role), of_kernel in grouped(of_format, _label_and_role).items():
             by_layer = grouped(of_kernel, attrgetter("layer"))
             ratios = {
                 n: [row.floor_ratio or 0.0 for row in by_layer.get(n, ())] for n in layers
@@ -320,7 +322,7 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
     yield doc.Figures(tuple(figures), axis, only=doc.PAGE)
 
 
-def _kernel(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
+def _label_and_role(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
     """Returns the kernel's name with its options, and its role."""
     return labelled(row.kernel, row.options), row.role
 
@@ -341,8 +343,8 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
         relative = any(row.predicted for row in rows)
         what = tensor_spec(tensor).row
         curves: list[Curve] = []
-        for (label, role), of_kernel in grouped(rows, _kernel).items():
-            errors = (_errors(row, relative) for row in of_kernel)
+        for (label, role), of_kernel in grouped(rows, _label_and_role).items():
+            errors = (_errors_by_bin(row, relative) for row in of_kernel)
             bins = (
                 [x for x in of_bin if x is not None]
                 for of_bin in zip(*errors, strict=True)
@@ -371,7 +373,7 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     for axis, drawn in figures.items():
         yield doc.Figures(tuple(drawn), axis, only=doc.TEXT)
         yield doc.Bullets(
-            tuple(item for each in drawn for item in _peaks(each)), only=doc.TEXT
+            tuple(item for each in drawn for item in _peak_remarks(each)), only=doc.TEXT
         )
 
 
@@ -418,7 +420,7 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     yield doc.Figures(tuple(figures), axis, only=doc.TEXT)
 
 
-def _peaks(figure: Figure) -> Iterator[Item]:
+def _peak_remarks(figure: Figure) -> Iterator[Item]:
     """Yields where each kernel of a figure first errs at least twice what is predicted,
     and where most; nothing for one that never does."""
     for curve in figure.curves:
@@ -434,7 +436,7 @@ def _peaks(figure: Figure) -> Iterator[Item]:
             )
 
 
-def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
+def _errors_by_bin(row: ProfileRow, relative: bool) -> Sequence[float | None]:
     """Returns the error of each bin of a profile, or with `relative` over what is
     predicted; None for a bin without an error, or with a prediction that is missing or
     0."""
@@ -445,7 +447,7 @@ def _errors(row: ProfileRow, relative: bool) -> Sequence[float | None]:
     return [e / p if e is not None and p else None for e, p in pairs]
 
 
-def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
+def _worst_row_blocks(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
     """Yields a list of the rows that err most, where they stand, and what is special
     about them; with a heading where there are any. `sampled`: whether only some rows were
     measured."""
@@ -460,12 +462,12 @@ def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node
     yield doc.Bullets(tuple(items))
 
 
-def _explanations(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
+def _explanation_blocks(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
     """Yields the table of which roundings make each kernel's errors, and a paragraph on
     what its sites are."""
     yield doc.words(
         ("kernel", "", "makes the errors of", "residual", "next", "of its squared error"),
-        map(_explanation, explanations),
+        map(_explanation_line, explanations),
         title="Which roundings make these errors",
     )
     sites = {s.site: s.rounds for e in explanations for s in e.sites}
@@ -474,17 +476,17 @@ def _explanations(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
         yield doc.Paragraph(RESIDUAL + (f" {rounds}." if rounds else ""), "soft")
 
 
-def _explanation(e: Explanation) -> tuple[Cell | str, ...]:
+def _explanation_line(e: Explanation) -> tuple[Cell | str, ...]:
     """Returns a line of the table: the kernel, the tensor, the emulation and its
     residual, the next best, and the shares of the sites."""
     kernel = Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong")
-    source = Cell(_source(e), style="" if e.is_identified else "warn")
+    source = Cell(_rounding_in_words(e), style="" if e.is_identified else "warn")
     following = f"{e.next_preset or NONE} {ratio(e.next_residual)}"
     shares = ", ".join(f"{100 * s.share:.0f} % {s.site}" for s in e.sites)
     return kernel, e.tensor, source, ratio(e.residual), following, shares
 
 
-def _source(e: Explanation) -> str:
+def _rounding_in_words(e: Explanation) -> str:
     """Returns in words the emulation that makes these errors, or comes nearest, and in
     how many calls."""
     if e.nearest is None:
@@ -497,7 +499,7 @@ def _source(e: Explanation) -> str:
     )
 
 
-def _weights(rows: Sequence[WeightRow]) -> Iterator[tuple[str, ...]]:
+def _weight_lines(rows: Sequence[WeightRow]) -> Iterator[tuple[str, ...]]:
     """Yields a line for each format: how many stored tensors, their mean and largest
     change and the tensor that has it, and how many elements the format cannot hold; means
     are over elements that it can."""
