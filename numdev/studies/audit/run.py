@@ -208,7 +208,7 @@ def run_source(
             with watch("other"):
                 calls.append(located.ref)
                 if save is not None:
-                    located = _saved(located, plan, save)
+                    located = _save_case(located, plan, save)
                 recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))
                 # Noted in the journal's order, and left out where they are finished.
@@ -234,7 +234,7 @@ def run_source(
     return calls
 
 
-def _saved(located: Located, plan: Plan, save: Add) -> Located:
+def _save_case(located: Located, plan: Plan, save: Add) -> Located:
     """Writes a case with the plan's heads and gradients, unrounded, and returns it in
     memory."""
     case = Selection.of(located.load(), plan.heads, gradients=plan.backward).case

@@ -60,7 +60,7 @@ def measured_here(
     calls that are named when all are measured (None: each is named by itself)."""
     with watch("capture"):
         case = located.load()
-    with _threads(case):
+    with _on_fitting_threads(case):
         yield (
             f"case {located.ref.case}",
             {"case": [case_record(case, located.axes, plan.formats)]},
@@ -70,7 +70,7 @@ def measured_here(
             yield task.key, rows, f"{task.case.module} {task.kernel}"
 
 
-def _threads(case: AttentionCase) -> AbstractContextManager[None]:
+def _on_fitting_threads(case: AttentionCase) -> AbstractContextManager[None]:
     """Returns a context with PyTorch on as many threads as the call's scores are
     worth."""
     return threads(fitting(case.q.shape[:3].numel() * case.kv_len))
@@ -102,14 +102,14 @@ def measure_case(
             bench = Bench.of(selection, format_named(format_name), exact, watch)
         except of_rows.FAILS_ONE_ROW as error:  # the case is too large for its reference
             for _, task in of_format:
-                yield task, {"row": [_unmeasured(task, error)]}
+                yield task, {"row": [_failed_row(task, error)]}
             continue
         for planned, task in of_format:
-            yield task, _rows(planned.kernel, task, bench, plan, run, later)
+            yield task, _rows_by_kind(planned.kernel, task, bench, plan, run, later)
         del bench  # one format's tensors are freed before the next one's are made
 
 
-def _rows(
+def _rows_by_kind(
     kernel: Kernel,
     task: Task,
     bench: Bench,
@@ -151,7 +151,7 @@ def measure_task(
         return of_rows.Measured(rows=[of_rows.bare_row(task, why)])
     try:
         with call.watch("metrics"):
-            outputs, lacking = _outputs(task, kernel, call, run)
+            outputs, lacking = _run_or_forward_alone(task, kernel, call, run)
             if isinstance(outputs, Failure):
                 return of_rows.Measured(rows=[of_rows.bare_row(task, outputs)])
             if task.role == "kernel":
@@ -169,25 +169,27 @@ def measure_task(
                 measured.rows.append(of_rows.bare_row(task, lacking, gradient))
             return measured
     except of_rows.FAILS_ONE_ROW as error:
-        return of_rows.Measured(rows=[_unmeasured(task, error)])
+        return of_rows.Measured(rows=[_failed_row(task, error)])
 
 
-def _outputs(
+def _run_or_forward_alone(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner
 ) -> tuple[list[Any] | Failure, Failure | None]:
     """Returns what a kernel returns in each run, or a Failure; and why there are no
     gradients, where its forward pass alone runs."""
-    outputs = _runs(task, kernel, call, run)
+    outputs = _run_repeatedly(task, kernel, call, run)
     if not (isinstance(outputs, Failure) and task.gradients and task.role == "kernel"):
         return outputs, None
-    forward = _runs(dataclasses.replace(task, gradients=False), kernel, call, run)
+    forward = _run_repeatedly(
+        dataclasses.replace(task, gradients=False), kernel, call, run
+    )
     if isinstance(forward, Failure):
         return outputs, None
     where = "in a training step: " if outputs.status == "failed" else ""
     return forward, Failure(outputs.status, where + outputs.reason)
 
 
-def _unmeasured(task: Task, error: Exception) -> DeviationRow:
+def _failed_row(task: Task, error: Exception) -> DeviationRow:
     """Returns the only row of a task that failed while it was measured, with the error's
     words."""
     return of_rows.bare_row(
@@ -195,7 +197,7 @@ def _unmeasured(task: Task, error: Exception) -> DeviationRow:
     )
 
 
-def _runs(
+def _run_repeatedly(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner
 ) -> list[object] | Failure:
     """Returns what the task's kernel returns, as often as asked, or the first Failure.
@@ -244,8 +246,8 @@ def measure_one(
     cannot be measured."""
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
-        with _threads(case):
+        with _on_fitting_threads(case):
             bench = bench_of(case, task.format, task.heads, **how)
             return measure_task(task, kernel, bench, system, run).rows
     except of_rows.FAILS_ONE_ROW as error:
-        return [_unmeasured(task, error)]
+        return [_failed_row(task, error)]
