@@ -174,9 +174,9 @@ def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
 def _with_nulls(head: Metrics) -> Metrics:
     """Sets every number of a head that means nothing to None, in place, with its reason
     in `nulls`, removes the flag `lost`, and returns the head. These are NaN and infinity,
-    all but the counts of a head without elements, `rel` beside a lost reference,
-    `flash_vs_precision` where the format changes nothing, and the bias of fewer than two
-    sequences."""
+    all but the counts of a head without elements, `rel` where the reference is lost in
+    its terms, `flash_vs_precision` where the format changes nothing, and the bias of
+    fewer than two sequences."""
     nulls: dict[str, str] = {}
     lost = head.pop("lost", False)
     if head["elements"] == 0:

@@ -43,7 +43,7 @@ class Noise:
 
 def noise(runs: Sequence[Tensor]) -> list[Noise]:
     """Returns the noise of each head of one tensor [B, H, rows, ...] over several runs,
-    at least one; a single run has the noise None.
+    at least one; a single run has the noise None, runs of the same bits 0.
 
     Two runs are brought to fp64 at a time, some heads at a time. Raises MeasurementError
     where runs differ in shape or dtype."""

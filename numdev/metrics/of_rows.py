@@ -99,8 +99,9 @@ def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
 
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     """Returns the 95 % interval of a metric that is estimated from sampled rows; None
-    where it has none. A ratio of ERRORS in a row without any error has the interval of
-    its rms; `noise_ratio` and `lse_error` get theirs from that of the rms."""
+    where it has none, and for a text. A ratio of ERRORS in a row without any error has
+    the interval of its rms; `noise_ratio` and `lse_error` get theirs from that of the
+    rms."""
     if metric in ERRORS and row.rms == 0:
         return row.interval.get("rms")
     if metric not in DERIVED:

@@ -21,8 +21,7 @@ BLOCKS = 8  # how many times
 def element_sums(o: Tensor, e: Tensor | None, y: Yardstick) -> ElementSums:
     """Returns the row sums of an output `o` [B, H, rows, features] on CUDA of which every
     element counts: no empty row, nothing that is not finite. `e`: the expected output;
-    None: `predicted` is None, as are the sums beside a baseline that `y` does not
-    have."""
+    None: `predicted` is None. Without a baseline in `y` the sums against it are None."""
     batch, heads, rows, width = o.shape
     block_d = 1 << (width - 1).bit_length()
     block = max(1, ELEMENTS // block_d)

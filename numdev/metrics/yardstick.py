@@ -159,7 +159,8 @@ class Yardstick:
         return all_finite(every) and not bool((self.empty | self.repeated).any())
 
     def is_everything(self, usable: Tensor) -> bool:
-        """Whether these elements, of which `usable` is a mask, are known to be all."""
+        """Whether a mask of elements is known to count all of them: it is `usable`
+        itself, and nothing is irregular. False for another tensor, whatever it holds."""
         return usable is self.usable and self.regular
 
     @cached_property
@@ -217,6 +218,7 @@ class Yardstick:
         def add_distance(
             name: str, count: str, a: Tensor, b: Tensor | None, both: Tensor | None
         ) -> None:
+            """Adds the sum of (a - b)^2, and of how many elements; nothing without b."""
             if b is not None:
                 distance = a.double() - b  # in fp64: a and b may be of one narrow dtype
                 if both is None:

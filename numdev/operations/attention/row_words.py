@@ -23,7 +23,7 @@ NOTHING = "nothing stands out"
 
 @dataclass(frozen=True)
 class Property:
-    """When a property of a row stands out, and the phrase that describes it."""
+    """When a property of a row counts as unusual, and the phrase that describes it."""
 
     step: float  # nats for lse and entropy; a factor of two where `logarithmic`
     # Template of the row's fields and `usual`, their median; empty: not mentioned
@@ -102,8 +102,8 @@ Rows = Sequence[Mapping[str, float | None]]  # the numbers of rows, by name
 
 def sentence(row: WorstRow, usual: Rows) -> str:
     """Returns a sentence on how much the row errs, and which of its properties are
-    unusual beside the numbers `usual` of usual rows of its head; with fewer than LEAST of
-    these it says so where nothing is."""
+    unusual compared with the numbers `usual` of usual rows of its head; with fewer than
+    LEAST of these it says so where nothing is."""
     is_key = tensor_spec(row.tensor).sums_over_rows
     if row.sees == 0:
         properties = ["no query sees it" if is_key else "it sees no key"]

@@ -209,8 +209,8 @@ def read_answer(
 
 
 def _expect_token(channel: Channel, token: bytes, deadline: float) -> None:
-    """Reads the token. Raises ValueError where something else comes, Ended and Late as
-    reading does."""
+    """Reads the token. Raises ValueError where something else comes, Ended where the
+    process ends before, and Late after the deadline."""
     if channel.read(TOKEN_BYTES, deadline) != token:
         raise ValueError("not an answer to this task")
 
@@ -218,9 +218,9 @@ def _expect_token(channel: Channel, token: bytes, deadline: float) -> None:
 def _read_answer_body(
     channel: Channel, case: AttentionCase, deadline: float
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
-    """Returns what stands between the tokens of an answer: an output of the case, or a
-    status and its reason. Raises ValueError, KeyError or TypeError for what is neither,
-    Ended and Late as reading does."""
+    """Returns what an answer holds between its tokens: an output of the case, or a status
+    and its reason. Raises ValueError, KeyError or TypeError for what is neither, Ended
+    where the process ends before, and Late after the deadline."""
     (length,) = LENGTH.unpack(channel.read(LENGTH.size, deadline))
     if length > MAX_HEADER:
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {length}")

@@ -94,6 +94,7 @@ def declining(kernel: Kernel) -> Kernel:
 
         @functools.wraps(function)
         def run(case: AttentionCase, **options: object) -> object:
+            """Returns what the function returns. Raises Refused for what it declines."""
             refuse(
                 (
                     not all_finite([case.v]) and case.v.isinf().any(),

@@ -443,6 +443,8 @@ def _known_ways(
 
 
 class _Designs(Strict):
+    """The file of public designs, configs/designs.yaml."""
+
     designs: tuple[dict[str, object], ...]
 
 

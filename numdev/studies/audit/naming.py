@@ -190,7 +190,8 @@ class Failing:
         )  # fmt: skip
 
     def _sizes_of_errors(self, out: Tensor) -> Tensor:
-        """[H]: the norm of each measured head's error, over what is finite."""
+        """Returns the norm of each measured head's error, fp64 [H], over what is finite.
+        `out`: an output of the whole call."""
         error = self.bench.select(out, "out").double() - self.bench.reference.out
         heads = error.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1).flatten(1)
         sizes: Tensor = torch.linalg.vector_norm(heads, dim=1)
@@ -253,8 +254,8 @@ class Failing:
 
     @property
     def ways(self) -> set[str]:
-        """Returns the known ways of rounding that the call's rows are held to, in
-        words."""
+        """Returns the known ways of rounding by which the call's rows were judged, in
+        words; empty where it was its claim."""
         return {r.claim for r in self.rows if r.claim and r.claim.startswith(FOUND)}
 
     def say(self, named: Named) -> None:

@@ -43,16 +43,17 @@ class Returned(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Distance:
-    """The exact value of a tensor that is held to no rounding: its distance is measured,
-    and nothing else."""
+    """The exact value of a tensor of which only the distance is measured, such as the
+    log-sum-exp."""
 
     exact: Tensor
     empty: Tensor  # bool: rows that are left out
 
 
 class PreparedCall(Protocol):
-    """One call of an operation in one format, with what its kernels are held to. Tensors
-    are [batch, units, rows, features]; some of their units and rows may be measured."""
+    """One call of an operation in one format, with all that its kernels are measured
+    against. Tensors are [batch, units, rows, features]; some of their units and rows may
+    be measured."""
 
     @property
     def case(self) -> Any:
@@ -72,8 +73,8 @@ class PreparedCall(Protocol):
 
     @property
     def distances(self) -> Mapping[str, Distance]:
-        """Returns the exact values, by tensor, of those that are not held to rounding:
-        their distance is measured where a kernel returns them."""
+        """Returns the exact values, by tensor, of those of which only the distance is
+        measured, where a kernel returns them."""
 
     @property
     def baseline(self) -> object:

@@ -214,8 +214,8 @@ def plan_kernels(
 
 
 def plan_controls(*, gradients: bool) -> list[Planned]:
-    """Returns planted faults in every dose, to be measured beside the kernels on the same
-    data; those of backward alone only with gradients."""
+    """Returns planted faults in every dose, to be measured on the same data as the
+    kernels; those of backward alone only with gradients."""
     possible = [c for c in CONTROLS.values() if gradients or not c.in_backward_only]
     return [
         Planned(role="control", kernel=control.kernel(), options={"dose": dose})

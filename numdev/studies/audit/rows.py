@@ -58,8 +58,8 @@ class Measured(Generic[Call]):
 
 @dataclass(frozen=True, eq=False)
 class Runs(Generic[Call]):
-    """The runs of a task, and what they are held to: what the kernel's roundings predict,
-    its claim's, or those of the way of `likes` that explains it."""
+    """The runs of a task, and the roundings that their errors are compared with: those of
+    the kernel's claim, or of the known way in `likes` that explains a tensor."""
 
     task: Task
     runs: Sequence[Any]
@@ -148,9 +148,9 @@ class Runs(Generic[Call]):
         return self._make_rows(tensor, moved.heads)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
-        """Returns one tensor's metrics beside what is predicted of it. `x`: its measured
-        units and rows; `fmt`: the format it counts as. Where nothing is predicted, ratios
-        are None with the reason in `nulls`."""
+        """Returns one tensor's metrics, compared with what is predicted of it. `x`: its
+        measured units and rows; `fmt`: the format it counts as. Where nothing is
+        predicted, ratios are None with the reason in `nulls`."""
         bench = self.bench
         yardstick = bench.yardsticks[tensor].for_format(fmt)
         measured = functools.partial(
@@ -232,8 +232,8 @@ class Runs(Generic[Call]):
         self, tensor: str, units: Sequence[Metrics], out_format: Format | None = None
     ) -> list[DeviationRow]:
         """Returns the report's rows of one tensor, one for each unit's metrics;
-        `out_format`: the format the tensor counts as, None for one that is not held to
-        rounding."""
+        `out_format`: the format the tensor counts as, None for one of which only the
+        distance is measured."""
         task, bench, output = self.task, self.bench, self.output
         x, is_gradient = output.tensors[tensor], tensor_spec(tensor).is_gradient
         limited = task.format == "float64" and task.role != "precision"

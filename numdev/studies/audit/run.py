@@ -105,6 +105,8 @@ def audit(
 
 
 class Described(Protocol):
+    """A source that can be described: what is read, and which tensors are stored."""
+
     def describe(self) -> dict[str, object]:
         """Returns what is read, as plain data."""
 

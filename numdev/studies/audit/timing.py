@@ -52,7 +52,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Counts nothing until the block is left: somebody else works, and counts."""
+        """Counts nothing until the block is left: another process works, and counts."""
         self._lap()
         try:
             yield

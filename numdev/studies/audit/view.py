@@ -379,7 +379,7 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
 
 def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     """Yields histograms as curves: the share of elements, in %, that err by how many
-    ulps, kernels beside the floor and what is predicted; one block, empty without
+    ulps, of kernels, the floor and what is predicted; one block, empty without
     profiles."""
     groups = defaultdict[Any, dict[Any, list[int]]](dict)
     for row in profiles:

@@ -294,8 +294,8 @@ def _estimate_sink(probe: Probe, fit: Tensor) -> _Estimate:
 
 
 def _with_added_row_sum(p: Probe, factor: float) -> Reference:
-    """Returns the exact result where `factor` is added to the row sum sum_j exp(S_j - max
-    S): the output is smaller, the log-sum-exp unchanged."""
+    """Returns the exact result where `factor` is added to the row sum l = sum_j exp(S_j -
+    max S): O times l / (l + factor), the log-sum-exp unchanged."""
     return p.multiplied(1 / (1 + factor / _row_sum(p)))
 
 

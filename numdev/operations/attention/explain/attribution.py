@@ -93,9 +93,11 @@ def attribute(
         return None
 
     def errors(tried: Claim) -> Tensor:
+        """Returns the weighed errors of an emulation."""
         return weighed(emulate(tried).double() - exact, weight)
 
     def fit(name: str, tried: Claim) -> Fit:
+        """Returns how options of a preset fit the kernel."""
         predicted = errors(tried)
         norm = float(predicted.norm())
         residual = float((error - predicted).norm()) / size
