@@ -26,8 +26,9 @@ NARROW = 10.0  # times what rounding explains: data that move the result less ju
 
 
 def tests(report: FunctionReport, rules: Rules) -> Iterator[Test]:
-    """Every rule on every tensor of the function. The default rules are of attention, and
-    stand for those of functions."""
+    """Yields a test for every rule on every tensor of the function. The default rules of
+    attention are replaced by those of functions; the rule on mismatches is left out where
+    no row counts any."""
     if rules.thresholds == default_rules().thresholds:
         rules = default_rules_for_functions()
     numbers = [row.beside_reference for row in report.rows]
@@ -40,12 +41,16 @@ def tests(report: FunctionReport, rules: Rules) -> Iterator[Test]:
 def findings(
     judgement: Judgement, report: FunctionReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
+    """Returns the findings of a judgement, and sentences on what was tested, on the
+    reference and the inputs, and what the report doubts."""
     wrong, tested = findings_in(judgement, report.rows)
     return wrong, (*tested, *remarks(report.rows), *report.doubts)
 
 
 def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Sentences on the reference, and on inputs that judge little."""
+    """Yields sentences on a reference that errs by more than its operations explain, on
+    outputs that inputs moved by half an ulp move much, and on inputs that judge little;
+    nothing where none of these holds."""
     ok = [row for row in rows if row.status == "ok"]
     for tensor, of_tensor in grouped(ok, lambda row: row.tensor).items():
         yield from _of_reference(tensor, of_tensor)
@@ -66,7 +71,8 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
 
 
 def _of_reference(tensor: str, rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """A sentence on a reference that errs by more than its operations explain."""
+    """Yields a sentence on a reference that errs by more than MOSTLY_EXPLAINED times what
+    its operations explain, in its worst call; nothing for another."""
     plain = [row for row in rows if row.role == "baseline" and row.beside_reference]
     ratios = {_own_ratio(row): row for row in plain}
     worst = max(ratios, default=0.0)
@@ -82,13 +88,15 @@ def _of_reference(tensor: str, rows: Sequence[DeviationRow]) -> Iterator[str]:
 
 
 def _own_ratio(row: DeviationRow) -> float:
+    """Returns the reference's error over what its operations explain, from its row; 0
+    without numbers."""
     numbers = row.beside_reference
     return 0.0 if numbers is None else numbers.predicted_ratio or 0.0
 
 
 def passing(report: FunctionReport, passed: Sequence[Test]) -> str | None:
-    """The clause on a function that passed: as exact as its format allows, or as the
-    reference is."""
+    """Returns the clause on a function that passed: as exact as its format allows, or as
+    the reference is. `passed`: its tests, at least one."""
     name = passed[0].kernel
     rows = [r for r in report.rows if r.role == "kernel" and r.kernel == name]
     over_floor = [row.floor_ratio for row in rows if row.floor_ratio is not None]
@@ -105,6 +113,7 @@ def passing(report: FunctionReport, passed: Sequence[Test]) -> str | None:
 
 
 def summarised(report: FunctionReport) -> FunctionReport:
+    """Returns the report as it is: its summary has no kernels to rank."""
     return report
 
 
@@ -126,7 +135,8 @@ LEGEND = (
 
 
 def blocks(report: FunctionReport) -> Iterator[doc.Node]:
-    """The numbers of each tensor in each call."""
+    """Yields a table for each function and the reference, with the numbers of each tensor
+    in each call, and a legend."""
     rows = [row for row in report.rows if row.role in ("kernel", "baseline")]
     ok = [row for row in rows if row.status == "ok"]
     for name, of_kernel in grouped(ok, lambda row: row.kernel).items():
@@ -140,6 +150,7 @@ def blocks(report: FunctionReport) -> Iterator[doc.Node]:
 
 
 def _line(row: DeviationRow) -> list[Cell]:
+    """Returns a row of the table: call, tensor and six numbers, `–` for a missing one."""
     beside = row.beside_reference
     numbers: Mapping[str, object] = vars(beside) if beside is not None else {}
 

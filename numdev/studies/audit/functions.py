@@ -93,8 +93,8 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionPlan:
-    """What is to be judged: calls by name, each with its draws, and what else is known
-    of their data."""
+    """What is to be judged: calls by name, each with its draws and with other data of the
+    same arguments."""
 
     names: tuple[str, ...]
     draws: tuple[Draw, ...]
@@ -102,6 +102,7 @@ class FunctionPlan:
     redrawn: tuple[str, ...]  # arguments of the later calls that were all 0, or all 1
 
     def of(self, call: int) -> list[Draw]:
+        """Returns the draws of a call, by its index."""
         return [drawn for drawn in self.draws if drawn.call == call]
 
 
@@ -130,8 +131,9 @@ class FunctionTensors:
 
 
 def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
-    """The calls of all seeds, and for each, where it is `asked`, a second call on other
-    data, in which what was all 0 or all 1 is redrawn; each drawn so many times."""
+    """Returns the calls of all seeds, each drawn `draws` times. With `asked.again` each
+    is followed by a second call, on other data in which arguments that were all 0 or all
+    1 are redrawn."""
     calls: list[tuple[str, list[Draw], list[Arguments]]] = []
     dull: dict[str, None] = {}
     for seed in asked.seeds:
@@ -166,11 +168,14 @@ def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
 
 
 def _data(asked: Asked, seed: int) -> list[Arguments]:
+    """Returns the arguments of all calls for a seed, rounded to the asked format and on
+    the asked device."""
     return [prepared(x, asked.format, asked.device) for x in asked.make(seed)]
 
 
 def is_few(runs: Runs, plan: FunctionPlan) -> bool:
-    """Whether a result is so few numbers that a call is to be drawn several times."""
+    """Whether a result is so few numbers that a call is to be drawn several times; False
+    where the first run failed or the inputs are large."""
     first = runs[0]
     numbers = sum(x.numel() for x in plan.draws[0].arguments.leaves().values())
     if isinstance(first, Failure) or numbers > LARGEST_FOR_DRAWS:
@@ -182,7 +187,10 @@ def is_few(runs: Runs, plan: FunctionPlan) -> bool:
 def run_all(
     function: Callable[..., object], draws: Sequence[Draw], *, backward: bool
 ) -> list[FunctionRun | Failure]:
-    """The function on every draw, one after another, in this process."""
+    """Returns the results of the function on every draw, in order, run one after another
+    in this process; a Failure with the reason where it raises. Before each run memory of
+    the sizes of its inputs and of the last results is filled with NaN, so that what the
+    function does not write is seen."""
     runs: list[FunctionRun | Failure] = []
     function = private(function)
     for drawn in draws:
@@ -200,8 +208,10 @@ def run_all(
 
 
 def served(work: Work) -> list[Answer]:
-    """What a process of its own does: import the function, and run it on every draw.
-    Raises UsageError for a target that cannot be imported."""
+    """Returns the results of a function on every draw, in a process of its own, which
+    imports it: a reason in words where a run failed. Where a module is built and there is
+    no draw, the forms of its state as JSON. Raises UsageError for a target that cannot be
+    imported."""
     function = import_callable(work.target, "function")
     if work.build is not None:
         module = function = work.build.module(function)
@@ -219,7 +229,8 @@ def in_process(
     backward: bool,
     build: ModuleBuild | None = None,
 ) -> RunAll:
-    """What runs the function of this target on all draws in a process of its own."""
+    """Returns a function that runs the function `target` on all draws in another process;
+    with `build` the module that it makes."""
 
     def run_draws(draws: Sequence[Draw]) -> Runs:
         pairs = tuple((draw.seed, draw.arguments) for draw in draws)
@@ -232,7 +243,8 @@ def in_process(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedFunction:
-    """A call as rows are measured of it: a `PreparedCall`."""
+    """A call of a function as rows are measured of it: a `PreparedCall` with one unit and
+    all rows."""
 
     call: FunctionCall
     format: Format
@@ -245,19 +257,23 @@ class PreparedFunction:
 
     @cached_property
     def dtype(self) -> torch.dtype:
+        """Returns the dtype of the first output."""
         return next(iter(self.call.forms.values())).dtype
 
     @property
     def by_row(self) -> Sequence[str]:
+        """Returns the names of all tensors."""
         return tuple(self.call.judges)
 
     @cached_property
     def yardsticks(self) -> dict[str, Yardstick]:
+        """Returns the yardstick of each tensor, by name."""
         return {name: self._yardstick(judge) for name, judge in self.call.judges.items()}
 
     def _yardstick(self, judge: Judge) -> Yardstick:
-        """The exact result as rows. What an element's terms are is not told of a
-        function: its term scale is what a single rounding that errs so much is of."""
+        """Returns the exact result as rows, with its floor and baseline. The terms of an
+        element are not known for a function: its term scale is the number of which a
+        single rounding errs as much as its operations do."""
         truth = in_rows(judge.truth.double())
         scale = truth.abs()
         if judge.errors is not None:
@@ -275,12 +291,15 @@ class PreparedFunction:
 
     @cached_property
     def baseline(self) -> FunctionTensors:
+        """Returns the reference's tensors as PyTorch runs it in the format, as rows."""
         judges = self.call.judges
         return self.as_output({name: in_rows(x.plain) for name, x in judges.items()})
 
     def as_output(
         self, tensors: Mapping[str, Tensor], ran: str | None = None
     ) -> FunctionTensors:
+        """Returns the tensors as if the function had returned them, integers and bools in
+        float64; `ran`: what ran, in words."""
         return FunctionTensors(
             tensors={
                 name: x if x.is_floating_point() else x.double()
@@ -290,37 +309,46 @@ class PreparedFunction:
         )
 
     def units(self, tensor: str) -> Sequence[int]:
+        """Returns the single unit that a function's tensor has, 0."""
         return (0,)
 
     def select(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns x as it is: everything is measured."""
         return x
 
     def select_units(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns x as it is: everything is measured."""
         return x
 
     def sampled_from(self, tensor: str) -> None:
-        return None
+        """Returns None: all rows are measured."""
 
     def drawn_rows(self, tensor: str) -> None:
-        return None
+        """Returns None: all rows are measured."""
 
     def bins(self, tensor: str) -> None:
-        return None
+        """Returns None: errors along a call are not measured."""
 
     def format_of(self, x: Tensor) -> Format:
+        """Returns the format of the tensor's dtype."""
         return format_of(x.dtype)
 
     def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str:
+        """Returns the reason why no rounding model predicts a function's errors: always
+        one."""
         return HELD_TO_REFERENCE
 
     def expected(self, claim: object, output: object) -> Mapping[str, Tensor]:
+        """Returns no tensors: nothing is predicted by a rounding model."""
         return {}
 
     def outside_sample(self, output: object) -> Mapping[str, Sequence[Outside]]:
+        """Returns nothing: all rows are measured."""
         return {}
 
     def annotate(self, *_: object) -> None:
-        """Its numbers are put into rows when these are finished."""
+        """Does nothing: a function's numbers are put into rows when these are
+        finished."""
 
 
 class Functions:
@@ -329,18 +357,20 @@ class Functions:
 
     @staticmethod
     def screened(call: PreparedFunction, output: object) -> PreparedFunction:
+        """Returns the call as it is: all rows are measured."""
         return call
 
     @staticmethod
     def explained(
         kernel: Kernel, options: object, runs: object, measured: object, *_: object
     ) -> object:
+        """Returns `measured` as it is."""
         return measured
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """A tensor of any shape as [1, 1, rows, features], its last axis being the
-    features."""
+    """Returns a tensor of any shape as [1, 1, rows, features], its last axis being the
+    features; an empty one has no rows and one feature."""
     width = x.shape[-1] if x.ndim and x.numel() else x.numel()
     return x.reshape(1, 1, -1, width) if width else x.reshape(1, 1, 0, 1)
 
@@ -356,11 +386,13 @@ def rows_of(
     earlier: Values,
     run: RunAll,
 ) -> Iterator[DeviationRow]:
-    """The rows of one call: of the floor, of the reference as PyTorch runs it, of the
-    function. `earlier`: the exact results of the call before; `run`: the function, again,
+    """Yields the rows of one call: of the floor, of the reference as PyTorch runs it, of
+    the function (`runs`, one for each draw); bare rows where the reference or a run
+    failed. `earlier`: the exact results of the call before; `run`: the function, again,
     to name a cause."""
 
     def task(role: Role, name: str) -> Task:
+        """Returns the task of a role."""
         return Task(
             case=ref, role=role, kernel=name, format=fmt.name, gradients=asked.backward
         )
@@ -404,7 +436,8 @@ def _named(
     earlier: Values,
     run: RunAll,
 ) -> Iterator[DeviationRow]:
-    """The rows of a function, with what it computes instead where one is far off."""
+    """Yields the rows of a function, with what it computes instead where one is far off:
+    found in the run `ran`, else by another run on the inputs in float32."""
     far = [row.tensor for row in rows if _is_far_off(row)]
     causes = _causes(call.draws[0], ran, far, earlier)
     unnamed = [name for name in far if name not in causes]
@@ -427,6 +460,8 @@ def _named(
 def _causes(
     reference: FunctionReference, ran: FunctionRun, names: Sequence[str], earlier: Values
 ) -> Mapping[str, OtherFunction]:
+    """Returns the functions that explain the outputs `names` of a run, by name; empty
+    where it has none of them, or nothing explains them."""
     outputs = {name: as_real(ran.tensors[name]) for name in names if name in ran.tensors}
     return causes_of(reference, outputs, earlier) if outputs else {}
 
@@ -434,8 +469,9 @@ def _causes(
 def _causes_in_float32(
     reference: FunctionReference, run: RunAll, names: Sequence[str]
 ) -> Mapping[str, OtherFunction]:
-    """What explains an output where the inputs are in float32, in which rounding hides
-    less; nothing where the function does not take them."""
+    """Returns what explains outputs where the inputs are in float32, in which rounding
+    hides less, by name; empty where the function does not take them, or the reference
+    raises."""
     wide = prepared(reference.arguments, FORMATS["float32"], reference.device)
     [ran] = run([Draw(call=0, seed=reference.seed, arguments=wide)])
     if isinstance(ran, Failure):
@@ -457,19 +493,22 @@ def _is_far_off(row: DeviationRow) -> bool:
 
 
 def _nothing(case: object) -> None:
-    """What stands in place of a kernel's function: the outputs are here already."""
+    """Returns None, in place of a kernel's function: the outputs are here already."""
 
 
 def _giving(output: FunctionTensors) -> Runner:
-    """What runs no kernel: the output is here already."""
+    """Returns a runner that runs no kernel and returns this output."""
     return cast(Runner, lambda *_, **__: output)
 
 
 def _never(*_: object, **__: object) -> Failure:
+    """Raises MeasurementError: a runner where no kernel runs."""
     raise MeasurementError("it runs no kernel")
 
 
 def _values_of(role: str, judges: Mapping[str, Judge]) -> dict[str, Tensor | None]:
+    """Returns the tensors of a role: of `baseline` the reference as PyTorch runs it, of
+    any other the floor."""
     if role == "baseline":
         return {name: judge.plain for name, judge in judges.items()}
     return {name: judge.floor for name, judge in judges.items()}
@@ -481,8 +520,9 @@ def _completed(
     tensors: Mapping[str, Tensor | None],
     wrong: Mapping[str, str],
 ) -> DeviationRow:
-    """A measured row with its numbers beside the reference; the bare one of a tensor of
-    another form."""
+    """Returns a measured row with its numbers beside the reference; a row without numbers
+    for a tensor (None in `tensors`) of another form, whose reason is in `wrong`. Rows
+    without a result and those of `precision` stay as they are."""
     if row.status != "ok" or row.role == "precision":
         return row
     judge, x = judges[row.tensor], tensors[row.tensor]
@@ -503,6 +543,8 @@ def _completed(
 def _without_numbers(
     row: DeviationRow, numbers: BesideReference, nulls: dict[str, str]
 ) -> DeviationRow:
+    """Returns a row that names the tensor and has only `numbers`, with no elements
+    measured."""
     fields = ("case", "source", "module", "layer", "call", "seed", "role", "kernel",
               "options", "format", "head", "tensor", "tensors", "status")  # fmt: skip
     return DeviationRow(
@@ -525,6 +567,7 @@ class FormatPart:
 
     @property
     def format(self) -> Format:
+        """Returns the format that was asked for, else that of the inputs."""
         return self.asked.format or format_of_inputs(self.plan.draws[0].arguments)
 
 
@@ -534,7 +577,8 @@ def checked_function(
     request: Mapping[str, object],
     system: System,
 ) -> tuple[FunctionReport, Judgement]:
-    """The report of a function's runs in each format, held to the rules."""
+    """Returns the report of a function's runs in each format, and its judgement under the
+    rules. `parts`: at least one, of one function."""
     watch = Stopwatch(system.device)
     rows: list[DeviationRow] = []
     records: dict[str, FunctionCallRecord] = {}
@@ -563,7 +607,8 @@ def checked_function(
 
 
 def _calls(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
-    """Each call with its reference, and what the function came to in its draws."""
+    """Yields each call with its reference, and what the function returned in its
+    draws."""
     by_call: dict[int, list[FunctionRun | Failure]] = {}
     for draw, ran in zip(part.plan.draws, part.runs, strict=True):
         by_call.setdefault(draw.call, []).append(ran)
@@ -572,6 +617,7 @@ def _calls(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
 
 
 def _call_of(asked: Asked, plan: FunctionPlan, number: int) -> FunctionCall:
+    """Returns a call, by its index, with a reference for each draw."""
     references = [
         FunctionReference(
             function=asked.reference,
@@ -586,14 +632,16 @@ def _call_of(asked: Asked, plan: FunctionPlan, number: int) -> FunctionCall:
 
 
 def format_of_inputs(arguments: Arguments) -> Format:
-    """The format of the first floating-point argument; float32 where there is none."""
+    """Returns the format of the first floating-point argument; float32 where there is
+    none."""
     leaves = arguments.leaves().values()
     dtypes = (x.dtype for x in leaves if x.is_floating_point())
     return format_of(next(dtypes, torch.float32))
 
 
 def _exact(call: FunctionCall) -> Values:
-    """The exact results of a call's first draw; none where there is none."""
+    """Returns the exact results of a call's first draw, by name; empty where the
+    reference raises."""
     try:
         return call.draws[0].truth
     except Exception:  # its rows say why
@@ -601,6 +649,8 @@ def _exact(call: FunctionCall) -> Values:
 
 
 def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
+    """Returns the report's record of a call, with the extents of its tensors; a single
+    output of one row where the reference raises."""
     extents: dict[str, Extent] = {}
     try:
         for name, judge in call.judges.items():
@@ -614,6 +664,7 @@ def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
 
 
 def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
+    """Returns what was to be measured, for the report. `parts`: at least one."""
     asked = parts[0].asked
     roles = [*ROLES, ("kernel", asked.name)]
     return PlanRecord(
@@ -626,6 +677,8 @@ def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
 
 
 def _doubts(plan: FunctionPlan) -> Iterator[str]:
+    """Yields a sentence on arguments that are all 0 or all 1, of which leaving them out
+    changes nothing; nothing without any."""
     if plan.redrawn:
         names = ", ".join(plan.redrawn)
         yield (
