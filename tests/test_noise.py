@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from numdev.metrics import noise as noises
-from numdev.metrics.bits import _ODD, checksums
+from numdev.metrics.checksums import _ODD, checksums
 from numdev.metrics.noise import noise
 
 nan, inf = math.nan, math.inf

@@ -12,7 +12,7 @@ import torch
 from oracles import normal
 from scipy.stats import wasserstein_distance
 
-from numdev.metrics.paired import Paired, paired
+from numdev.metrics.tensor_distances import Paired, paired
 from numdev.metrics.wasserstein import w1
 
 # Sums of 10^4 float64 terms in another order; of 10^6 where they are added pairwise, as

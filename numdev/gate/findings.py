@@ -17,7 +17,7 @@ from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgemen
 from numdev.gate.rows import FOUND, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
-from numdev.metrics.of_rows import Value, lse_error, value_of
+from numdev.metrics.row_metrics import Value, lse_error, value_of
 from numdev.report import (
     DeviationRow,
     Finding,

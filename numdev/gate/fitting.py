@@ -20,7 +20,7 @@ from numdev.gate.rows import Groups, Measured, Rows, measured
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
 from numdev.gate.thresholds import threshold_tests
 from numdev.grouping import grouped
-from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
+from numdev.metrics.row_metrics import ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.report import Outcome, Report
 
 # By metric, of one head or of a median, of what is fitted: the margin, and the least

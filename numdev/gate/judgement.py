@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Required, TypedDict
 from pydantic import Field, SkipValidation
 
 from numdev.gate.rules import Limit
-from numdev.metrics.of_rows import Value
+from numdev.metrics.row_metrics import Value
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
 from numdev.tensors import tensor_spec
 

@@ -22,7 +22,7 @@ from scipy.special import ndtri, stdtrit
 from numdev.gate.compare_report import About
 from numdev.gate.rows import NUMBERS, Key, Rows, spelt
 from numdev.grouping import grouped
-from numdev.metrics.of_rows import interval_of, value_of
+from numdev.metrics.row_metrics import interval_of, value_of
 from numdev.report import CallRecord, DeviationRow, Place
 from numdev.tensors import tensor_spec
 

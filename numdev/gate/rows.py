@@ -15,8 +15,8 @@ from typing import Any
 
 from numdev.errors import MeasurementError
 from numdev.grouping import grouped
-from numdev.metrics import tiled
-from numdev.metrics.of_rows import FIELDS
+from numdev.metrics import narrow_sum_scope
+from numdev.metrics.row_metrics import FIELDS
 from numdev.report import (
     AuditReport,
     BesideReference,
@@ -37,7 +37,7 @@ ROUNDING = 1 + 1e-9
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 # What a row may say that it returned; of names, so that this needs no torch.
 FORMAT = re.compile(r"bfloat16|float(16|32|64)|float8_\w+|e\d+m\d+")
-CHECKSUM = re.compile(r"[0-9a-f]{16}")  # of `metrics.bits`
+CHECKSUM = re.compile(r"[0-9a-f]{16}")  # of `metrics.checksums`
 LEANS = frozenset({"slope", "slope_t", "shift", "shift_t"})  # may be below 0
 SIGNED = frozenset({"bias", "bias_sign", "bias_feature", "bias_size", "bias_t"})
 NUMBERS = FIELDS - {"layer", "seed", "head", "step"}  # of a row
@@ -212,7 +212,7 @@ def _lacks_narrow_sum(
     for row in rows:
         if row.role != "kernel" or not tensor_spec(row.tensor).is_gradient or not groups:
             continue
-        chosen = groups[tiled.chosen_head(row.layer, row.call, len(groups))]
+        chosen = groups[narrow_sum_scope.chosen_head(row.layer, row.call, len(groups))]
         size = call.extents()[row.tensor].units // call.kv_heads
         is_predicted = row.claim is not None or row.expected_ratio is not None
         if (
@@ -220,7 +220,10 @@ def _lacks_narrow_sum(
             and (row.head or 0) // size == chosen
             and is_predicted
             and (plan.rows is None or plan.rows >= call.q_len)
-            and tiled.unmeasured(row.tensor, row.format, call.q_len, call.kv_len) is None
+            and narrow_sum_scope.unmeasured(
+                row.tensor, row.format, call.q_len, call.kv_len
+            )
+            is None
         ):
             return row
     return None

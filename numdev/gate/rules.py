@@ -24,7 +24,7 @@ from pydantic import (
 
 from numdev.errors import closest
 from numdev.kinds import REGISTERED, kind_of
-from numdev.metrics.of_rows import METRICS, Value, value_of
+from numdev.metrics.row_metrics import METRICS, Value, value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase
 from numdev.report.numbers import power

@@ -29,7 +29,7 @@ from numdev.gate.rows import (
 )
 from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches
 from numdev.grouping import grouped
-from numdev.metrics.of_rows import (
+from numdev.metrics.row_metrics import (
     BESIDE_REFERENCE,
     ERRORS,
     ESTIMATED,

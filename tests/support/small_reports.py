@@ -16,7 +16,7 @@ from verdict_runs import measured
 from numdev.cases import AttentionCase
 from numdev.config import AXES
 from numdev.kernels import find
-from numdev.metrics.of_rows import BESIDE_REFERENCE, METRICS
+from numdev.metrics.row_metrics import BESIDE_REFERENCE, METRICS
 from numdev.report import Report, read, write
 from numdev.testing import check
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from numdev.cases import strided_as
 from numdev.exact.dtypes import is_floating
-from numdev.metrics.bits import same
+from numdev.metrics.checksums import same
 from numdev.operations.function.trees import (
     Arguments,
     Values,

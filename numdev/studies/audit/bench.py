@@ -31,7 +31,7 @@ from numdev.kernels.emulation.kernel import (
 )
 from numdev.kernels.reference import attend, blocked, gradients, key_gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
-from numdev.metrics import tiled
+from numdev.metrics import narrow_sum_scope
 from numdev.metrics.deviation import Deviation, Metrics, nullify
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.sampling import Sample, Strata, membership
@@ -486,19 +486,21 @@ class Bench:
         query heads that read it; None with a reason in all others. The running sums are
         cached by gradient for the last output."""
         case, select, ref = self.restricted, self.selection, self.case.ref
-        kv_head = tiled.chosen_head(ref.layer, ref.call, len(select.kv_heads))
+        kv_head = narrow_sum_scope.chosen_head(ref.layer, ref.call, len(select.kv_heads))
         heads = range(kv_head * case.group, (kv_head + 1) * case.group)
         chosen = heads if tensor == "dq" else range(kv_head, kv_head + 1)
-        why = tiled.unmeasured(tensor, self.format.name, case.q_len, case.kv_len)
+        why = narrow_sum_scope.unmeasured(
+            tensor, self.format.name, case.q_len, case.kv_len
+        )
         if select.queries is not None:
-            why = tiled.SAMPLED
+            why = narrow_sum_scope.SAMPLED
         elif why is None and (
             deviation.compared is None or deviation.compared[2] is None
         ):
-            why = tiled.UNPREDICTED
+            why = narrow_sum_scope.UNPREDICTED
         for number, unit in enumerate(units):
             if why is not None or number not in chosen:
-                nullify(unit, ("narrow_sum",), why or tiled.ELSEWHERE)
+                nullify(unit, ("narrow_sum",), why or narrow_sum_scope.ELSEWHERE)
         if why is not None or deviation.compared is None:
             return
         x, _, expected = deviation.compared

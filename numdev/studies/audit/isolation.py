@@ -34,7 +34,7 @@ from numdev.cases import AttentionCase, strided_as
 from numdev.errors import MeasurementError, NumdevError, Refused, first_line, one_line
 from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.output import as_output
-from numdev.metrics.bits import same
+from numdev.metrics.checksums import same
 from numdev.studies.audit.channel import (
     TOKEN_BYTES,
     Channel,

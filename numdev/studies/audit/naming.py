@@ -27,7 +27,7 @@ from numdev.gate.rows import FOUND
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
-from numdev.metrics.of_rows import lse_error
+from numdev.metrics.row_metrics import lse_error
 from numdev.operations.attention.explain.attribution import ENOUGH
 from numdev.operations.attention.explain.imprecise import Loss, imprecision
 from numdev.operations.attention.explain.probe import Alternative

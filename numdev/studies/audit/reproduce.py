@@ -17,7 +17,7 @@ from typing import Any
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
-from numdev.metrics.of_rows import value_of
+from numdev.metrics.row_metrics import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
 from numdev.report.foreign import plain

@@ -10,7 +10,7 @@ from operator import add, attrgetter
 from typing import Any
 
 from numdev.grouping import grouped
-from numdev.metrics.of_rows import ULPS
+from numdev.metrics.row_metrics import ULPS
 from numdev.report import (
     AuditReport,
     Axis,

@@ -15,7 +15,7 @@ from numdev.formats import Format, format_of, round_to, ulp
 from numdev.kernels import Output
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.bits import bits
+from numdev.metrics.checksums import bits
 from numdev.studies.audit.bench import TERMS
 from numdev.studies.audit.isolation import Within
 from numdev.studies.audit.plan import Planned

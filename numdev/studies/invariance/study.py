@@ -28,7 +28,7 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, as_data, default_rules
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.bits import same
+from numdev.metrics.checksums import same
 from numdev.report import Finding, PlannedKernel
 from numdev.sources.case_sources import CheckpointSource, Source, open_source
 from numdev.studies.audit.bench import settled

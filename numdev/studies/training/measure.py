@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from numdev.metrics.paired import paired
+from numdev.metrics.tensor_distances import paired
 from numdev.studies.training.report import DistanceRow, TrainRow
 from numdev.studies.training.variant_training import Lane
 

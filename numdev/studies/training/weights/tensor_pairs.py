@@ -14,8 +14,8 @@ from torch import Tensor
 
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_of
-from numdev.metrics.paired import paired
-from numdev.metrics.weights import WEIGHTS_AT_ONCE, weight_row
+from numdev.metrics.tensor_distances import paired
+from numdev.metrics.weight_casts import WEIGHTS_AT_ONCE, weight_row
 from numdev.metrics.yardstick import widened
 from numdev.sources.files import is_plain
 from numdev.studies.training.report import Fields
