@@ -26,7 +26,7 @@ from numdev.operations.attention.explain.attribution import (
     attribute,
     rounding_sites,
 )
-from numdev.operations.attention.explain.words import explanations
+from numdev.operations.attention.explain.rounding_explanations import explanations
 from numdev.report import AttributionRow, SiteShare, read
 from numdev.studies.audit.explanations import explain, whole_groups
 from numdev.studies.audit.task import measure_task

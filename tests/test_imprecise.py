@@ -14,7 +14,7 @@ from numdev.formats import FORMATS
 from numdev.kernels import Output
 from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
-from numdev.operations.attention.explain import imprecise
+from numdev.operations.attention.explain import imprecise_steps
 from numdev.sources.upstream_gradients import with_drawn_gradient
 
 rates = load("benchmarks/suspicion_rates.py")
@@ -44,8 +44,8 @@ def named(case: AttentionCase, step: Output, wrong: tuple[str, ...]) -> set[str]
     terms = {"out": exact.term_scale, "dq": exact.dq_terms, "dk": exact.dk_terms}
     terms["dv"] = exact.dv_terms
     returned = {n: getattr(step, n) for n in terms}
-    found = imprecise.imprecision(case, returned, exact, terms, wrong)
-    assert all(share >= 1 - imprecise.EXPLAINS for _, share in found.values())
+    found = imprecise_steps.imprecision(case, returned, exact, terms, wrong)
+    assert all(share >= 1 - imprecise_steps.EXPLAINS for _, share in found.values())
     return {loss.words for loss, _ in found.values()}
 
 
@@ -87,7 +87,7 @@ def test_what_is_left_of_an_error() -> None:
     tried[:, 0] = x[:, 0]
     tried[:, 2, :, 0] -= 0.1
     tried[:, 2, :, 1] = torch.nan
-    left = imprecise.residuals(x, exact, exact, tried)
+    left = imprecise_steps.residuals(x, exact, exact, tried)
     assert left.tolist() == pytest.approx([0.0, 1.0, 2.0, torch.inf])
 
 
@@ -96,12 +96,12 @@ def test_the_formats_that_are_tried_are_coarser_than_the_case() -> None:
     case = rates.make(SHAPE, "normal", "bfloat16", 0)
     of_p = {
         x.format.name
-        for x in imprecise.losses(case)
+        for x in imprecise_steps.losses(case)
         if x.step == "p" and not x.toward_zero
     }
     assert {"float8_e4m3fn", "float8_e5m2"} <= of_p
     assert not of_p & {"bfloat16", "float16"}
     assert all(
         FORMATS["bfloat16"].precision >= x.format.precision
-        for x in imprecise.losses(case)
+        for x in imprecise_steps.losses(case)
     )

@@ -18,7 +18,7 @@ from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.attention.row_facts import of_queries
-from numdev.operations.attention.row_words import NOTHING
+from numdev.operations.attention.unusual_rows import NOTHING
 from numdev.operations.attention.worst_rows import worst_rows
 from numdev.report import WorstRow
 from numdev.studies.audit.explanations import NOTABLE, SHOWN, most

@@ -3,7 +3,7 @@
 A kernel's error in a head is often the error of a few rows. `worst_rows` finds the head
 of a call in which a row's error is largest beside what is predicted for it, takes that
 head's worst rows, and has these recomputed in fp64 (`row_facts`). A few rows evenly
-spread over the head are recomputed too, as what is usual there (`row_words` says what
+spread over the head are recomputed too, as what is usual there (`unusual_rows` says what
 stands out)."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numdev.cases import AttentionCase
 from numdev.metrics.row_sums import row_ratios
 from numdev.metrics.yardstick import Yardstick, finite, zeroed_outside
 from numdev.operations.attention.row_facts import of_keys, of_queries
-from numdev.operations.attention.row_words import sentence
+from numdev.operations.attention.unusual_rows import sentence
 from numdev.report import WorstRow
 from numdev.tensors import tensor_spec
 

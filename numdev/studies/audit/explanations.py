@@ -35,7 +35,7 @@ from numdev.metrics.statistics import BIAS_ALPHA
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.attention.explain import attribution as fits
 from numdev.operations.attention.worst_rows import worst_rows
-from numdev.operations.places import instances, where
+from numdev.operations.row_places import instances, where
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.studies.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.studies.audit.isolation import Failure, attempt

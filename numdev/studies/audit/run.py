@@ -24,7 +24,7 @@ from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import Kernel
 from numdev.metrics.finiteness import count_nonfinite, nonfinite_of
 from numdev.metrics.weight_casts import weight_row
-from numdev.operations.attention.explain.words import explanations
+from numdev.operations.attention.explain.rounding_explanations import explanations
 from numdev.sources.captured_calls import Add, writing_cases
 from numdev.sources.case_sources import Located, Source, open_source
 from numdev.studies.audit.bench import Selection

@@ -33,7 +33,7 @@ from numdev.operations.attention.explain.probe import (
     Alternative,
     Probe,
 )
-from numdev.operations.places import in_words, instances
+from numdev.operations.row_places import in_words, instances
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
 # The least cut in the format of a finding, where a finer one has found its cause
