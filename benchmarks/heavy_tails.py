@@ -4,7 +4,7 @@ rule it?
     python benchmarks/heavy_tails.py [--length 2048 --samples 1000]
 
 Errors of rows are drawn, of tails from light to heavy, and measured as an audit does: a
-sample alone, and beside it the rows that look most suspicious (`numdev.studies.audit.screening`).
+sample alone, and beside it the rows that look most suspicious (`numdev.studies.audit.row_screening`).
 Suspicion is the error times a log-normal factor, since the second output that tells of it
 errs too: of 1 % (float32) or of 50 % (another kernel in the same format). Printed are how
 often the interval of the rms holds, how often the value lies above it, and the interval's
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from numdev.metrics.deviation import measure_plain
 from numdev.metrics.sampling import Sample, Strata
-from numdev.studies.audit.screening import SUSPECTS
+from numdev.studies.audit.row_screening import SUSPECTS
 
 Draw = Callable[[Tensor], Tensor]
 

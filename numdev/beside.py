@@ -41,7 +41,7 @@ from numdev.studies.audit.functions import (
     planned,
     run_all,
 )
-from numdev.studies.audit.script import name_of
+from numdev.studies.audit.reproducer_script import name_of
 from numdev.system import System
 from numdev.testing import CheckResult, Thresholds, laid_out
 from numdev.yamlfile import validated

@@ -37,7 +37,7 @@ import numdev
 from numdev import testing
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
-from numdev.studies.audit import isolation, naming
+from numdev.studies.audit import isolation, mistake_search
 from numdev.studies.audit.check import FEATURES, CheckSource, default_cases
 from numdev.testing import CheckFailed, check_attention
 
@@ -474,8 +474,8 @@ def test_a_log_sum_exp_that_is_none_does_not_pass(
 def test_what_is_found_in_one_call_is_held_against_all_others(monkeypatch: Any) -> None:
     """One search names every head that fails, whichever call it was made in."""
     searches = []
-    whole = naming.Failing.causes
-    monkeypatch.setattr(naming.Failing, "causes", lambda self, hints=None: (
+    whole = mistake_search.Failing.causes
+    monkeypatch.setattr(mistake_search.Failing, "causes", lambda self, hints=None: (
         searches.append(hints is None), whole(self, hints))[1])  # fmt: skip
     larger = lambda q, k, v: 1.01 * plain(q, k, v)  # noqa: E731
     error = failing(larger, cases=["full", "cross"], formats="bfloat16", backward=False)

@@ -18,8 +18,8 @@ from numdev.config import AuditConfig, Choice
 from numdev.errors import UsageError
 from numdev.sources.capture import Captured
 from numdev.sources.case_sources import ConfigSource, Drawn
-from numdev.studies.audit import cluster
-from numdev.studies.audit.cluster import Cluster, at_work, cluster_of, sharing
+from numdev.studies.audit import dask_workers
+from numdev.studies.audit.dask_workers import Cluster, at_work, cluster_of, sharing
 from numdev.studies.audit.isolation import Isolated, attempt, torch_settings
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import (
@@ -116,7 +116,7 @@ def test_threads_are_shared_out_and_given_back(monkeypatch: pytest.MonkeyPatch) 
     ):
         sharing(Cluster(workers=4), "cpu").__enter__()
     monkeypatch.setattr(System, "probe", lambda device: System(device="cuda"))
-    monkeypatch.setattr(cluster, "visible_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr(dask_workers, "visible_gpus", lambda: ["3", "5"])
     with pytest.raises(UsageError, match="at most 2, the number of GPUs here, got 3"):
         sharing(Cluster(workers=3), "cuda").__enter__()
 
@@ -204,7 +204,7 @@ def test_a_worker_that_differs_refuses(part: str) -> None:
     shared = header_of(plan_of("sdpa-math"))
     known = json.loads(json.dumps({**shared, "torch": torch_settings()}, default=str))
     known["environment"][part] = {"torch": "0.1"} if part == "packages" else "0.0.1"
-    answer = cluster.work(json.dumps(known), b"not even read")
+    answer = dask_workers.work(json.dumps(known), b"not even read")
     assert isinstance(answer, UsageError)
     assert f"a worker's environment differs: {part}" in answer.message
     assert "install the same on all workers" in str(answer)

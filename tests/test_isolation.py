@@ -175,9 +175,9 @@ def test_a_worker_that_cannot_start_is_said(
     case: AttentionCase, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """That is no kernel's failure, and the reason is quoted."""
-    script = tmp_path / "guard.py"
+    script = tmp_path / "supervisor.py"
     script.write_text("import no_such_module")
-    monkeypatch.setattr(isolation, "GUARD", script)
+    monkeypatch.setattr(isolation, "SUPERVISOR", script)
     says = r"exit code 1 \(ModuleNotFoundError: .*no_such_mod"
     with Isolated() as isolated, pytest.raises(MeasurementError, match=says):
         ran(isolated, "baseline", case, {})

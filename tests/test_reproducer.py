@@ -27,7 +27,7 @@ from numdev.formats import format_named
 from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend
 from numdev.sources.captured_calls import open_cases
-from numdev.studies.audit import script as reproducer
+from numdev.studies.audit import reproducer_script as reproducer
 from numdev.studies.audit.bench import part
 from numdev.studies.audit.reproduce import reduce
 from numdev.system import System

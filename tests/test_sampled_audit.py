@@ -20,7 +20,7 @@ from numdev.kernels.reference import gradients
 from numdev.metrics.sampling import Sample
 from numdev.report import read
 from numdev.report.summary import summarise
-from numdev.studies.audit import attention, screening
+from numdev.studies.audit import attention, row_screening
 from numdev.studies.audit import bench as prepared
 from numdev.studies.audit.bench import Bench
 from numdev.studies.audit.explanations import examine
@@ -156,7 +156,7 @@ def test_a_key_whose_gradient_is_zero_stands_out_among_all(
 def test_rows_that_could_not_be_screened_say_so(monkeypatch: Any) -> None:
     """The sample alone is measured then; the reason is in every row, and in the
     answer."""
-    monkeypatch.setattr(screening, "second", lambda *given: 1 + "")  # type: ignore
+    monkeypatch.setattr(row_screening, "second", lambda *given: 1 + "")  # type: ignore
     rows = rows_on(bench_of(), find("sdpa-flash"))
     why = (
         "rows were not screened: TypeError: unsupported operand type(s) for +: "

@@ -24,7 +24,7 @@ from numdev.kernels.emulation.backward import attended as attend
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.reference import gradients
-from numdev.studies.audit import explanations, naming
+from numdev.studies.audit import explanations, mistake_search
 from numdev.studies.audit.bench import Bench
 from numdev.studies.audit.check import CheckSource
 from numdev.studies.audit.explanations import Likeness, examine, likenesses
@@ -330,13 +330,13 @@ def test_what_explained_a_call_is_tried_alone_in_the_next(
 ) -> None:
     """A check's kernel rounds alike in all calls: all ways are tried in one of them."""
     searched: list[str] = []
-    whole = naming.likenesses
+    whole = mistake_search.likenesses
 
     def counted(output: Any, tensors: Any, formats: Any, bench: Any, system: Any) -> Any:
         searched.append(bench.case.ref.case)
         return whole(output, tensors, formats, bench, system)
 
-    monkeypatch.setattr(naming, "likenesses", counted)
+    monkeypatch.setattr(mistake_search, "likenesses", counted)
     given: Any = {"cases": ["causal", "long", "cross"], "formats": "bfloat16"}
     rows = check_attention(planted.wrapper, **given).report.rows
     assert len(searched) == 1

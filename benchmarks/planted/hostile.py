@@ -494,9 +494,9 @@ def corrupts(case: AttentionCase, what: str) -> Output:
             if isinstance(one, socket.socket):
                 one.close()
     if what == "struct":
-        from numdev.studies.audit import channel
+        from numdev.studies.audit import worker_messages
 
-        channel.LENGTH = struct.Struct("<I")
+        worker_messages.LENGTH = struct.Struct("<I")
     if what == "attempt":
         from numdev.studies.audit import isolation
 

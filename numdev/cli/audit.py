@@ -53,7 +53,7 @@ def audit(
     a YAML configuration, or `demo` (the checkpoint that ships with numdev). Default:
     configs/audit/default.yaml. The same request with the same --output resumes where it
     stopped."""
-    from numdev.studies.audit.cluster import cluster_of, sharing
+    from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.audit.run import audit as run
     from numdev.studies.audit.run import reproducers
 
@@ -117,7 +117,7 @@ def sweep(
     cell is measured with every seed, and the report gives means with confidence
     intervals. With --seed N the seeds are counted from N. The same request with the same
     --output resumes where it stopped."""
-    from numdev.studies.audit.cluster import cluster_of, sharing
+    from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.audit.run import reproducers
     from numdev.studies.audit.sweep import plan
     from numdev.studies.audit.sweep import sweep as run

@@ -28,7 +28,7 @@ def effects(
     truth; beside it stand the model in each format with each kernel, attention alone, and
     one rounding site at a time. The same request into the same directory continues where
     it stopped."""
-    from numdev.studies.audit.cluster import cluster_of, sharing
+    from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.effects.model_checks import reproducers
     from numdev.studies.effects.study import effects as run
 

@@ -53,7 +53,7 @@ class Sample:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Strata:
     """Why each measured row of a call is measured, bool [rows] each: some were drawn,
-    some stood out among all (`numdev.studies.audit.screening`). The latter stand for
+    some stood out among all (`numdev.studies.audit.row_screening`). The latter stand for
     themselves alone, the others for all rows that did not stand out."""
 
     of: int  # rows of the call

@@ -27,7 +27,7 @@ from test_isolation import gone, ran, same, wait_for
 
 from numdev.cases import AttentionCase
 from numdev.kernels import Output, find
-from numdev.studies.audit import guard, isolation
+from numdev.studies.audit import isolation, worker_supervisor
 from numdev.studies.audit.isolation import Failure, Isolated
 
 LIMIT_S = 1.5
@@ -50,7 +50,7 @@ def note(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Forked:
-    """In place of `subprocess.Popen`, the guard in a fork of this process: torch is
+    """In place of `subprocess.Popen`, the supervisor in a fork of this process: torch is
     imported here, so that a worker starts at once and not after seconds. All else is as
     it is."""
 
@@ -73,7 +73,7 @@ class Forked:
                         os.close(descriptor)
             sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
             sys.argv[1:] = [command[-1]]
-            guard.main()
+            worker_supervisor.main()
         except BaseException:
             traceback.print_exc()
         os._exit(1)
@@ -88,7 +88,7 @@ class Forked:
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("guard", timeout)
+                raise subprocess.TimeoutExpired("supervisor", timeout)
             time.sleep(0.002)
         return code
 

@@ -9,9 +9,9 @@ from numdev.kernels import Kernel, Output
 from numdev.studies.audit.bench import Bench
 from numdev.studies.audit.explanations import beyond
 from numdev.studies.audit.isolation import Runner
-from numdev.studies.audit.naming import FAR, Failing, has_room, name
+from numdev.studies.audit.mistake_search import FAR, Failing, has_room, name
+from numdev.studies.audit.row_screening import screened
 from numdev.studies.audit.rows import Measured, Runs
-from numdev.studies.audit.screening import screened
 from numdev.system import System
 
 

@@ -26,7 +26,7 @@ from numdev.sources.input_regimes import REGIMES
 from numdev.sources.upstream_gradients import with_drawn_gradient
 from numdev.studies.audit.bench import case_record
 from numdev.studies.audit.isolation import Failure, attempt, copied
-from numdev.studies.audit.naming import Failing, conclude
+from numdev.studies.audit.mistake_search import Failing, conclude
 from numdev.studies.audit.plan import Plan
 from numdev.studies.audit.rows import bare_row
 from numdev.studies.audit.run import provenance

@@ -3,9 +3,9 @@
 `attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in
 words. A CUDA fault ruins its process, a segmentation fault ends it, a hang never does:
 `Isolated` runs kernels in a worker process with a time limit, kept as long as nothing
-fails, bit for bit as here. `guard` starts the worker and ends all that it started: at the
-limit, on Ctrl-C, on `close`, and when this process is gone. (`multiprocessing` would
-import the caller's main module.)"""
+fails, bit for bit as here. `worker_supervisor` starts the worker and ends all that it
+started: at the limit, on Ctrl-C, on `close`, and when this process is gone.
+(`multiprocessing` would import the caller's main module.)"""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from numdev.errors import MeasurementError, NumdevError, Refused, first_line, on
 from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.output import as_output
 from numdev.metrics.checksums import same
-from numdev.studies.audit.channel import (
+from numdev.studies.audit.interrupt import noticing
+from numdev.studies.audit.worker_messages import (
     TOKEN_BYTES,
     Channel,
     Ended,
@@ -45,7 +46,6 @@ from numdev.studies.audit.channel import (
     read_answer,
     read_task,
 )
-from numdev.studies.audit.interrupt import noticing
 from numdev.system import switches
 from numdev.temporary import remove_stale
 
@@ -119,11 +119,11 @@ def tensors_of(record: object) -> dict[str, Tensor]:
 
 # --- in a process of its own ----------------------------------------------------------
 
-GUARD = Path(__file__).with_name("guard.py")
+SUPERVISOR = Path(__file__).with_name("worker_supervisor.py")
 UNUSABLE = "its process gave an unusable answer"
 # What importing torch may take: seconds, but minutes on a cold network disk
 START_S = 300.0
-END_S = 5.0  # what a guard may take to end what its worker started
+END_S = 5.0  # what a supervisor may take to end what its worker started
 NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker is ready
 
 
@@ -200,25 +200,29 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
 
 @dataclass(eq=False)
 class Worker:
-    """A process that answers tasks, from here: `process` is its guard."""
+    """A process that answers tasks, from here: `process` is its supervisor."""
 
     process: subprocess.Popen[bytes]
     channel: Channel
-    # What closes it, the end of this process too, ends the guard and all of its
+    # What closes it, the end of this process too, ends the supervisor and all of its
     lifeline: int
     kernels: set[str] = field(default_factory=set)  # that were run there
 
     @classmethod
     def start(cls) -> Worker:
-        """Starts a guard and its worker, and returns them; the worker may not be ready
-        yet. Raises OSError where no process can be started."""
+        """Starts a supervisor and its worker, and returns them; the worker may not be
+        ready yet. Raises OSError where no process can be started."""
         ours, theirs = socket.socketpair()
         end, lifeline = os.pipe()
         stderr, written = os.pipe()
         passed = (theirs.fileno(), end)
         try:
             process = subprocess.Popen(
-                [sys.executable, GUARD, json.dumps([os.getpid(), *passed, sys.path])],
+                [
+                    sys.executable,
+                    SUPERVISOR,
+                    json.dumps([os.getpid(), *passed, sys.path]),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=written,
@@ -297,7 +301,7 @@ class Worker:
         os.close(self.lifeline)
         try:
             self.process.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:  # its guard was stopped
+        except subprocess.TimeoutExpired:  # its supervisor was stopped
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             # In the driver, nothing ends it

@@ -1,5 +1,5 @@
 """A report's findings, each made small and written as a script
-(`numdev.studies.audit.script`).
+(`numdev.studies.audit.reproducer_script`).
 
 The call a finding is worst in is opened again from the source, rounded as the kernel saw
 it, and reduced for as long as the accused row is accused again, by the same measurements
@@ -25,8 +25,8 @@ from numdev.sources.case_sources import Source
 from numdev.studies.audit.bench import KV_TENSORS, Selection, part
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.plan import Plan
+from numdev.studies.audit.reproducer_script import EVERYWHERE, figure_for, rendered, write
 from numdev.studies.audit.rows import options_set
-from numdev.studies.audit.script import EVERYWHERE, figure_for, rendered, write
 from numdev.studies.audit.task import measure_one
 from numdev.tensors import tensor_spec
 
@@ -116,10 +116,10 @@ def reproduce(
 def _shrink_call(
     finding: Finding, whole: AttentionCase, plan: Plan, run: Runner, seconds: float
 ) -> dict[str, Any]:
-    """Returns the arguments of `script.write` for a finding: a small call in which its
-    row is accused again, or its kernel fails, and what a script looks at in it. `whole`:
-    the call as it came; `seconds`: how long it is reduced. Raises NumdevError where it
-    does not show again."""
+    """Returns the arguments of `reproducer_script.write` for a finding: a small call in
+    which its row is accused again, or its kernel fails, and what a script looks at in it.
+    `whole`: the call as it came; `seconds`: how long it is reduced. Raises NumdevError
+    where it does not show again."""
     which, metric = ("kernel", finding.kernel, finding.options), finding.metric or ""
     planned = next(p for p in plan.kernels if (p.role, p.kernel.name, p.options) == which)
     case, kernel = whole.rounded_to(format_named(finding.formats[0])), planned.kernel

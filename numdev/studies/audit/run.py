@@ -28,7 +28,7 @@ from numdev.operations.attention.explain.rounding_explanations import explanatio
 from numdev.sources.captured_calls import Add, writing_cases
 from numdev.sources.case_sources import Located, Source, open_source
 from numdev.studies.audit.bench import Selection
-from numdev.studies.audit.cluster import Cluster, Workers, at_work
+from numdev.studies.audit.dask_workers import Cluster, Workers, at_work
 from numdev.studies.audit.explanations import most
 from numdev.studies.audit.isolation import Isolated, Runner, attempt
 from numdev.studies.audit.journal import Journal

@@ -27,7 +27,7 @@ from numdev.studies.audit.attention import ATTENTION
 from numdev.studies.audit.bench import Bench, Selection, case_record
 from numdev.studies.audit.explanations import examine, explain, profile
 from numdev.studies.audit.isolation import Failure, Runner, attempt, fitting, threads
-from numdev.studies.audit.naming import Failing
+from numdev.studies.audit.mistake_search import Failing
 from numdev.studies.audit.operation import Call, Operation, PreparedCall
 from numdev.studies.audit.plan import Plan, Planned, Task
 from numdev.studies.audit.timing import Stopwatch

@@ -25,7 +25,7 @@ from numdev.sources.captured_calls import holds_cases
 from numdev.sources.case_sources import CheckpointSource, open_source, refuse_options
 from numdev.sources.files import naming
 from numdev.sources.pipeline import PictureSource, PipelineSource
-from numdev.studies.audit.cluster import Cluster, client_of, shared_by, shared_out
+from numdev.studies.audit.dask_workers import Cluster, client_of, shared_by, shared_out
 from numdev.studies.audit.isolation import Failure, Isolated, Runner, attempt
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Planned, digest, header, plan_formats, plan_kernels

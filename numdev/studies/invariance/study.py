@@ -51,9 +51,9 @@ from numdev.studies.audit.plan import (
     plan_kernels,
 )
 from numdev.studies.audit.reproduce import written
+from numdev.studies.audit.reproducer_script import folder_of
 from numdev.studies.audit.rows import options_set
 from numdev.studies.audit.run import Progress, Say, describe, provenance
-from numdev.studies.audit.script import folder_of
 from numdev.studies.audit.timing import Stopwatch
 from numdev.studies.invariance.axes import (
     PLAIN,
