@@ -30,8 +30,8 @@ from numdev.gate.thresholds import tests_of
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import OPERATORS, claim_of
 from numdev.sources import capture as capturing
-from numdev.studies.audit.bench import part
 from numdev.studies.audit.plan import Plan, Planned, plan_kernels
+from numdev.studies.audit.prepared_attention import part
 from numdev.studies.audit.task import measure_one
 from numdev.system import System
 

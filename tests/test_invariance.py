@@ -33,7 +33,7 @@ from numdev.kernels.reference import gradients
 from numdev.report import read, write
 from numdev.report.document import Table
 from numdev.sources.input_regimes import Shapes, draw
-from numdev.studies.audit.bench import TERMS, part, settled
+from numdev.studies.audit.prepared_attention import TERMS, part, settled
 from numdev.studies.invariance import axes, consistency, verdict
 from numdev.studies.invariance.consistency import _way_contradiction, check_consistency
 from numdev.studies.invariance.differences import (

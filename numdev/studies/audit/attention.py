@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from numdev.kernels import Kernel, Output
-from numdev.studies.audit.bench import Bench
+from numdev.studies.audit.deviation_rows import Measured, Runs
 from numdev.studies.audit.explanations import beyond
 from numdev.studies.audit.isolation import Runner
 from numdev.studies.audit.mistake_search import FAR, Failing, has_room, name
+from numdev.studies.audit.prepared_attention import Bench
 from numdev.studies.audit.row_screening import screened
-from numdev.studies.audit.rows import Measured, Runs
 from numdev.system import System
 
 

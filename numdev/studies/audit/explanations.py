@@ -37,10 +37,10 @@ from numdev.operations.attention.explain import attribution as fits
 from numdev.operations.attention.worst_rows import worst_rows
 from numdev.operations.row_places import instances, where
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
-from numdev.studies.audit.bench import KV_TENSORS, TERMS, Bench
+from numdev.studies.audit.deviation_rows import FAILS_ONE_ROW, Measured, identity
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.audit.plan import Task
-from numdev.studies.audit.rows import FAILS_ONE_ROW, Measured, identity
+from numdev.studies.audit.prepared_attention import KV_TENSORS, TERMS, Bench
 from numdev.system import System
 from numdev.yamlfile import Strict, bundled, read_yaml
 

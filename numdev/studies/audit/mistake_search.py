@@ -34,8 +34,7 @@ from numdev.operations.attention.explain.probe import Alternative
 from numdev.operations.attention.explain.wrong_function import Suspicion, far_off, suspect
 from numdev.operations.attention.explain.wrong_gradients import suspect_gradients
 from numdev.report import DeviationRow
-from numdev.studies.audit.bench import KV_TENSORS, TERMS, Bench
-from numdev.studies.audit.bench import part as part_of
+from numdev.studies.audit.deviation_rows import Measured, Runs
 from numdev.studies.audit.explanations import (
     Likeness,
     beyond,
@@ -45,7 +44,8 @@ from numdev.studies.audit.explanations import (
     locate,
 )
 from numdev.studies.audit.isolation import Failure, Runner
-from numdev.studies.audit.rows import Measured, Runs
+from numdev.studies.audit.prepared_attention import KV_TENSORS, TERMS, Bench
+from numdev.studies.audit.prepared_attention import part as part_of
 from numdev.system import System
 
 # Rows of the part of a call whose gradients are searched: no multiple of a tile

@@ -22,11 +22,11 @@ from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
 from numdev.report.foreign import plain
 from numdev.sources.case_sources import Source
-from numdev.studies.audit.bench import KV_TENSORS, Selection, part
+from numdev.studies.audit.deviation_rows import options_set
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.plan import Plan
+from numdev.studies.audit.prepared_attention import KV_TENSORS, Selection, part
 from numdev.studies.audit.reproducer_script import EVERYWHERE, figure_for, rendered, write
-from numdev.studies.audit.rows import options_set
 from numdev.studies.audit.task import measure_one
 from numdev.tensors import tensor_spec
 

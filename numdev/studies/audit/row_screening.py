@@ -22,9 +22,9 @@ from numdev.kernels import Output, find
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.sampling import Strata
 from numdev.metrics.yardstick import finite, row_norm, widened
-from numdev.studies.audit.bench import KV_TENSORS, Bench
+from numdev.studies.audit.deviation_rows import FAILS_ONE_ROW
 from numdev.studies.audit.isolation import attempt
-from numdev.studies.audit.rows import FAILS_ONE_ROW
+from numdev.studies.audit.prepared_attention import KV_TENSORS, Bench
 
 SUSPECTS = 32  # rows of a call, and as many keys
 # Of a selection, whose rows these are

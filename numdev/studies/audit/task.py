@@ -22,14 +22,14 @@ from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
 from numdev.sources.capture import Captured
 from numdev.sources.case_sources import Located
-from numdev.studies.audit import rows as of_rows
+from numdev.studies.audit import deviation_rows as of_rows
 from numdev.studies.audit.attention import ATTENTION
-from numdev.studies.audit.bench import Bench, Selection, case_record
 from numdev.studies.audit.explanations import examine, explain, profile
 from numdev.studies.audit.isolation import Failure, Runner, attempt, fitting, threads
 from numdev.studies.audit.mistake_search import Failing
 from numdev.studies.audit.operation import Call, Operation, PreparedCall
 from numdev.studies.audit.plan import Plan, Planned, Task
+from numdev.studies.audit.prepared_attention import Bench, Selection, case_record
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 from numdev.tensors import tensor_spec

@@ -35,9 +35,9 @@ from numdev.sources.case_sources import CheckpointSource
 from numdev.sources.checkpoint import Deferred, Streamed
 from numdev.sources.pipeline import PictureSource
 from numdev.sources.upstream_gradients import to_model_device
+from numdev.studies.audit.deviation_rows import options_set
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.plan import Planned
-from numdev.studies.audit.rows import options_set
 from numdev.studies.effects.rounding_sites import (
     ATTENTION,
     SITES,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseChanges, explicit_mask, key_limits
-from numdev.studies.audit.bench import part, settled
 from numdev.studies.audit.isolation import Within
+from numdev.studies.audit.prepared_attention import part, settled
 from numdev.studies.invariance import call_layouts
 
 SIZES = (1, 2, 8, 64)  # sequences in a batch

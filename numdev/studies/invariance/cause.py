@@ -20,7 +20,7 @@ from numdev.cases import AttentionCase, visible
 from numdev.errors import NumdevError
 from numdev.kernels.emulation.kernel import emulation, recipe_of
 from numdev.kernels.emulation.recipe import TILINGS
-from numdev.studies.audit.bench import part
+from numdev.studies.audit.prepared_attention import part
 from numdev.studies.invariance.axes import Part, VariantCall
 from numdev.studies.invariance.differences import Forms, KernelRun, differs
 from numdev.studies.invariance.report import Cause, InvarianceRow

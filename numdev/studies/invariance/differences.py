@@ -16,9 +16,9 @@ from numdev.kernels import Output
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.checksums import bits
-from numdev.studies.audit.bench import TERMS
 from numdev.studies.audit.isolation import Within
 from numdev.studies.audit.plan import Planned
+from numdev.studies.audit.prepared_attention import TERMS
 from numdev.studies.invariance.axes import Variant, VariantCall
 
 TENSORS = ("out", "lse", *GRADIENTS)

@@ -31,7 +31,7 @@ from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.checksums import same
 from numdev.report import Finding, PlannedKernel
 from numdev.sources.case_sources import CheckpointSource, Source, open_source
-from numdev.studies.audit.bench import settled
+from numdev.studies.audit.deviation_rows import options_set
 from numdev.studies.audit.isolation import (
     Failure,
     Isolated,
@@ -50,9 +50,9 @@ from numdev.studies.audit.plan import (
     plan_formats,
     plan_kernels,
 )
+from numdev.studies.audit.prepared_attention import settled
 from numdev.studies.audit.reproduce import written
 from numdev.studies.audit.reproducer_script import folder_of
-from numdev.studies.audit.rows import options_set
 from numdev.studies.audit.run import Progress, Say, describe, provenance
 from numdev.studies.audit.timing import Stopwatch
 from numdev.studies.invariance.axes import (
