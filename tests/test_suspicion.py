@@ -24,8 +24,8 @@ from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.kernels import find, kernel_of_function
 from numdev.kernels.reference import attend
 from numdev.operations.attention.explain import wrong_function
+from numdev.operations.attention.explain.call_sample import Alternative
 from numdev.operations.attention.explain.mistakes import variants
-from numdev.operations.attention.explain.probe import Alternative
 from numdev.operations.attention.explain.wrong_function import CUT, far_off, suspect
 from numdev.sources.upstream_gradients import with_drawn_gradient
 from numdev.studies.audit.task import measure_task

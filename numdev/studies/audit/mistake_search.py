@@ -29,8 +29,8 @@ from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
 from numdev.metrics.row_metrics import lse_error
 from numdev.operations.attention.explain.attribution import ENOUGH
+from numdev.operations.attention.explain.call_sample import Alternative
 from numdev.operations.attention.explain.imprecise_steps import Loss, imprecision
-from numdev.operations.attention.explain.probe import Alternative
 from numdev.operations.attention.explain.wrong_function import Suspicion, far_off, suspect
 from numdev.operations.attention.explain.wrong_gradients import suspect_gradients
 from numdev.report import DeviationRow

@@ -22,6 +22,7 @@ from numdev.cases import AttentionCase
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
+from numdev.operations.attention.explain.call_sample import Alternative, Probe, rescored
 from numdev.operations.attention.explain.mistakes import (
     PADDED,
     SINK_TILES,
@@ -30,7 +31,6 @@ from numdev.operations.attention.explain.mistakes import (
     variants,
     without,
 )
-from numdev.operations.attention.explain.probe import Alternative, Probe, rescored
 from numdev.report.numbers import power
 
 # Up to so many scores a whole reference is computed where all rows are mixed

@@ -28,7 +28,7 @@ from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format, dtype_of, format_named, round_to
 from numdev.kernels.output import upstream
 from numdev.kernels.reference.blocked import Reference, nonzero
-from numdev.operations.attention.explain.probe import all_scores
+from numdev.operations.attention.explain.call_sample import all_scores
 
 EXPLAINS = 0.1  # the largest share of a head's error that is left
 MOST_SCORES = 1 << 22  # of a call; no larger one is tried

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseChanges, Window
-from numdev.operations.attention.explain.probe import all_scores, rescored
+from numdev.operations.attention.explain.call_sample import all_scores, rescored
 
 # Causes, with the fields of the case they change
 Changes = Iterator[tuple[str, CaseChanges]]

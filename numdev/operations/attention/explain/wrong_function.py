@@ -26,13 +26,13 @@ from numdev.operations.attention.explain.alternatives import (
     alternatives,
     estimated,
 )
-from numdev.operations.attention.explain.mistakes import scales
-from numdev.operations.attention.explain.probe import (
+from numdev.operations.attention.explain.call_sample import (
     HEAD_KEYS,
     MAX_HEADS,
     Alternative,
     Probe,
 )
+from numdev.operations.attention.explain.mistakes import scales
 from numdev.operations.row_places import in_words, instances
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
