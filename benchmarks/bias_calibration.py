@@ -46,8 +46,8 @@ from numdev.metrics.statistics import BIAS_ALPHA, BIAS_ULP, holm
 from numdev.report import DeviationRow
 from numdev.report.summary import summarise
 from numdev.sources.case_sources import Drawn
+from numdev.studies.audit.case_measurement import bench_of, measure_task
 from numdev.studies.audit.plan import Task
-from numdev.studies.audit.task import bench_of, measure_task
 from numdev.system import System
 
 REGIMES: Mapping[str, Choice] = {

@@ -29,9 +29,9 @@ from numdev.errors import MeasurementError
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel
 from numdev.sources.input_regimes import REGIMES
+from numdev.studies.audit.case_measurement import bench_of, measure_task
 from numdev.studies.audit.check import CheckSource
 from numdev.studies.audit.plan import Task
-from numdev.studies.audit.task import bench_of, measure_task
 from numdev.system import System
 
 HERE = System.probe("cpu")

@@ -47,9 +47,9 @@ from numdev.metrics.row_metrics import value_of
 from numdev.report import DeviationRow, PlanRecord
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit import prepared_attention as bench_module
+from numdev.studies.audit.case_measurement import bench_of, measure_task
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.prepared_attention import Bench
-from numdev.studies.audit.task import bench_of, measure_task
 from numdev.system import System
 
 REGIMES: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -35,11 +35,11 @@ from numdev.sources.case_sources import (
 from numdev.sources.checkpoint import InMemory
 from numdev.sources.upstream_gradients import find_upstream
 from numdev.studies.audit import run
+from numdev.studies.audit.case_measurement import measure_one
 from numdev.studies.audit.dask_workers import cluster_of, sharing
 from numdev.studies.audit.isolation import copied
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.reproducer_script import name_of
-from numdev.studies.audit.task import measure_one
 from numdev.system import System
 
 # Of a forward pass, by name or in order

@@ -30,9 +30,9 @@ from numdev.gate.thresholds import tests_of
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import OPERATORS, claim_of
 from numdev.sources import capture as capturing
+from numdev.studies.audit.case_measurement import measure_one
 from numdev.studies.audit.plan import Plan, Planned, plan_kernels
 from numdev.studies.audit.prepared_attention import part
-from numdev.studies.audit.task import measure_one
 from numdev.system import System
 
 WORST = ("floor_ratio", "expected_ratio", "baseline_ratio", "max_abs", "rms", "nonfinite")

@@ -28,8 +28,8 @@ from numdev.operations.attention.explain.attribution import (
 )
 from numdev.operations.attention.explain.rounding_explanations import explanations
 from numdev.report import AttributionRow, SiteShare, read
+from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.explanations import explain, whole_groups
-from numdev.studies.audit.task import measure_task
 
 
 def drawn(regime: str = "normal", *, length: int = 300, **options: Any) -> AttentionCase:

@@ -34,11 +34,11 @@ from numdev.report import (
     PlanRecord,
     write,
 )
+from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.kind import summarised
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
-from numdev.studies.audit.task import measure_task
 from numdev.studies.audit.timing import Stopwatch
 
 ROWS, WIDTH, EPS = 64, 256, 1e-6

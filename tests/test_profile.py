@@ -21,9 +21,9 @@ from numdev.metrics.yardstick import Yardstick
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.document import Bullets, Figures
 from numdev.report.renderers import html, markdown
+from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.explanations import profile
 from numdev.studies.audit.run import audit
-from numdev.studies.audit.task import measure_task
 from numdev.studies.audit.view import positions, spread
 
 

@@ -22,9 +22,9 @@ from numdev.report import read
 from numdev.report.summary import summarise
 from numdev.studies.audit import attention, row_screening
 from numdev.studies.audit import prepared_attention as prepared
+from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.explanations import examine
 from numdev.studies.audit.prepared_attention import Bench
-from numdev.studies.audit.task import measure_task
 from numdev.system import System
 
 SAMPLE = Sample(count=40, seed=1)

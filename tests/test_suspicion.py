@@ -28,7 +28,7 @@ from numdev.operations.attention.explain.call_sample import Alternative
 from numdev.operations.attention.explain.mistakes import variants
 from numdev.operations.attention.explain.wrong_function import CUT, far_off, suspect
 from numdev.sources.upstream_gradients import with_drawn_gradient
-from numdev.studies.audit.task import measure_task
+from numdev.studies.audit.case_measurement import measure_task
 
 rates = load("benchmarks/suspicion_rates.py")
 CAUSAL = (("is_causal", True),)

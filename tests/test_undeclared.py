@@ -25,10 +25,10 @@ from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.reference import gradients
 from numdev.studies.audit import explanations, mistake_search
+from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.check import CheckSource
 from numdev.studies.audit.explanations import Likeness, examine, likenesses
 from numdev.studies.audit.prepared_attention import Bench
-from numdev.studies.audit.task import measure_task
 from numdev.testing import CheckFailed, check_attention
 
 BF16 = "bfloat16"

@@ -15,9 +15,9 @@ from numdev.cli.main import cli
 from numdev.kernels import Kernel
 from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
+from numdev.studies.audit.case_measurement import bench_of, measure_one, measure_task
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.prepared_attention import Bench
-from numdev.studies.audit.task import bench_of, measure_one, measure_task
 from numdev.system import System
 
 HERE = System.probe("cpu")

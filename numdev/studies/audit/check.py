@@ -24,13 +24,13 @@ from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.case_sources import ConfigSource, Located
 from numdev.sources.input_regimes import REGIMES
 from numdev.sources.upstream_gradients import with_drawn_gradient
+from numdev.studies.audit.case_measurement import Rows, as_located, measured_here
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.isolation import Failure, attempt, copied
 from numdev.studies.audit.mistake_search import Failing, conclude
 from numdev.studies.audit.plan import Plan
 from numdev.studies.audit.prepared_attention import case_record
 from numdev.studies.audit.run import provenance
-from numdev.studies.audit.task import Rows, as_located, measured_here
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 from numdev.yamlfile import bundled, read_yaml, validated

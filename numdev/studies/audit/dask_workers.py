@@ -29,6 +29,7 @@ from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.kernels import find
 from numdev.kernels.emulation.faults import CONTROLS, PREFIX
 from numdev.sources.case_sources import Drawn, Located
+from numdev.studies.audit.case_measurement import Finished, as_located, measured_here
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.isolation import (
     Failure,
@@ -40,7 +41,6 @@ from numdev.studies.audit.isolation import (
 )
 from numdev.studies.audit.journal import first_difference
 from numdev.studies.audit.plan import Plan, Planned, Task, environment
-from numdev.studies.audit.task import Finished, as_located, measured_here
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System, visible_gpus
 

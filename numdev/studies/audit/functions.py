@@ -60,12 +60,12 @@ from numdev.report import (
     PlanRecord,
     Role,
 )
+from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
-from numdev.studies.audit.task import measure_task
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 

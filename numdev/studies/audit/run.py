@@ -27,6 +27,7 @@ from numdev.metrics.weight_casts import weight_row
 from numdev.operations.attention.explain.rounding_explanations import explanations
 from numdev.sources.captured_calls import Add, writing_cases
 from numdev.sources.case_sources import Located, Source, open_source
+from numdev.studies.audit.case_measurement import as_located, measured_here
 from numdev.studies.audit.dask_workers import Cluster, Workers, at_work
 from numdev.studies.audit.explanations import most
 from numdev.studies.audit.isolation import Isolated, Runner, attempt
@@ -34,7 +35,6 @@ from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Plan, header
 from numdev.studies.audit.prepared_attention import Selection
 from numdev.studies.audit.reproduce import FOLDER, reproduce
-from numdev.studies.audit.task import as_located, measured_here
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 
