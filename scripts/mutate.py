@@ -44,6 +44,7 @@ SKIPPED = shutil.ignore_patterns(
         ".*_cache",
         "numdev-reports",
         "*.egg-info",
+        ".hypothesis",
         "shared",
     )
 )
