@@ -124,7 +124,7 @@ def test_an_error_of_the_yardsticks_size_is_one_and_the_rounding_is_the_least() 
     excess = errors.beside(truth + drawn(64, 128, seed=50).double())
     assert excess.ratio == pytest.approx(1 / math.sqrt(1.1), abs=0.05)
     assert excess.effective is not None
-    assert excess.luck == pytest.approx(math.exp(1.5 / math.sqrt(excess.effective)))
+    assert 0 <= (excess.luck or 0) - math.exp(1.5 / math.sqrt(excess.effective)) < 0.03
     exact = errors_of(truth, 0.0)
     least = round_to(truth, BFLOAT16) - truth
     assert 0.5 < float(least.square().mean() / exact.mean_square.mean()) < 1.5
@@ -263,3 +263,15 @@ def test_trees_have_names_that_are_identifiers_each_once() -> None:
     assert list(outputs_of(x)) == ["output"]
     inputs = Arguments(positional=(x, [drawn(1)]), named={"k": drawn(2)}, names=("q",))
     assert list(inputs.leaves()) == ["q", "argument_1_0", "k"]
+
+
+def test_a_scalar_that_a_row_shares_counts_as_few_numbers() -> None:
+    """Of errors that are one number times each row: luck is what the runs' own sizes
+    scatter, not that of as many numbers as there are elements."""
+    truth = drawn(16, 512).double()
+    every = [truth * (1 + 0.01 * drawn(16, 1, seed=i).double()) for i in range(8)]
+    shared = Errors.of(truth, BFLOAT16, every[:5], every[5:7], every[7])
+    free = errors_of(truth)
+    assert shared.luck_of_runs > 1.2
+    assert free.luck_of_runs < 1.05
+    assert (shared.beside(every[7]).luck or 0) == shared.luck_of_runs

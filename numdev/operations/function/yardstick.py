@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import stdev
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from numdev.formats import Format, round_to, ulp
 
 SHARE_OF_MEAN = 0.1  # of the mean of D, that is added everywhere
 OF_ALL = 1.5  # standard deviations that ln of the ratio over all may be above 0
+OF_RUNS = 3.0  # the same in standard deviations of the runs' own errors
 LEAST_Z = 1.0  # the same of the largest of m slices, in units of sqrt(2 ln m / n_eff)
 TIMES_SOUND = 2.0  # or so many times as many as sound runs have
 LEAST_EFFECTIVE = 4.0  # numbers that a slice has in effect, below which it is not judged
@@ -153,7 +155,7 @@ class Errors:
     @cached_property
     def z_of_sound(self) -> float:
         """The largest slice of sound runs, as of `Slice.z`."""
-        slices = [_worst_slice(e, self, 0.0) for e in self.sound]
+        slices = [_worst_slice(e, self, 0.0) for e in self.at_random]
         return max((s.z for s in slices if s is not None), default=0.0)
 
     @cached_property
@@ -161,6 +163,23 @@ class Errors:
         """The largest element of a sound run, in sqrt(D)."""
         elements = [_worst_element(e, self) for e in self.sound]
         return max((element.ratio for element in elements), default=0.0)
+
+    @cached_property
+    def at_random(self) -> tuple[Tensor, ...]:
+        """The errors of all runs but the one that rounds to nearest."""
+        return (*self.runs[1:], *self.sound)
+
+    @cached_property
+    def luck_of_runs(self) -> float:
+        """How many times larger the error of a run may be than another's, from their own
+        scatter: errors that elements share (a scalar of each row, rounded once) count as
+        few, however many elements have them."""
+        logs = [
+            float(e.square().sum().sqrt().clamp_min(TINY).log()) for e in self.at_random
+        ]
+        if len(logs) < 2:
+            return 1.0
+        return math.exp(min(1.0, OF_RUNS * stdev(logs)))
 
     @cached_property
     def luck_of_leans(self) -> tuple[float, float]:
@@ -196,7 +215,7 @@ class Errors:
         luck_of_slope, luck_of_shift = self.luck_of_leans
         return Excess(
             ratio=_root(size, allowed),
-            luck=math.exp(OF_ALL / math.sqrt(effective)),
+            luck=max(math.exp(OF_ALL / math.sqrt(effective)), self.luck_of_runs),
             predicted=_root(size, d.sum()),
             effective=effective,
             worst_slice=worst,
