@@ -4,6 +4,9 @@ what cannot be judged is no pass."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -436,3 +439,19 @@ def test_cuda_in_a_generator_of_inputs_is_the_device_at_hand() -> None:
         x = torch.randn(3, device="cuda", generator=generator)
         assert x.cuda().device.type == x.to("cuda").device.type == "cpu"
     assert isinstance(torch.Generator(), torch.Generator)
+
+
+def test_a_check_loads_no_compiler_and_no_distributed_tensors() -> None:
+    """They cost seconds, more than the check."""
+    code = (
+        "import sys, numdev, function_examples as e\n"
+        "assert numdev.check(e.fused, reference=e.rms_norm, inputs=e.inputs).passed\n"
+        "heavy = {'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'transformers'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    folders = os.pathsep.join([str(ROOT), str(EXAMPLES.parent)])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": folders},
+    )  # fmt: skip
+    assert ran.stdout.strip() == "[]"

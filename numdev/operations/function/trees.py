@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from numdev.cases import strided_as
 from numdev.exact.dtypes import is_floating
+from numdev.exact.wide_tensors import Wide
 from numdev.tensors import GRADIENT
 
 OUTPUT = "output"
@@ -58,8 +59,12 @@ class Arguments:
         floating-point require one."""
 
         def copy(name: str, x: Tensor) -> Tensor:
-            own_copy = strided_as(x.detach().clone(), x)
-            return own_copy.requires_grad_(gradients and is_floating(x))
+            if isinstance(x, Wide):
+                # Detached by PyTorch it would load its distributed tensors, for seconds
+                copied: Tensor = Wide.of(x.exact.clone(), x.dtype)
+            else:
+                copied = strided_as(x.detach().clone(), x)
+            return copied.requires_grad_() if gradients and is_floating(x) else copied
 
         return self.mapped(copy)
 
