@@ -139,6 +139,8 @@ def test_a_bad_row_is_a_slice_and_a_bad_element_an_element() -> None:
     slice_of_row = errors.beside(row).worst_slice
     assert slice_of_row is not None
     assert slice_of_row.place == "place 17 of axis 0"
+    # At least exp(sqrt(2 ln 64 / n)) of 64 rows of n numbers in effect, n at most 128
+    assert math.exp(math.sqrt(2 * math.log(64) / 128)) < slice_of_row.luck < 1.8
     assert slice_of_row.ratio > 1.1 * slice_of_row.luck
     worst = errors.beside(element).worst_element
     assert worst is not None
