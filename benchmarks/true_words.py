@@ -1629,14 +1629,14 @@ def said(one: Planted) -> dict[str, Any]:
     """What a user of the command reads of a kernel, on the terminal and as JSON."""
     from rich.console import Console
 
-    from numdev.cli.check import as_data, shown
+    from numdev.cli.check import check_as_data, check_document
     from numdev.report.renderers import terminal
     from numdev.testing import check
 
     with tempfile.TemporaryDirectory() as folder:
         result = check(one.function, formats=one.formats, reproducers=folder)
-    data, text = as_data(result), io.StringIO()
-    terminal.show(shown(result), Console(file=text, width=100_000))
+    data, text = check_as_data(result), io.StringIO()
+    terminal.show(check_document(result), Console(file=text, width=100_000))
     report = data.pop("report")
     rows = [r for r in report["rows"] if r["role"] == "kernel" and r["status"] == "ok"]
     names = ("role", "format", "case", "tensor", "head", "claim")

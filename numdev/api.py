@@ -98,12 +98,12 @@ def audit(
     units of the tensors, ratios are plain numbers; a number that means nothing is None,
     and the row's `nulls` says why. Raises UsageError for a request that cannot be run
     here, MeasurementError where nothing could be measured."""
-    audited, chosen = _audited(target, cases, inputs), _chosen(kernels)
+    audited, chosen = _audit_subject(target, cases, inputs), _kernel_list(kernels)
     flags = {
-        **_set(options), "backward": backward, "rows": rows, "seed": seed,
+        **_nonempty_options(options), "backward": backward, "rows": rows, "seed": seed,
         "device": device or audited.device, "inputs": audited.inputs,
-        "kernels": _names(chosen) or None,
-        "formats": _several(formats) or None,
+        "kernels": _kernel_names(chosen) or None,
+        "formats": _as_list(formats) or None,
         "layers": None if layers is None else tuple(layers),
         "reproducers": 0 if output is None else options.get("reproducers"),
     }  # fmt: skip
@@ -111,14 +111,14 @@ def audit(
     cluster = cluster_of(workers, scheduler)
     measure = partial(
         run.audit, request, command="numdev.audit", say=say, overwrite=overwrite,
-        unregistered=_by_name(chosen), workers=cluster, opened=audited.opened,
+        unregistered=_functions_by_name(chosen), workers=cluster, opened=audited.opened,
         save_cases=Path(save_cases) if save_cases else None,
     )  # fmt: skip
     with sharing(cluster, request.device):
-        return _written(measure, output)
+        return _measure_and_write(measure, output)
 
 
-def _set(options: Mapping[str, object]) -> Mapping[str, object]:
+def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the options as they are. Raises UsageError for an empty string, also in a
     list."""
     for name, value in options.items():
@@ -127,30 +127,30 @@ def _set(options: Mapping[str, object]) -> Mapping[str, object]:
     return options
 
 
-def _chosen(
+def _kernel_list(
     kernels: Named | Sequence[Named],
 ) -> list[str | Mapping[str, object] | Kernel]:
     """Returns one kernel or several as a list; functions as kernels."""
     return [
         x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
-        for x in _several(kernels)
+        for x in _as_list(kernels)
     ]
 
 
-def _names(
+def _kernel_names(
     chosen: Sequence[str | Mapping[str, object] | Kernel],
 ) -> list[str | Mapping[str, object]]:
     """Returns kernels as a request names them; mappings stay."""
     return [x.name if isinstance(x, Kernel) else x for x in chosen]
 
 
-def _written(
+def _measure_and_write(
     measure: Callable[[Path], AuditReport], output: str | Path | None
 ) -> AuditReport:
     """Returns the report that `measure` makes of its directory: `output`, in which the
     report is written, or a temporary one. Raises MeasurementError where nothing could be
     measured, UsageError where `output` holds the report of another command."""
-    place = temporary.folder() if output is None else nullcontext(Path(output))
+    place = temporary.temporary_folder() if output is None else nullcontext(Path(output))
     with place as directory:
         refuse_other_kind(directory, "audit")
         report = measure(directory)
@@ -173,7 +173,7 @@ class _Audited:
     opened: Callable[[AuditRequest, System], Source] = open_source
 
 
-def _audited(
+def _audit_subject(
     target: Target | None, cases: Cases | None, inputs: Inputs | str | Path | None
 ) -> _Audited:
     """Returns what is audited as a request names it: a target or cases, distinguished by
@@ -200,7 +200,7 @@ def _audited(
         raise UsageError(
             "inputs: expected none beside attention calls, which have their own"
         )
-    several = _several(subject)
+    several = _as_list(subject)
     if several and isinstance(several[0], AttentionCase):
         name = "calls in memory"
         return _Audited(
@@ -213,7 +213,7 @@ def _audited(
     return _Audited(name="cases", fields={"cases": named})
 
 
-def _by_name(chosen: Sequence[object]) -> dict[str, Kernel]:
+def _functions_by_name(chosen: Sequence[object]) -> dict[str, Kernel]:
     """Returns the functions that are measured as kernels, by name; all else is left out.
     Raises UsageError for two of one name."""
     kernels = [x for x in chosen if isinstance(x, Kernel)]
@@ -223,7 +223,7 @@ def _by_name(chosen: Sequence[object]) -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in kernels}
 
 
-def _several(argument: Any) -> list[Any]:
+def _as_list(argument: Any) -> list[Any]:
     """Returns kernels, cases or names as a list; one alone becomes a list of one."""
     alone = isinstance(argument, str | Mapping | AttentionCase | Kernel) or callable(
         argument

@@ -45,7 +45,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         """Checks the arguments, then calls the function."""
         __tracebackhide__ = True
-        signature, hints = _declared(function)
+        signature, hints = _signature_and_types(function)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -65,7 +65,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 def expect_fields(record: object) -> None:
     """Raises UsageError, which names the field, for the first field of a dataclass whose
     value its annotation does not allow."""
-    signature, hints = _declared(cast(Any, type(record)))
+    signature, hints = _signature_and_types(cast(Any, type(record)))
     for name, parameter in signature.parameters.items():
         expect(name, getattr(record, name), hints[name], default=parameter.default)
 
@@ -77,19 +77,19 @@ def expect(
     nor of the annotation `hint`. An empty string is no `str`."""
     if value is default or (isinstance(value, str) and value == default):
         return
-    if not _fits(value, hint):
-        choices = dict.fromkeys(_words(hint))
-        raise UsageError(f"{name}: expected {_listed([*choices])}, got {_got(value)}")
+    if not _is_of_type(value, hint):
+        choices = _joined_with_or([*dict.fromkeys(_allowed_words(hint))])
+        raise UsageError(f"{name}: expected {choices}, got {_value_in_words(value)}")
 
 
 @functools.cache
-def _declared(function: Any) -> tuple[inspect.Signature, dict[str, object]]:
+def _signature_and_types(function: Any) -> tuple[inspect.Signature, dict[str, object]]:
     """Returns the signature of a function or class, and the types of its annotations by
     name."""
     return inspect.signature(function), typing.get_type_hints(function)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _is_of_type(value: Any, hint: Any) -> bool:
     """Whether a value is of an annotation. Elements of sequences are looked at, of
     mappings only the keys; a bool is no number, an empty string no string. Type variables
     allow anything."""
@@ -97,17 +97,21 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is Any or isinstance(hint, TypeVar):
         return True
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in inner)
+        return any(_is_of_type(value, part) for part in inner)
     if origin is Literal:
         return any(type(value) is type(x) and value == x for x in inner)
     if origin is tuple and ... not in inner:
         return (
-            _is_list(value) and len(value) == len(inner) and all(map(_fits, value, inner))
+            _is_list(value)
+            and len(value) == len(inner)
+            and all(map(_is_of_type, value, inner))
         )
     if origin in LISTS:
-        return _is_list(value) and all(_fits(x, inner[0]) for x in value)
+        return _is_list(value) and all(_is_of_type(x, inner[0]) for x in value)
     if origin is collections.abc.Mapping:
-        return isinstance(value, Mapping) and all(_fits(key, inner[0]) for key in value)
+        return isinstance(value, Mapping) and all(
+            _is_of_type(key, inner[0]) for key in value
+        )
     if origin is collections.abc.Callable:
         return callable(value)
     if hint is str:
@@ -123,18 +127,18 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Collection) and not no_list
 
 
-def _words(hint: object) -> Iterator[str]:
+def _allowed_words(hint: object) -> Iterator[str]:
     """Yields in words what an annotation allows, one choice at a time: `a string`,
     `None`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for part in inner:
-            yield from _words(part)
+            yield from _allowed_words(part)
     elif origin is Literal:
         yield from map(repr, inner)
     elif origin in LISTS:
-        several = [word.partition(" ")[2] or word for word in _words(inner[0])]
-        yield f"a sequence ({_listed(several)})"
+        several = [word.partition(" ")[2] or word for word in _allowed_words(inner[0])]
+        yield f"a sequence ({_joined_with_or(several)})"
     elif origin is collections.abc.Mapping:
         yield "a mapping"
     elif origin is collections.abc.Callable:
@@ -142,10 +146,10 @@ def _words(hint: object) -> Iterator[str]:
     elif hint in WORDS:
         yield WORDS[hint]
     else:
-        yield _a(getattr(hint, "__name__", str(hint)))
+        yield _with_article(getattr(hint, "__name__", str(hint)))
 
 
-def _got(value: object) -> str:
+def _value_in_words(value: object) -> str:
     """Returns in a few words what was passed: its value if it is short, else its type."""
     if isinstance(value, str) and not value:
         return "an empty string"
@@ -154,18 +158,20 @@ def _got(value: object) -> str:
     name = getattr(type(value), "__name__", "something")
     if isinstance(value, list | tuple):
         return (
-            f"{_a(name)} of {_got(value[0])}"
+            f"{_with_article(name)} of {_value_in_words(value[0])}"
             if len(value) == 1
-            else f"{_a(name)} of {len(value)}"
+            else f"{_with_article(name)} of {len(value)}"
         )
-    return f"the class {value.__name__}" if isinstance(value, type) else _a(name)
+    return (
+        f"the class {value.__name__}" if isinstance(value, type) else _with_article(name)
+    )
 
 
-def _a(noun: str) -> str:
+def _with_article(noun: str) -> str:
     """Returns a noun with `a` or `an`."""
     return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
-def _listed(words: list[str]) -> str:
+def _joined_with_or(words: list[str]) -> str:
     """Returns words joined as in `a, b or c`; at least one."""
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -43,7 +43,7 @@ from numdev.studies.audit.functions import (
 )
 from numdev.studies.audit.reproducer_script import name_of
 from numdev.system import System
-from numdev.testing import CheckResult, Thresholds, laid_out
+from numdev.testing import CheckResult, Thresholds, filled_text
 from numdev.yamlfile import validated
 
 NOTHING = "no test could be judged"
@@ -63,9 +63,9 @@ def check_beside(
     name: str | None = None,
     process: FunctionProcess | None = None,
 ) -> CheckResult:
-    """Whether a function computes what its reference computes, as exactly as its format
-    allows. There is no tolerance: errors are held to what the reference errs itself where
-    its operations are rounded.
+    """Returns whether a function computes what its reference computes, as exactly as its
+    format allows. There is no tolerance: errors are held to what the reference errs
+    itself where its operations are rounded.
 
     `inputs`: a function of a seed that returns the arguments, or a list of argument
     tuples; the path of a safetensors file of named arguments; None: normal numbers in
@@ -91,11 +91,13 @@ def check_beside(
         device=system.device,
     )
     run = _runner(function, process, backward=asked.backward)
-    wanted = [dataclasses.replace(asked, format=x) for x in _formats(formats, inputs)]
-    parts = [_ran(each, run) for each in wanted]
+    wanted = [
+        dataclasses.replace(asked, format=x) for x in _formats_to_check(formats, inputs)
+    ]
+    parts = [_run_format(each, run) for each in wanted]
     source = name_of(inputs) if callable(inputs) else inputs and str(inputs)
     request = {"target": asked.name, "inputs": source or shapes}
-    return _judged(parts, request, system, _rules(thresholds))
+    return _judged_result(parts, request, system, _rules_of(thresholds))
 
 
 def check_problem(
@@ -109,15 +111,18 @@ def check_problem(
     thresholds: Thresholds = None,
     process: FunctionProcess | None = None,
 ) -> CheckResult:
-    """`check_beside` of the class ModelNew of a solution's file, beside the class Model
-    of a problem's file, on its `get_inputs` (`numdev.operations.function.problems`)."""
+    """Returns whether the class ModelNew of a solution's file computes what the class
+    Model of a problem's file computes, on its `get_inputs`
+    (`numdev.operations.function.problems`), as exactly as its format allows. `formats`,
+    `process` and the errors raised are those of `check_beside`; `backward`: whether
+    gradients are checked."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")
     system = System.probe(device)
     read = ProblemFile.read(Path(problem), system.device)
     parts: list[FormatPart] = []
-    for fmt in _formats(formats, read.get_inputs):
+    for fmt in _formats_to_check(formats, read.get_inputs):
         dtype = None if fmt is None else dtype_of(fmt)
         build = dataclasses.replace(read.build, dtype=dtype)
         reference, run = _modules(solution, read, build, process, backward=backward)
@@ -130,9 +135,9 @@ def check_problem(
             seeds=seeds,
             device=system.device,
         )
-        parts.append(_ran(asked, run))
+        parts.append(_run_format(asked, run))
     request = {"target": str(solution), "inputs": f"{read.path.name}:get_inputs"}
-    return _judged(parts, request, system, _rules(thresholds))
+    return _judged_result(parts, request, system, _rules_of(thresholds))
 
 
 def _modules(
@@ -143,9 +148,9 @@ def _modules(
     *,
     backward: bool,
 ) -> tuple[Callable[..., object], RunAll]:
-    """The reference, and what runs the solution: both with the same state, where theirs
-    has the same names and shapes. Else parameters are no arguments, and have no
-    gradients."""
+    """Returns the reference, and what runs the solution: both with the same state, where
+    theirs has the same names and shapes. Else parameters are no arguments, and have no
+    gradients. `build`: how a module is made of a class."""
     target = f"{solution}:{SOLUTION}"
     if process is not None:
         [answer] = process.answers(
@@ -166,13 +171,15 @@ def _modules(
     return reference, partial(run_all, build.module(make), backward=backward)
 
 
-def _judged(
+def _judged_result(
     parts: Sequence[FormatPart],
     source: Mapping[str, object],
     system: System,
     rules: Rules,
 ) -> CheckResult:
-    """What the runs come to by the rules."""
+    """Returns the result of the runs, judged by the rules. `parts`: one for each format,
+    at least one; `source`: further keys of the report's request. Raises MeasurementError
+    for rules made for another system."""
     check_system(system.as_dict(), rules)
     asked = parts[0].asked
     request = {
@@ -183,29 +190,33 @@ def _judged(
         "backward": asked.backward,
         "rules": rules.name,
     }
-    return _result(*checked_function(parts, rules, request, system))
+    return _result_of_report(*checked_function(parts, rules, request, system))
 
 
-def _result(report: FunctionReport, judgement: Judgement) -> CheckResult:
+def _result_of_report(report: FunctionReport, judgement: Judgement) -> CheckResult:
+    """Returns the result of a check from its report and judgement."""
     return CheckResult(
         kernel=str(report.request["target"]),
         passed=judgement.outcome is Outcome.PASSED,
         report=report,
         judgement=judgement,
         notes=report.tested,
-        words=laid_out(_words(report), (), report.tested),
+        words=filled_text(_verdict_lines(report), (), report.tested),
     )
 
 
 def match(
     reference: Callable[..., object], *, thresholds: Thresholds = None
 ) -> Callable[[object, object], tuple[bool, str]]:
-    """A judge of single outputs, for task files that call one with a task's data and the
-    output of a submission: `(data, output) -> (is it right, in words)`. `data` is the
-    reference's only argument, or a tuple of its arguments."""
-    rules = _rules(thresholds)
+    """Returns a judge of single outputs, for task files that call one with a task's data
+    and the output of a submission: (data, output) -> (whether it is right, the verdict in
+    one line). `data` is the reference's only argument, or a tuple of its arguments.
+    Raises UsageError for what are no rules."""
+    rules = _rules_of(thresholds)
 
     def judge(data: object, output: object) -> tuple[bool, str]:
+        """Returns whether the output is what the reference computes of the data, and the
+        verdict in one line."""
         arguments = data if isinstance(data, tuple) else (data,)
         system = System.probe(_device_of(arguments))
         asked = Asked(
@@ -215,14 +226,16 @@ def match(
             device=system.device,
             again=False,
         )
-        part = _ran(asked, lambda draws: [FunctionRun(outputs=outputs_of(output))])
-        result = _judged([part], {"target": asked.name}, system, rules)
+        part = _run_format(asked, lambda draws: [FunctionRun(outputs=outputs_of(output))])
+        result = _judged_result([part], {"target": asked.name}, system, rules)
         return result.passed, result.in_short
 
     return judge
 
 
 def _device_of(tree: object) -> str:
+    """Returns the type of the device of the first tensor in a tree; `cpu` without a
+    tensor."""
     tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor))
     return next((x.device.type for x in tensors), "cpu")
 
@@ -233,6 +246,9 @@ def _runner(
     *,
     backward: bool,
 ) -> RunAll:
+    """Returns what runs the function on the draws of a plan: in `process` where the
+    function is a name to import and there is one, else in this process. `backward`: with
+    gradients."""
     if isinstance(function, str):
         if process is None:
             function = import_callable(function, "function")
@@ -241,9 +257,9 @@ def _runner(
     return partial(run_all, function, backward=backward)
 
 
-def _ran(asked: Asked, run: RunAll) -> FormatPart:
-    """The calls, and what the function returned of them, before anything of the reference
-    is computed; of more draws where a result is few numbers."""
+def _run_format(asked: Asked, run: RunAll) -> FormatPart:
+    """Returns the calls, and what the function returned of them, before anything of the
+    reference is computed; of more draws where a result is few numbers."""
     plan = planned(asked)
     outputs = run(plan.draws)
     if asked.again and is_few(outputs, plan):
@@ -253,18 +269,22 @@ def _ran(asked: Asked, run: RunAll) -> FormatPart:
 
 
 def _wants_gradients(calls: Sequence[Arguments]) -> bool:
+    """Whether an argument of one of the calls requires a gradient."""
     return any(x.requires_grad for call in calls for x in call.leaves().values())
 
 
-def _formats(names: str | Sequence[str], inputs: object) -> list[Format | None]:
-    """The formats to round arguments to; None: as they come."""
+def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format | None]:
+    """Returns the formats to round arguments to, None for arguments as they come. Without
+    `names`: as they come, or bfloat16 where no `inputs` are passed."""
     asked = (names,) if isinstance(names, str) else tuple(names)
     if not asked:
         return [None if inputs is not None else format_named("bfloat16")]
     return [format_named(name) for name in asked]
 
 
-def _rules(thresholds: Thresholds) -> Rules:
+def _rules_of(thresholds: Thresholds) -> Rules:
+    """Returns the rules of a gate file or of its content; None: those for functions.
+    Raises UsageError, naming the key, for what are no rules."""
     if thresholds is None:
         return default_rules_for_functions()
     if isinstance(thresholds, Mapping):
@@ -272,8 +292,9 @@ def _rules(thresholds: Thresholds) -> Rules:
     return read_rules(Path(thresholds))
 
 
-def _words(report: FunctionReport) -> list[str]:
-    """The verdict, then what is wrong."""
+def _verdict_lines(report: FunctionReport) -> list[str]:
+    """Returns a line with the verdict in each format, then sentences on what is wrong;
+    NOTHING where there is neither."""
     lines = [
         f"{verdict.outcome.word} {verdict.kernel} ({verdict.format})"
         + (f": {verdict.reason}" if verdict.reason else "")

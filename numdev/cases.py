@@ -151,7 +151,7 @@ class AttentionCase:
     def is_in(self, fmt: Format) -> bool:
         """Whether rounding to `fmt` would only copy: all numbers are stored in it
         already, and no tensor requires a gradient."""
-        dtype, working = _storage(fmt)
+        dtype, working = _storage_dtype(fmt)
         parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
         numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
         stored = all(x.dtype == dtype and not x.requires_grad for x in numbers)
@@ -166,7 +166,7 @@ class AttentionCase:
         change fully masked rows. A format that torch has no dtype for is kept in float32,
         or float64 where float32 cannot hold it, with `working` saying what it is. Strides
         stay (`strided_as`)."""
-        dtype, working = _storage(fmt)
+        dtype, working = _storage_dtype(fmt)
 
         def cast(x: Tensor, *, saturate: bool = False) -> Tensor:
             """Returns a tensor rounded to the format, with its strides; a bool one as it
@@ -199,20 +199,22 @@ class AttentionCase:
         """Returns the same call restricted to some kv heads (indices) and all query heads
         that read them."""
         heads = [kv * self.group + i for kv in kv_heads for i in range(self.group)]
-        return self._with_queries_of(heads, k=self.k[:, kv_heads], v=self.v[:, kv_heads])
+        return self._select_query_heads(
+            heads, k=self.k[:, kv_heads], v=self.v[:, kv_heads]
+        )
 
     def select_heads(self, heads: list[int]) -> AttentionCase:
         """Returns the same call restricted to some query heads (indices), each with a kv
         head of its own: a copy of the one it reads."""
         kv = [h // self.group for h in heads]
-        return self._with_queries_of(heads, k=self.k[:, kv], v=self.v[:, kv])
+        return self._select_query_heads(heads, k=self.k[:, kv], v=self.v[:, kv])
 
     def one_of_each_group(self, place: int) -> AttentionCase:
         """Returns the same call restricted to one query head for every kv head: the one
         at `place` in its group, from 0. Its tensors are views."""
-        return self._with_queries_of(slice(place, None, self.group))
+        return self._select_query_heads(slice(place, None, self.group))
 
-    def _with_queries_of(
+    def _select_query_heads(
         self,
         heads: list[int] | slice,
         *,
@@ -255,13 +257,13 @@ class AttentionCase:
         return dataclasses.replace(
             self,
             q=self.q[:, :, rows],
-            mask=None if self.mask is None else _rows_of(self.mask, rows),
+            mask=None if self.mask is None else _mask_rows(self.mask, rows),
             grad_out=None if self.grad_out is None else self.grad_out[:, :, rows],
             positions=rows if self.positions is None else self.positions[rows],
         )
 
 
-def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
+def _storage_dtype(fmt: Format) -> tuple[torch.dtype, Format | None]:
     """Returns the dtype for values of `fmt`, and the format itself where the dtype does
     not say it, else None."""
     try:
@@ -286,7 +288,7 @@ def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
 def key_range(case: AttentionCase, rows: slice) -> slice:
     """Returns the keys that query rows [start, stop) can see at all by causality and
     window; an empty range where there are none. `rows`: at least one."""
-    return keys_from(case, span(case, rows))
+    return keys_from(case, position_span(case, rows))
 
 
 def keys_from(case: AttentionCase, positions: slice) -> slice:
@@ -298,7 +300,7 @@ def keys_from(case: AttentionCase, positions: slice) -> slice:
     return slice(first, max(first, last))
 
 
-def span(case: AttentionCase, rows: slice) -> slice:
+def position_span(case: AttentionCase, rows: slice) -> slice:
     """Returns the positions from that of the first of these rows to one behind the
     last's. `rows`: at least one."""
     if case.places is None:
@@ -324,7 +326,7 @@ def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
     lowest number of its dtype means hidden: that is how models write it, and a row of
     nothing else is a fully masked row, whose value is a convention. (-inf, added to a
     score, hides by itself.)"""
-    shown = _by_position(case, rows, keys)
+    shown = _visible_by_position(case, rows, keys)
     if case.mask is None:
         return shown
     mask = mask_block(case.mask, rows, keys)
@@ -366,11 +368,13 @@ def explicit_mask(case: AttentionCase) -> Tensor | None:
     added = additive(case, rows, keys)
     if added is None:
         return visible(case, rows, keys)
-    shown = _by_position(case, rows, keys)
+    shown = _visible_by_position(case, rows, keys)
     return added if shown is None else added.masked_fill(~shown, -math.inf)
 
 
-def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
+def _visible_by_position(
+    case: AttentionCase, rows: Places, keys: Places
+) -> Tensor | None:
     """Returns bool [rows, keys]: whether causality, offset and window let a row see a
     key; None where they hide nothing."""
     if not case.restricts_positions:
@@ -392,11 +396,11 @@ def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | No
 def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
     """Returns a mask's block of these rows and keys; an axis of length 1, which
     broadcasts, stays as it is."""
-    mask = _rows_of(mask, rows)
+    mask = _mask_rows(mask, rows)
     return mask[..., keys] if mask.shape[-1] > 1 else mask
 
 
-def _rows_of(mask: Tensor, rows: Places) -> Tensor:
+def _mask_rows(mask: Tensor, rows: Places) -> Tensor:
     """Returns a mask's block of these rows; an axis of length 1, which broadcasts, stays
     as it is."""
     return mask[..., rows, :] if mask.ndim >= 2 and mask.shape[-2] > 1 else mask

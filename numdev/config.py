@@ -21,7 +21,7 @@ from numdev.yamlfile import (
     Scalar,
     Strict,
     as_list,
-    bundled,
+    bundled_path,
     each_once,
     read_yaml,
     validated,
@@ -54,7 +54,7 @@ class Option:
     metavar: str | None = None
 
 
-def _named(value: object) -> object:
+def _as_choice(value: object) -> object:
     """Returns `NAME`, or {name: NAME, option: value, ...}, as the fields of a Choice; any
     other value as it is."""
     if isinstance(value, str):
@@ -74,7 +74,7 @@ class Choice(Strict):
     options: dict[str, Scalar] = Field(default_factory=dict)
 
 
-Named = Annotated[Choice, BeforeValidator(_named)]
+Named = Annotated[Choice, BeforeValidator(_as_choice)]
 BACKENDS = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-default")
 DEFAULT_KERNELS: tuple[Choice, ...] = tuple(Choice(name=name) for name in BACKENDS)
 
@@ -133,14 +133,14 @@ class CaseConfig(Strict):
         return self
 
 
-def _distinct(cases: tuple[CaseConfig, ...]) -> tuple[CaseConfig, ...]:
+def _with_distinct_names(cases: tuple[CaseConfig, ...]) -> tuple[CaseConfig, ...]:
     """Returns the cases; raises ValueError for two of one name, since tasks and rows name
     a case by it."""
     each_once(tuple(case.name for case in cases) or (None,))
     return cases
 
 
-Cases = Annotated[tuple[CaseConfig, ...], AfterValidator(_distinct)]
+Cases = Annotated[tuple[CaseConfig, ...], AfterValidator(_with_distinct_names)]
 
 
 class CheckConfig(Strict):
@@ -219,7 +219,7 @@ class OneSource(Strict):
     cases: Cases = ()
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _has_one_source(self) -> Self:
         """Returns the configuration; raises ValueError unless it has exactly one of
         `checkpoint` and `cases`."""
         if bool(self.checkpoint) == bool(self.cases):
@@ -263,7 +263,7 @@ class AuditRequest(AuditConfig):
     target: str
 
 
-def _seeds(value: object) -> object:
+def _as_seeds(value: object) -> object:
     """Returns a number of seeds N as the seeds 0 to N - 1; a list as it is. Raises
     ValueError for fewer than 1 and more than MOST_SEEDS."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -275,7 +275,9 @@ def _seeds(value: object) -> object:
     return value
 
 
-Seeds = Annotated[tuple[Count, ...], BeforeValidator(_seeds), AfterValidator(each_once)]
+Seeds = Annotated[
+    tuple[Count, ...], BeforeValidator(_as_seeds), AfterValidator(each_once)
+]
 Kernels = Annotated[tuple[Named, ...], AfterValidator(each_once)]
 
 
@@ -376,8 +378,8 @@ def effects_request(target: str, flags: Mapping[str, object]) -> EffectsRequest:
     exist, and for a wrong option."""
     name, path = Path(target).resolve().name, str(Path(target))
     if target == "demo" or not Path(target).exists():
-        name, path = target, target if target == "demo" else _cached(target)
-    asked = {**_asked(flags), "target": name, "checkpoint": path}
+        name, path = target, target if target == "demo" else _cached_model(target)
+    asked = {**_options_set(flags), "target": name, "checkpoint": path}
     return validated(asked, EffectsRequest, f"numdev effects {target}")
 
 
@@ -411,14 +413,14 @@ one."""
 ONLY_ASKED = ("compiled",)
 
 
-def _axis(name: str) -> str:
+def _checked_axis(name: str) -> str:
     """Returns the name of an axis; raises ValueError for an unknown one."""
     if name not in AXES:
         raise ValueError(f"there is no axis {name!r}; {closest(name, AXES)}")
     return name
 
 
-Axis = Annotated[str, AfterValidator(_axis)]
+Axis = Annotated[str, AfterValidator(_checked_axis)]
 Axes = Annotated[tuple[Axis, ...], BeforeValidator(as_list)]
 
 
@@ -453,9 +455,9 @@ def invariance_request(target: str, flags: Mapping[str, object]) -> InvarianceRe
     target is one, and over them `flags` (options by field, None or () for those not on
     the command line). Raises UsageError for a target that does not exist, and for a wrong
     key or option."""
-    name, fields = _target(target, InvarianceConfig)
+    name, fields = _target_fields(target, InvarianceConfig)
     return validated(
-        {**fields, **_asked(flags), "target": name}, InvarianceRequest, target
+        {**fields, **_options_set(flags), "target": name}, InvarianceRequest, target
     )
 
 
@@ -469,16 +471,18 @@ def audit_request(
     or () for those not on the command line). `fields`: those of the target, where it is
     in memory and no file. Raises UsageError for a target that does not exist, and for a
     wrong key or option."""
-    path = str(bundled("audit/default.yaml") if target is None else target)
+    path = str(bundled_path("audit/default.yaml") if target is None else target)
     named = (
-        (str(target), dict(fields)) if fields is not None else _target(path, AuditConfig)
+        (str(target), dict(fields))
+        if fields is not None
+        else _target_fields(path, AuditConfig)
     )
     return validated(
-        {**named[1], **_asked(flags), "target": named[0]}, AuditRequest, path
+        {**named[1], **_options_set(flags), "target": named[0]}, AuditRequest, path
     )
 
 
-def _target(
+def _target_fields(
     target: str, config: type[AuditConfig | InvarianceConfig]
 ) -> tuple[str, dict[str, object]]:
     """Returns what a target is called, and the fields of a request that it gives: those
@@ -487,10 +491,10 @@ def _target(
     if target == "demo":
         return "demo", {"checkpoint": "demo"}
     if path.suffix in (".yaml", ".yml"):
-        return path.name, _given(read_yaml(path, config))
+        return path.name, _fields_set(read_yaml(path, config))
     if path.exists():
         return path.resolve().name, {"checkpoint": str(path)}
-    return target, {"checkpoint": _cached(target)}
+    return target, {"checkpoint": _cached_model(target)}
 
 
 def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
@@ -498,17 +502,17 @@ def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
     `flags` (options by field, None or () for those not on the command line).
     `flags["seed"]`: where its seeds are counted from. Raises UsageError for a wrong key
     or option."""
-    asked = _asked(flags)
+    asked = _options_set(flags)
     first = asked.pop("seed", None)
     config = read_yaml(path, SweepConfig)
     if isinstance(first, int):
         asked["seeds"] = tuple(range(first, first + len(config.seeds)))
     return validated(
-        {**_given(config), **asked, "target": path.name}, SweepRequest, str(path)
+        {**_fields_set(config), **asked, "target": path.name}, SweepRequest, str(path)
     )
 
 
-def _cached(name: str) -> str:
+def _cached_model(name: str) -> str:
     """Returns the directory of a model of this name in the local cache of Hugging Face;
     nothing is downloaded. Raises UsageError where it is not there."""
     hint = "give a checkpoint, a file of captured tensors, a YAML file, or `demo`"
@@ -525,12 +529,12 @@ def _cached(name: str) -> str:
     raise UsageError(f"{name}: no such file or directory", hint=hint)
 
 
-def _given(config: Strict) -> dict[str, object]:
+def _fields_set(config: Strict) -> dict[str, object]:
     """Returns the fields of a configuration that its file sets, without defaults."""
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
-def _asked(flags: Mapping[str, object]) -> dict[str, object]:
+def _options_set(flags: Mapping[str, object]) -> dict[str, object]:
     """Returns the options that were on the command line: neither None nor ()."""
     return {
         name: value for name, value in flags.items() if value is not None and value != ()

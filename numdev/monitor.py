@@ -26,7 +26,7 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import default_rules
-from numdev.gate.thresholds import tests_of
+from numdev.gate.thresholds import tests_of_rows
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import OPERATORS, claim_of
 from numdev.sources import capture as capturing
@@ -57,7 +57,7 @@ class CallNumbers(TypedDict):
     finding: str | None
 
 
-def show(numbers: CallNumbers) -> None:
+def print_finding(numbers: CallNumbers) -> None:
     """Prints the finding of a measured call, if it has one."""
     if numbers["finding"]:
         print(f"numdev.watch, step {numbers['step']}: {numbers['finding']}", flush=True)
@@ -84,7 +84,7 @@ class watch:
     model: nn.Module
     every: int = 500
     _: KW_ONLY
-    tell: Callable[[CallNumbers], object] = show
+    tell: Callable[[CallNumbers], object] = print_finding
     heads: int = 2
     rows: int = 16
     calls: int = 8
@@ -107,8 +107,10 @@ class watch:
         self.log = functools.cache(functools.partial(LOG.warning, "numdev.watch: %s"))
         self.lock = threading.Lock()
         self.hooks = (
-            self.model.register_forward_pre_hook(_Hook(self._before)),
-            self.model.register_forward_hook(_Hook(self._after), always_call=True),
+            self.model.register_forward_pre_hook(_Hook(self._before_forward)),
+            self.model.register_forward_hook(
+                _Hook(self._after_forward), always_call=True
+            ),
         )
 
     def __enter__(self) -> watch:
@@ -127,7 +129,7 @@ class watch:
         if self.step < 0:
             self.log("no training step of the model was seen")
 
-    def _before(self, module: nn.Module, args: object) -> None:
+    def _before_forward(self, module: nn.Module, args: object) -> None:
         """Begins to observe a forward pass, a hook before it: counts a training step, and
         makes an observer at every `every`-th. Passes of no training step do not count;
         while a graph is captured, or another thread is observed, no observer is made."""
@@ -155,7 +157,7 @@ class watch:
         with suppress(MeasurementError):
             observer.close()
 
-    def _after(self, module: nn.Module, args: object, answer: object) -> None:
+    def _after_forward(self, module: nn.Module, args: object, answer: object) -> None:
         """Ends the observation of this thread, a hook after the forward pass, and tells
         its numbers. Logs attention that ran unseen, unless the model itself raised
         (`answer` is None)."""
@@ -222,23 +224,23 @@ class _Observer(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if func is F.multi_head_attention_forward:
-            func = capturing.multi_head_calling(self._observed)
+            func = capturing.multi_head_calling(self._observed_attention)
         elif func is F.scaled_dot_product_attention:
-            func = self._observed
+            func = self._observed_attention
         return func(*args, **(kwargs or {}))
 
-    def _observed(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _observed_attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Calls SDPA with these arguments and returns its output; measures the call, and
         logs what fails in that."""
         out = F.scaled_dot_product_attention(*args, **kwargs)
         try:
             with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-                self._meet(out, *args, **kwargs)
+                self._measure_call(out, *args, **kwargs)
         except Exception as error:  # training goes on
             self.owner.log(one_line(error))
         return out
 
-    def _meet(
+    def _measure_call(
         self, out: Tensor, query: Tensor, key: Tensor, value: Tensor,
         attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
@@ -277,7 +279,7 @@ class _Observer(TorchFunctionMode):
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
         judgement = judge(
-            tests_of(rows, plan.record([ref]), default_rules(), ()), default_rules()
+            tests_of_rows(rows, plan.record([ref]), default_rules(), ()), default_rules()
         )
         findings, _ = findings_in(judgement, rows)
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}

@@ -83,7 +83,7 @@ def attention_check(
         if options.get("thresholds") is None:
             options["thresholds"] = request.config.getoption("--numdev-thresholds")
         result = checked(function, **options)
-        _keep(result, request)
+        _write_report(result, request)
         if not result.passed:
             raise CheckFailed(result)
         return result
@@ -91,7 +91,7 @@ def attention_check(
     return check
 
 
-def _keep(result: CheckResult, request: pytest.FixtureRequest) -> None:
+def _write_report(result: CheckResult, request: pytest.FixtureRequest) -> None:
     """Writes the report into a new folder below --numdev-report, named by the test;
     nothing where that option is not set."""
     parent = request.config.getoption("--numdev-report")

@@ -80,13 +80,13 @@ class System:
         settings["flash_attention_impl"] = current_flash_attention_impl()
         model_name = _first_match(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.*\S)")
         return cls(
-            **(_gpu() if on_gpu else {"device": "cpu"}),
+            **(_gpu_fields() if on_gpu else {"device": "cpu"}),
             cpu=model_name or platform.machine(),
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             threads=torch.get_num_threads(),
             python=platform.python_version(),
             platform=f"{platform.system()} {platform.machine()}",
-            packages=_packages(),
+            packages=_installed_packages(),
             settings=settings,
         )
 
@@ -121,7 +121,7 @@ class Requirement:
             if system.capability is None:
                 return f"{need}, {actual}"
             return f"{need}; {system.gpu} has {'.'.join(map(str, system.capability))}"
-        if self.package and _normalised(self.package) not in system.packages:
+        if self.package and _normalised_name(self.package) not in system.packages:
             return f"needs the package {self.package}, which is not installed"
         return None
 
@@ -138,7 +138,7 @@ def visible_gpus() -> list[str]:
 
 
 @functools.cache
-def _packages() -> dict[str, str]:
+def _installed_packages() -> dict[str, str]:
     """Returns the versions of installed distributions by normalised name."""
     # Whose `metadata` would be parsed as a mail
     files = importlib.metadata.distributions()
@@ -150,10 +150,10 @@ def _packages() -> dict[str, str]:
         for head in reversed(heads)
         if "Name" in head
     )
-    return dict(sorted((_normalised(name), version) for name, version in named))
+    return dict(sorted((_normalised_name(name), version) for name, version in named))
 
 
-def _normalised(name: str) -> str:
+def _normalised_name(name: str) -> str:
     """Returns a distribution's name in lower case, with single hyphens (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -194,7 +194,7 @@ def switches() -> Mapping[str, Switch]:
     }
 
 
-def _gpu() -> dict[str, Any]:
+def _gpu_fields() -> dict[str, Any]:
     """Returns the fields of a `System` on the CUDA device, by name."""
     import torch
 

@@ -23,7 +23,7 @@ SUFFIX = ".unfinished"
 
 
 @contextmanager
-def becoming(path: Path) -> Iterator[Path]:
+def unfinished_file(path: Path) -> Iterator[Path]:
     """Yields an empty file in the folder of `path`, which must exist; it takes the name
     `path` at the end. After an exception it is removed, and an older file stays."""
     remove_stale(path.parent)
@@ -34,7 +34,7 @@ def becoming(path: Path) -> Iterator[Path]:
         os.close(handle)
         return name
 
-    with _locked(create) as partial:
+    with _locked_path(create) as partial:
         try:
             yield partial
             partial.chmod(0o644)
@@ -45,12 +45,14 @@ def becoming(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder(parent: Path | None = None, prefix: str = "numdev-") -> Iterator[Path]:
+def temporary_folder(
+    parent: Path | None = None, prefix: str = "numdev-"
+) -> Iterator[Path]:
     """Yields an empty folder, in the system's place for temporary ones or in `parent`,
     which is removed at the end unless it was renamed. Its name begins with `prefix`."""
     place = Path(tempfile.gettempdir()) if parent is None else parent
     remove_stale(place, prefix)
-    with _locked(lambda: tempfile.mkdtemp(SUFFIX, prefix, place)) as path:
+    with _locked_path(lambda: tempfile.mkdtemp(SUFFIX, prefix, place)) as path:
         try:
             yield path
         finally:
@@ -65,7 +67,7 @@ def remove_stale(place: Path, prefix: str = ".") -> None:
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
-                if not _lock(handle, wait=False):
+                if not _try_lock(handle, wait=False):
                     continue
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
@@ -76,15 +78,15 @@ def remove_stale(place: Path, prefix: str = ".") -> None:
 
 
 @contextmanager
-def _locked(create: Callable[[], str]) -> Iterator[Path]:
+def _locked_path(create: Callable[[], str]) -> Iterator[Path]:
     """Yields the file or folder that `create` makes and whose name it returns, locked
     until the end."""
     while True:
         path = Path(create())
         handle = os.open(path, os.O_RDONLY)
         try:
-            _lock(handle, wait=True)
-            if not _is_at(handle, path):
+            _try_lock(handle, wait=True)
+            if not _is_still_at(handle, path):
                 continue  # it was taken for stale before it was locked
             yield path
             return
@@ -92,14 +94,14 @@ def _locked(create: Callable[[], str]) -> Iterator[Path]:
             os.close(handle)
 
 
-def _is_at(handle: int, path: Path) -> bool:
+def _is_still_at(handle: int, path: Path) -> bool:
     """Whether the open file is still the one at this path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False
 
 
-def _lock(handle: int, *, wait: bool) -> bool:
+def _try_lock(handle: int, *, wait: bool) -> bool:
     """Whether the open file was locked; with `wait` False, at once. False where another
     process has it, and on file systems without locks, where nothing is stale."""
     if sys.platform == "win32":

@@ -16,7 +16,7 @@ from numdev.arguments import checked
 from numdev.cases import AttentionCase
 from numdev.config import AXES
 from numdev.errors import UsageError, closest
-from numdev.gate.findings import listed, remarks
+from numdev.gate.findings import joined_words, remark_sentences
 from numdev.gate.judgement import Judgement, Test
 from numdev.gate.judging import check_system, judgement_of
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
@@ -85,11 +85,11 @@ class CheckResult:
         """Returns a check in one line: what passed, or what is wrong first, or why it was
         not measured."""
         if self.passed:
-            return f"{_tested(self.report)}; rules: {self.judgement.rules}."
+            return f"{_tested_in_words(self.report)}; rules: {self.judgement.rules}."
         every = (*self.report.findings, *self.changes)
         wrong = [f.sentence for f in every if f.severity == "exceeded"]
         lacking = [
-            *_unmeasured(self.report, self.judgement),
+            *_unmeasured_sentences(self.report, self.judgement),
             *self.untried,
             *self.skipped,
         ]
@@ -157,8 +157,8 @@ def check(
             thresholds,
         )  # fmt: skip
     name, kernel = _kernel_of(function, claims)
-    rules, axes = _rules(thresholds), _axes_of(invariant)
-    plan = _plan(kernel, formats, System.probe(device), backward=backward is not False)
+    rules, axes = _rules_of(thresholds), _axes_of(invariant)
+    plan = _plan_of(kernel, formats, System.probe(device), backward=backward is not False)
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     asked = {
         "target": name, "formats": [fmt.name for fmt in plan.formats],
@@ -166,7 +166,7 @@ def check(
         "claims": claims and dict(claims),
     }  # fmt: skip
     source = _source(cases, seeds, plan)
-    return _checked(name, source, plan, rules, asked, axes, reproducers)
+    return _check_result(name, source, plan, rules, asked, axes, reproducers)
 
 
 def _beside(
@@ -206,7 +206,7 @@ def _source(cases: Cases, seeds: Sequence[int], plan: Plan) -> CheckSource:
     return CheckSource(named, seeds, plan.system.device, gradients=plan.backward)
 
 
-def _plan(
+def _plan_of(
     kernel: Kernel, formats: str | Sequence[str], system: System, *, backward: bool
 ) -> Plan:
     """Returns a check's plan: the kernel beside the floor. Raises UsageError without a
@@ -226,7 +226,7 @@ def _plan(
     )  # fmt: skip
 
 
-def _checked(
+def _check_result(
     name: str,
     source: CheckSource,
     plan: Plan,
@@ -245,20 +245,25 @@ def _checked(
     check_system(plan.system.as_dict(), rules)
     report, judgement = measured(source, plan, rules, asked)
     messages: list[str] = []
-    scripts = _scripts(report, source, plan, messages.append, reproducers, name)
+    scripts = _write_script(report, source, plan, messages.append, reproducers, name)
     lacking = asked["backward"] is True and not _has_gradients(report)
     if lacking:
         messages.append("backward=True asks for gradients, and none could be measured.")
-    left_out = tuple(_left_out(report, planned.kernel.adapted))
-    changes, untried = _changes(planned, source, plan, axes, rules) if axes else ((), [])
+    left_out = tuple(_not_tested_sentences(report, planned.kernel.adapted))
+    changes, untried = (
+        _axis_findings(planned, source, plan, axes, rules) if axes else ((), [])
+    )
     sound = judgement.outcome is Outcome.PASSED and not lacking
     words = _verdict_words(name, report, judgement, sound, changes, untried)
-    notes = (*(() if scripts else dict.fromkeys(messages)), *remarks(report.rows))
+    notes = (
+        *(() if scripts else dict.fromkeys(messages)),
+        *remark_sentences(report.rows),
+    )
     return CheckResult(
         kernel=name, passed=sound and not (changes or untried), report=report,
         judgement=judgement, changes=tuple(changes), untried=tuple(untried),
         skipped=left_out, notes=notes, reproducer=next(iter(scripts), None),
-        words=laid_out(words, scripts, (*notes, *left_out)),
+        words=filled_text(words, scripts, (*notes, *left_out)),
     )  # fmt: skip
 
 
@@ -297,7 +302,7 @@ def _axes_of(invariant: str | Sequence[str]) -> tuple[str, ...]:
     return axes
 
 
-def _scripts(
+def _write_script(
     report: AuditReport,
     source: CheckSource,
     plan: Plan,
@@ -314,7 +319,7 @@ def _scripts(
     wanted = [f for f in serious if f.severity != "note"][:1]
     if not wanted:
         return []
-    where = _directory(reproducers, name)
+    where = _new_folder(reproducers, name)
     return reproduce(wanted, source, plan, attempt, where, say, count=1, seconds=SECONDS)
 
 
@@ -375,7 +380,7 @@ def check_attention(
     return result
 
 
-def _changes(
+def _axis_findings(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
     """Returns findings on what a kernel breaks along these axes, on the cases that it
@@ -406,13 +411,13 @@ def _changes(
     }
     strict = rules.model_copy(update={"limits": {**rules.limits, "invariance": limits}})
     judgement = judgement_of(report, strict)
-    unjudged = (t for t in _unjudged(judgement) if t.reasons)
+    unjudged = (t for t in _unjudged_tests(judgement) if t.reasons)
     untried = [f"{planned.kernel.name}: {test.reasons[0]}." for test in unjudged]
     wrong = [f for f in findings(judgement, report)[0] if f.severity == "exceeded"]
     return wrong, untried
 
 
-def _rules(thresholds: Thresholds) -> Rules:
+def _rules_of(thresholds: Thresholds) -> Rules:
     """Returns the rules of a gate file or of its content; None: those for checks. Raises
     UsageError, naming the key, for what are no rules."""
     if thresholds is None:
@@ -422,7 +427,7 @@ def _rules(thresholds: Thresholds) -> Rules:
     return read_rules(Path(thresholds))
 
 
-def _directory(parent: str | Path | None, name: str) -> Path:
+def _new_folder(parent: str | Path | None, name: str) -> Path:
     """Makes a new folder for this check, in `parent` or among temporary ones, and returns
     its path. `name`: what it begins with."""
     if parent is not None:
@@ -458,15 +463,17 @@ def _verdict_words(
     wrong. `sound`: whether the rules were passed; `changes`, `untried`: what is wrong, or
     not tested, along axes."""
     if not sound:
-        words = _failure(name, report, judgement)
+        words = _failure_paragraphs(name, report, judgement)
     elif changes or untried:
         words = []
     else:
-        words = [f"{name} passes the rules {judgement.rules}: {_tested(report)}."]
+        words = [
+            f"{name} passes the rules {judgement.rules}: {_tested_in_words(report)}."
+        ]
     return [*words, *(f.sentence for f in changes), *untried]
 
 
-def laid_out(
+def filled_text(
     words: Sequence[str], scripts: Sequence[Path], remarks: Sequence[str]
 ) -> str:
     """Returns the paragraphs of a check as text, filled to WIDTH: its verdict (`words`),
@@ -478,7 +485,9 @@ def laid_out(
     return "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
 
 
-def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str]:
+def _failure_paragraphs(
+    kernel: str, report: AuditReport, judgement: Judgement
+) -> list[str]:
     """Returns paragraphs on what is wrong, the gravest first, with the rms error beside
     floor and baseline; or on what was not measured, where nothing is wrong."""
     wrong = [f for f in report.findings if f.severity == "exceeded"]
@@ -486,8 +495,8 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
         title = (
             f"{kernel} was not measured as the rules {judgement.rules} need it: no pass."
         )
-        return [title, *_unmeasured(report, judgement)[:LISTED]]
-    rules = listed(dict.fromkeys(f"`{f.rule}`" for f in wrong))
+        return [title, *_unmeasured_sentences(report, judgement)[:LISTED]]
+    rules = joined_words(dict.fromkeys(f"`{f.rule}`" for f in wrong))
     text = [f"{kernel} fails {rules} (rules {judgement.rules})"]
     for finding in wrong[:LISTED]:
         at = (finding.formats[0], finding.tensor, finding.place)
@@ -504,7 +513,7 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
                 (row.floor_ratio, "the floor's"),
                 (row.baseline_ratio, "eager attention's"),
             )
-            times = listed(
+            times = joined_words(
                 f"{ratio(x)}× {whose}" for x, whose in parts if x and x <= MOST
             )
             beside = f" The rms error there is {si(row.rms)}{times and f', {times}'}."
@@ -526,7 +535,7 @@ def _may_be_design(wrong: Sequence[Finding]) -> bool:
     )
 
 
-def _tested(report: AuditReport) -> str:
+def _tested_in_words(report: AuditReport) -> str:
     """Returns what was measured: `out, dq, dk, dv in 18 cases, bfloat16`."""
     ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
     count = len({(r.case, r.seed) for r in ok})
@@ -536,7 +545,7 @@ def _tested(report: AuditReport) -> str:
     return f"{tensors} in {count} case{'s' * (count != 1)}, {ran}"
 
 
-def _unjudged(judgement: Judgement) -> Iterator[Test]:
+def _unjudged_tests(judgement: Judgement) -> Iterator[Test]:
     """Yields the tests of a kernel's numbers that could not be judged."""
     for test in judgement.tests:
         not_judged = test.outcome is Outcome.NOT_JUDGED
@@ -544,7 +553,7 @@ def _unjudged(judgement: Judgement) -> Iterator[Test]:
             yield test
 
 
-def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
+def _unmeasured_sentences(report: AuditReport, judgement: Judgement) -> list[str]:
     """Returns sentences on what had to be judged and could not be."""
     return [
         *(f.sentence for f in report.findings if f.severity == "unmeasured"),
@@ -553,12 +562,12 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
                 f"{t.rule} of {t.tensor} ({t.format}) could not be judged: "
                 f"{'; '.join(t.reasons[:2])}."
             )
-            for t in _unjudged(judgement)
+            for t in _unjudged_tests(judgement)
         ),
     ]
 
 
-def _left_out(
+def _not_tested_sentences(
     report: AuditReport, function: Callable[..., object] | None
 ) -> Iterator[str]:
     """Yields a sentence for each reason for which calls were skipped; for parameters of a

@@ -80,14 +80,14 @@ _Trusted: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", _Loader)
 
 def parse_bundled(name: str) -> Any:
     """Returns a file of `configs/` as plain data, unchecked. `name`: below `configs/`."""
-    return yaml.load(bundled(name).read_text(encoding="utf-8"), Loader=_Trusted)
+    return yaml.load(bundled_path(name).read_text(encoding="utf-8"), Loader=_Trusted)
 
 
 def read_yaml(path: Path, model: type[M]) -> M:
     """Returns a YAML file as a validated model, its grids expanded. Raises UsageError
     that names the file, the line and the key, also for a file that cannot be read."""
     try:
-        is_bundled = path.is_relative_to(bundled("gate/default.yaml").parent.parent)
+        is_bundled = path.is_relative_to(bundled_path("gate/default.yaml").parent.parent)
         loader = (_Trusted if is_bundled else _Loader)(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         raw = loader.construct_document(node) if node is not None else None
@@ -95,7 +95,9 @@ def read_yaml(path: Path, model: type[M]) -> M:
         hint = "give a YAML file"
         # As the documentation writes it
         with contextlib.suppress(UsageError, ValueError):
-            hint = f"numdev's own is {bundled(path.relative_to('configs').as_posix())}"
+            hint = (
+                f"numdev's own is {bundled_path(path.relative_to('configs').as_posix())}"
+            )
         raise UsageError(f"{path}: cannot be read (no such file)", hint=hint) from error
     except (
         OSError,
@@ -127,11 +129,13 @@ def validated(
     for part in ("cases", "kernels"):
         entries = raw.get(part)
         if isinstance(entries, list):
-            lines = [f"{where}{_line(node, (part, i))}" for i in range(len(entries))]
+            lines = [
+                f"{where}{_line_clause(node, (part, i))}" for i in range(len(entries))
+            ]
             pairs = (
                 (cell, i)
                 for i, entry in enumerate(entries)
-                for cell in expand(entry, part, lines[i])
+                for cell in expand_grid(entry, part, lines[i])
             )
             cells = list(itertools.islice(pairs, MOST_CELLS + 1))
             if len(cells) > MOST_CELLS:
@@ -157,10 +161,10 @@ def validated(
             )
         if len(place) > 1 and place[0] in origins and isinstance(place[1], int):
             place = (place[0], origins[place[0]][place[1]], *place[2:])
-        raise UsageError(f"{where}{_line(node, place)}: {what}") from error
+        raise UsageError(f"{where}{_line_clause(node, place)}: {what}") from error
 
 
-def _line(node: yaml.Node | None, place: Sequence[int | str]) -> str:
+def _line_clause(node: yaml.Node | None, place: Sequence[int | str]) -> str:
     """Returns `, line N` of a place (keys and indices) in a file's tree, or of the
     nearest above; empty without a tree."""
     if node is None:
@@ -182,7 +186,7 @@ def _line(node: yaml.Node | None, place: Sequence[int | str]) -> str:
     return f", line {mark.line + 1}"
 
 
-def expand(entry: object, part: str, where: str) -> Iterator[object]:
+def expand_grid(entry: object, part: str, where: str) -> Iterator[object]:
     """Yields the cells of one grid entry of `cases` or `kernels` (`part`): every list,
     also inside a case's `inputs` or a kernel's `options`, is an axis. An entry that is no
     mapping is its own cell.
@@ -210,17 +214,18 @@ def expand(entry: object, part: str, where: str) -> Iterator[object]:
             (cell[nested] if len(path) > 1 else cell)[path[-1]] = value
         if axes and part == "cases":
             place = {
-                path[-1]: _shown(value) for path, value in zip(axes, chosen, strict=True)
+                path[-1]: _value_in_name(value)
+                for path, value in zip(axes, chosen, strict=True)
             }
             cell["axes"] = {**cell.get("axes", {}), **place}
             if isinstance(cell.get("name"), str):  # validation reports any other
                 shown = ",".join(f"{axis}={value}" for axis, value in place.items())
                 cell["name"] = f"{cell['name']}/{shown}"
         again = (nested,) in axes and isinstance(cell[nested], dict)
-        yield from expand(cell, part, where) if again else (cell,)
+        yield from expand_grid(cell, part, where) if again else (cell,)
 
 
-def _shown(value: object) -> str:
+def _value_in_name(value: object) -> str:
     """Returns a value as a cell's name has it; of a regime its name and its options that
     are no lists."""
     if not isinstance(value, dict):
@@ -234,7 +239,7 @@ def _shown(value: object) -> str:
     )
 
 
-def bundled(name: str) -> Path:
+def bundled_path(name: str) -> Path:
     """Returns the path of a file of `configs/`, from the source tree or from inside the
     installed package. Raises UsageError where it is missing."""
     for folder in (

@@ -36,7 +36,7 @@ from unittest import mock
 import yaml
 
 from numdev.report import io as io_of_reports
-from numdev.report.io import sealed
+from numdev.report.io import with_digest
 
 ROOT = Path(__file__).parent.parent
 REPORTS = {
@@ -224,7 +224,7 @@ def written(data: Any, rng: random.Random, *, as_yaml: bool = False) -> bytes:
     raw = re.sub(f"[\"']{DEEP}[\"']", "[" * depth + "]" * depth, text)
     encoded = raw.encode("utf-8", "surrogatepass")
     if not as_yaml and rng.random() < 0.95:  # as if numdev had written it so
-        encoded = sealed(encoded)
+        encoded = with_digest(encoded)
     if rng.random() > 1 / 12:
         return encoded
     spot = rng.randrange(len(encoded))
@@ -449,7 +449,7 @@ def fuzz_two(rng: random.Random) -> int:
     worse = rng.random() < 0.3
     raw = written(worsened(rng) if worse else mutated(sound(), rng), rng)
     Path("new.json").write_bytes(raw)
-    Path("old.json").write_bytes(sealed(json.dumps(sound()).encode()))
+    Path("old.json").write_bytes(with_digest(json.dumps(sound()).encode()))
     done = call("compare", "old.json", "new.json", "-o", "out", "--overwrite")
     if done.code == 0 and worse:
         raise Broken("passed: the comparison does not show that one is worse")

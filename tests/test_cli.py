@@ -26,7 +26,7 @@ from numdev import report
 from numdev.cli import check
 from numdev.cli.gate import gated
 from numdev.cli.main import COMMANDS, FOREIGN, cli
-from numdev.cli.session import Session, watching
+from numdev.cli.session import Session, raising_lost_interrupts
 from numdev.config import demo_checkpoint
 from numdev.gate import judging
 from numdev.gate.rules import Rules
@@ -398,7 +398,7 @@ def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
     """Where something eats the KeyboardInterrupt, the next look finds it; the handler is
     back."""
     before = signal.getsignal(signal.SIGINT)
-    with watching() as check:
+    with raising_lost_interrupts() as check:
         check()
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -574,7 +574,7 @@ def test_a_checks_json_has_each_number_under_its_name() -> None:
         gate_rows.row(0, tensor="dq", **wrong), gate_rows.row(1, tensor="dq"),
         *(gate_rows.row(h, tensor=t) for t in ("dk", "dv") for h in (0, 1)),
     ])  # fmt: skip
-    data = check.as_data(checked(gate_rows.report(*rows)))
+    data = check.check_as_data(checked(gate_rows.report(*rows)))
     assert (data["not_tested"], data["notes"]) == (("not tested",), ("a note",))
     assert [(f["rule"], f["number"], f["limit"], f["place"], f["cause"])
             for f in data["findings"]] == [
@@ -596,7 +596,7 @@ def test_a_check_says_how_many_findings_it_does_not_show() -> None:
     rows = [gate_rows.row(i, **{name: 9.0}) for i, (name, _) in enumerate(rules)]
     made = judging.judged(gate_rows.report(*rows), book)
     count = len(made.findings)
-    document = check.shown(checked(made))
+    document = check.check_document(checked(made))
     more = [item.text for node in document.blocks for item in getattr(node, "items", ())]
     assert more[-1] == f"And {count - 1 - check.SHOWN} more findings."
     assert count == 7
@@ -619,7 +619,7 @@ def test_the_rules_of_a_verdict_go_into_the_run() -> None:
     session = Session(output=None, overwrite=True, as_json=False, quiet=True)
     asked: Any = SimpleNamespace(limits="mine")
     for verdict, rules in ((asked, "mine"), (None, None)):
-        given = session.judged(verdict, lambda *args, **more: (args, more), "a")
+        given = session.run_judged_study(verdict, lambda *args, **more: (args, more), "a")
         assert given[0] == ("a",)
         assert (given[1]["rules"], given[1]["overwrite"]) == (rules, True)
 

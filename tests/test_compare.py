@@ -22,16 +22,16 @@ from torch import Tensor
 from numdev import report as reports
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.gate.compare import compare, unequal
+from numdev.gate.compare import compare, first_difference
 from numdev.gate.compare_report import CompareReport, Move
 from numdev.gate.movement import (
     NoiseModel,
     Pair,
-    _scatter,
-    least,
-    metrics_of,
-    repeats,
-    standard_error,
+    _log_scatter,
+    equality_bound,
+    judged_metrics,
+    log_standard_error,
+    repeat_noise,
 )
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.document import Figures
@@ -77,7 +77,7 @@ def test_repeats_are_bounded_by_the_triangle_inequality() -> None:
         rows = [head(rms=x, noise=apart) for x in (one, other)]
         assert (
             abs(math.log(other / one))
-            <= repeats(Pair(*rows, inputs="same", width=1)) + 1e-12
+            <= repeat_noise(Pair(*rows, inputs="same", width=1)) + 1e-12
         )
 
 
@@ -96,7 +96,7 @@ def test_an_interval_is_1_96_standard_errors_wide() -> None:
 def test_noise_in_one_report_counts() -> None:
     """A kernel that is not reproducible now, and was."""
     pair = Pair(head(noise=0.5e-3), head(noise=0.0), inputs="same", width=1)
-    assert repeats(pair) == pytest.approx(math.log1p(0.5))
+    assert repeat_noise(pair) == pytest.approx(math.log1p(0.5))
 
 
 def test_an_error_where_there_was_none() -> None:
@@ -175,7 +175,7 @@ def test_an_error_below_half_its_prediction_is_luck_on_other_inputs() -> None:
     pair = Pair(
         head(expected_ratio=0.01), head(expected_ratio=0.5), inputs="other", width=1
     )
-    assert least(pair, "expected_ratio") == 0.5
+    assert equality_bound(pair, "expected_ratio") == 0.5
     a = tuple(head(h, expected_ratio=0.5, worst_row=0.5) for h in range(8))
     b = (head(0, expected_ratio=0.01, worst_row=0.01), *a[1:])
     assert not found(on(1e-3, *a), on(2e-3, *b)).moves
@@ -193,7 +193,7 @@ def test_the_scatter_of_two_heads_has_one_degree_of_freedom_in_each_report() -> 
     degrees."""
     heads = [head(h, expected_ratio=math.exp(h)) for h in range(2)]
     pairs = [Pair(h, h, inputs="other", width=1) for h in heads]
-    assert _scatter(pairs, "expected_ratio") == (pytest.approx(0.5), 2)
+    assert _log_scatter(pairs, "expected_ratio") == (pytest.approx(0.5), 2)
 
 
 def test_a_head_that_moved_does_not_excuse_itself() -> None:
@@ -216,7 +216,7 @@ def test_the_standard_error_is_no_less_than_the_scatter(tail: str) -> None:
     }[tail]
     rms = np.sqrt(np.mean(draws**2, axis=1))
     said = [
-        standard_error(head(elements=400, rms=s, max_abs=m), "rms", s, 1)
+        log_standard_error(head(elements=400, rms=s, max_abs=m), "rms", s, 1)
         for s, m in zip(rms.tolist(), np.abs(draws).max(axis=1).tolist(), strict=True)
     ]
     scatter = float(np.std(np.log(rms)))
@@ -252,7 +252,7 @@ def test_false_alarms_of_errors_drawn_anew() -> None:
 def test_the_quantile_grows_with_what_is_judged() -> None:
     """Bonferroni: the more numbers, the farther each must be."""
     pairs = [Pair(head(h), head(h), inputs="same", width=1) for h in range(100)]
-    assert metrics_of(pairs[0]) == ("expected_ratio", "floor_ratio", "worst_row")
+    assert judged_metrics(pairs[0]) == ("expected_ratio", "floor_ratio", "worst_row")
     few, many = NoiseModel(pairs[:1]), NoiseModel(pairs)
     assert (few.tests, many.tests) == (3, 300)
     assert few.z == pytest.approx(scipy.special.ndtri(1 - 0.005 / 3))
@@ -654,7 +654,7 @@ def test_a_difference_without_a_ratio_has_not_moved_from_itself() -> None:
 
 
 def test_an_empty_list_beside_nothing_is_a_difference() -> None:
-    (difference,) = unequal("cases", [{"x": []}], [{"x": None}])
+    (difference,) = first_difference("cases", [{"x": []}], [{"x": None}])
     assert (difference.key, difference.a, difference.b) == ("cases.0.x", "[]", "null")
 
 
@@ -1040,9 +1040,9 @@ def test_reports_judged_by_other_rules_are_compared(make: Any) -> None:
 
 
 def test_a_zero_is_not_nothing() -> None:
-    assert unequal("seed", 0, None)
-    assert unequal("x", {"y": None}, None)
-    assert not unequal("text", [], None)
+    assert first_difference("seed", 0, None)
+    assert first_difference("x", {"y": None}, None)
+    assert not first_difference("text", [], None)
 
 
 load("scripts/fuzz.py")  # which the script imports

@@ -10,7 +10,7 @@ import yaml
 
 from numdev.config import DEFAULT_KERNELS, AuditConfig, Choice, sweep_request
 from numdev.errors import UsageError
-from numdev.yamlfile import bundled, read_yaml
+from numdev.yamlfile import bundled_path, read_yaml
 
 SIZES: dict[str, Any] = {"heads": 4, "seq_len": 8, "head_dim": 16}
 
@@ -129,7 +129,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted(bundled("audit/default.yaml").parent.glob("*.yaml"))
+    "path", sorted(bundled_path("audit/default.yaml").parent.glob("*.yaml"))
 )
 def test_bundled_audits_are_valid(path: Path) -> None:
     """Every configuration that ships for `audit` can be read."""

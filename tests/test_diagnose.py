@@ -18,7 +18,7 @@ from numdev.cli.diagnose import attention_options
 from numdev.config import DiagnoseRequest
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import write
-from numdev.report.io import sealed
+from numdev.report.io import with_digest
 from numdev.studies.diagnose import study
 from numdev.studies.diagnose.bias_chain import Diagnosis
 from numdev.studies.diagnose.checkpoint_series import Stage, find_stages, training_step
@@ -462,7 +462,7 @@ def test_a_report_that_contradicts_itself_is_not_shown(
     assert ran(capsys, "report", tmp_path)[0] == 0
     data["summary"]["ranking"][0]["case"] = "another"
     text = json.dumps(data, separators=(",", ":"))
-    (tmp_path / "report.json").write_bytes(sealed(text.encode()))
+    (tmp_path / "report.json").write_bytes(with_digest(text.encode()))
     code, out, err = ran(capsys, "report", tmp_path)
     assert (code, out) == (3, "")
     assert "summary.ranking: expected heads of the report, got calls#0 H" in err

@@ -193,7 +193,7 @@ def test_what_a_search_promises_of_all_rows(cut: float, words: str) -> None:
 ])  # fmt: skip
 def test_a_share_is_never_rounded_up_to_all(share: float, words: str) -> None:
     """As many digits as tell it from the whole."""
-    assert gate_findings.removed(share) == words
+    assert gate_findings.share_in_words(share) == words
 
 
 def test_instances_of_one_mechanism_are_one_finding() -> None:

@@ -14,7 +14,7 @@ from gate_rows import control, lse, report, row
 
 from numdev.errors import MeasurementError
 from numdev.gate import fitting, judging
-from numdev.gate.fitting import fitted, rounded_up
+from numdev.gate.fitting import fitted_thresholds, rounded_up
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, default_rules
 from numdev.report import AuditReport, DeviationRow, write
@@ -47,7 +47,7 @@ def audited(*rows: DeviationRow) -> AuditReport:
 def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
     """1.3 and 2 are beyond 1.03 x 1.1 = 1.2 (rounded up), 1.1 is not."""
     found = audited()
-    text = fitted(found, "r")
+    text = fitted_thresholds(found, "r")
     rules = read(text)
     judged = judge_report(found, rules)
     assert (judged.exit_code, {p.caught_from for p in judged.power}) == (0, {0.003})
@@ -57,7 +57,7 @@ def test_limits_are_what_was_measured_times_the_margin() -> None:
     """b errs 1.4 times as much and has its own limit; ten per cent beyond each limit is
     caught."""
     found = audited()
-    rules = read(fitted(found, "r"))
+    rules = read(fitted_thresholds(found, "r"))
     (error,) = (t for t in rules.thresholds if t.name == "error")
     for kernel in "ab":
         of = [r for r in found.rows if r.kernel == kernel and r.tensor == "out"]
@@ -96,7 +96,7 @@ def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
                        "mean_abs": 0.0}  # fmt: skip
             rows.append(row(h, kernel=f"k{group}", **{**numbers, **sampled}))
     found = report(*rows)
-    assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
+    assert judge_report(found, read(fitted_thresholds(found, "r"))).exit_code == 0
 
 
 def test_a_kernel_that_is_wrong_outright_sets_no_standard() -> None:
@@ -106,16 +106,18 @@ def test_a_kernel_that_is_wrong_outright_sets_no_standard() -> None:
         {"suspicion": "the mask is ignored", "suspicion_cut": 20.0},
     ):
         with pytest.raises(MeasurementError, match="mine breaks the rule"):
-            fitted(report(row(**wrong)), "r")
+            fitted_thresholds(report(row(**wrong)), "r")
     for rows in (
         [],
         [row(None, status="skipped", reason="x")],
         [control("scale", 1, 1.0)],
     ):
         with pytest.raises(MeasurementError, match="no kernel under audit"):
-            fitted(report(*rows), "r")
+            fitted_thresholds(report(*rows), "r")
     with pytest.raises(MeasurementError, match="something was not measured"):
-        fitted(report(row(), row(None, case="d", status="failed", reason="x")), "r")
+        fitted_thresholds(
+            report(row(), row(None, case="d", status="failed", reason="x")), "r"
+        )
 
 
 HOSTILE = ("a: b", "- x", "{y}", "*", "no", "!x", "1e5", "'\"#", "a\nb", "\u2028\x85\x00",
@@ -132,7 +134,7 @@ def test_names_from_elsewhere_stay_names(name: str) -> None:
         for tensor in ("dq", "dk", "dv")
     ]
     found = report(row(kernel=name), row(kernel="z", expected_ratio=2.0), *gradients)
-    text = fitted(found, name)
+    text = fitted_thresholds(found, name)
     rules = read(text)
     assert len(rules.required) == 2
     assert judge_report(found, rules).exit_code == 0
@@ -144,14 +146,16 @@ def test_all_options_of_a_kernel_share_the_widest_limit() -> None:
         row(options={"b": b}, expected_ratio=x) for b, x in enumerate((1.0, 1.4, 1.0))
     )
     found = report(*rows)
-    assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
+    assert judge_report(found, read(fitted_thresholds(found, "r"))).exit_code == 0
 
 
 def test_a_limit_is_never_looser_than_the_default_that_a_report_passes() -> None:
     # Luck: it passes at 1.1
     rows = [row(h, expected_ratio=1.3, elements=64) for h in range(2)]
     (error,) = (
-        t for t in read(fitted(report(*rows), "r")).thresholds if t.name == "error"
+        t
+        for t in read(fitted_thresholds(report(*rows), "r")).thresholds
+        if t.name == "error"
     )
     assert error.for_row(rows[0]).at_most == 1.1
 
@@ -159,14 +163,17 @@ def test_a_limit_is_never_looser_than_the_default_that_a_report_passes() -> None
 def test_default_rules_are_found_by_what_they_judge(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text, rules = fitted(audited(), "r"), default_rules()
+    text, rules = fitted_thresholds(audited(), "r"), default_rules()
     named = (
         t.model_copy(update={"name": f"r{n}"}) for n, t in enumerate(rules.thresholds)
     )
     renamed = rules.model_copy(update={"thresholds": tuple(named)})
     for module in (fitting, explanations):
         monkeypatch.setattr(module, "default_rules", lambda: renamed)
-    of = [[t.instead for t in read(x).thresholds] for x in (text, fitted(audited(), "r"))]
+    of = [
+        [t.instead for t in read(x).thresholds]
+        for x in (text, fitted_thresholds(audited(), "r"))
+    ]
     assert of[0] == of[1]
     assert explanations.beyond([row(expected_ratio=3.0)]) == ("out",)
 

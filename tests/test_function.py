@@ -328,7 +328,9 @@ def test_limits_grow_with_luck_and_leans_count_where_they_are_certain() -> None:
     beside = row.beside_reference
     assert beside is not None
     luck = beside.reference_luck or 0
-    assert rules["error"].for_luck_of(row).at_most == pytest.approx(1.1 * luck, abs=1e-3)
+    assert rules["error"].raised_by_luck(row).at_most == pytest.approx(
+        1.1 * luck, abs=1e-3
+    )
     assert rules["slope"].is_certain(row)
     unsure = beside.model_copy(update={"slope_t": -9.9})
     assert not rules["slope"].is_certain(

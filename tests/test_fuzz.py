@@ -40,7 +40,9 @@ def test_a_request_of_another_shape_is_one_line(
     """Seed 62915 of `gate` found `formats: true`, which was a traceback."""
     report = fuzz.sound()
     report["request"][field] = value
-    (tmp_path / "report.json").write_bytes(fuzz.sealed(fuzz.json.dumps(report).encode()))
+    (tmp_path / "report.json").write_bytes(
+        fuzz.with_digest(fuzz.json.dumps(report).encode())
+    )
     done = fuzz.call("gate", str(tmp_path))
     assert done.code == 3
     assert f"request.{field}" in done.err or "inconsistent report" in done.err
@@ -50,7 +52,7 @@ def test_a_request_of_another_shape_is_one_line(
 def test_an_altered_report_does_not_pass(number: int, tmp_path: Path) -> None:
     """Some of scripts/altered_reports.py."""
     name, raw = altered.altered(
-        fuzz.sealed(fuzz.json.dumps(fuzz.sound()).encode()), number
+        fuzz.with_digest(fuzz.json.dumps(fuzz.sound()).encode()), number
     )
     (tmp_path / "report.json").write_bytes(raw)
     assert fuzz.call("gate", str(tmp_path)).code in (1, 3), name
@@ -71,7 +73,7 @@ def test_any_name_at_all(name: str, rule: str, seed: int) -> None:
     code = 3 if any(0xD800 <= ord(c) <= 0xDFFF for c in name + rule) else 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        path.write_bytes(fuzz.sealed(fuzz.json.dumps(data).encode()))
+        path.write_bytes(fuzz.with_digest(fuzz.json.dumps(data).encode()))
         for form, is_safe in fuzz.SHOWN.items():
             done = fuzz.call("report", str(path), "--format", form)
             assert done.code == code
@@ -94,7 +96,7 @@ def test_an_injection_is_noticed(check: Any, texts: tuple[str, ...]) -> None:
 def test_the_sound_report_passes_the_gate(tmp_path: Path) -> None:
     """Else nothing that is made worse could be passed wrongly."""
     path = tmp_path / "report.json"
-    path.write_bytes(fuzz.sealed(fuzz.json.dumps(fuzz.sound()).encode()))
+    path.write_bytes(fuzz.with_digest(fuzz.json.dumps(fuzz.sound()).encode()))
     assert fuzz.call("gate", str(path)).code == 0
     assert fuzz.call("gate", str(fuzz.REPORTS["audit"])).code == 1
 

@@ -34,7 +34,7 @@ from numdev.sources.input_regimes import (
     draw_mask,
 )
 from numdev.system import System
-from numdev.yamlfile import bundled, read_yaml
+from numdev.yamlfile import bundled_path, read_yaml
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=48, kv_len=256, head_dim=64, v_dim=32)
@@ -244,7 +244,7 @@ def test_the_page_names_every_regime_and_mask() -> None:
 def test_every_cell_can_be_drawn() -> None:
     """With its regime's parameters, mask and layout; with gradients where they are
     wanted."""
-    sweep = read_yaml(bundled("sweep/hazards.yaml"), SweepConfig)
+    sweep = read_yaml(bundled_path("sweep/hazards.yaml"), SweepConfig)
     for located in source_of(sweep.cases).cases:
         config = located.config
         checked_regime(config.inputs.name, config.inputs.options)

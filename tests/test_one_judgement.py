@@ -25,7 +25,7 @@ from numdev.gate.rules import Rules, read_rules
 from numdev.kinds import kind_of
 from numdev.metrics.statistics import BIAS_SEQUENCES
 from numdev.report import Outcome, Report, write
-from numdev.report.io import sealed
+from numdev.report.io import with_digest
 from numdev.report.renderers import html, terminal
 
 sys.path.insert(0, str(ROOT / "scripts"))  # where altered_reports finds its neighbour
@@ -267,7 +267,7 @@ def no_pass(report: Report, rng: random.Random, folder: Path) -> str:
         )
         if read_again == report:
             return ""
-    (folder / "report.json").write_bytes(sealed(json.dumps(data).encode()))
+    (folder / "report.json").write_bytes(with_digest(json.dumps(data).encode()))
     code, out, err = called("gate", folder)
     broke = "a bug of numdev" in err or (not out and err.count("\n") != 1)
     return f"{name}: exit code {code} {err}" if broke or code not in (1, 3) else ""
@@ -312,7 +312,7 @@ def test_the_alterations_reach_what_is_judged(
             assert not any(
                 re.fullmatch(known, f"{pattern}: {how}") for known in CHANGES_NOTHING
             )
-    (tmp_path / "report.json").write_bytes(sealed(json.dumps(data).encode()))
+    (tmp_path / "report.json").write_bytes(with_digest(json.dumps(data).encode()))
     assert called("gate", tmp_path)[0] == 0
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from numdev.cases import CaseRef
 from numdev.cli.main import cli
 from numdev.formats import Format, format_named, format_of, round_to
-from numdev.gate.judging import concluded, judgement_of
-from numdev.gate.rules import as_data, default_rules
+from numdev.gate.judging import judgement_of, with_conclusions
+from numdev.gate.rules import default_rules, rules_as_data
 from numdev.kernels import Kernel
 from numdev.metrics.deviation import Deviation, Metrics
 from numdev.metrics.finiteness import Outside
@@ -194,8 +194,8 @@ def audited(kernels: Sequence[Kernel]) -> AuditReport:
         cases=(FunctionCallRecord(case="rms_norm", batch=1, source_format="bfloat16",
                                   tensors={"out": extent, "x_grad": extent}),),
     )  # fmt: skip
-    report = report.model_copy(update={"rules": as_data(default_rules())})
-    return summarised(concluded(report, judgement_of(report, default_rules())))
+    report = report.model_copy(update={"rules": rules_as_data(default_rules())})
+    return summarised(with_conclusions(report, judgement_of(report, default_rules())))
 
 
 def test_a_sound_norm_passes_and_a_wrong_eps_is_named(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from numdev import report
 from numdev.config import SweepConfig
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import DeviationRow
-from numdev.report.io import sealed
+from numdev.report.io import with_digest
 from numdev.report.renderers.markdown import escaped
 from numdev.yamlfile import read_yaml
 
@@ -101,7 +101,7 @@ def test_what_is_unknown_is_refused(
     del content["digest"]
     change(content)
     path = tmp_path / "report.json"
-    path.write_bytes(sealed(json.dumps(content).encode()))
+    path.write_bytes(with_digest(json.dumps(content).encode()))
     with pytest.raises(MeasurementError) as caught:
         report.read(path)
     assert str(path) in caught.value.message

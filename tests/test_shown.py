@@ -19,7 +19,7 @@ from rich.console import Console
 from test_html import audit, figure, sample, sweep
 
 from numdev import report as reports
-from numdev.cli.kernels import shown
+from numdev.cli.kernels import kernels_document
 from numdev.gate import compare_view as compare
 from numdev.gate.compare_report import Group, Move
 from numdev.gate.findings import findings_in
@@ -264,7 +264,9 @@ def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
         "summary": "Fused.",
         "options": {"b": 1},
     }
-    listed = shown((kernel, {**kernel, "missing": None, "options": {}}), "CPU").blocks
+    listed = kernels_document(
+        (kernel, {**kernel, "missing": None, "options": {}}), "CPU"
+    ).blocks
     expected = "kernel: k | here: no: needs CUDA | what it is: Fused. Options: b."
     assert cells(listed, "CPU") == expected
     assert cells(listed, "CPU", 1) == "kernel: k | here: available | what it is: Fused."
@@ -367,8 +369,8 @@ def test_a_gates_page_counts_all_and_begins_with_the_worst() -> None:
 def test_a_series_is_cut_evenly_and_a_long_table_says_by_how_much() -> None:
     """The first and the last are always there; three rows more than a table of Markdown
     has."""
-    assert terminal.some(range(10), 4) == [0, 3, 6, 9]
-    assert terminal.some(range(3), 4) == [0, 1, 2]
+    assert terminal.evenly_spread(range(10), 4) == [0, 3, 6, 9]
+    assert terminal.evenly_spread(range(3), 4) == [0, 1, 2]
     rows = tuple(Row((Cell(str(i)),)) for i in range(markdown.LONGEST + 3))
     text = markdown.page(Document("d", (Table((Column("n"),), rows),)))
     assert "\n3 more rows are in the report." in text

@@ -23,9 +23,8 @@ from pathlib import Path
 from numdev import temporary
 from numdev.report.io import replacing
 place = Path(sys.argv[1])
-with temporary.folder() as a, temporary.folder(place, ".saved.") as b, replacing(
-    place / "report.json"
-) as file:
+folders = temporary.temporary_folder(), temporary.temporary_folder(place, ".saved.")
+with folders[0] as a, folders[1] as b, replacing(place / "report.json") as file:
     (a / "file").touch()
     (b / "file").touch()
     file.write("half")
@@ -70,12 +69,12 @@ def test_what_a_killed_process_left_goes_at_the_next_start(
     with Journal.open(results, {"request": 1}, overwrite=False):
         assert contents(results) == {JOURNAL}
     assert len(contents(scratch)) == 1
-    with temporary.folder() as folder:
+    with temporary.temporary_folder() as folder:
         assert contents(scratch) == {folder.name}
     assert contents(scratch) == set()
     (results / JOURNAL).unlink()
     start(results, scratch, "kill").wait()
-    io.claim(results, "weights", {}, overwrite=False)
+    io.claim_directory(results, "weights", {}, overwrite=False)
     assert contents(results) == set()
     start(results, scratch, "kill").wait()
     with io.replacing(results / "other.csv") as file:

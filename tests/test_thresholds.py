@@ -26,7 +26,7 @@ from numdev.gate.judgement import Judgement
 from numdev.gate.rules import Limit, default_rules, read_rules
 from numdev.gate.thresholds import power_of, run_tests
 from numdev.report import NOT_PREDICTED, write
-from numdev.yamlfile import bundled
+from numdev.yamlfile import bundled_path
 
 
 def only(judgement: Judgement) -> Any:
@@ -125,7 +125,10 @@ def test_a_gate_can_be_asked_to_prove_what_it_catches(doses: Any, why: Any) -> N
 
 def test_the_ci_file_is_the_default_rules_and_asks_for_proof() -> None:
     """The thresholds are the same, word for word."""
-    ci, faults = read_rules(bundled("gate/ci.yaml")), "scale p-bits l-rounded truncated"
+    ci, faults = (
+        read_rules(bundled_path("gate/ci.yaml")),
+        "scale p-bits l-rounded truncated",
+    )
     assert ci.thresholds == default_rules().thresholds
     assert ci.required == ("sdpa-flash",)
     assert set(ci.catches) == {*faults.split(), "keys-dropped", "one-head"}

@@ -29,7 +29,7 @@ from numdev.gate import rules as rule_book
 from numdev.gate.rules import Rules, Threshold, read_rules
 from numdev.metrics import row_metrics
 from numdev.metrics.row_metrics import ESTIMATED, MAXIMA, METRICS, TESTED, WHOLE
-from numdev.report.io import sealed
+from numdev.report.io import with_digest
 
 sys.path.insert(0, str(ROOT / "scripts"))  # where altered_reports finds its neighbour
 altered_reports = load("scripts/altered_reports.py")
@@ -374,7 +374,7 @@ def test_what_was_asked_for_by_name_was(
     assert data["plan"]["named"]
     data["plan"]["named"] = False
     again = altered_reports.concluded_again(data)
-    (tmp_path / "report.json").write_bytes(sealed(json.dumps(again).encode()))
+    (tmp_path / "report.json").write_bytes(with_digest(json.dumps(again).encode()))
     assert gated(tmp_path)[0] == 3
 
 

@@ -62,9 +62,9 @@ def audit(
         Path(request.target).stem or "audit", request.model_dump()
     )
     more = {"workers": cluster, "save_cases": save_cases, "say": session.say}
-    answer = None if effects is None else _effects(effects, request)
+    answer = None if effects is None else _effects_answer(effects, request)
     with sharing(cluster, request.device):
-        report = session.judged(verdict, run, request, directory, **more)
+        report = session.run_judged_study(verdict, run, request, directory, **more)
     if answer:
         summary = report.summary.model_copy(update={"effects": answer})
         report = report.model_copy(update={"summary": summary})
@@ -72,7 +72,7 @@ def audit(
     session.hand_over(report, directory, scripts, verdict)
 
 
-def _effects(path: Path, request: AuditRequest) -> tuple[str, ...]:
+def _effects_answer(path: Path, request: AuditRequest) -> tuple[str, ...]:
     """Returns the answer of a report of `numdev effects`. Raises UsageError for a report
     of another command or checkpoint."""
     from numdev.report import read
@@ -130,7 +130,7 @@ def sweep(
         if dry_run:
             return
         directory = session.directory(config.stem, request.measured())
-        report = session.judged(
+        report = session.run_judged_study(
             verdict, run, planned, directory, workers=cluster, say=session.say
         )
     opened = planned.source, planned.plan

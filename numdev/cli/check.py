@@ -112,7 +112,7 @@ def check(
             raise UsageError("--case and --claim are of attention alone")
         if reference is not None and problem is not None:
             raise UsageError("expected one of --reference and --problem, got both")
-        result = beside(
+        result = check_function(
             target, reference, problem, inputs, shapes=shapes, formats=formats,
             backward=backward, device=device, seeds=seeds or 0, thresholds=thresholds,
             output=output,
@@ -120,19 +120,19 @@ def check(
     else:
         if inputs or shapes:
             raise UsageError("--inputs and --shape need a --reference")
-        result = of_attention(
+        result = check_attention_kernel(
             target, cases, formats, claims, backward=backward, device=device,
             seeds=seeds, thresholds=thresholds, output=output,
         )  # fmt: skip
     if as_json:
-        click.echo(json.dumps(as_data(result)))
+        click.echo(json.dumps(check_as_data(result)))
     else:
-        terminal.show(shown(result))
+        terminal.show(check_document(result))
     context.find_root().obj = code = CODES[result.verdict]
     context.exit(code)
 
 
-def of_attention(
+def check_attention_kernel(
     target: str,
     cases: tuple[str, ...],
     formats: tuple[str, ...],
@@ -144,7 +144,8 @@ def of_attention(
     thresholds: Path | None,
     output: Path | None,
 ) -> CheckResult:
-    """A check of a kernel of attention."""
+    """Returns the check of a kernel of attention. Raises MeasurementError where the
+    kernel cannot run here."""
     from numdev.kernels import find
     from numdev.system import System
     from numdev.testing import check as run
@@ -166,7 +167,7 @@ def of_attention(
         )
 
 
-def beside(
+def check_function(
     target: str,
     reference: str | None,
     problem: Path | None,
@@ -180,7 +181,8 @@ def beside(
     thresholds: Path | None,
     output: Path | None,
 ) -> CheckResult:
-    """A check of a function beside its reference, or of a solution of a problem. The
+    """Returns the check of a function beside its reference, or of a solution of a
+    problem, and writes its report into the directory `output`, if there is one. The
     function is imported and run in a process of its own, in which nothing of the
     reference is."""
     from numdev import report as reports
@@ -224,12 +226,12 @@ def beside(
 
 
 def _has_cuda() -> bool:
-    """Whether there is a GPU, told without starting CUDA: a fork of a process that has
-    cannot use it."""
+    """Whether there is a GPU, by the device files of Linux: a process that has started
+    CUDA could not be forked to use it."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def as_data(result: CheckResult) -> dict[str, object]:
+def check_as_data(result: CheckResult) -> dict[str, object]:
     """Returns a check as plain data: first what a program asks for (verdict, findings,
     what was not tested), then the whole report."""
     from numdev.report import Places
@@ -253,7 +255,7 @@ def as_data(result: CheckResult) -> dict[str, object]:
     }
 
 
-def shown(result: CheckResult) -> Document:
+def check_document(result: CheckResult) -> Document:
     """Returns a check as a document: the verdict; what else is wrong; what was tested and
     what not; a script that shows it."""
     from numdev.report.document import Bullets, Document, Item, Paragraph, notes

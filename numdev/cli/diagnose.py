@@ -59,7 +59,9 @@ def diagnose(
     request = validated(asked, DiagnoseRequest, "numdev diagnose")
     name = f"diagnose-{Path(request.target).stem or 'series'}"
     directory = session.directory(name, request.model_dump(mode="json"))
-    session.hand_over(session.study(run, request, directory, say=session.say), directory)
+    session.hand_over(
+        session.run_study(run, request, directory, say=session.say), directory
+    )
 
 
 def attention_options(

@@ -36,7 +36,7 @@ def effects(
     name = f"effects-{Path(request.target).stem or 'model'}"
     directory = session.directory(name, request.model_dump(mode="json"))
     with sharing(cluster, request.device):
-        report = session.judged(
+        report = session.run_judged_study(
             verdict, run, request, directory, workers=cluster, say=session.say
         )
     session.hand_over(report, directory, reproducers, verdict)

@@ -51,7 +51,9 @@ class Verdict:
 
         return read_rules(self.rules) if self.rules else default_rules()
 
-    def of(self, report: Report, show: Literal["page", "json", "nothing"]) -> int:
+    def judge_and_show(
+        self, report: Report, show: Literal["page", "json", "nothing"]
+    ) -> int:
         """Judges a report and returns the exit code; sets it for the command. Shows the
         verdict on stdout (`show`: as a page, as JSON, or not), then writes it to the
         files, and on GitHub as annotations."""
@@ -79,10 +81,10 @@ class Verdict:
                 click.echo(f"::{word}::")
         # Afterwards, so that a file that cannot be written hides no verdict.
         if self.junit:
-            _write(self.junit, ci.junit(judged, findings))
+            _write_whole_file(self.junit, ci.junit(judged, findings))
         words = markdown.page(page, level=3)
         if self.summary:
-            _write(self.summary, words)
+            _write_whole_file(self.summary, words)
         if self.github:
             # Other steps wrote there before
             if step := os.environ.get("GITHUB_STEP_SUMMARY"):
@@ -166,7 +168,7 @@ def gate(
             raise UsageError(
                 "--init only writes rules", hint="give it only -o and --overwrite"
             )
-        from numdev.gate.fitting import fitted
+        from numdev.gate.fitting import fitted_thresholds
         from numdev.report import read
 
         file = output or INIT
@@ -174,7 +176,7 @@ def gate(
             raise UsageError(
                 f"{file}: already exists", hint="give --overwrite, or another -o"
             )
-        _write(file, fitted(read(path), str(path)))
+        _write_whole_file(file, fitted_thresholds(read(path), str(path)))
         click.echo(
             f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}"
         )
@@ -185,10 +187,10 @@ def gate(
     from numdev.report import read
 
     report = read(path)
-    context.exit(verdict.of(report, "json" if as_json else "page"))
+    context.exit(verdict.judge_and_show(report, "json" if as_json else "page"))
 
 
-def _write(path: Path, text: str) -> None:
+def _write_whole_file(path: Path, text: str) -> None:
     """Writes a file that is whole or not there, and makes its directory. Raises
     UsageError where it cannot be written."""
     from numdev.report import replacing

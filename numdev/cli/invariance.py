@@ -33,6 +33,6 @@ def invariance(
     request = invariance_request(target, flags)
     name = f"invariance-{Path(request.target).stem}"
     directory = session.directory(name, request.model_dump(mode="json"))
-    report = session.judged(verdict, run, request, directory, say=session.say)
+    report = session.run_judged_study(verdict, run, request, directory, say=session.say)
     scripts = functools.partial(reproducers, request=request)
     session.hand_over(report, directory, scripts, verdict)

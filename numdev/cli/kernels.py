@@ -40,13 +40,13 @@ def kernels(device: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(table, default=str))
     else:
-        terminal.show(shown(table, system.gpu or system.cpu))
+        terminal.show(kernels_document(table, system.gpu or system.cpu))
 
 
-def shown(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:
+def kernels_document(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:
     """Returns a document on every kernel: whether it runs on this machine, and what it
     is. `kernels`: mappings with name, missing (None: it runs), summary and options."""
-    from numdev.report.document import Cell, Document, words
+    from numdev.report.document import Cell, Document, text_table
 
     title = f"Kernels on {machine}"
     rows = []
@@ -62,4 +62,6 @@ def shown(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:
         )
         name = Cell(kernel["name"], style="strong")
         rows.append((name, availability, Cell(kernel["summary"] + options)))
-    return Document(title, (words(("kernel", "here", "what it is"), rows, title=title),))
+    return Document(
+        title, (text_table(("kernel", "here", "what it is"), rows, title=title),)
+    )

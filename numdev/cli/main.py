@@ -156,13 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
     except NumdevError as error:
-        _fail(str(error), error.exit_code)
+        _exit_with_error(str(error), error.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        _fail("interrupted; finished rows are kept; run the same command to resume", 130)
+        _exit_with_error(
+            "interrupted; finished rows are kept; run the same command to resume", 130
+        )
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
-        _fail(error.format_message().rstrip(".") + hint, 2)
+        _exit_with_error(error.format_message().rstrip(".") + hint, 2)
     except _ReaderLeft as left:
         # Say nothing more, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -170,25 +172,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as stop:
         if os.environ.get(COMPLETION):
             raise  # click has answered the shell, and ends the program so
-        _fail(f"{FOREIGN} ended the program (exit code {stop.code})", 3)
+        _exit_with_error(f"{FOREIGN} ended the program (exit code {stop.code})", 3)
     except MemoryError:
-        _fail("out of memory; request less", 3)
+        _exit_with_error("out of memory; request less", 3)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}; is the disk full or not writable?", 3)
+        _exit_with_error(
+            f"{where}{error.strerror or error}; is the disk full or not writable?", 3
+        )
     except Exception as error:
         if "--debug" in typed:
             raise
         hint = "a bug of numdev; run `numdev --debug ...` for the traceback"
-        _fail(f"unexpected {type(error).__name__}: {error}; {hint}", 3)
+        _exit_with_error(f"unexpected {type(error).__name__}: {error}; {hint}", 3)
     except BaseException as error:  # of a kind that numdev's own code never raises
-        _fail(f"{FOREIGN} raised {one_line(error)}", 3)
+        _exit_with_error(f"{FOREIGN} raised {one_line(error)}", 3)
     else:
         if code:
             sys.exit(code)
 
 
-def _fail(message: str, code: int) -> None:
+def _exit_with_error(message: str, code: int) -> None:
     """Prints one line on stderr, whatever is in the message (control characters become
     spaces), and exits with the code."""
     line = "".join(c if c.isprintable() else " " for c in f"numdev: error: {message}")

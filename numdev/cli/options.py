@@ -89,7 +89,7 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
             option = next((m for m in field.metadata if isinstance(m, Option)), None)
             if option is not None:
                 flag = option.flag or f"--{name.replace('_', '-')}"
-                more = {"metavar": option.metavar} | _kind(name, flag, field)
+                more = {"metavar": option.metavar} | _option_type(name, flag, field)
                 function = click.option(flag, name, help=field.description, **more)(
                     function
                 )
@@ -98,7 +98,7 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
     return decorate
 
 
-def _kind(name: str, flag: str, field: FieldInfo) -> dict[str, Any]:
+def _option_type(name: str, flag: str, field: FieldInfo) -> dict[str, Any]:
     """Returns the arguments of `click.option` for a field's type, by name. `name`: the
     field's; `flag`: the option's."""
     parts = [*parts_of(field.annotation), *field.metadata]

@@ -78,7 +78,7 @@ def compare(
     from numdev.gate.compare import compare as run
 
     comparison = run(*reports, allow=allow, by_date=by_date, command=command_line())
-    directory = session.claim("compare", comparison.request)
+    directory = session.claim_directory("compare", comparison.request)
     context.find_root().obj = comparison.exit_code
     session.hand_over(comparison, directory)
     if comparison.exit_code == 3:

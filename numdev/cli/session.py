@@ -57,13 +57,13 @@ class Session:
         if not self.quiet:
             click.echo(text, err=True)
 
-    def study(self, run: Callable[..., R], *asked: object, **more: object) -> R:
+    def run_study(self, run: Callable[..., R], *asked: object, **more: object) -> R:
         """Returns what a study returns, with its progress shown. `run` is called with the
         arguments, `overwrite`, `command` and `progress`."""
         same = {"overwrite": self.overwrite, "command": command_line()}
-        return self.watched(run, *asked, **same, **more)
+        return self.run_with_progress(run, *asked, **same, **more)
 
-    def judged(
+    def run_judged_study(
         self,
         verdict: Verdict | None,
         run: Callable[..., R],
@@ -72,9 +72,13 @@ class Session:
     ) -> R:
         """Returns the report of a study, judged by the rules of the `verdict`; None: by
         the default ones."""
-        return self.study(run, *asked, rules=verdict.limits if verdict else None, **more)
+        return self.run_study(
+            run, *asked, rules=verdict.limits if verdict else None, **more
+        )
 
-    def watched(self, run: Callable[..., R], *asked: object, **more: object) -> R:
+    def run_with_progress(
+        self, run: Callable[..., R], *asked: object, **more: object
+    ) -> R:
         """Returns what a function returns, with its progress shown; kernels' prints stay
         off stdout, and no Ctrl-C is lost. `run` is called with the arguments and
         `progress`."""
@@ -83,7 +87,7 @@ class Session:
         with (
             contextlib.redirect_stdout(sys.stderr),
             terminal.progress(show=not (self.quiet or self.as_json)) as tell,
-            watching() as check,
+            raising_lost_interrupts() as check,
         ):
 
             def progress(what: str, done: int, total: int) -> None:
@@ -93,13 +97,15 @@ class Session:
 
             return run(*asked, progress=progress, **more)
 
-    def claim(self, name: str, request: Mapping[str, object]) -> Path:
+    def claim_directory(self, name: str, request: Mapping[str, object]) -> Path:
         """Makes and returns the directory of a report that is made at once. Raises
         UsageError where it holds another report."""
-        from numdev.report.io import claim
+        from numdev.report.io import claim_directory
 
         directory = self.directory(name, request)
-        claim(directory, name.partition("-")[0], request, overwrite=self.overwrite)
+        claim_directory(
+            directory, name.partition("-")[0], request, overwrite=self.overwrite
+        )
         return directory
 
     def hand_over(
@@ -125,8 +131,12 @@ class Session:
         elif not self.quiet and not verdict:
             terminal.show(report)
         if verdict:
-            code = verdict.of(report, "nothing" if self.quiet or self.as_json else "page")
-        if scripts and self.watched(scripts, report, directory=directory, say=self.say):
+            code = verdict.judge_and_show(
+                report, "nothing" if self.quiet or self.as_json else "page"
+            )
+        if scripts and self.run_with_progress(
+            scripts, report, directory=directory, say=self.say
+        ):
             html.write(report, directory)  # which shows them
         if not self.as_json:
             self.say(f"Report: {directory / 'report.html'}")
@@ -140,7 +150,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Callable[[], None]]:
+def raising_lost_interrupts() -> Iterator[Callable[[], None]]:
     """Yields a function that raises KeyboardInterrupt if one came and was lost: a native
     extension that calls back into Python may clear the error. The loop asks at every
     task."""

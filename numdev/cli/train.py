@@ -52,7 +52,7 @@ def train(
     raw = read_yaml(config, TrainConfig)
     request = resolve(raw, config.name, steps=steps, seed=seed, device=device)
     directory = session.directory(config.stem, request.fields_of_numbers())
-    report = session.study(run, request, directory, stop_after=stop_after)
+    report = session.run_study(run, request, directory, stop_after=stop_after)
     if report is not None:
         session.hand_over(report, directory)
     else:
@@ -94,12 +94,12 @@ def weights(
         directory = session.directory(
             f"weights-{name}", [list(targets), list(nulls), device]
         )
-        report = session.study(
+        report = session.run_study(
             weights_over_steps, targets, directory, nulls=nulls, **asked
         )
     else:
         directory = session.directory(name, [list(targets), device])
-        report = session.study(compare, targets, directory, **asked)
+        report = session.run_study(compare, targets, directory, **asked)
     session.hand_over(report, directory)
     if report.damage:
         first = report.damage[0]
@@ -119,5 +119,7 @@ def bounds(run: Path, session: Session) -> None:
     from numdev.studies.training.bounds import study
 
     report = study.bounds(run, command=command_line())
-    directory = session.claim(f"bounds-{report.request['target']}", report.request)
+    directory = session.claim_directory(
+        f"bounds-{report.request['target']}", report.request
+    )
     session.hand_over(report, directory)

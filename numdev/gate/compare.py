@@ -1,9 +1,9 @@
 """`numdev compare`: two reports of one request, on two versions, machines or commits.
 
-Each report is first asked whether it is whole (`wholeness`). Each pair of rows (`pairs`)
-is held to what noise explains (`movement`; of other studies, by their own `moves`); what
-one alone has is gone or new. Planted faults (`role: control`) are left out. Reads rows
-alone: no torch, no GPU."""
+Each report is first asked whether it is whole (`require_whole`). Each pair of rows
+(`pairs`) is held to what noise explains (`movement`; of other studies, by their own
+`moves`); what one alone has is gone or new. Planted faults (`role: control`) are left
+out. Reads rows alone: no torch, no GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from numdev.gate.compare_report import (
     Which,
 )
 from numdev.gate.compare_studies import Naming, R
-from numdev.gate.findings import label, listed
+from numdev.gate.findings import joined_words, label
 from numdev.gate.movement import (
     FAR,
     THRESHOLD,
@@ -36,11 +36,11 @@ from numdev.gate.movement import (
     Names,
     NoiseModel,
     Pair,
-    by_chance,
-    factor,
-    options_of,
-    pairs_of,
-    same_bits,
+    has_same_bits,
+    may_differ_by_chance,
+    option_sets,
+    paired_rows,
+    ratio_of_log,
 )
 from numdev.gate.rows import NUMBERS, Measured, Rows
 from numdev.grouping import grouped
@@ -129,23 +129,25 @@ def compare(
     Raises UsageError for reports that cannot be compared or were asked for different
     things, and for an unknown key in `allow`; MeasurementError for a report that cannot
     be understood, is not whole or contradicts itself."""
-    named = _to_compare(reports, allow, by_date)
+    named = _ordered_reports(reports, allow, by_date)
     several = len(named) > 2
     (old, first), (new, last) = named[-2:]
     for report, name in named:
-        wholeness(report, name)
+        require_whole(report, name)
     allowed = [shared_request(x, new, allow) for x, _ in named[:-1]][-1]
-    rows = _rows(old), _rows(new)
-    names, compared = _moves_of(new.kind)(old, new)
+    rows = _rows_without_controls(old), _rows_without_controls(new)
+    names, compared = _comparison_function(new.kind)(old, new)
     moves = sorted(compared.moves, key=lambda move: -move.excess)
-    presences = (*_presences(*rows, names), *compared.presences)
+    presences = (*_presence_records(*rows, names), *compared.presences)
     summary = _summary(compared, {row.role for row in (*rows[0], *rows[1])})
     places = Places(rows[1] if isinstance(new, Measured) else [m.place for m in moves])
     sides = f"{last} against {first}: " if several else ""
-    sentences = answer(compared.groups, moves, presences, allowed, places, sides, summary)
+    sentences = answer_sentences(
+        compared.groups, moves, presences, allowed, places, sides, summary
+    )
     answered = summary.model_copy(update={"answer": tuple(sentences)})
     source = {"config": last, "run": new.provenance.source}
-    history = tuple(_past(x) for x, _ in named) if several else ()
+    history = tuple(_history_entry(x) for x, _ in named) if several else ()
     return CompareReport(
         provenance=Provenance.now(command, new.provenance.system, source),
         request={"a": first, "b": last, "allow": sorted(allow)},
@@ -156,12 +158,12 @@ def compare(
         a=old.provenance,
         b=new.provenance,
         allowed=tuple(allowed),
-        changes=_changes(old, new),
+        changes=_setting_differences(old, new),
         history=history,
     )
 
 
-def _to_compare(
+def _ordered_reports(
     reports: Sequence[Path | Report], allow: Collection[str], by_date: bool
 ) -> list[tuple[Any, str]]:
     """Returns the reports in the order in which they are compared, each with what errors
@@ -174,7 +176,7 @@ def _to_compare(
         raise UsageError(f"compare: expected two reports or more, got {len(reports)}")
     named = [
         (
-            _measured(x),
+            _comparable_report(x),
             f"report of {x.provenance.created}" if isinstance(x, Report) else str(x),
         )
         for x in reports
@@ -203,7 +205,7 @@ def _summary(compared: Compared, roles: Collection[str]) -> CompareSummary:
     )
 
 
-def wholeness(report: Report, name: str) -> None:
+def require_whole(report: Report, name: str) -> None:
     """Raises MeasurementError, with the name of the report, where it lacks rows that were
     planned, has others, or contradicts itself."""
     try:
@@ -212,7 +214,7 @@ def wholeness(report: Report, name: str) -> None:
         raise MeasurementError(f"{name}: {error.message}", hint=error.hint) from error
 
 
-def _past(report: Measured) -> Past:
+def _history_entry(report: Measured) -> Past:
     """Returns a report's line in the history: when and on what it was made, its outcome,
     and by kernel and format the median of its outputs' errors over the floor. What it
     does not record is `unknown`."""
@@ -239,7 +241,7 @@ def _past(report: Measured) -> Past:
     )
 
 
-def _measured(source: Path | Report) -> Any:
+def _comparable_report(source: Path | Report) -> Any:
     """Returns a report, read from its file or directory where a path is passed. Raises
     UsageError for a kind that cannot be compared, and for a sweep without rows per head;
     and what `report.read` raises."""
@@ -259,7 +261,7 @@ def _measured(source: Path | Report) -> Any:
     return report
 
 
-def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
+def _setting_differences(a: Measured, b: Measured) -> tuple[Difference, ...]:
     """Returns the differences of two reports that are not in their requests: versions,
     machine, settings, `repeats`, `isolate`, the options of kernels that ran with one set
     of options, and the first difference of their rules. Empty where all of these
@@ -269,15 +271,19 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
         facts: dict[str, object] = dict(report.provenance.system)
         facts = {"numdev": report.provenance.numdev, **facts}
         facts |= {key: report.request.get(key) for key in ("repeats", "isolate")}
-        for (_, kernel), sets in options_of(report.rows).items():
+        for (_, kernel), sets in option_sets(report.rows).items():
             facts |= {f"{kernel}: {k}": x for k, x in next(iter(sets.values())).items()
                       if len(sets) == 1}  # fmt: skip
-        sides.append({key: x for name, y in facts.items() for key, x in flat(y, name)})
+        sides.append(
+            {key: x for name, y in facts.items() for key, x in leaves_with_paths(y, name)}
+        )
     keys = dict.fromkeys((*sides[1], *sides[0]))
     changes = [
-        d for key in keys for d in unequal(key, *(side.get(key) for side in sides))
+        d
+        for key in keys
+        for d in first_difference(key, *(side.get(key) for side in sides))
     ]
-    return (*changes, *unequal("rules", a.rules, b.rules))
+    return (*changes, *first_difference("rules", a.rules, b.rules))
 
 
 def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Difference]:
@@ -295,9 +301,13 @@ def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Di
                 differences.append(Difference(key=key, a=short[0], b=short[1]))
         elif not (same_prompt and key in PROMPT):
             differences += next(
-                filter(None, (unequal(key, *x) for x in _asked(key, a, b))), []
+                filter(
+                    None,
+                    (first_difference(key, *x) for x in _requested_values(key, a, b)),
+                ),
+                [],
             )
-    differences = differences or list(_calls(a, b))
+    differences = differences or list(_call_differences(a, b))
     refused = [d for d in differences if d.root not in allow]
     if refused:
         words = ", ".join(f"{d.key} ({d.a} in A, {d.b} in B)" for d in refused)
@@ -308,7 +318,7 @@ def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Di
     return differences
 
 
-def _asked(key: str, *reports: Report) -> Iterator[list[object]]:
+def _requested_values(key: str, *reports: Report) -> Iterator[list[object]]:
     """Yields pairs [value of A, value of B] of what was asked for under a key: in the
     requests, then in the plans if these have the key, then as the reports' field
     `output`. None stands for a report without the key."""
@@ -320,7 +330,7 @@ def _asked(key: str, *reports: Report) -> Iterator[list[object]]:
         yield [getattr(report, key, None) for report in reports]
 
 
-def _calls(a: Report, b: Report) -> Iterator[Difference]:
+def _call_differences(a: Report, b: Report) -> Iterator[Difference]:
     """Yields the first difference in shape or options of each call that both reports
     have, by its name; nothing where a report is no audit or sweep."""
     if not isinstance(a, Measured) or not isinstance(b, Measured):
@@ -329,22 +339,28 @@ def _calls(a: Report, b: Report) -> Iterator[Difference]:
     for case in b.cases:
         if case.case in before:
             sides = [{n: getattr(c, n) for n in SHAPE} for c in (before[case.case], case)]
-            yield from unequal(f"cases.{case.case}", *sides)
+            yield from first_difference(f"cases.{case.case}", *sides)
 
 
-def unequal(key: str, a: object, b: object) -> list[Difference]:
+def first_difference(key: str, a: object, b: object) -> list[Difference]:
     """Returns a list with the first place at which two values differ, its path beginning
     with `key`; an empty list where they are equal. An empty list, mapping or string
     equals None; 0 does not."""
     if a == b or all(x is None or (x == EMPTY.get(type(x))) for x in (a, b)):
         return []
-    sides = [dict(flat(x, key)) for x in (a, b)]
+    sides = [dict(leaves_with_paths(x, key)) for x in (a, b)]
     keys = (*sides[1], *sides[0])
     at = next(k for k in keys if sides[0].get(k, MISSING) != sides[1].get(k, MISSING))
-    return [Difference(key=at, a=_shown(sides[0].get(at)), b=_shown(sides[1].get(at)))]
+    return [
+        Difference(
+            key=at,
+            a=_shortened_text(sides[0].get(at)),
+            b=_shortened_text(sides[1].get(at)),
+        )
+    ]
 
 
-def flat(value: object, key: str) -> Iterator[tuple[str, object]]:
+def leaves_with_paths(value: object, key: str) -> Iterator[tuple[str, object]]:
     """Yields (path, leaf) for each leaf of nested mappings and lists of mappings; paths
     begin with `key`, as in `cases.0.seq_len`. Any other value is a leaf, as are empty
     mappings."""
@@ -360,7 +376,7 @@ def flat(value: object, key: str) -> Iterator[tuple[str, object]]:
     if not items:
         yield key, value
     for name, inner in items:
-        yield from flat(inner, f"{key}.{name}")
+        yield from leaves_with_paths(inner, f"{key}.{name}")
 
 
 # What moved from a report to a later one of its kind
@@ -369,49 +385,49 @@ MISSING = object()
 EMPTY: dict[type, object] = {list: [], tuple: (), dict: {}, str: ""}
 
 
-def _shown(value: object) -> str:
+def _shortened_text(value: object) -> str:
     """Returns a value as text of at most 60 characters, cut off with `...`; what is no
     string is written as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _rows(report: Measured) -> list[DeviationRow]:
+def _rows_without_controls(report: Measured) -> list[DeviationRow]:
     """Returns the rows of a report without those of planted faults (`role: control`)."""
     return [row for row in report.rows if row.role != "control"]
 
 
-def _moves_of(kind: str) -> Moves:
+def _comparison_function(kind: str) -> Moves:
     """Returns the function that compares two reports of a kind; the kind must be one that
     can be compared."""
     moves = kind_of(kind).moves
-    assert moves is not None  # `_measured` refused it
+    assert moves is not None  # `_comparable_report` refused it
     return moves
 
 
 def moves_of_rows(a: Measured, b: Measured) -> tuple[Names, Compared]:
     """Compares the rows of an audit or a sweep B with those of A, without planted faults.
     Returns the keys by which rows are paired, and what moved."""
-    return _compared(_rows(a), _rows(b), b.cases)
+    return _compare_rows(_rows_without_controls(a), _rows_without_controls(b), b.cases)
 
 
-def _compared(
+def _compare_rows(
     old: Rows, new: Rows, cases: Sequence[CallRecord]
 ) -> tuple[Names, Compared]:
     """Compares the rows of B with those of A. Returns the keys by which rows are paired,
     and the groups, moves and notes. A row that is in a report twice counts once. `cases`:
     the calls of B."""
-    names, pairs = Names(old, new), pairs_of(old, new, cases)
+    names, pairs = Names(old, new), paired_rows(old, new, cases)
     noise = NoiseModel(pairs)
     groups: list[Group] = []
-    moves: list[Move] = list(_ran(pairs, names))
+    moves: list[Move] = list(_operator_moves(pairs, names))
     for members in grouped(pairs, lambda p: (*names.kernel(p.b), p.b.tensor)).values():
-        judged = [noise.judged(pair) for pair in members]
+        judged = [noise.judged_changes(pair) for pair in members]
         of_group: list[Move] = []
         for pair, changes in zip(members, judged, strict=True):
-            of_group += _moves(pair, changes)
-        of_group += _reproducible(members)
-        groups.append(_group(members, judged, of_group))
+            of_group += _pair_moves(pair, changes)
+        of_group += _reproducibility_moves(members)
+        groups.append(_group_record(members, judged, of_group))
         moves += of_group
     inputs = Counter(str(pair.inputs) for pair in pairs)
     notes = [THRESHOLD.format(tests=noise.tests)]
@@ -427,31 +443,31 @@ def _compared(
     return names, Compared(groups, moves, tuple(notes), inputs)
 
 
-def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
+def _pair_moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
     """Yields what moved in one head: a number of elements that are not finite, a mistake
     that one report alone names, and of the numbers in `judged` the one farthest beyond
     noise, if any is."""
     a, b = pair.a, pair.b
     before, now = a.nonfinite, b.nonfinite
-    if before is not None and now is not None and not by_chance(before, now):
+    if before is not None and now is not None and not may_differ_by_chance(before, now):
         words = f"elements that are not finite: {before}, now {now}"
-        yield _move(pair, "nonfinite", words, a=a.nonfinite, b=b.nonfinite)
+        yield _move_record(pair, "nonfinite", words, a=a.nonfinite, b=b.nonfinite)
     if (a.suspicion is None) != (b.suspicion is None):
         words = (
             f"{a.suspicion or 'no mistake named'}, now "
             f"{b.suspicion or 'no mistake named'}"
         )
-        yield _move(pair, "suspicion", words)
+        yield _move_record(pair, "suspicion", words)
     worst = max(judged, key=lambda change: change.excess, default=None)
     if worst is not None and worst.excess > 1:
         words = f"from {three(worst.a)} to {three(worst.b)}{UNITS[worst.metric]}"
-        yield _move(
+        yield _move_record(
             pair, worst.metric, words, worst.excess,
-            a=worst.a, b=worst.b, change=worst.change, noise=factor(worst.noise),
+            a=worst.a, b=worst.b, change=worst.change, noise=ratio_of_log(worst.noise),
         )  # fmt: skip
 
 
-def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
+def _reproducibility_moves(members: Sequence[Pair]) -> Iterator[Move]:
     """Yields at most one move: where a kernel returned the same bits in all heads and no
     longer does in more than half, or the reverse. In fewer heads runs may agree, or not,
     by luck. Heads that ran once in either report do not count."""
@@ -469,10 +485,10 @@ def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
         for n in noisy
     ]
     words = f"runs on the same inputs: {state[0]}, now {state[1]}"
-    yield _move(pair, "noise", words, a=pair.a.noise, b=pair.b.noise)
+    yield _move_record(pair, "noise", words, a=pair.a.noise, b=pair.b.noise)
 
 
-def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
+def _operator_moves(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
     """Yields a move for each kernel and pass (forward or backward) in which another
     operator ran than before, with in how many of its calls. All tensors of a pass carry
     this evidence; it is reported once."""
@@ -485,12 +501,12 @@ def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
         for (a, b), of_pass in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():
             if a != b:
                 count = len({names.step(p.b) for p in of_pass})
-                yield _move(
+                yield _move_record(
                     of_pass[0], "ran", f"{a} ran, now {b} ({count} of {calls} calls)"
                 )
 
 
-def _move(
+def _move_record(
     pair: Pair,
     metric: str,
     words: str,
@@ -518,7 +534,7 @@ def _move(
     )
 
 
-def _group(
+def _group_record(
     pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: list[Move]
 ) -> Group:
     """Returns the summary of one tensor of one kernel, of at least one pair. Its medians
@@ -545,7 +561,7 @@ def _group(
         **row.who,
         tensor=row.tensor,
         pairs=len(pairs),
-        same_bits=sum(same_bits(p.a, p.b) for p in pairs),
+        same_bits=sum(has_same_bits(p.a, p.b) for p in pairs),
         moved=moved,
         metric=metric,
         a=a,
@@ -560,10 +576,10 @@ def _is_unjudged(pair: Pair, changes: Sequence[Change]) -> bool:
     """Whether a pair differs, and has no number that could be judged: none at all, or
     noise could explain any change of those it has."""
     judged = any(math.isfinite(change.noise) for change in changes)
-    return not judged and not alike(pair.a, pair.b)
+    return not judged and not has_equal_numbers(pair.a, pair.b)
 
 
-def alike(a: DeviationRow, b: DeviationRow) -> bool:
+def has_equal_numbers(a: DeviationRow, b: DeviationRow) -> bool:
     """Whether two rows have the same bits and the same numbers, so that there is nothing
     to judge."""
     return a.bits == b.bits and all(
@@ -571,7 +587,7 @@ def alike(a: DeviationRow, b: DeviationRow) -> bool:
     )
 
 
-def _presences(
+def _presence_records(
     old: Sequence[R], new: Sequence[R], names: Naming[R]
 ) -> Iterator[Presence]:
     """Yields, by kernel and reason, a record of rows and numbers that only A has (`gone`)
@@ -619,7 +635,7 @@ def _presences(
         )
 
 
-def answer(
+def answer_sentences(
     groups: Sequence[Group],
     moves: Sequence[Move],
     presences: Sequence[Presence],
@@ -631,26 +647,30 @@ def answer(
     """Yields the verdict on the two `sides` with the largest moves, then which
     differences were allowed, which other operators ran, and a sentence for each kernel.
     `moves`: the farthest beyond noise first; `place` puts a place in words."""
-    by_kernel = grouped(groups, _name)
+    by_kernel = grouped(groups, _kernel_and_format)
     numbers = [move for move in moves if move.metric != "ran"]
     moved = [name for name, of_kernel in by_kernel.items() if _has_moved(of_kernel)]
     # Checks, and the model's own output, are in no group.
-    moved += [name for name in dict.fromkeys(map(_name, numbers)) if name not in moved]
+    moved += [
+        name
+        for name in dict.fromkeys(map(_kernel_and_format, numbers))
+        if name not in moved
+    ]
     verdict = _verdict(moves, presences, summary)
-    what = _what_moved(moves, numbers, moved, place)
+    what = _moved_clause(moves, numbers, moved, place)
     if not moves and not summary.judged and not summary.unjudged:
         what = NO_KERNEL if groups else NOTHING
-    uncompared = _uncompared(presences, summary.unjudged)
+    uncompared = _uncompared_clause(presences, summary.unjudged)
     parts = [uncompared, what] if "BUT" in verdict else [what, uncompared or NEITHER]
     yield f"{verdict}: {sides}{'; '.join(parts)}."
     if allowed:
-        keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
+        keys = joined_words(f"{d.key} ({d.a} and {d.b})" for d in allowed)
         yield f"Compared although they differ: {keys}."
     for move in moves:
         if move.metric == "ran":
-            yield f"{_name(move)}, {move.tensor}: {move.words}."
+            yield f"{_kernel_and_format(move)}, {move.tensor}: {move.words}."
     for kernel, of_kernel in by_kernel.items():
-        yield _of_kernel(kernel, of_kernel, numbers)
+        yield _kernel_sentence(kernel, of_kernel, numbers)
 
 
 def _has_moved(groups: Sequence[Group]) -> bool:
@@ -673,12 +693,12 @@ def _verdict(
     return "NO CHANGE" if summary.judged else "NOT JUDGED"
 
 
-def _uncompared(presences: Sequence[Presence], unjudged: int) -> str:
+def _uncompared_clause(presences: Sequence[Presence], unjudged: int) -> str:
     """Returns a clause on what one report alone has, what failed, and what could not be
     judged; empty where there is none of these."""
     counts: Counter[str] = Counter()
     for p in sorted(presences, key=lambda p: p.what != "failed"):
-        counts[_presence(p)] += p.rows
+        counts[_presence_clause(p)] += p.rows
     parts = [f"{what} ({n} row{'s' * (n != 1)})" for what, n in counts.items() if what]
     if unjudged:
         rows = f"row{'s' * (unjudged != 1)}"
@@ -686,22 +706,22 @@ def _uncompared(presences: Sequence[Presence], unjudged: int) -> str:
     return ", ".join(parts)
 
 
-def _what_moved(
+def _moved_clause(
     moves: Sequence[Move], numbers: Sequence[Move], moved: Sequence[str], place: Places
 ) -> str:
     """Returns a clause on the kernels that moved, the move farthest beyond noise, and the
     one of the largest factor, where that is another. `numbers`: the moves but those of
     operators, the farthest first; `moved`: the kernels that moved."""
-    what = f"{listed(moved) or 'nothing'} moved beyond noise"
+    what = f"{joined_words(moved) or 'nothing'} moved beyond noise"
     farthest = next(iter(numbers), None)
     if farthest is not None:
-        where = _where(farthest, moved, place)
+        where = _place_clause(farthest, moved, place)
         what += f", farthest beyond noise {where}, {farthest.words}"
         if farthest.change:
             what += f" ({times(farthest.change)} times as much)"
     largest = max(moves, key=_size_of_factor, default=None)
     if largest and largest.change and largest not in numbers[:1]:
-        where = _where(largest, moved, place)
+        where = _place_clause(largest, moved, place)
         what += f"; the largest factor, {times(largest.change)}×, {where}"
     return f"other code ran, {what}" if moves and not moved else what
 
@@ -711,21 +731,23 @@ def _size_of_factor(move: Move) -> float:
     return abs(math.log(move.change)) if move.change else 0.0
 
 
-def _of_kernel(kernel: str, groups: Sequence[Group], numbers: Sequence[Move]) -> str:
+def _kernel_sentence(
+    kernel: str, groups: Sequence[Group], numbers: Sequence[Move]
+) -> str:
     """Returns a sentence on what moved of one kernel, and how many of its rows have the
     same bits. `groups`: its groups, at least one; `numbers`: the moves of all kernels."""
     each = EACH.get(groups[0].metric or "", "heads")
     tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in groups if g.moved]
     in_groups = {group.tensor for group in groups}
-    beside = (m.tensor for m in numbers if _name(m) == kernel)
+    beside = (m.tensor for m in numbers if _kernel_and_format(m) == kernel)
     tensors += dict.fromkeys(tensor for tensor in beside if tensor not in in_groups)
-    what = f"moved in {listed(tensors)}" if tensors else "within noise"
+    what = f"moved in {joined_words(tensors)}" if tensors else "within noise"
     pairs = sum(group.pairs for group in groups)
     same = sum(group.same_bits for group in groups)
     return f"{kernel}: {what}; the same bits in {same} of {pairs} rows."
 
 
-def _presence(of: Presence) -> str:
+def _presence_clause(of: Presence) -> str:
     """Returns a clause on what one report alone has, or what failed; empty for rows that
     are gone because they failed, which have a clause of their own."""
     if of.what == "failed":
@@ -734,7 +756,7 @@ def _presence(of: Presence) -> str:
     side, other = "AB" if of.what == "gone" else "BA"
     if lacks := of.lacks:
         more = f" and {len(lacks) - NAMED} numbers more" if len(lacks) > NAMED else ""
-        named = ", ".join(lacks[:NAMED]) + more if more else listed(lacks)
+        named = ", ".join(lacks[:NAMED]) + more if more else joined_words(lacks)
         return f"{label(of)} lacks {named} in {other}"
     if of.why == ABSENT:
         return f"{label(of)} was run in {side} alone"
@@ -743,14 +765,14 @@ def _presence(of: Presence) -> str:
     )
 
 
-def _where(move: Move, moved: Sequence[str], place: Places) -> str:
+def _place_clause(move: Move, moved: Sequence[str], place: Places) -> str:
     """Returns the place of a move in words, with its kernel where several moved
     (`moved`)."""
     of = f" of {label(move)}" if len(moved) > 1 else ""
     return f"in {move.tensor}{of}, {place(move.place)}"
 
 
-def _name(of: Group | Move) -> str:
+def _kernel_and_format(of: Group | Move) -> str:
     """Returns the kernel with its options and format, as in `mine[block=64]
     (bfloat16)`."""
     return f"{label(of)} ({of.format})"

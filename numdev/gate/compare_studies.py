@@ -68,7 +68,7 @@ def measured_pairs(
     return [(before[key], row) for key, row in after.items() if key in before]
 
 
-def both_numbers(
+def numbers_in_both(
     rows: Iterable[tuple[object, object]], metric: str
 ) -> list[tuple[float, float]]:
     """Returns (value of A, value of B) of a metric for each pair of rows in which neither
@@ -77,13 +77,13 @@ def both_numbers(
     return [(a, b) for a, b in values if a is not None and b is not None]
 
 
-def of_model(fmt: str, kernel: str = "model") -> Who:
+def kernel_fields(fmt: str, kernel: str = "model") -> Who:
     """Returns the fields role (`kernel`), kernel, options (none) and format of a record
     on the model's output, or on a kernel in the model."""
     return {"role": "kernel", "kernel": kernel, "options": {}, "format": fmt}
 
 
-def nowhere(name: str, layer: int | None = None) -> Place:
+def place_without_call(name: str, layer: int | None = None) -> Place:
     """Returns a place that has `name` for its case and no module, head, phase or seed: of
     something that belongs to no call, or to all calls of a case."""
     return Place(
@@ -91,7 +91,7 @@ def nowhere(name: str, layer: int | None = None) -> Place:
     )
 
 
-def in_one_alone(
+def presence_record(
     of: Who, place: Place, gone: bool, tensor: str, why: str, *lacks: str
 ) -> Presence:
     """Returns the record of one row or number that is gone from B (`gone`), or new in it.

@@ -49,28 +49,30 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     is gone, new or failed, notes, and what differs between the two reports."""
     where = [m.place for m in report.moves] + [p.place for p in report.presences]
     place = Places([*(g.where for g in report.groups if g.where), *where])
-    yield from _history(report.history)
-    yield _moves(report, place, SHOWN, doc.TERMINAL)
-    yield _moves(report, place, ON_PAGE, doc.TEXT)
+    yield from _history_nodes(report.history)
+    yield _moves_table(report, place, SHOWN, doc.TERMINAL)
+    yield _moves_table(report, place, ON_PAGE, doc.TEXT)
     yield doc.table(
         GROUP_COLUMNS,
-        ((*_group(g), place(g.where) if g.where else "") for g in report.groups),
+        ((*_group_row(g), place(g.where) if g.where else "") for g in report.groups),
         [g.role != "kernel" for g in report.groups],
         title="Every tensor: the error in A and in B",
     )
     yield from doc.notes((LEGEND,))
-    yield doc.words(
+    yield doc.text_table(
         ("", "kernel", "tensor", "rows", "first at", "why"),
-        (_presence(presence, place) for presence in report.presences),
+        (_presence_row(presence, place) for presence in report.presences),
         title="Gone, new and failed",
     )
     yield from doc.notes(report.summary.notes)
-    yield doc.words(
-        ("", "A", "B"), _sides(report), title="The two reports, and what else differs"
+    yield doc.text_table(
+        ("", "A", "B"),
+        _report_rows(report),
+        title="The two reports, and what else differs",
     )
 
 
-def _presence(presence: Presence, place: Places) -> tuple[str | Cell, ...]:
+def _presence_row(presence: Presence, place: Places) -> tuple[str | Cell, ...]:
     """Returns a table's row on what one report alone has, or what failed: gone, new or
     failed, kernel, tensors with format, number of rows, first place, reason."""
     why = presence.why
@@ -86,7 +88,7 @@ def _presence(presence: Presence, place: Places) -> tuple[str | Cell, ...]:
     )
 
 
-def _sides(report: CompareReport) -> Iterator[tuple[str | Cell, ...]]:
+def _report_rows(report: CompareReport) -> Iterator[tuple[str | Cell, ...]]:
     """Yields a table's rows (key, value of A, value of B) on what the two reports are and
     in which keys they differ, the allowed differences first."""
     yield ("report", *(str(report.request.get(side)) for side in "ab"))
@@ -98,13 +100,15 @@ def _sides(report: CompareReport) -> Iterator[tuple[str | Cell, ...]]:
         yield d.key, d.a, d.b
 
 
-def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
+def _history_nodes(past: Sequence[Past]) -> Iterator[doc.Node]:
     """Yields a table of when and on what each report was made, and a figure of every
     kernel's error along them; nothing without a history."""
     if not past:
         return
     rows = ((p.created, p.numdev, p.torch, p.on, p.outcome) for p in past)
-    yield doc.words(("made", "numdev", "torch", "on", "outcome"), rows, title="History")
+    yield doc.text_table(
+        ("made", "numdev", "torch", "on", "outcome"), rows, title="History"
+    )
     ticks = tuple(Tick(x=i, label=p.created[:10]) for i, p in enumerate(past))
     curves: list[Curve] = []
     for kernel in dict.fromkeys(kernel for each in past for kernel in each.errors):
@@ -123,22 +127,22 @@ def _history(past: Sequence[Past]) -> Iterator[doc.Node]:
     yield doc.Figures((figure,), axis)
 
 
-def _moves(
+def _moves_table(
     report: CompareReport, place: Places, limit: int, only: tuple[doc.Medium, ...]
 ) -> doc.Table:
     """Returns the table of the first `limit` moves for the media `only`; where there are
     more, its title says how many."""
     count = len(report.moves)
     limited = f" ({limit} of {count}, all in moves.csv)" if count > limit else ""
-    return doc.words(
+    return doc.text_table(
         ("kernel", "tensor", "where", "before and after", "factor", "noise explains"),
-        (_move(move, place) for move in report.moves[:limit]),
+        (_move_row(move, place) for move in report.moves[:limit]),
         title=f"What moved, the farthest beyond noise first{limited}",
         only=only,
     )
 
 
-def _move(m: Move, place: Places) -> tuple[str | Cell, ...]:
+def _move_row(m: Move, place: Places) -> tuple[str | Cell, ...]:
     """Returns a table's row on a move: kernel, tensor and format, place, before and after
     in words, factor, and the factor that noise explains, each a dash where there is
     none."""
@@ -152,7 +156,7 @@ def _move(m: Move, place: Places) -> tuple[str | Cell, ...]:
     )
 
 
-def _group(g: Group) -> tuple[str | Cell, ...]:
+def _group_row(g: Group) -> tuple[str | Cell, ...]:
     """Returns a table's row on one tensor of a kernel, but for its last cell (which
     head); the count of what moved is coloured where it is not 0."""
     write = si if g.metric in ("rms", "cost") else ratio

@@ -99,8 +99,12 @@ def kernel_verdicts(
         ),
         lambda t: (label(t), t.format),
     )
-    ran = {key: tests for key, tests in by_kernel.items() if any(map(_counts, tests))}
-    verdicts = [_of_kernel(tests, findings, passing) for tests in ran.values()]
+    ran = {
+        key: tests
+        for key, tests in by_kernel.items()
+        if any(map(_deserves_verdict, tests))
+    }
+    verdicts = [_kernel_verdict(tests, findings, passing) for tests in ran.values()]
     covered = {id(test) for tests in ran.values() for test in tests}
     silent = (None, Outcome.PASSED)
     others = [
@@ -108,17 +112,17 @@ def kernel_verdicts(
     ]
     unsaid = judgement.outcome not in {verdict.outcome for verdict in verdicts}
     if any(test.rule in OF_SOURCE for test in others) or (others and unsaid):
-        verdicts.append(_of_report(others))
+        verdicts.append(_report_verdict(others))
     return sorted(verdicts, key=lambda verdict: list(Outcome).index(verdict.outcome))
 
 
-def _counts(test: Test) -> bool:
+def _deserves_verdict(test: Test) -> bool:
     """Whether a test shows that a verdict is due on its kernel: it counts the calls of a
     kernel under audit, or is of the whole model."""
     return test.runs or test.kernel == MODEL
 
 
-def _of_report(others: Sequence[Test]) -> KernelVerdict:
+def _report_verdict(others: Sequence[Test]) -> KernelVerdict:
     """Returns the verdict on what did not pass and is of no kernel under audit: too short
     a text, a required kernel that is absent, a rule without a row. `others`: these tests,
     at least one."""
@@ -131,7 +135,7 @@ def _of_report(others: Sequence[Test]) -> KernelVerdict:
     )  # fmt: skip
 
 
-def _of_kernel(
+def _kernel_verdict(
     tests: Sequence[Test],
     findings: Sequence[Finding],
     passing: Callable[[Sequence[Test]], str | None],
@@ -197,8 +201,11 @@ def findings_in(
     judgement: Judgement, rows: Rows
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """Returns the findings of a judgement of rows, and sentences on what was tested."""
-    findings = [*_exceeded(judgement.tests, Places(rows)), *run_findings(judgement.tests)]
-    tested = [*_tested(judgement.tests, findings), *remarks(rows)]
+    findings = [
+        *_limit_findings(judgement.tests, Places(rows)),
+        *run_findings(judgement.tests),
+    ]
+    tested = [*_tested_sentence(judgement.tests, findings), *remark_sentences(rows)]
     if judgement.power:
         caught = "; ".join(map(str, judgement.power))
         tested.append(f"Of the faults planted in this run, these rules catch: {caught}.")
@@ -220,18 +227,18 @@ def label(of: Labelled) -> str:
     return labelled(of.kernel or "", of.options)
 
 
-def listed(words: Iterable[str]) -> str:
+def joined_words(words: Iterable[str]) -> str:
     """Returns words joined as in `a, b and c`; empty where there are none."""
     *most, last = list(words) or [""]
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
+def _limit_findings(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     """Yields a finding for each fault, in the order of the rules: but a mistake that does
     not explain the head that errs most comes after the finding on that head. Gradients
     that are wrong because the output is have no finding: the output's says so."""
-    faults = _ordered(_faults(tests))
-    owner = _owners(faults)
+    faults = _ordered_faults(_faults(tests))
+    owner = _owning_faults(faults)
     findings: list[Finding] = []
     at_of: dict[int, int] = {}  # a fault to its finding
     more: dict[int, list[tuple[int, str]]] = {}  # other heads of the same cause
@@ -240,31 +247,33 @@ def _exceeded(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
         if not named_first:
             continue
         first_rows = [judged_row.row for _, judged_row in named_first]
-        same = _of_one_cause(findings, fault, first_rows)
+        same = _finding_of_same_cause(findings, fault, first_rows)
         if same is not None:
             at_of[number] = same
             more.setdefault(same, []).append((len(named_first), named_first[0][0].rule))
         else:
             at_of[number] = len(findings)
             before = len(fault.rows) - len(named_first)
-            findings.append(_finding(fault._replace(rows=named_first), named, before))
-    also = _also_failed(faults, owner, at_of)
-    inherits = _inherits(findings)
+            findings.append(
+                _finding_of_fault(fault._replace(rows=named_first), named, before)
+            )
+    also = _other_failed_rules(faults, owner, at_of)
+    inherits = _inherited_flags(findings)
     heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
     for at, finding in enumerate(findings):
         words = tensor_spec(finding.tensor or "").of
-        rules = listed(f"`{rule}`" for rule in also.get(at, ()))
+        rules = joined_words(f"`{rule}`" for rule in also.get(at, ()))
         added = f" The same {words.unit}s also fail {rules}." if rules else ""
         for count, rule in more.get(at, ()):
             units = f"{count} more {words.unit}{'s' * (count > 1)}"
             added += f" For that cause {units} fail{'s' * (count == 1)} `{rule}`."
-        if _is_function(finding) and label(finding) in heirs:
+        if _is_of_function(finding) and label(finding) in heirs:
             added += " Its gradients are wrong for the same reason."
         if not inherits[at]:
             yield finding.model_copy(update={"sentence": finding.sentence + added})
 
 
-def _owners(faults: Sequence[Fault]) -> dict[int, int]:
+def _owning_faults(faults: Sequence[Fault]) -> dict[int, int]:
     """Returns, by the id of a row, the index of the fault that names it: a fault with a
     cause goes before the others, then the first in order."""
     owner: dict[int, int] = {}
@@ -276,7 +285,7 @@ def _owners(faults: Sequence[Fault]) -> dict[int, int]:
     return owner
 
 
-def _also_failed(
+def _other_failed_rules(
     faults: Sequence[Fault], owner: dict[int, int], at_of: dict[int, int]
 ) -> dict[int, dict[str, None]]:
     """Returns, by index of a finding, the rules of other faults that its rows fail too,
@@ -291,13 +300,13 @@ def _also_failed(
     return also
 
 
-def _inherits(findings: Sequence[Finding]) -> list[bool]:
+def _inherited_flags(findings: Sequence[Finding]) -> list[bool]:
     """Returns for each finding whether it is of a gradient whose output is that of
     another function in the same formats, so that the gradient is wrong for that
     reason."""
     wrong = set()
     for finding in findings:
-        if _is_function(finding):
+        if _is_of_function(finding):
             wrong |= {(label(finding), fmt) for fmt in finding.formats}
     return [
         tensor_spec(f.tensor or "").is_gradient
@@ -306,7 +315,9 @@ def _inherits(findings: Sequence[Finding]) -> list[bool]:
     ]
 
 
-def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int | None:
+def _finding_of_same_cause(
+    findings: Sequence[Finding], fault: Fault, rows: Rows
+) -> int | None:
     """Returns the index of the finding of the same kernel, tensor and format whose
     imprecise step explains these rows of the fault too; None without one."""
     causes = {row.imprecision for row in rows}
@@ -323,7 +334,7 @@ def _of_one_cause(findings: Sequence[Finding], fault: Fault, rows: Rows) -> int 
     )  # fmt: skip
 
 
-def _is_function(finding: Finding) -> bool:
+def _is_of_function(finding: Finding) -> bool:
     """Whether a finding says that the output is that of another function than was
     requested."""
     of_output = finding.tensor is not None and tensor_spec(finding.tensor).is_output
@@ -364,7 +375,7 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
         if not any(fault.rows is rows for rows in named.values()):
             every.append(fault)
             continue
-        mistakes = list(_by_mistake(fault.rows))
+        mistakes = list(_faults_by_mistake(fault.rows))
         mistakes.sort(key=lambda f: -_largest_error(f))
         # Which gradients inherit
         mistakes.sort(key=lambda f: not f.rows[0][0].is_of_output)
@@ -372,7 +383,7 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
     return every
 
 
-def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
+def _faults_by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
     """Yields a fault for each mistake, with the rows that it explains. Where several
     mistakes explain a head, it goes to the one that explains most heads. `rows`: those of
     a kernel that have a mistake."""
@@ -380,27 +391,27 @@ def _by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
     while unexplained:
         votes: dict[str, list[int]] = {}
         for at, (test, judged_row) in enumerate(unexplained):
-            for words in dict.fromkeys(_statements(judged_row.row)):
-                votes.setdefault(f"{_side(test)}{words}", []).append(at)
+            for words in dict.fromkeys(_mistake_statements(judged_row.row)):
+                votes.setdefault(f"{_tensor_prefix(test)}{words}", []).append(at)
         most = max(votes.values(), key=len)
         alike = [
-            words.removeprefix(_side(unexplained[most[0]][0]))
+            words.removeprefix(_tensor_prefix(unexplained[most[0]][0]))
             for words, voters in votes.items()
             if voters == most
         ]
         chosen = [unexplained[at] for at in most]
-        yield Fault(chosen, ", or ".join(_distinct(alike, chosen[0][1].row)))
+        yield Fault(chosen, ", or ".join(_one_statement_each(alike, chosen[0][1].row)))
         explained = set(most)
         unexplained = [x for at, x in enumerate(unexplained) if at not in explained]
 
 
-def _side(test: Test) -> str:
+def _tensor_prefix(test: Test) -> str:
     """Returns a prefix that keeps a mistake in the output from being counted with the
     same one in gradients: they are different faults."""
     return "output " if test.is_of_output else "other "
 
 
-def _statements(row: DeviationRow) -> Iterator[str]:
+def _mistake_statements(row: DeviationRow) -> Iterator[str]:
     """Yields every statement that describes a row's mistake: of each alternative the one
     on this call, then what it is an instance of."""
     if not row.suspicion_of:
@@ -409,7 +420,7 @@ def _statements(row: DeviationRow) -> Iterator[str]:
         yield from alternative
 
 
-def _distinct(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
+def _one_statement_each(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
     """Returns the statements that explain the same heads, one for each alternative and at
     most ALIKE: what a call itself shows goes before what it is an instance of."""
     if not row.suspicion_of:
@@ -424,7 +435,7 @@ def _distinct(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
 ALIKE = 3  # statements that explain the same heads
 
 
-def _ordered(faults: Sequence[Fault]) -> list[Fault]:
+def _ordered_faults(faults: Sequence[Fault]) -> list[Fault]:
     """Returns the faults in the order of the rules, but a mistake that leaves the worst
     head of its kernel unexplained after the first fault of that head."""
     ordered = list(faults)
@@ -435,7 +446,11 @@ def _ordered(faults: Sequence[Fault]) -> list[Fault]:
         if worst is None:
             continue
         of_worst, row = worst
-        if id(row) in rows or _error(row) <= _largest_error(fault) or row.suspicion:
+        if (
+            id(row) in rows
+            or _relative_error(row) <= _largest_error(fault)
+            or row.suspicion
+        ):
             continue
         first = next(i for i, f in enumerate(ordered) if f is of_worst)
         at = next(i for i, f in enumerate(ordered) if f is fault)
@@ -453,16 +468,18 @@ def _worst_of_tensor(
     for fault in faults:
         rows = (judged_row.row for _, judged_row in fault.rows)
         candidates += [(fault, row) for row in rows if row.tensor == tensor]
-    return max(candidates, key=lambda pair: _error(pair[1]), default=None)
+    return max(candidates, key=lambda pair: _relative_error(pair[1]), default=None)
 
 
 def _largest_error(fault: Fault) -> float:
     """Returns the error of the head of a fault that errs most, as a multiple of what is
     expected; 0 without rows."""
-    return max((_error(judged_row.row) for _, judged_row in fault.rows), default=0.0)
+    return max(
+        (_relative_error(judged_row.row) for _, judged_row in fault.rows), default=0.0
+    )
 
 
-def _error(row: DeviationRow) -> float:
+def _relative_error(row: DeviationRow) -> float:
     """Returns the error of a head over what is expected of it, else over eager
     attention's; of a log-sum-exp over its size. 0 where no such number is in the row."""
     if not tensor_spec(row.tensor).has_floor:
@@ -471,7 +488,7 @@ def _error(row: DeviationRow) -> float:
     return ratio or 0.0
 
 
-def _finding(fault: Fault, named: Places, before: int) -> Finding:
+def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
     """Returns the finding on a fault, with its sentence, place and cause. `named` puts
     places in words; `before`: how many of its rows earlier findings name."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
@@ -479,23 +496,22 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
     formats = tuple(dict.fromkeys(test.format or "" for test in tests))
     judged = sum(test.judged for test in tests)
     if fault.cause is not None:
-        rows.sort(key=_error, reverse=True)
+        rows.sort(key=_relative_error, reverse=True)
     place = Place.of(rows[0])
     words = tensor_spec(verdict.tensor or "").of
     count = f"{len(rows)} of {judged} {words.unit}s"
     if before:
         count += f", beside {before} of other findings"
     where = f"{count}, worst at {named(place)}"
-    observed = _observed(verdict, rows)
+    observed = _shown_number(verdict, rows)
     cause, why = fault.cause or "", rows[0].nulls.get("suspicion", "")
-    sentence = (
-        f"{label(verdict)} ({', '.join(formats)}) {_wrong(verdict, rows, where, cause)}."
-    )
-    if fault.cause is None and (step := _imprecise(rows)):
+    predicate = _predicate(verdict, rows, where, cause)
+    sentence = f"{label(verdict)} ({', '.join(formats)}) {predicate}."
+    if fault.cause is None and (step := _common_imprecise_step(rows)):
         cause, why, alike = step, "", [row for row in rows if row.imprecision == step]
         share = statistics.median(row.imprecision_share or 0.0 for row in alike)
         sentence += (
-            f" Cause: {step}. That explains {removed(share)} of the error "
+            f" Cause: {step}. That explains {share_in_words(share)} of the error "
             f"in {len(alike)} "
         )
         sentence += f"of these {words.unit}s" + ", not in the worst." * (
@@ -523,7 +539,7 @@ def _finding(fault: Fault, named: Places, before: int) -> Finding:
     )
 
 
-def _imprecise(rows: Rows) -> str | None:
+def _common_imprecise_step(rows: Rows) -> str | None:
     """Returns the imprecise step that explains most of these heads; None where none
     explains more than half."""
     steps = Counter(row.imprecision for row in rows if row.imprecision)
@@ -531,7 +547,7 @@ def _imprecise(rows: Rows) -> str | None:
     return step if 2 * count > len(rows) else None
 
 
-def _observed(verdict: Test, rows: Rows) -> Value:
+def _shown_number(verdict: Test, rows: Rows) -> Value:
     """Returns the number that a finding shows: of the worst of these rows, since an
     earlier finding may have a worse one; a median is of all."""
     if isinstance(verdict.observed, float) and not verdict.median and verdict.metric:
@@ -539,7 +555,7 @@ def _observed(verdict: Test, rows: Rows) -> Value:
     return verdict.observed
 
 
-def removed(share: float) -> str:
+def share_in_words(share: float) -> str:
     """Returns a share of an error as a percentage, with as many digits as tell it from
     all of it: `14 %`, `99.98 %`, and `all` where less than 1e-8 is left."""
     percent_left = 100 * (1 - share)
@@ -552,7 +568,7 @@ def removed(share: float) -> str:
     return f"{shown:.{places}f}".rstrip("0").rstrip(".") + " %"
 
 
-def _removed(rows: Rows) -> str:
+def _removal_clause(rows: Rows) -> str:
     """Returns a clause on the share of the error that correcting a mistake removes, in
     each format that was judged, and in the finer format in which the mistake was
     identified, if another. `rows`: at least one."""
@@ -560,21 +576,23 @@ def _removed(rows: Rows) -> str:
         (r for r in rows if r.suspicion_share is not None), lambda r: r.format
     )
     shares = {
-        fmt: removed(_median_share(of_format)) for fmt, of_format in by_format.items()
+        fmt: share_in_words(_median_share(of_format))
+        for fmt, of_format in by_format.items()
     }
     cut = statistics.median(row.suspicion_cut or 1.0 for row in rows)
     finer = next((row.suspicion_format for row in rows if row.suspicion_format), None)
     unit = tensor_spec(rows[0].tensor).of.unit
     median = f" of the median {unit}" if len(rows) > 1 else ""
     if not shares:
-        return f"correcting it removes {removed(1 - 1 / cut)} of the error{median}"
+        return f"correcting it removes {share_in_words(1 - 1 / cut)} of the error{median}"
     first, *others = shares.items()
     clause = f"correcting it removes {first[1]} of the rms error{median}"
     clause += f" in {first[0]}" if others else ""
     clause += "".join(f", {share} in {fmt}" for fmt, share in others)
     least = min(map(_median_share, by_format.values()))
     if finer and finer != rows[0].format and least < CLEAR:
-        clause += f", and at least {removed(_nines(cut))} where the inputs are in {finer}"
+        share = share_in_words(_least_removed_share(cut))
+        clause += f", and at least {share} where the inputs are in {finer}"
     return clause
 
 
@@ -588,7 +606,7 @@ def _median_share(rows: Rows) -> float:
 CLEAR = 0.9
 
 
-def _nines(cut: float) -> float:
+def _least_removed_share(cut: float) -> float:
     """Returns the least share of a head's error that goes in all its rows, where in those
     that were searched what is left is `cut` times smaller: the others may leave twice as
     much. Rounded to nines (0.99, 0.999) from 0.9 on; 0 where `cut` is 2 or less."""
@@ -596,19 +614,19 @@ def _nines(cut: float) -> float:
     return 1 - (left if left > 0.1 else 10.0 ** math.ceil(math.log10(left) - 1e-9))
 
 
-def _wrong(verdict: Test, rows: Rows, where: str, cause: str) -> str:
+def _predicate(verdict: Test, rows: Rows, where: str, cause: str) -> str:
     """Returns the part of a sentence after the kernel: what is wrong in `rows`, the worst
     first, and `where`, in parentheses. `cause`: the mistake, where the rule is on
     mistakes."""
     template = WRONG.get(verdict.metric or "", WRONG[""])
-    fields = _fields_of_test(verdict, _observed(verdict, rows)) | _fields_of_rows(rows)
+    fields = _test_fields(verdict, _shown_number(verdict, rows)) | _row_fields(rows)
     sentence = template.format(**fields, suspicion=cause)
     if sentence.endswith(")"):
         return f"{sentence[:-1]}; {where})"
     return f"{sentence} ({where})"
 
 
-def _fields_of_test(verdict: Test, observed: float | str | None) -> dict[str, object]:
+def _test_fields(verdict: Test, observed: float | str | None) -> dict[str, object]:
     """Returns the fields of the templates of `WRONG` that a test fills, by name.
     `observed`: the number that the finding shows."""
     spec = tensor_spec(verdict.tensor or "")
@@ -631,7 +649,7 @@ def _fields_of_test(verdict: Test, observed: float | str | None) -> dict[str, ob
     }
 
 
-def _fields_of_rows(rows: Rows) -> dict[str, object]:
+def _row_fields(rows: Rows) -> dict[str, object]:
     """Returns the fields of the templates of `WRONG` that rows fill, by name: counts are
     sums over rows, all else is the worst row's or in words. `rows`: the worst first, at
     least one."""
@@ -642,20 +660,21 @@ def _fields_of_rows(rows: Rows) -> dict[str, object]:
     }
     return fields | {
         "sampled": " sampled" if worst.sampled else "",
-        "errs_in": _place(rows),
-        "claim": _whose(rows),
-        "removed": _removed(rows),
+        "errs_in": _place_in_heads(rows),
+        "claim": _rounding_model_in_words(rows),
+        "removed": _removal_clause(rows),
         "bias": worst.bias_size or 0.0,
-        "direction": _direction(worst),
+        "direction": _bias_direction(worst),
         "bias_p": si(worst.bias_p),
         "bias_of": worst.bias_of,
         "sequences": worst.sequences,
-        **_beside_reference(worst),
+        **_reference_fields(worst),
     }
 
 
-def _beside_reference(row: DeviationRow) -> dict[str, object]:
-    """What the templates take of a row's numbers beside a reference."""
+def _reference_fields(row: DeviationRow) -> dict[str, object]:
+    """Returns the fields of the templates of `WRONG` that a row's numbers beside a
+    reference fill, by name; empty where the row has none."""
     beside = row.beside_reference
     if beside is None:
         return {}
@@ -663,7 +682,7 @@ def _beside_reference(row: DeviationRow) -> dict[str, object]:
     return {"form": beside.form, "slice_at": beside.slice_at, "element_at": f"[{at}]"}
 
 
-def _place(rows: Rows) -> str:
+def _place_in_heads(rows: Rows) -> str:
     """Returns where in their heads most of these rows err, as ` in WHERE`, in words that
     hold in all of them; else where the worst does. Empty where they err all over."""
     places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
@@ -678,7 +697,7 @@ def _place(rows: Rows) -> str:
     return f" in {rows[0].errs_in}" + (f" of the worst {unit}" if len(rows) > 1 else "")
 
 
-def _direction(row: DeviationRow) -> str:
+def _bias_direction(row: DeviationRow) -> str:
     """Returns the direction of a row's bias: `away from zero` or `toward zero` where it
     is along the sign, else `upward` or `downward`."""
     up = (row.bias_size or 0.0) > 0
@@ -687,7 +706,7 @@ def _direction(row: DeviationRow) -> str:
     return "upward" if up else "downward"
 
 
-def _whose(rows: Rows) -> str:
+def _rounding_model_in_words(rows: Rows) -> str:
     """Returns in words the rounding model that predicted the error: the emulation that
     the kernel claims or is taken to be, or the one inferred for a kernel without a
     claim."""
@@ -705,13 +724,13 @@ def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
         if test.outcome is Outcome.NOT_JUDGED:
             words = f"{'is required' if test.required else 'was requested'}, but "
             words += "not run in" if test.unjudged else "gave no result in"
-            yield _of_runs(test, RUNS, "failed in" if test.offending else words)
+            yield _run_finding(test, RUNS, "failed in" if test.offending else words)
     for test in runs:
         if test.judged and test.standing is Standing.NOT_APPLICABLE:
-            yield _of_runs(test, "refuses", "refuses")
+            yield _run_finding(test, "refuses", "refuses")
 
 
-def _of_runs(test: Test, rule: str, words: str) -> Finding:
+def _run_finding(test: Test, rule: str, words: str) -> Finding:
     """Returns the finding on a kernel's calls. `rule`: `runs`, or `refuses` for a note;
     `words`: what the kernel did, before the count of calls, as in `failed in`."""
     every = test.judged + test.unjudged + test.offending
@@ -733,7 +752,7 @@ def _of_runs(test: Test, rule: str, words: str) -> Finding:
     )
 
 
-def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]:
+def _tested_sentence(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]:
     """Yields one sentence on what the rules were applied to, and on rules that were not
     applied; nothing where none was."""
     of_rows = [
@@ -745,7 +764,9 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
     if not applied:
         return
     kernels, formats = (
-        listed(dict.fromkeys(getattr(test, name) for test in of_rows if test.judged))
+        joined_words(
+            dict.fromkeys(getattr(test, name) for test in of_rows if test.judged)
+        )
         for name in ("kernel", "format")
     )
     start = (
@@ -757,7 +778,7 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
     unit = tensor_spec(next(judged_tensors, FIRST_OUTPUT)).of.unit
     results = f"{max(judged.values())} results (one per {unit} and tensor)"
     what = f"{kernels} in {formats}, {results}"
-    sentence = f"{start}: {what}; rules: {listed(applied)}."
+    sentence = f"{start}: {what}; rules: {joined_words(applied)}."
     lacking = []
     for rule, of_rule in by_rule.items():
         reasons = list(dict.fromkeys(why for test in of_rule for why in test.reasons))
@@ -768,7 +789,7 @@ def _tested(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]
     yield sentence + (f" Rules not applied: {'; '.join(lacking)}." if lacking else "")
 
 
-def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
+def _inferred_model_sentences(kernels: Sequence[DeviationRow]) -> Iterator[str]:
     """Yields a sentence for each kernel without a declared rounding model that was judged
     by an inferred one: which models judged which of its tensors in how many calls.
     `kernels`: rows of kernels."""
@@ -779,26 +800,28 @@ def _judged_by(kernels: Sequence[DeviationRow]) -> Iterator[str]:
         )
         if not ways:
             continue
-        every = len({_call(row) for row in judged})
+        every = len({_call_key(row) for row in judged})
         parts = []
         for claim, alike in sorted(ways.items(), key=lambda item: -len(item[1])):
-            tensors = listed(dict.fromkeys(row.tensor for row in alike))
-            parts.append(f"{claim} ({tensors} in {len({_call(row) for row in alike})})")
+            tensors = joined_words(dict.fromkeys(row.tensor for row in alike))
+            parts.append(
+                f"{claim} ({tensors} in {len({_call_key(row) for row in alike})})"
+            )
         least = (
             "; the rest as `fa2`" if len(judged) > sum(map(len, ways.values())) else ""
         )
         yield (
             f"{kernel} declares no rounding model. Of its {every} calls these are judged "
-            f"{listed(parts)}{least}."
+            f"{joined_words(parts)}{least}."
         )
 
 
-def _call(row: DeviationRow) -> tuple[object, ...]:
+def _call_key(row: DeviationRow) -> tuple[object, ...]:
     """Returns the key of the row's call in its format: case, call, seed, format."""
     return row.case, row.call, row.seed, row.format
 
 
-def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
+def remark_sentences(rows: Iterable[DeviationRow]) -> Iterator[str]:
     """Yields sentences on kernels that return another format than requested or no
     log-sum-exp, on the rounding models inferred for kernels that declare none, and on
     intermediate overflows that the rounding model predicts."""
@@ -811,7 +834,7 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     other = [r for r in kernels if (r.came_in or r.out_format) not in (None, r.format)]
     returned = grouped(other, attrgetter("kernel", "out_format", "came_in", "format"))
     for (kernel, instead, wide, fmt), rows_of_format in returned.items():
-        tensors = listed(dict.fromkeys(row.tensor for row in rows_of_format))
+        tensors = joined_words(dict.fromkeys(row.tensor for row in rows_of_format))
         more = (
             f"; all its values are representable in {fmt}, and judged as {fmt}"
             if wide
@@ -824,7 +847,7 @@ def remarks(rows: Iterable[DeviationRow]) -> Iterator[str]:
     other = [r for r in kernels if "lse_error" in r.nulls]
     for kernel, unjudged in grouped(other, attrgetter("kernel")).items():
         yield f"{kernel}: log-sum-exp not judged: {unjudged[0].nulls['lse_error']}."
-    yield from _judged_by(kernels)
+    yield from _inferred_model_sentences(kernels)
     over = grouped(
         (r for r in kernels if r.overflow), attrgetter("kernel", "format", "tensor")
     )

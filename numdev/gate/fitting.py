@@ -16,7 +16,7 @@ import yaml
 
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate.judging import judge_report
-from numdev.gate.rows import Groups, Measured, Rows, measured
+from numdev.gate.rows import Groups, Measured, Rows, rows_to_judge
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
 from numdev.gate.thresholds import threshold_tests
 from numdev.grouping import grouped
@@ -43,7 +43,7 @@ HEADER = """\
 """
 
 
-def fitted(report: Report, name: str) -> str:
+def fitted_thresholds(report: Report, name: str) -> str:
     """Returns the YAML text of thresholds fitted to a report. `name`: what errors call
     the report.
 
@@ -55,7 +55,7 @@ def fitted(report: Report, name: str) -> str:
             f"{report.kind}"
         )
         raise UsageError(what)
-    groups = measured(row for row in report.rows if row.role == "kernel")
+    groups = rows_to_judge(row for row in report.rows if row.role == "kernel")
     if not groups:
         what = f"{name}: no kernel under audit was measured, so nothing can be fitted"
         raise MeasurementError(what, hint="audit a kernel that runs here")
@@ -63,11 +63,11 @@ def fitted(report: Report, name: str) -> str:
     tests = threshold_tests(report.rows, report.plan, rules)
     broken = [test for test in tests if test.outcome not in (None, Outcome.PASSED)]
     wider = {(test.rule, test.format, test.tensor, test.kernel) for test in broken}
-    text = HEADER + _dumped(_scope(report)) + "\nthresholds:\n"
+    text = HEADER + _yaml_text(_scope_keys(report)) + "\nthresholds:\n"
     for threshold in rules.thresholds:
         fits = (threshold.metric, threshold.heads is not None) in MARGINS
-        entry = _fit(threshold, groups, wider) if fits else threshold
-        text += _dumped([entry.model_dump(mode="json", exclude_defaults=True)])
+        entry = _fit_threshold(threshold, groups, wider) if fits else threshold
+        text += _yaml_text([entry.model_dump(mode="json", exclude_defaults=True)])
     judged = judge_report(report, Rules.model_validate(yaml.safe_load(text)))
     if judged.outcome is not Outcome.PASSED:
         wrong = (test for test in judged.tests if test.outcome is Outcome.EXCEEDED)
@@ -85,7 +85,7 @@ def fitted(report: Report, name: str) -> str:
     return text
 
 
-def _scope(report: Measured) -> dict[str, object]:
+def _scope_keys(report: Measured) -> dict[str, object]:
     """Returns the keys `holds_for` and `required` of the file: the GPU, else the CPU's
     instruction set; and the kernels that ran in every call. A key without a value is left
     out."""
@@ -104,7 +104,9 @@ def _scope(report: Measured) -> dict[str, object]:
     return scope | ({"required": always} if always else {})
 
 
-def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Threshold:
+def _fit_threshold(
+    threshold: Threshold, groups: Groups, wider: Collection[object]
+) -> Threshold:
     """Returns the rule with a limit for each format and tensor: the tightest of its
     kernels' (other kernels may come, or be planted), and a limit of its own for each
     kernel whose limit is larger. `wider`: what breaks the default rule (rule, format,
@@ -115,7 +117,7 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Thr
     scatters: dict[str, float | None] = {}
     for rows in threshold.where.choose(groups).values():
         usual = threshold.for_row(rows[0])
-        size, limit = _worst(rows, threshold), usual.at_most or 0.0
+        size, limit = _number_to_fit(rows, threshold), usual.at_most or 0.0
         group = (rows[0].format, rows[0].tensor, rows[0].kernel)
         scatters[rows[0].tensor] = (
             None if usual.scatter == threshold.scatter else usual.scatter
@@ -142,7 +144,7 @@ def _fit(threshold: Threshold, groups: Groups, wider: Collection[object]) -> Thr
     return threshold.model_copy(update={"instead": (*instead, *threshold.instead)})
 
 
-def _worst(rows: Rows, threshold: Threshold) -> float | None:
+def _number_to_fit(rows: Rows, threshold: Threshold) -> float | None:
     """Returns the size of the number that the rule judges: the largest of the rows, or
     their median where the rule is on a median. Of sampled rows it is the upper end of the
     interval; their maxima do not count. None where no row, or too few, have a number."""
@@ -164,7 +166,7 @@ def rounded_up(x: float) -> float:
     return float(TWO_DIGITS.create_decimal(repr(x)))
 
 
-def _dumped(data: object) -> str:
+def _yaml_text(data: object) -> str:
     """Returns plain data as YAML on long lines; empty for empty data."""
     text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=math.inf)
     return str(text) if data else ""

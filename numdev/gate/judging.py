@@ -18,7 +18,7 @@ from numdev.errors import MeasurementError
 from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import REQUIRED, SOMETHING, Judgement, Power, Test
 from numdev.gate.rows import CUT
-from numdev.gate.rules import Rules, as_data, default_rules
+from numdev.gate.rules import Rules, default_rules, rules_as_data
 from numdev.kinds import judged_by
 from numdev.report import Report, Standing, worst
 
@@ -48,10 +48,10 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
         raise MeasurementError(
             "inconsistent report: its rules are none", hint=CUT
         ) from error
-    if as_data(first) != report.rules:
+    if rules_as_data(first) != report.rules:
         raise MeasurementError("inconsistent report: its rules are not whole", hint=CUT)
     judgement = judgement_of(report, first)
-    again = concluded(report, judgement)
+    again = with_conclusions(report, judgement)
     for name in CONCLUSIONS:
         if getattr(again, name, None) != getattr(report, name, None):
             what = f"inconsistent report: its {name} does not follow from its rows"
@@ -92,8 +92,8 @@ def judged(report: R, rules: Rules | None = None) -> R:
     from its plan and rows by the rules (the default ones if None), and with the rules
     themselves. The plan and rows are not checked."""
     rules = rules or default_rules()
-    report = report.model_copy(update={"rules": as_data(rules)})
-    return concluded(report, judgement_of(report, rules))
+    report = report.model_copy(update={"rules": rules_as_data(rules)})
+    return with_conclusions(report, judgement_of(report, rules))
 
 
 def judgement_of(report: Report, rules: Rules) -> Judgement:
@@ -140,7 +140,7 @@ def reading_tests(report: Report) -> Iterator[Test]:
         )
 
 
-def concluded(report: R, judgement: Judgement) -> R:
+def with_conclusions(report: R, judgement: Judgement) -> R:
     """Returns a new report with the outcome, verdicts, findings and summary that follow
     from its judgement."""
     study = judged_by(report.kind)
@@ -152,14 +152,14 @@ def concluded(report: R, judgement: Judgement) -> R:
                 kernel_verdicts(judgement, findings, partial(study.passing, report))
             ),
             "findings": tuple(findings),
-            "tested": (*tested, *_left_out(report)),
+            "tested": (*tested, *_not_audited_sentences(report)),
         }
     )
     summarised: R = study.summarised(whole)
     return summarised
 
 
-def _left_out(report: Report) -> Iterator[str]:
+def _not_audited_sentences(report: Report) -> Iterator[str]:
     """Yields a sentence on the parts of the model that were not audited, if the source
     names any."""
     if text := report.provenance.source.get("not_audited"):
@@ -200,7 +200,7 @@ def judge(
         power, rules, dict.fromkeys(test.format or "" for test in ran)
     )
     every += required_tests(ran, rules)
-    every.append(_something_judged(every))
+    every.append(_anything_judged_test(every))
     return Judgement(
         rules=rules.name,
         outcome=worst(test.outcome for test in every if test.outcome is not None),
@@ -244,7 +244,7 @@ def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
         )
 
 
-def _something_judged(tests: Sequence[Test]) -> Test:
+def _anything_judged_test(tests: Sequence[Test]) -> Test:
     """Returns the test that some kernel ran and some rule was applied to a number:
     without it a report of nothing would pass."""
     applied = (Standing.HELD, Standing.EXCEEDED)

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import ndtri, stdtrit
 
 from numdev.gate.compare_report import About
-from numdev.gate.rows import NUMBERS, Key, Rows, spelt
+from numdev.gate.rows import NUMBERS, Key, Rows, options_text
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import interval_of, value_of
 from numdev.report import CallRecord, DeviationRow, Place
@@ -77,7 +77,7 @@ class Pair:
     def tensor(self) -> Key:
         """Returns the key of the tensor, with its kernel and format."""
         row = self.b
-        return (row.role, row.kernel, spelt(row.options), row.format, row.tensor)
+        return (row.role, row.kernel, options_text(row.options), row.format, row.tensor)
 
     @property
     def call(self) -> Key:
@@ -92,15 +92,22 @@ class Names:
     the seed only where there are several: otherwise they may have changed from A to B."""
 
     def __init__(self, a: Rows, b: Rows) -> None:
-        sides = [options_of(rows) for rows in (a, b)]
-        self._several = {kernel for side in sides for kernel in _with_several(side)}
+        sides = [option_sets(rows) for rows in (a, b)]
+        self._several = {
+            kernel for side in sides for kernel in _kernels_of_several_options(side)
+        }
         self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
 
     def kernel(self, row: DeviationRow) -> Key:
         """Returns the key of the row's kernel and format, with the options where it ran
         with several sets of them."""
         several = (row.role, row.kernel) in self._several
-        return (row.role, row.kernel, spelt(row.options) if several else "", row.format)
+        return (
+            row.role,
+            row.kernel,
+            options_text(row.options) if several else "",
+            row.format,
+        )
 
     def call(self, row: DeviationRow) -> Key:
         """Returns the key of the row's call: its case, and which draw of it (None where
@@ -128,7 +135,7 @@ class Names:
     def lost(self, a: DeviationRow, b: DeviationRow) -> list[str]:
         """Returns the names of numbers, and of evidence (bits, operator, intervals), that
         A has and B lacks. The bias of an exact output does not count."""
-        lost = [name for name in NUMBERS if name not in OF_DATA and _lacks(name, a, b)]
+        lost = [name for name in NUMBERS if name not in OF_DATA and _has_lost(name, a, b)]
         lost += [name for name in EVIDENCE if getattr(a, name) and not getattr(b, name)]
         return lost + [
             f"interval of {name}" for name in a.interval if name not in b.interval
@@ -141,7 +148,7 @@ class Names:
         return (row.format, self.call(row), tensor, row.head)
 
 
-def _lacks(name: str, a: DeviationRow, b: DeviationRow) -> bool:
+def _has_lost(name: str, a: DeviationRow, b: DeviationRow) -> bool:
     """Whether A has the number and B does not; False for a bias of an exact output, which
     is 0 / 0."""
     if value_of(a, name)[0] is None or value_of(b, name)[0] is not None:
@@ -149,23 +156,25 @@ def _lacks(name: str, a: DeviationRow, b: DeviationRow) -> bool:
     return not (b.rms == 0 and name.startswith("bias"))  # 0 / 0
 
 
-def _with_several(options: Mapping[Kernel, Mapping[str, object]]) -> set[Kernel]:
+def _kernels_of_several_options(
+    options: Mapping[Kernel, Mapping[str, object]],
+) -> set[Kernel]:
     """Returns the kernels that ran with several sets of options."""
     return {kernel for kernel, sets in options.items() if len(sets) > 1}
 
 
-def options_of(rows: Rows) -> dict[Kernel, dict[str, Mapping[str, object]]]:
+def option_sets(rows: Rows) -> dict[Kernel, dict[str, Mapping[str, object]]]:
     """Returns, by role and kernel, the sets of options that it ran with, each by its
     text."""
     sets: dict[Kernel, dict[str, Mapping[str, object]]] = {}
     for row in rows:
         sets.setdefault((row.role, row.kernel), {}).setdefault(
-            spelt(row.options), row.options
+            options_text(row.options), row.options
         )
     return sets
 
 
-def pairs_of(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
+def paired_rows(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
     """Returns the pairs of rows of kernels and baselines that were measured in both
     reports, in B's order. A row that is in a report twice counts once; `cases`: the calls
     of B, which tell how wide the tensors are (1 for an unknown one)."""
@@ -179,7 +188,7 @@ def pairs_of(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
         Pair(
             sides[0][key],
             row,
-            _inputs(*(floor.get(names.inputs(row)) for floor in floors)),
+            _compared_inputs(*(floor.get(names.inputs(row)) for floor in floors)),
             width.get((row.case, row.tensor), 1),
         )
         for key, row in sides[1].items()
@@ -187,10 +196,10 @@ def pairs_of(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
     ]
 
 
-def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
+def _compared_inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
     """Returns whether two rows were measured on the same inputs, by the floor's row of
     each; `same` where a floor is missing."""
-    if a is None or b is None or same_bits(a, b):
+    if a is None or b is None or has_same_bits(a, b):
         return "same"
     numbers = [(getattr(a, name), getattr(b, name)) for name in FLOOR]
     close = all(
@@ -200,12 +209,12 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
     return "same" if close and a.elements == b.elements else "other"
 
 
-def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
+def has_same_bits(a: DeviationRow, b: DeviationRow) -> bool:
     """Whether both outputs have a checksum, and the same one."""
     return a.bits is not None and a.bits == b.bits
 
 
-def metrics_of(pair: Pair) -> tuple[str, ...]:
+def judged_metrics(pair: Pair) -> tuple[str, ...]:
     """Returns the metrics that are judged of a pair, if it has their numbers. None in
     float64, where the reference is no more exact than a kernel."""
     if pair.b.format == "float64":
@@ -214,10 +223,10 @@ def metrics_of(pair: Pair) -> tuple[str, ...]:
         return ("rms",)
     if pair.inputs != "other":
         return MULTIPLES
-    return MULTIPLES[1:2] if None in numbers(pair, MULTIPLES[0]) else MULTIPLES[:1]
+    return MULTIPLES[1:2] if None in metric_values(pair, MULTIPLES[0]) else MULTIPLES[:1]
 
 
-def numbers(pair: Pair, metric: str) -> tuple[float | None, float | None]:
+def metric_values(pair: Pair, metric: str) -> tuple[float | None, float | None]:
     """Returns a metric of A and of B: None where a row has no number, 0 where there is no
     error to take a multiple of."""
     values = (value_of(row, metric)[0] for row in (pair.a, pair.b))
@@ -232,7 +241,7 @@ def _least_factor(tensor: str, metric: str) -> float:
     return WORST_SHARED if tensor_spec(tensor).rows_share_error else WORST_ELSE
 
 
-def by_chance(a: int, b: int) -> bool:
+def may_differ_by_chance(a: int, b: int) -> bool:
     """Whether two counts may differ by chance: by at most 4 standard deviations. 0 and
     more never do."""
     return a == b or (min(a, b) > 0 and abs(a - b) <= 4 * math.sqrt(a + b))
@@ -244,7 +253,7 @@ def log_ratio(a: float | None, b: float | None) -> float | None:
     return math.log(b) - math.log(a) if a and b else None
 
 
-def factor(log: float | None) -> float | None:
+def ratio_of_log(log: float | None) -> float | None:
     """Returns e to the power of `log`: the ratio of which it is the logarithm. None where
     `log` is None or the ratio over- or underflows."""
     if log is None or abs(log) > OVERFLOW:
@@ -263,7 +272,7 @@ class Change(NamedTuple):
     @property
     def change(self) -> float | None:
         """Returns B / A; None where either is 0, or the ratio is no number."""
-        return factor(log_ratio(self.a, self.b))
+        return ratio_of_log(log_ratio(self.a, self.b))
 
     @property
     def excess(self) -> float:
@@ -282,35 +291,37 @@ class NoiseModel:
     """How far noise alone moves the numbers of these pairs, all judged together."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.tests = max(1, sum(len(metrics_of(pair)) for pair in pairs))
+        self.tests = max(1, sum(len(judged_metrics(pair)) for pair in pairs))
         self._level = 1 - ALPHA / 2 / self.tests
         self.z = float(ndtri(self._level))
         others = [pair for pair in pairs if pair.inputs == "other"]
         self._together = {p: grouped(others, attrgetter(p)) for p in ("call", "tensor")}
 
-    def judged(self, pair: Pair) -> list[Change]:
+    def judged_changes(self, pair: Pair) -> list[Change]:
         """Returns the change of every metric of the pair that both reports have, with
         what noise explains of it."""
         changes = []
-        for metric in metrics_of(pair):
-            a, b = numbers(pair, metric)
+        for metric in judged_metrics(pair):
+            a, b = metric_values(pair, metric)
             if a is not None and b is not None:
                 factor = _least_factor(pair.b.tensor, metric)
-                noise = math.log(factor) + self.explained(pair, metric) if a != b else 0.0
-                changes.append(Change(metric, a, b, noise, least(pair, metric)))
+                noise = (
+                    math.log(factor) + self.explained_log(pair, metric) if a != b else 0.0
+                )
+                changes.append(Change(metric, a, b, noise, equality_bound(pair, metric)))
         return changes
 
-    def explained(self, pair: Pair, metric: str) -> float:
+    def explained_log(self, pair: Pair, metric: str) -> float:
         """Returns ln of the factor, either way, that repeats, the elements' scatter and
         other inputs explain; infinite where they explain anything."""
-        rows = zip((pair.a, pair.b), numbers(pair, metric), strict=True)
+        rows = zip((pair.a, pair.b), metric_values(pair, metric), strict=True)
         error = math.hypot(
-            *(standard_error(row, metric, x, pair.width) for row, x in rows)
+            *(log_standard_error(row, metric, x, pair.width) for row, x in rows)
         )
-        luck = self._luck(pair, metric) if pair.inputs == "other" else 0.0
-        return repeats(pair) + max(self.z * error, luck)
+        luck = self._other_inputs_log(pair, metric) if pair.inputs == "other" else 0.0
+        return repeat_noise(pair) + max(self.z * error, luck)
 
-    def _luck(self, pair: Pair, metric: str) -> float:
+    def _other_inputs_log(self, pair: Pair, metric: str) -> float:
         """Returns ln of the factor that other inputs explain, by how far other heads of
         the call scatter, or of the tensor where the call has few; infinite where fewer
         than two degrees of freedom tell."""
@@ -318,7 +329,7 @@ class NoiseModel:
         for whole, pairs in self._together.items():
             if freedom < HEADS:
                 same = pairs[getattr(pair, whole)]
-                variance, freedom = _scatter(
+                variance, freedom = _log_scatter(
                     (other for other in same if other is not pair), metric
                 )
         if freedom < 2:
@@ -326,15 +337,15 @@ class NoiseModel:
         return float(stdtrit(freedom, self._level)) * math.sqrt(2 * variance)
 
 
-def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
+def _log_scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
     """Returns the variance of a metric's logarithms about the mean of their call, in one
     report at a time, and its degrees of freedom: few if few calls have nearly all the
     scatter (Satterthwaite). (0, 0) where no call has two numbers."""
     calls: dict[Key, list[float]] = {}
     for pair in pairs:
-        if metric not in MULTIPLES or metric in metrics_of(pair):
-            for side, x in zip("ab", numbers(pair, metric), strict=True):
-                if x is not None and (size := max(x, least(pair, metric))):
+        if metric not in MULTIPLES or metric in judged_metrics(pair):
+            for side, x in zip("ab", metric_values(pair, metric), strict=True):
+                if x is not None and (size := max(x, equality_bound(pair, metric))):
                     calls.setdefault((side, *pair.call), []).append(math.log(size))
     several = [values for values in calls.values() if len(values) > 1]
     if not several:
@@ -346,7 +357,7 @@ def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
     return float(squares.sum()) / freedom, int(min(freedom, max(1.0, effective)))
 
 
-def least(pair: Pair, metric: str) -> float:
+def equality_bound(pair: Pair, metric: str) -> float:
     """Returns the value up to which a metric of the pair counts as equal to it: LUCKY for
     `expected_ratio` of other inputs in a format whose errors are predicted, else 0."""
     lucky = (
@@ -357,7 +368,7 @@ def least(pair: Pair, metric: str) -> float:
     return LUCKY if lucky else 0.0
 
 
-def repeats(pair: Pair) -> float:
+def repeat_noise(pair: Pair) -> float:
     """Returns ln of the factor that runs on the same inputs may differ by; infinite where
     one has no error to compare. 0 for a kernel that ran once in both: nothing could
     excuse it."""
@@ -370,7 +381,7 @@ def repeats(pair: Pair) -> float:
     return math.log1p(noise / min(errors)) if len(errors) == 2 else math.inf
 
 
-def standard_error(
+def log_standard_error(
     row: DeviationRow, metric: str, value: float | None, width: int
 ) -> float:
     """Returns the standard error of ln(value): 0 for None, 0 and a worst row without an

@@ -52,26 +52,26 @@ Rows = Sequence[DeviationRow]
 Groups = dict[Key, list[DeviationRow]]
 
 
-def spelt(options: Mapping[str, object]) -> str:
+def options_text(options: Mapping[str, object]) -> str:
     """Returns options as text: the same for the same ones in another order; empty without
     options."""
     return json.dumps(options, sort_keys=True, default=str) if options else ""
 
 
-def measured(rows: Iterable[DeviationRow]) -> Groups:
+def rows_to_judge(rows: Iterable[DeviationRow]) -> Groups:
     """Returns the rows in which there is something to judge, by role, kernel, options,
     format and tensor. A group without such a row is left out."""
     every = grouped(
-        rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor)
+        rows, lambda r: (r.role, r.kernel, options_text(r.options), r.format, r.tensor)
     )
     groups = {
-        key: [row for row in group if row.status == "ok" and something(row)]
+        key: [row for row in group if row.status == "ok" and has_something_to_judge(row)]
         for key, group in every.items()
     }
     return {key: group for key, group in groups.items() if group}
 
 
-def something(row: DeviationRow) -> bool:
+def has_something_to_judge(row: DeviationRow) -> bool:
     """Whether there is anything to judge in a measured row. There is not in a head
     without a row that sees a key, or that overflows as it should, unless more rows exist
     than were looked at."""
@@ -87,7 +87,7 @@ def check_whole(report: Measured) -> None:
     is repeated ten times would be most of a median. A report without any row passes:
     nothing of it can be judged."""
     plan, cases = report.plan, {case.case: case for case in report.cases}
-    for difference in _of_request(report.request, plan):
+    for difference in _request_differences(report.request, plan):
         raise MeasurementError(f"inconsistent report: {difference}", hint=CUT)
     if len(cases) != len(report.cases):
         raise MeasurementError("inconsistent report: it has a case twice", hint=CUT)
@@ -95,7 +95,7 @@ def check_whole(report: Measured) -> None:
         return  # of which nothing can be judged
     tasks = grouped(
         report.rows,
-        lambda r: (r.case, r.seed, r.format, r.role, r.kernel, spelt(r.options)),
+        lambda r: (r.case, r.seed, r.format, r.role, r.kernel, options_text(r.options)),
     )
     for name, seed in plan.calls:
         if name not in cases:
@@ -104,17 +104,24 @@ def check_whole(report: Measured) -> None:
         floors: dict[tuple[str, int | None], DeviationRow] = {}
         calls: set[Key] = set()
         for fmt, planned in itertools.product(plan.formats, plan.kernels):
-            key = (name, seed, fmt, planned.role, planned.kernel, spelt(planned.options))
+            key = (
+                name,
+                seed,
+                fmt,
+                planned.role,
+                planned.kernel,
+                options_text(planned.options),
+            )
             where = f"of {name}" + ("" if seed is None else f", seed {seed}")
             rows = tasks.pop(key, [])
             calls |= {OF_CALL(row) for row in rows}
             if planned.role == "floor":
                 floors = {(row.tensor, row.head): row for row in rows}
             beside = ((row, floors.get((row.tensor, row.head), row)) for row in rows)
-            wrong = _lacking(rows, units, plan, planned.role)
-            wrong = wrong or _of_task(rows, plan, cases[name])
+            wrong = _row_count_problem(rows, units, plan, planned.role)
+            wrong = wrong or _task_contradiction(rows, plan, cases[name])
             if wrong := wrong or next(
-                filter(None, itertools.starmap(_contradiction, beside)), ""
+                filter(None, itertools.starmap(_row_contradiction, beside)), ""
             ):
                 what = f"inconsistent report: {planned.kernel} ({fmt}) {wrong} {where}"
                 raise MeasurementError(what, hint=CUT)
@@ -128,7 +135,7 @@ def check_whole(report: Measured) -> None:
         raise MeasurementError(what, hint=CUT)
 
 
-def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
+def _request_differences(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
     """Yields a clause for each thing that was planned otherwise than the request asked
     for. Keys that the request does not have are not compared."""
     # A check's may be "auto"
@@ -139,8 +146,8 @@ def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
             yield f"the plan and the request differ in `{name}`"
     if "heads" in request and list(request["heads"] or ()) != list(plan.heads or ()):
         yield "the plan and the request differ in `heads`"
-    yield from other_formats(request, plan.formats)
-    chosen = {spelt(kernel) for kernel in request.get("kernels") or ()}
+    yield from format_differences(request, plan.formats)
+    chosen = {options_text(kernel) for kernel in request.get("kernels") or ()}
     audited = [kernel for kernel in plan.kernels if kernel.role == "kernel"]
     if "kernels" in request and not len(audited) <= len(chosen) + ("baseline" in request):
         yield "the plan has kernels that the request has not"
@@ -150,13 +157,16 @@ def _of_request(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
     ):
         yield "the plan has a format or a call twice"
     tasks = [
-        (kernel.role, kernel.kernel, spelt(kernel.options)) for kernel in plan.kernels
+        (kernel.role, kernel.kernel, options_text(kernel.options))
+        for kernel in plan.kernels
     ]
     if len(set(tasks)) != len(tasks):
         yield "the plan has a kernel twice"
 
 
-def other_formats(request: Mapping[str, Any], planned: Sequence[str]) -> Iterator[str]:
+def format_differences(
+    request: Mapping[str, Any], planned: Sequence[str]
+) -> Iterator[str]:
     """Yields a clause where the formats of a request, if it has any, are not those of the
     plan."""
     if "formats" in request and list(request["formats"]) != list(planned):
@@ -174,11 +184,11 @@ def unplanned_kernels(
             yield f"the plan lacks {kernel['name']}, which the request has"
 
 
-def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
+def _task_contradiction(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
     """Returns what contradicts itself among the rows of one call of one kernel in one
     format, as a clause; None where nothing does."""
     ok = [row for row in rows if row.status == "ok"]
-    if lacking := _lacks_narrow_sum(ok, plan, case):
+    if lacking := _row_without_narrow_sum(ok, plan, case):
         return f"lacks the narrow_sum of {lacking.tensor} head {lacking.head}"
     if any(row.tensors != ok[0].tensors or row.tensor not in row.tensors for row in ok):
         return "has rows of different calls"
@@ -200,7 +210,7 @@ def _of_task(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
     return None
 
 
-def _lacks_narrow_sum(
+def _row_without_narrow_sum(
     rows: Rows, plan: PlanRecord, call: CallRecord
 ) -> DeviationRow | None:
     """Returns a gradient's row of an attention call in which a sum in 16 bits had to be
@@ -229,12 +239,12 @@ def _lacks_narrow_sum(
     return None
 
 
-def _contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
+def _row_contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
     """Returns what contradicts itself in a row, or contradicts the floor's row of the
     same head, as a clause; None where nothing does."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if row.status != "ok":
-        return _bare(row)
+        return _unmeasured_row_problem(row)
     if row.out_format is not None and not FORMAT.fullmatch(row.out_format):
         return f"returned a format that is none, {row.out_format!r},"
     if row.bits is not None and not CHECKSUM.fullmatch(row.bits):
@@ -293,7 +303,7 @@ def _beside_contradiction(numbers: BesideReference) -> str | None:
     return None
 
 
-def _bare(row: DeviationRow) -> str | None:
+def _unmeasured_row_problem(row: DeviationRow) -> str | None:
     """Returns what is wrong with a row that was not measured, as a clause: it must have a
     reason, and no numbers. None where nothing is."""
     if not row.reason:
@@ -328,7 +338,7 @@ def _planned_units(plan: PlanRecord, call: CallRecord) -> dict[str, Sequence[int
     }
 
 
-def _lacking(
+def _row_count_problem(
     rows: Rows, units: Mapping[str, Sequence[int]], plan: PlanRecord, role: str
 ) -> str | None:
     """Returns which row one task lacks, or has and should not, as a clause; None where it

@@ -29,7 +29,7 @@ from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase
 from numdev.report.numbers import power
 from numdev.tensors import TENSORS, tensor_spec
-from numdev.yamlfile import Names, Strict, as_list, bundled, parse_bundled, read_yaml
+from numdev.yamlfile import Names, Strict, as_list, bundled_path, parse_bundled, read_yaml
 
 K = TypeVar("K")
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
@@ -39,7 +39,7 @@ STATEMENTS = ("suspicion", "form")  # metrics that are words
 Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(as_list)]
 
 
-def _among(names: tuple[str, ...]) -> AfterValidator:
+def _patterns_among(names: tuple[str, ...]) -> AfterValidator:
     """Returns a validator of patterns that raises ValueError for one that fits none of
     these names: a misspelt one would leave a rule without a row. A leading ! does not
     count."""
@@ -56,12 +56,12 @@ def _among(names: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Tensors = Annotated[Names, _among(tuple(TENSORS))]
-Phases = Annotated[Names, _among(get_args(Phase))]
+Tensors = Annotated[Names, _patterns_among(tuple(TENSORS))]
+Phases = Annotated[Names, _patterns_among(get_args(Phase))]
 
 
 @lru_cache(maxsize=1 << 16)
-def matches(patterns: tuple[str, ...], text: str | None) -> bool:
+def matches_patterns(patterns: tuple[str, ...], text: str | None) -> bool:
     """Whether none of the patterns that begin with ! excludes a text, and one of the
     others, if there are any, fits it. None counts as an empty text."""
     if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
@@ -78,10 +78,12 @@ class Patterns(Strict):
     format: Names = ()
     tensor: Tensors = ()
 
-    def fit(self, row: DeviationRow) -> bool:
+    def fits(self, row: DeviationRow) -> bool:
         """Whether the row's kernel, format and tensor each fit their patterns."""
         names = ("kernel", "format", "tensor")
-        return all(matches(getattr(self, name), getattr(row, name)) for name in names)
+        return all(
+            matches_patterns(getattr(self, name), getattr(row, name)) for name in names
+        )
 
 
 class Selector(Patterns):
@@ -98,16 +100,20 @@ class Selector(Patterns):
     ) -> dict[K, list[DeviationRow]]:
         """Returns of each group of rows that share role, kernel, format and tensor the
         rows that are selected; no group without one. Each group has at least one row."""
-        return {key: rows for key, group in groups.items() if (rows := self._of(group))}
+        return {
+            key: rows for key, group in groups.items() if (rows := self._select(group))
+        }
 
-    def _of(self, rows: list[DeviationRow]) -> list[DeviationRow]:
+    def _select(self, rows: list[DeviationRow]) -> list[DeviationRow]:
         """Returns the rows that fit every pattern; empty where none does. `rows`: at
         least one, all of one role, kernel, format and tensor."""
-        if rows[0].role not in self.role or not self.fit(rows[0]):
+        if rows[0].role not in self.role or not self.fits(rows[0]):
             return []
         for name in ("out_format", "case", "module", "phase"):
             if patterns := getattr(self, name):
-                rows = [row for row in rows if matches(patterns, getattr(row, name))]
+                rows = [
+                    row for row in rows if matches_patterns(patterns, getattr(row, name))
+                ]
         for name in ("layer", "head"):
             numbers = getattr(self, name)
             if numbers is not None:
@@ -137,7 +143,7 @@ class Limit(Strict):
     decided."""
 
     @model_validator(mode="after")
-    def _one(self) -> Limit:
+    def _has_one_limit(self) -> Limit:
         """Returns the limit; raises ValueError unless it has exactly one of `at_most`,
         `at_least` and `absent`, and `absent` for statements alone."""
         if sum(x is not None for x in (self.at_most, self.absent, self.at_least)) != 1:
@@ -218,7 +224,7 @@ class Threshold(Limit):
     out."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Threshold:
+    def _fits_together(self) -> Threshold:
         """Returns the threshold; raises ValueError for fields that do not go together:
         `instead`, `sampled` and `scatter` need `at_most`, `heads` excludes `certain` and
         `absent`, and `certain` is for metrics of bias."""
@@ -237,7 +243,7 @@ class Threshold(Limit):
         are sampled or all."""
         if row.sampled and self.sampled is not None:
             return self.model_copy(update={"at_most": self.sampled})
-        other = next((each for each in self.instead if each.fit(row)), None)
+        other = next((each for each in self.instead if each.fits(row)), None)
         if other is None:
             return self
         scatter = self.scatter if other.scatter is None else other.scatter
@@ -253,8 +259,10 @@ class Threshold(Limit):
             update={"heads": least, "at_most": max(self.at_most or 0.0, most)}
         )
 
-    def for_luck_of(self, row: DeviationRow) -> Threshold:
-        """Returns the threshold for a row, its limit raised by the row's own luck."""
+    def raised_by_luck(self, row: DeviationRow) -> Threshold:
+        """Returns the threshold for a row, its limit raised by the row's own luck:
+        multiplied by the number `times`. The same where the rule has no `times`, or the
+        row no such number."""
         luck = value_of(row, self.times)[0] if self.times else None
         if self.at_most is None or not isinstance(luck, float):
             return self
@@ -262,7 +270,8 @@ class Threshold(Limit):
         return self.model_copy(update={"at_most": limit})
 
     def is_certain(self, row: DeviationRow) -> bool:
-        """Returns whether the numbers of `only_where` let a row offend."""
+        """Whether the numbers of `only_where` are large enough in this row that it may
+        break the rule; True where the rule has none."""
         numbers = {metric: value_of(row, metric)[0] for metric in self.only_where}
         return all(
             abs(float(numbers[metric] or 0.0)) > least
@@ -313,7 +322,7 @@ class Rules(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _default(cls, values: object) -> object:
+    def _with_default_limits(cls, values: object) -> object:
         """Returns the values of a file with the default thresholds where it has none, and
         the limits of kinds of reports gathered under `limits`."""
         if not isinstance(values, Mapping):
@@ -321,7 +330,7 @@ class Rules(Strict):
         whole = dict(values)
         if "thresholds" not in whole:
             whole["thresholds"] = default_rules().thresholds
-        whole["limits"] = _limits(whole)
+        whole["limits"] = _take_limits(whole)
         return whole
 
     def limits_of(self, kind: str) -> Any:
@@ -333,7 +342,9 @@ class Rules(Strict):
 
     @field_validator("thresholds")
     @classmethod
-    def _distinct(cls, thresholds: tuple[Threshold, ...]) -> tuple[Threshold, ...]:
+    def _with_distinct_names(
+        cls, thresholds: tuple[Threshold, ...]
+    ) -> tuple[Threshold, ...]:
         """Returns the thresholds; raises ValueError for two of one name."""
         names = [t.name for t in thresholds]
         twice = next((n for n in names if names.count(n) > 1), None)
@@ -350,7 +361,7 @@ def default_limits() -> Mapping[str, Mapping[str, object]]:
     return {name: raw[name] for name in REGISTERED if name in raw}
 
 
-def _limits(values: dict[str, Any]) -> dict[str, object]:
+def _take_limits(values: dict[str, Any]) -> dict[str, object]:
     """Takes the limits of kinds of reports out of the values of a file (in place), checks
     them, and returns those that are not the default ones, each whole. Raises pydantic's
     ValidationError for an unknown key or value."""
@@ -370,7 +381,7 @@ def _limits(values: dict[str, Any]) -> dict[str, object]:
     return checked
 
 
-def as_data(rules: Rules) -> dict[str, object]:
+def rules_as_data(rules: Rules) -> dict[str, object]:
     """Returns the rules as plain data, all but default values, as a report has them."""
     return rules.model_dump(mode="json", exclude_defaults=True)
 
@@ -387,14 +398,14 @@ def read_rules(path: Path) -> Rules:
 @lru_cache(maxsize=1)
 def default_rules() -> Rules:
     """Returns the rules of configs/gate/default.yaml."""
-    return read_yaml(bundled("gate/default.yaml"), Rules)
+    return read_yaml(bundled_path("gate/default.yaml"), Rules)
 
 
 def default_rules_for_checks() -> Rules:
     """Returns the rules of configs/gate/check.yaml, then the default ones. What these
     limit as a median over heads is limited for each case too, since in the median of all
     an error hides that half of the cases have."""
-    rules, more = default_rules(), read_yaml(bundled("gate/check.yaml"), Rules)
+    rules, more = default_rules(), read_yaml(bundled_path("gate/check.yaml"), Rules)
     each = (
         t.model_copy(update={"name": f"{t.name} of a case", "by_case": True})
         for t in rules.thresholds
@@ -407,5 +418,5 @@ def default_rules_for_checks() -> Rules:
 
 @lru_cache(maxsize=1)
 def default_rules_for_functions() -> Rules:
-    """Reads configs/gate/function.yaml."""
-    return read_yaml(bundled("gate/function.yaml"), Rules)
+    """Returns the rules of configs/gate/function.yaml."""
+    return read_yaml(bundled_path("gate/function.yaml"), Rules)

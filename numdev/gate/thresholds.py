@@ -23,11 +23,11 @@ from numdev.gate.rows import (
     NOT_MEASURED,
     Groups,
     Rows,
-    measured,
-    something,
-    spelt,
+    has_something_to_judge,
+    options_text,
+    rows_to_judge,
 )
-from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches
+from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches_patterns
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import (
     BESIDE_REFERENCE,
@@ -65,7 +65,7 @@ NOTHING = "no row matches"
 EMPTY = "no element of this tensor could be judged"
 
 
-def tests_of(
+def tests_of_rows(
     rows: Rows, plan: PlanRecord, rules: Rules, cases: Sequence[CallRecord]
 ) -> Iterator[Test]:
     """Yields a test for every rule on everything it selects, in the rules' order; for
@@ -73,10 +73,10 @@ def tests_of(
     yield from threshold_tests(rows, plan, rules)
     yield from run_tests(rows, plan, rules)
     if cases:
-        yield _inputs_finite(rows, cases)
+        yield _finite_inputs_test(rows, cases)
 
 
-def _inputs_finite(rows: Rows, cases: Sequence[CallRecord]) -> Test:
+def _finite_inputs_test(rows: Rows, cases: Sequence[CallRecord]) -> Test:
     """Returns the test of whether inputs are finite, also once rounded to the format.
     Elements that depend on one that is not are left out of every rule: what is left out
     is not judged."""
@@ -105,14 +105,14 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
     """Yields a test for every rule on everything it selects, in the rules' order. A rule
     that selects no row has a test too, which is missing unless the rule may lack rows;
     but a rule on gradients alone has none where none were planned."""
-    groups = measured(rows)
+    groups = rows_to_judge(rows)
     for threshold in rules.thresholds:
         chosen = threshold.where.choose(groups)
         needed = threshold.may_lack == "nothing"
         if not (chosen or needed or plan.backward) and _is_of_gradients(threshold.where):
             continue  # none were planned
         if not chosen:
-            why = NOTHING + _unmatched(threshold.where, groups)
+            why = NOTHING + _unmatched_pattern(threshold.where, groups)
             standing = Standing.MISSING if needed else Standing.NOT_APPLICABLE
             yield Test(rule=threshold.name, standing=standing, reasons=(why,))
         for group in chosen.values():
@@ -121,34 +121,36 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
                 if threshold.by_case
                 else (group,)
             )
-            yield from (_judge(threshold, part, plan) for part in parts)
+            yield from (_rule_test(threshold, part, plan) for part in parts)
 
 
 def _is_of_gradients(where: Selector) -> bool:
     """Whether a selector fits gradients alone."""
-    specs = [spec for spec in TENSORS.values() if matches(where.tensor, spec.name)]
+    specs = [
+        spec for spec in TENSORS.values() if matches_patterns(where.tensor, spec.name)
+    ]
     return bool(specs) and all(spec.is_gradient for spec in specs)
 
 
-def _unmatched(where: Selector, groups: Groups) -> str:
+def _unmatched_pattern(where: Selector, groups: Groups) -> str:
     """Returns a clause on the first of a selector's patterns that fit no row at all, with
     the names that rows have; empty where each fits some row."""
     for name in ("kernel", "format", "tensor"):
         present = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
-        if present and not any(matches(patterns, each) for each in present):
+        if present and not any(matches_patterns(patterns, each) for each in present):
             some = ", ".join(islice(present, 8))
             return f"; {name} {', '.join(patterns)} is none of {some}"
     return ""
 
 
-def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
+def _rule_test(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
     """Returns the test of one rule on the heads of one tensor of one kernel in one
     format. `rows`: at least one."""
     first = rows[0]
     threshold = threshold.for_row(first).for_head_count(len(rows))
-    judged, unsure, lacking = _beside_limits(threshold, rows)
-    offending = _offending(threshold, judged)
+    judged, unsure, lacking = _rows_with_limits(threshold, rows)
+    offending = _rows_beyond_limit(threshold, judged)
     # Beside the limit stands the worst of what offends; a large bias that is not certain
     # does not.
     shown = next(iter(offending or judged), None)
@@ -156,7 +158,7 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
         shown = _median(judged)
     strict = threshold.may_lack != "numbers"
     standing = Standing.HELD if judged else Standing.NOT_APPLICABLE
-    if any(strict or not _excused(threshold, *each, plan) for each in lacking):
+    if any(strict or not _is_excused(threshold, *each, plan) for each in lacking):
         standing = Standing.MISSING
     elif unsure:
         standing = Standing.UNDECIDED
@@ -192,7 +194,7 @@ def _judge(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
     )
 
 
-def _beside_limits(
+def _rows_with_limits(
     threshold: Threshold, rows: Rows
 ) -> tuple[list[Held], list[Held], list[Lacking]]:
     """Returns rows with their limit, the worst first; estimates that decide nothing; and
@@ -201,8 +203,8 @@ def _beside_limits(
     lacking: list[Lacking] = []
     heads = 1 if threshold.heads is None else len(rows)
     for row in rows:
-        widened = threshold.for_luck_of(row).widened_for_sample_size(row, heads)
-        result = _beside_limit(widened, row)
+        widened = threshold.raised_by_luck(row).widened_for_sample_size(row, heads)
+        result = _row_with_limit(widened, row)
         if isinstance(result, str):
             lacking.append((row, result))
         else:
@@ -216,11 +218,11 @@ def _beside_limits(
         return [], unsure, [*lacking, *((h.row, few) for h in judged)]
     if threshold.heads is not None and unsure:
         return [], unsure, lacking  # a median of what is not known
-    judged, straddling = _decided(threshold, judged)
+    judged, straddling = _split_undecided(threshold, judged)
     return judged, [*unsure, *straddling], lacking
 
 
-def _beside_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
+def _row_with_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
     """Returns a row with the first limit whose number it has; else the reason why it has
     none.
 
@@ -241,22 +243,25 @@ def _beside_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
         if value is not None or limit.absent:
             beside = Held(row, limit, value, limit.excess(value))
             if limit.at_least is not None and float(value or 0.0) < limit.at_least:
-                return beside._replace(unsure=_too_little(limit, value))
-            return _of_sample(beside) if row.sampled else beside
+                return beside._replace(unsure=_too_little_reason(limit, value))
+            return _with_interval(beside) if row.sampled else beside
         if why is None:
             break
     return why or NOT_MEASURED
 
 
-def _too_little(limit: Limit, value: Value) -> str:
-    """Why a row whose number is below what it has to be tells nothing."""
+def _too_little_reason(limit: Limit, value: Value) -> str:
+    """Returns the reason why a row tells nothing whose number is below the limit's
+    `at_least`."""
     number = three(float(value or 0.0), limit.at_least)
     return TOO_LITTLE.get(
         limit.metric, "{metric} is {number} (needed: {least:g})"
     ).format(metric=limit.metric, number=number, least=limit.at_least)
 
 
-def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord) -> bool:
+def _is_excused(
+    threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
+) -> bool:
     """Whether a row itself shows why it lacks what a rule needs; `why`: the reason it
     has. That its elements and sequences are all there are is checked against the floor
     (`check_whole`)."""
@@ -284,7 +289,7 @@ def _excused(threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
     return unclaimed and not threshold.otherwise and why != NOT_MEASURED
 
 
-def _of_sample(estimate: Held) -> Held | str:
+def _with_interval(estimate: Held) -> Held | str:
     """Returns the number of sampled rows with its interval; one without an interval says
     in `unsure` that it decides nothing. For a maximum that is not exceeded, returns the
     reason why it says nothing of all rows."""
@@ -308,7 +313,9 @@ def _of_sample(estimate: Held) -> Held | str:
     return estimate._replace(interval=interval)
 
 
-def _decided(threshold: Threshold, judged: list[Held]) -> tuple[list[Held], list[Held]]:
+def _split_undecided(
+    threshold: Threshold, judged: list[Held]
+) -> tuple[list[Held], list[Held]]:
     """Returns estimates that decide, and those whose interval contains the limit, with
     the reason in `unsure`. For a median none decides, if the median of the lower ends is
     within and that of the upper ends beyond."""
@@ -317,14 +324,16 @@ def _decided(threshold: Threshold, judged: list[Held]) -> tuple[list[Held], list
     if threshold.heads is None:
         unsure = [h for h in judged if h.ends[0] <= 1 < h.ends[1]]
         sure = [h for h in judged if not h.ends[0] <= 1 < h.ends[1]]
-        return sure, [h._replace(unsure=_contains(h, h)) for h in unsure]
+        return sure, [h._replace(unsure=_undecided_reason(h, h)) for h in unsure]
     low, high = (_median(sorted(judged, key=lambda h: -h.ends[end])) for end in (0, 1))
     if not low.ends[0] <= 1 < high.ends[1]:
         return judged, []
-    return [], [h._replace(unsure=_contains(low, high, "the median ")) for h in judged]
+    return [], [
+        h._replace(unsure=_undecided_reason(low, high, "the median ")) for h in judged
+    ]
 
 
-def _contains(lower: Held, upper: Held, whose: str = "") -> str:
+def _undecided_reason(lower: Held, upper: Held, whose: str = "") -> str:
     """Returns why an estimate decides nothing: the interval from `lower`'s low end to
     `upper`'s high end contains the limit. `whose` precedes the metric."""
     low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
@@ -335,7 +344,7 @@ def _contains(lower: Held, upper: Held, whose: str = "") -> str:
     return f"{what} contains the limit {lower.limit.at_most:g}: audit more rows"
 
 
-def _offending(threshold: Threshold, judged: Sequence[Held]) -> list[Held]:
+def _rows_beyond_limit(threshold: Threshold, judged: Sequence[Held]) -> list[Held]:
     """Returns rows beyond the limit. Where the limit is for a median there are none as
     long as that is within; where certainty is asked for only those that are significant
     over all of them together."""
@@ -364,7 +373,7 @@ def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
         kernels,
         lambda r: (
             r.kernel,
-            spelt(r.options),
+            options_text(r.options),
             r.format,
             tensor_spec(r.tensor).is_gradient,
         ),
@@ -381,7 +390,8 @@ def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
         reasons = [row.reason or "" for row in bare if row.status == why]
         yield run_test(
             group[0].who, rules, group[0].tensor, count, reasons,
-            asked=plan.named or backward, empty=not any(map(something, group)),
+            asked=plan.named or backward,
+            empty=not any(map(has_something_to_judge, group)),
             place=next((Place.of(row) for row in bare if row.status == "failed"), None),
         )  # fmt: skip
 
@@ -437,8 +447,10 @@ def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
     the rules as kernels are."""
     controls = (row for row in rows if row.role == "control")
     for fault in grouped(controls, attrgetter("kernel", "format")).values():
-        doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
-        tried = [_dose(group, plan, rules) for group in doses]
+        doses = sorted(
+            grouped(fault, lambda r: options_text(r.options)).values(), key=_dose_size
+        )
+        tried = [_planted_dose(group, plan, rules) for group in doses]
         from_largest = [d for d in reversed(tried) if d.outcome != "unmeasured"]
         caught = list(takewhile(lambda d: d.outcome == "caught", from_largest))
         yield Power(
@@ -449,14 +461,14 @@ def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
         )
 
 
-def _size(rows: Rows) -> float:
+def _dose_size(rows: Rows) -> float:
     """Returns the dose of a planted fault; 0 for one that is no number, or beyond 1e300,
     since JSON has integers that no float can hold. `rows`: at least one."""
     dose = rows[0].options.get("dose")
     return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
-def _dose(rows: Rows, plan: PlanRecord, rules: Rules) -> PlantedDose:
+def _planted_dose(rows: Rows, plan: PlanRecord, rules: Rules) -> PlantedDose:
     """Returns whether the rules catch one dose of a fault, and which. One that raises, or
     that no rule could judge, is not caught by that: it is `unmeasured`."""
     # A planted fault is put through the rules as if it were a kernel.
@@ -468,4 +480,4 @@ def _dose(rows: Rows, plan: PlanRecord, rules: Rules) -> PlantedDose:
         outcome = "caught"
     elif any(t.standing is Standing.HELD for t in tests):
         outcome = "missed"
-    return PlantedDose(dose=_size(rows), outcome=outcome, by=by)
+    return PlantedDose(dose=_dose_size(rows), outcome=outcome, by=by)

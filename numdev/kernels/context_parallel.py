@@ -163,7 +163,9 @@ class Ranks:
         self.world = world
         self._ends = contextlib.ExitStack()
         atexit.register(self._ends.close)
-        folder = self._ends.enter_context(temporary.folder(prefix="numdev-ranks-"))
+        folder = self._ends.enter_context(
+            temporary.temporary_folder(prefix="numdev-ranks-")
+        )
         self._pipes, theirs = zip(*(Pipe() for _ in range(world)), strict=True)
         place = (world, device, f"{folder}/store", theirs)
         self.ranks: Any = spawn(run_rank, place, nprocs=world, join=False, daemon=True)

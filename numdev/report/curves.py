@@ -78,11 +78,13 @@ def cells(
     and the ratio to the baseline. Gradients, and rows that are not ok, are left out.
     `baseline`: the kernel and all its options; `axes`: by case, its value on every
     axis."""
-    pooled = _pooled(
+    pooled = _pooled_over_heads(
         [r for r in rows if r.status == "ok" and tensor_spec(r.tensor).is_output], metrics
     )
     keys = ["case", "format", "seed"]
-    of = (pooled["kernel"] == baseline[0]) & (pooled["chosen"] == _chosen(baseline[1]))
+    of = (pooled["kernel"] == baseline[0]) & (
+        pooled["chosen"] == _options_text(baseline[1])
+    )
     base = pooled[of][[*keys, *metrics]]
     against = pooled[keys].merge(base, on=keys, how="left")[list(metrics)]
     over = pooled[list(metrics)] / against.where(against > 0)
@@ -99,8 +101,8 @@ def cells(
         limited = any(lines[seed]["limited"] for seed in seeds)
         for metric in metrics:
             count = int(np.isfinite(values[metric][seeds]).sum())
-            mean, low, high = _interval(interval, values[metric][seeds])
-            ratio, ratio_low, ratio_high = _interval(factor, ratios[metric][seeds])
+            mean, low, high = _finite_interval(interval, values[metric][seeds])
+            ratio, ratio_low, ratio_high = _finite_interval(factor, ratios[metric][seeds])
             row = CellRow(
                 case=first["case"],
                 role=first["role"],
@@ -122,7 +124,7 @@ def cells(
     return tuple(cell_rows)
 
 
-def _interval(
+def _finite_interval(
     how: Callable[[Sequence[float]], Mean], values: NDArray[np.float64]
 ) -> Mean | tuple[None, None, None]:
     """Returns the mean of the finite values and its 95 % interval (low, high), as
@@ -131,12 +133,14 @@ def _interval(
     return how(finite) if finite else (None, None, None)
 
 
-def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame:
+def _pooled_over_heads(
+    rows: Sequence[DeviationRow], metrics: Sequence[str]
+) -> pd.DataFrame:
     """Returns a table with one line for each cell, seed, kernel and format: the metrics
     pooled over heads, whether the reference limits any of them, and the kernel's
     options."""
     table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
-    table["chosen"] = table["options"].map(_chosen)
+    table["chosen"] = table["options"].map(_options_text)
     table["limited"] = table["reason"] == "reference-limited"
     keys = [table[name] for name in (*CELL, "seed")]
     groups = table.groupby(keys, sort=False, dropna=False)
@@ -155,7 +159,7 @@ def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFram
     return pooled.reset_index()
 
 
-def _chosen(options: Mapping[str, object]) -> str:
+def _options_text(options: Mapping[str, object]) -> str:
     """Returns options as text, the same for the same ones in another order."""
     return repr(sorted(options.items()))
 
@@ -176,14 +180,18 @@ class Grid:
         places: list[Mapping[str, object]] = [case.axes for case in self.request.cases]
         places += [{"case": case.entry} for case in self.request.cases]
         places += [{"format": name} for name in self.request.formats]
-        places += [self._named(kernel, options) for kernel, options in self.kernels]
+        places += [
+            self._requested_options(kernel, options) for kernel, options in self.kernels
+        ]
         values: dict[str, dict[str, None]] = {}
         for name, value in (item for place in places for item in place.items()):
             values.setdefault(name, {})[str(value)] = None
         several = {name: x for name, x in values.items() if len(x) > 1}
         return {name: list(distinct) for name, distinct in several.items()}
 
-    def _named(self, kernel: str, options: Mapping[str, object]) -> dict[str, object]:
+    def _requested_options(
+        self, kernel: str, options: Mapping[str, object]
+    ) -> dict[str, object]:
         """Returns those of `options` that the request names for this kernel, in any of
         its entries, and that are not None."""
         choices = (*self.request.kernels, self.request.baseline)
@@ -213,7 +221,7 @@ class Grid:
             what = f"{target}: x is {asked!r}, which is not an axis of this grid"
             raise UsageError(what, hint=closest(asked, self.axes))
         numeric = [
-            n for n, values in self.axes.items() if n == "format" or _numbers(values)
+            n for n, values in self.axes.items() if n == "format" or _as_numbers(values)
         ]
         return asked or max(numeric or self.axes, key=lambda name: len(self.axes[name]))
 
@@ -222,7 +230,7 @@ class Grid:
         """Returns the axis of the curves with its ticks in ascending order. Formats stand
         by significant bits at equal distances; other values that are not numbers stand in
         the order of the file."""
-        values, numbers = self.axes[self.x], _numbers(self.axes[self.x])
+        values, numbers = self.axes[self.x], _as_numbers(self.axes[self.x])
         scale: Literal["linear", "log", "category"] = "linear" if numbers else "category"
         if self.x == "format":
             values, scale = (
@@ -240,7 +248,11 @@ class Grid:
     def label(self, kernel: str, options: Mapping[str, object]) -> str:
         """Returns a kernel with the options that the request names for it, without the
         axis of the curves."""
-        named = {n: v for n, v in self._named(kernel, options).items() if n != self.x}
+        named = {
+            n: v
+            for n, v in self._requested_options(kernel, options).items()
+            if n != self.x
+        }
         parts = (str(v) if n == "preset" else f"{n}={v}" for n, v in named.items())
         return " ".join([kernel, *parts])
 
@@ -252,7 +264,10 @@ class Grid:
         cases = {case.name: case for case in self.request.cases}
         lines: Lines = {}
         for cell in cells:
-            case, options = cases[cell.case], self._named(cell.kernel, cell.options)
+            case, options = (
+                cases[cell.case],
+                self._requested_options(cell.kernel, cell.options),
+            )
             coordinates = {**case.axes, "case": case.entry, "format": cell.format}
             others = (n for n in self.axes if n != self.x and n in coordinates)
             place = tuple((name, str(coordinates[name])) for name in others)
@@ -271,7 +286,7 @@ class Grid:
         return lines
 
 
-def _numbers(values: Iterable[str]) -> list[float] | None:
+def _as_numbers(values: Iterable[str]) -> list[float] | None:
     """Returns values as numbers; None where one is none, or not finite."""
     try:
         numbers = [float(value) for value in values]
@@ -304,8 +319,9 @@ def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
         means = [p.mean for curve in curves for p in curve.points]
         positive = [mean for mean in means if mean > 0]
         wide = positive and min(means) >= 0 and max(positive) / min(positive) >= 4
+        name, where = f"{what[0].upper()}{what[1:]}", _place_in_words(place)
         yield Figure(
-            title=f"{what[0].upper()}{what[1:]}, by {grid.axis.title}{_words_of(place)}",
+            title=f"{name}, by {grid.axis.title}{where}",
             metric=metric,
             place=dict(place),
             y_title=what,
@@ -314,7 +330,7 @@ def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
         )
 
 
-def _words_of(place: Place) -> str:
+def _place_in_words(place: Place) -> str:
     """Returns a place in parentheses, as in ` (bfloat16, window 64)`; empty where no
     other axis has several values."""
     plain = ("format", "inputs", "case")
@@ -337,14 +353,14 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
         role = next(iter(cells.values())).role
         if metric != grid.request.y[0] or (role != "kernel" and label != baseline):
             continue
-        ends = _ends(cells, by_size=grid.axis.scale == "category")
+        ends = _end_points(cells, by_size=grid.axis.scale == "category")
         points = " to ".join(
             si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends
         )
-        sentence = f"{label}{_words_of(place)}: {METRICS[metric][1]} "
+        sentence = f"{label}{_place_in_words(place)}: {METRICS[metric][1]} "
         sentence += points or "not measured"
         if ends and label != baseline:
-            sentence += _over_baseline(ends[-1][2], baseline)
+            sentence += _ratio_clause(ends[-1][2], baseline)
         text.append(f"{sentence}.")
     more = len(text) - SENTENCES
     return (
@@ -353,7 +369,7 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
     )
 
 
-def _ends(
+def _end_points(
     cells: Mapping[str | None, CellRow], *, by_size: bool
 ) -> list[tuple[float, str | None, CellRow]]:
     """Returns mean, value on the axis and cell of a curve's first and last point, or of
@@ -371,7 +387,7 @@ def _ends(
     return ends
 
 
-def _over_baseline(cell: CellRow, baseline: str) -> str:
+def _ratio_clause(cell: CellRow, baseline: str) -> str:
     """Returns `; over BASELINE 0.31× [0.30 to 0.32]`; empty where there is no ratio, or
     it is too large or small to mean anything."""
     if cell.ratio is None or not 1 / MOST < cell.ratio < MOST:

@@ -155,7 +155,7 @@ class Document(_Titled):
                     yield node
 
 
-def headed(sentence: str) -> Item:
+def item_with_lead(sentence: str) -> Item:
     """Returns a sentence as an item whose lead is all up to the first `: `; the whole
     sentence where there is none."""
     lead, colon, text = sentence.partition(": ")
@@ -190,7 +190,7 @@ def table(
     return Table(heads, lines, title=title, kind=kind, only=only)
 
 
-def words(
+def text_table(
     columns: Sequence[str],
     rows: Iterable[Iterable[str | Cell]],
     *,
@@ -221,7 +221,7 @@ def cell_id(kernel: str, fmt: str, tensor: str, layer: str, head: int | None) ->
     return re.sub(r"[^\w.-]+", "-", f"{kernel}-{fmt}-{tensor}-{layer}-{head}")
 
 
-def floors(value: float | None, title: str = "") -> Cell:
+def floor_cell(value: float | None, title: str = "") -> Cell:
     """Returns a cell with a multiple of the floor, shaded by its size; a dash for
     None."""
     return Cell(ratio(value), shade=shade(value), title=title)

@@ -24,7 +24,7 @@ def plain(text: str, keep: str = "") -> str:
     )
 
 
-def cell(value: object) -> object:
+def csv_cell(value: object) -> object:
     """Returns a value as a cell of a CSV file: mappings as JSON, and text that a
     spreadsheet would compute with an apostrophe before it; control characters but tabs
     and line ends spelled out. Numbers stay."""

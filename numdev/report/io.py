@@ -16,10 +16,10 @@ from pydantic_core import from_json
 import numdev
 from numdev.errors import MeasurementError, UsageError
 from numdev.kinds import REGISTERED, kind_of
-from numdev.report.foreign import cell, json_text
+from numdev.report.foreign import csv_cell, json_text
 from numdev.report.records.reports import SCHEMA_VERSION, Report
 from numdev.report.records.rows import Record
-from numdev.temporary import becoming, remove_stale
+from numdev.temporary import remove_stale, unfinished_file
 
 HEAD = 1 << 16  # bytes of a file in which it says what it is
 
@@ -81,10 +81,10 @@ def read(path: Path) -> Report:
 def text_of(report: Report) -> str:
     """Returns a report as JSON, for a file as for a terminal; its last key is the SHA-256
     of all before."""
-    return sealed(json_text(report.model_dump_json()).encode()).decode()
+    return with_digest(json_text(report.model_dump_json()).encode()).decode()
 
 
-def sealed(text: bytes) -> bytes:
+def with_digest(text: bytes) -> bytes:
     """Returns the JSON of a report with its last key, `digest`: the SHA-256 of all
     before. `text`: one JSON object without it."""
     body = text.removesuffix(b"}")
@@ -113,7 +113,7 @@ def replacing(path: Path) -> Iterator[IO[str]]:
             yield file
         return
     with (
-        becoming(path) as partial,
+        unfinished_file(path) as partial,
         partial.open("w", newline="", encoding="utf-8") as file,
     ):
         yield file
@@ -127,7 +127,7 @@ def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
         values = line.model_dump()
         if i == 0:
             writer.writerow(values)
-        writer.writerow(map(cell, values.values()))
+        writer.writerow(map(csv_cell, values.values()))
 
 
 def refuse_other_kind(directory: Path, kind: str) -> None:
@@ -145,7 +145,7 @@ def refuse_other_kind(directory: Path, kind: str) -> None:
         raise UsageError(what, hint="give another --output")
 
 
-def claim(
+def claim_directory(
     directory: Path, kind: str, request: Mapping[str, object], *, overwrite: bool
 ) -> None:
     """Makes the directory of the results, and removes unfinished files in it. Raises

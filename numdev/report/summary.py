@@ -58,15 +58,17 @@ def summarise(
     formats = list(dict.fromkeys(fmt for *_, fmt in groups))
     kernels = tuple(
         sorted(
-            (_kernel(group, places) for group in groups.values()),
-            key=lambda k: (formats.index(k.format), *_rank(k)),
+            (_kernel_summary(group, places) for group in groups.values()),
+            key=lambda k: (formats.index(k.format), *_rank_in_format(k)),
         )
     )
     return AuditSummary(
         answer=tuple(
             f"{name}: {sentence}"
             for name in formats
-            for sentence in _answer([k for k in kernels if k.format == name], findings)
+            for sentence in _answer_sentences(
+                [k for k in kernels if k.format == name], findings
+            )
         ),
         kernels=kernels,
         explanations=tuple(explanations),
@@ -74,7 +76,7 @@ def summarise(
     )
 
 
-def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
+def _rank_in_format(kernel: KernelSummary) -> tuple[int, bool, float]:
     """Returns the order of a kernel in its format: the floor first, then by distance from
     the truth over the baseline's (which is the same for kernels that return another
     format than the others), else over the floor; what is not finite last, then the cost
@@ -88,55 +90,61 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
     )
 
 
-def _kernel(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
+def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
     """Returns the summary of one kernel in one format, by all its rows, at least one: of
     its output over all heads, of each gradient, and of each phase of a generation."""
     ok = [row for row in rows if row.status == "ok" and tensor_spec(row.tensor).is_output]
     worst = max(ok, key=lambda row: row.expected_ratio or 0.0, default=rows[0])
-    ran = _distinct(row.ran for row in rows)
+    ran = _distinct_values(row.ran for row in rows)
     statuses = [row.status for row in rows]
     reasons = (row.reason for row in rows if row.reason != "reference-limited")
     largest = max((row.max_abs for row in ok if row.max_abs is not None), default=None)
     sampled = max((row.rows_measured or 0 for row in ok if row.sampled), default=None)
     suspects = max((row.suspects or 0 for row in ok), default=0)
-    gradients = tuple(_of_gradients(rows, places))
-    phases = tuple(_of_phases(ok, places))
+    gradients = tuple(_gradient_summaries(rows, places))
+    phases = tuple(_phase_summaries(ok, places))
     return KernelSummary(
         **rows[0].who,
-        **_over_heads(ok, KernelSummary, places),
+        **_fields_over_heads(ok, KernelSummary, places),
         skipped=statuses.count("skipped"),
         failed=statuses.count("failed"),
-        reasons=_distinct(reasons),
+        reasons=_distinct_values(reasons),
         ran=ran,
-        mean_abs=_mean(ok),
+        mean_abs=_mean_error(ok),
         max_abs=largest,
         rows_measured=sampled,
         suspects=suspects or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
-        noise=_noise(rows),
-        biased_heads=_biased(ok),
+        noise=_largest_noise(rows),
+        biased_heads=_biased_head_count(ok),
         gradients=gradients,
         phases=phases,
     )
 
 
-def _of_gradients(rows: Sequence[DeviationRow], places: Places) -> Iterator[PartSummary]:
+def _gradient_summaries(
+    rows: Sequence[DeviationRow], places: Places
+) -> Iterator[PartSummary]:
     """Yields the summary of each gradient that was measured in some head."""
     gradients = (row.tensor for row in rows if tensor_spec(row.tensor).is_gradient)
     for tensor in dict.fromkeys(gradients):
-        if measured := _measured(rows, tensor):
-            yield PartSummary(tensor=tensor, **_over_heads(measured, PartSummary, places))
+        if measured := _measured_rows(rows, tensor):
+            yield PartSummary(
+                tensor=tensor, **_fields_over_heads(measured, PartSummary, places)
+            )
 
 
-def _of_phases(ok: Sequence[DeviationRow], places: Places) -> Iterator[PartSummary]:
+def _phase_summaries(ok: Sequence[DeviationRow], places: Places) -> Iterator[PartSummary]:
     """Yields the summary of the output in each phase of a generation; nothing where there
     is none. `ok`: measured rows of the output."""
     for phase in dict.fromkeys(row.phase for row in ok if row.phase is not None):
         of_phase = [row for row in ok if row.phase == phase]
-        yield PartSummary(phase=phase, **_over_heads(of_phase, PartSummary, places))
+        yield PartSummary(
+            phase=phase, **_fields_over_heads(of_phase, PartSummary, places)
+        )
 
 
-def _noise(rows: Sequence[DeviationRow]) -> float | None:
+def _largest_noise(rows: Sequence[DeviationRow]) -> float | None:
     """Returns the largest noise of a head, over the floor's error; 0 where all runs gave
     the same bits, None where nothing was repeated."""
     noise = [noise_ratio(row) for row in rows if row.noise is not None]
@@ -145,27 +153,27 @@ def _noise(rows: Sequence[DeviationRow]) -> float | None:
     return max((x for x in noise if x is not None), default=0.0)
 
 
-def _distinct(values: Iterable[str | None]) -> tuple[str, ...]:
+def _distinct_values(values: Iterable[str | None]) -> tuple[str, ...]:
     """Returns the values that are not None, each once, in order."""
     return tuple(dict.fromkeys(value for value in values if value is not None))
 
 
-def _measured(rows: Sequence[DeviationRow], tensor: str) -> list[DeviationRow]:
+def _measured_rows(rows: Sequence[DeviationRow], tensor: str) -> list[DeviationRow]:
     """Returns the rows of a tensor that are ok."""
     return [row for row in rows if row.tensor == tensor and row.status == "ok"]
 
 
-def _mean(ok: Sequence[DeviationRow]) -> float | None:
+def _mean_error(ok: Sequence[DeviationRow]) -> float | None:
     """Returns the mean |error| of all elements; None where no head has a number, or the
     mean overflows."""
     measured = (row for row in ok if row.mean_abs is not None)
     weighted = [(row.mean_abs, row.elements or 0) for row in measured]
     values, weight = np.array(weighted, dtype=float).reshape(-1, 2).T
     with np.errstate(over="ignore", invalid="ignore"):
-        return _or_none((values * weight).sum() / weight.sum())
+        return _finite_or_none((values * weight).sum() / weight.sum())
 
 
-def _over_heads(
+def _fields_over_heads(
     ok: Sequence[DeviationRow], record: type[Record], places: Places
 ) -> dict[str, Any]:
     """Returns those fields of `record` that are of a metric over heads: the median, the
@@ -181,13 +189,13 @@ def _over_heads(
         }
         if values:
             worst = max(values, key=values.__getitem__)
-            fields[metric] = _or_none(statistics.median(values.values()))
+            fields[metric] = _finite_or_none(statistics.median(values.values()))
             fields[f"{metric}_worst"] = values[worst]
             fields[f"{metric}_where"] = places(ok[worst])
     return {name: value for name, value in fields.items() if name in record.model_fields}
 
 
-def _biased(ok: Sequence[DeviationRow]) -> int | None:
+def _biased_head_count(ok: Sequence[DeviationRow]) -> int | None:
     """Returns how many heads of a kernel in a format are biased, Holm-corrected; None if
     none can be judged."""
     tested = [
@@ -205,12 +213,12 @@ def _biased(ok: Sequence[DeviationRow]) -> int | None:
     )
 
 
-def _or_none(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     """Returns a float for JSON: None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None
 
 
-def _answer(
+def _answer_sentences(
     kernels: Sequence[KernelSummary], findings: Sequence[Finding]
 ) -> Iterator[str]:
     """Yields sentences on one format: what overflows, and how far a flash kernel is from

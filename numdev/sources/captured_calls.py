@@ -397,7 +397,7 @@ def write_cases(
     )
     with (
         storage.naming(path, "cannot be written", "is there room?", passing=OSError),
-        temporary.becoming(path) as partial,
+        temporary.unfinished_file(path) as partial,
     ):
         save_file(tensors, partial, metadata={KEY: header.model_dump_json()})
 
@@ -436,7 +436,7 @@ def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     with contextlib.ExitStack() as stack:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
-            beside = temporary.folder(directory.parent, f".{directory.name}.")
+            beside = temporary.temporary_folder(directory.parent, f".{directory.name}.")
             partial = stack.enter_context(beside)
         except OSError as error:
             raise UsageError(

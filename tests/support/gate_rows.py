@@ -9,7 +9,7 @@ from typing import Any
 from numdev.gate import findings, judging
 from numdev.gate.judgement import SOMETHING, Judgement
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.thresholds import power_of, tests_of
+from numdev.gate.thresholds import power_of, tests_of_rows
 from numdev.report import (
     AuditReport,
     AuditSummary,
@@ -92,7 +92,7 @@ def judge(
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     passed = (sum(fa_rule), len(fa_rule)) if fa_rule else None
     return judging.judge(
-        tests_of(rows, record, rules, ()), rules, power=power, fa_rule=passed
+        tests_of_rows(rows, record, rules, ()), rules, power=power, fa_rule=passed
     )
 
 

@@ -36,8 +36,8 @@ from numdev.cases import (
     key_limits,
     key_range,
     keys_from,
+    position_span,
     rows_within,
-    span,
     visible,
 )  # fmt: skip
 from numdev.errors import Refused
@@ -427,7 +427,7 @@ def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
         piece = slice(first, min(first + step, case.q_len))
         # The positions of the blocks that the rows are of: some rows of a call are in its
         # blocks.
-        blocks = span(case, piece)
+        blocks = position_span(case, piece)
         if case.positions is not None:
             blocks = slice(
                 blocks.start - blocks.start % block_q,

@@ -219,7 +219,7 @@ class Report(Record):
 
     @field_validator("request")
     @classmethod
-    def _has_the_shape_of_a_request(cls, request: dict[str, object]) -> dict[str, object]:
+    def _checked_request(cls, request: dict[str, object]) -> dict[str, object]:
         """Returns the request; raises pydantic's ValidationError where a field that
         judging reads is of another type."""
         RequestShape.model_validate(request)

@@ -71,7 +71,7 @@ class Scale:
         ]
 
 
-def _scale(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Scale:
+def _scale_over(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Scale:
     """Returns a scale from the least value to the largest, at least one, with `share` of
     the range as air at both ends. `pixels`: where it starts and ends; `log`: values are
     positive, and their logarithms are drawn."""
@@ -96,7 +96,7 @@ def _y_scale(figures: Sequence[Figure]) -> Scale:
         ends = [v for v in ends if min(means) / 3 <= v <= 10 * max(means)]
     else:
         ends += [0.0] if any(ends) else [0.0, 1.0]
-    return _scale(ends, (BOTTOM, TOP), log, 0.06)
+    return _scale_over(ends, (BOTTOM, TOP), log, 0.06)
 
 
 def svg(figure: Figure, of: Figures) -> Markup:
@@ -105,11 +105,13 @@ def svg(figure: Figure, of: Figures) -> Markup:
     kind = (figure.metric, figure.relative)
     y = _y_scale([f for f in of.figures if (f.metric, f.relative) == kind])
     air = 0.5 / max(1, len(axis.ticks) - 1) if categories else 0.04
-    x = _scale((tick.x for tick in axis.ticks), (LEFT, RIGHT), axis.scale == "log", air)
+    x = _scale_over(
+        (tick.x for tick in axis.ticks), (LEFT, RIGHT), axis.scale == "log", air
+    )
     root = ET.Element("svg", {"role": "img", "aria-label": plain(figure.title)})
-    below = _axes(root, axis, figure.y_title, x, y)
+    below = _draw_axes(root, axis, figure.y_title, x, y)
     if figure.relative and TOP < y(1.0) < BOTTOM:
-        _path(root, "one", [(LEFT, y(1.0)), (RIGHT, y(1.0))])
+        _draw_path(root, "one", [(LEFT, y(1.0)), (RIGHT, y(1.0))])
     styles, ends = _styles(of), []
     step = min(14.0, 0.8 * (RIGHT - LEFT) / len(axis.ticks) / max(1, len(figure.curves)))
     for i, curve in enumerate(figure.curves):
@@ -123,13 +125,19 @@ def svg(figure: Figure, of: Figures) -> Markup:
             places = [(edge, y(drawn[0].mean)) for edge in (LEFT, RIGHT)]
         else:
             places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
-            _points(group, curve.label, drawn, places, y, MARKERS[marker], categories)
+            _draw_points(
+                group, curve.label, drawn, places, y, MARKERS[marker], categories
+            )
         if level or not categories:
-            _path(group, "line", places)
+            _draw_path(group, "line", places)
         ends.append(
-            (group, places[-1] if places else (RIGHT, BOTTOM), _wrapped(curve.label, 22))
+            (
+                group,
+                places[-1] if places else (RIGHT, BOTTOM),
+                _wrapped_label(curve.label, 22),
+            )
         )
-    root.set("viewBox", f"0 0 {WIDTH} {math.ceil(max(below, _labels(ends)))}")
+    root.set("viewBox", f"0 0 {WIDTH} {math.ceil(max(below, _draw_labels(ends)))}")
     return Markup(ET.tostring(root, encoding="unicode"))
 
 
@@ -147,40 +155,42 @@ def _styles(of: Figures) -> dict[str, tuple[str, int]]:
     return styles
 
 
-def _axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> float:
+def _draw_axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> float:
     """Draws the frame, its ticks and titles, without overlaps; returns where the drawing
     ends below, in pixels."""
     for v in y.ticks():
-        _path(root, "grid", [(LEFT, y(v)), (RIGHT, y(v))])
-        _text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")
-    _path(root, "grid", [(LEFT, BOTTOM), (RIGHT, BOTTOM)])
+        _draw_path(root, "grid", [(LEFT, y(v)), (RIGHT, y(v))])
+        _draw_text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")
+    _draw_path(root, "grid", [(LEFT, BOTTOM), (RIGHT, BOTTOM)])
     fitting = max(6, int((RIGHT - LEFT) / len(axis.ticks) / 6.2))
     free, lowest = -math.inf, 0.0
     for tick in axis.ticks:
         # `regime(option=1)` is broken at its options.
         label = tick.label.replace("(", " ").removesuffix(")").replace(",", " ")
-        lines = _wrapped(label, fitting) if axis.scale == "category" else [tick.label]
+        lines = (
+            _wrapped_label(label, fitting) if axis.scale == "category" else [tick.label]
+        )
         at, half = x(tick.x), 3.4 * max(map(len, lines), default=0)
         if at - half >= free:
             free = at + half + 4
-            _path(root, "grid", [(at, BOTTOM), (at, BOTTOM + 5)])
+            _draw_path(root, "grid", [(at, BOTTOM), (at, BOTTOM + 5)])
             for i, words in enumerate(lines):
                 lowest = max(lowest, BOTTOM + 18 + LINE * i)
-                _text(root, words, at, BOTTOM + 18 + LINE * i, "tick")
-    _text(root, axis.title, (LEFT + RIGHT) / 2, lowest + 20, "title")
-    title = _text(root, y_title, 0, 0, "title")
+                _draw_text(root, words, at, BOTTOM + 18 + LINE * i, "tick")
+    _draw_text(root, axis.title, (LEFT + RIGHT) / 2, lowest + 20, "title")
+    title = _draw_text(root, y_title, 0, 0, "title")
     title.set("transform", f"translate(13 {(TOP + BOTTOM) / 2}) rotate(-90)")
     return lowest + 32
 
 
-def _wrapped(label: str, width: int) -> list[str]:
+def _wrapped_label(label: str, width: int) -> list[str]:
     """Returns a label in lines of at most `width` characters, at most four."""
     return textwrap.wrap(
         label, width, max_lines=4, placeholder="…", break_on_hyphens=False
     )
 
 
-def _labels(ends: Sequence[tuple[ET.Element, Pair, list[str]]]) -> float:
+def _draw_labels(ends: Sequence[tuple[ET.Element, Pair, list[str]]]) -> float:
     """Draws each curve's name beside its end, moved until none covers another: down from
     the top, then up from the bottom. Returns where the lowest ends, in pixels; 0 without
     curves. `ends`: each curve's group, end point and label in lines."""
@@ -193,13 +203,13 @@ def _labels(ends: Sequence[tuple[ET.Element, Pair, list[str]]]) -> float:
     for i in reversed(order):
         bottom = tops[i] = min(tops[i], bottom - heights[i])
     for (group, (x, y), label), top, height in zip(ends, tops, heights, strict=True):
-        _path(group, "leader", [(x + 5, y), (RIGHT + 12, top + height / 2)])
+        _draw_path(group, "leader", [(x + 5, y), (RIGHT + 12, top + height / 2)])
         for n, words in enumerate(label):
-            _text(group, words, RIGHT + 15, top + LINE * (n + 0.9), "name", "start")
+            _draw_text(group, words, RIGHT + 15, top + LINE * (n + 0.9), "name", "start")
     return max(map(sum, zip(tops, heights, strict=True)), default=0.0)
 
 
-def _points(
+def _draw_points(
     group: ET.Element,
     label: str,
     points: Sequence[Point],
@@ -217,13 +227,13 @@ def _points(
         if point.low is not None and point.high is not None
     ]
     for x, low, high in intervals if categories else ():
-        _path(group, "bar", [(x, low), (x, high)])
+        _draw_path(group, "bar", [(x, low), (x, high)])
     if not categories and len(intervals) == len(points) > 1:
         upper, lower = (
             [(x, high) for x, _, high in intervals],
             [(x, low) for x, low, _ in intervals],
         )
-        _path(group, "band", [*upper, *reversed(lower)])
+        _draw_path(group, "band", [*upper, *reversed(lower)])
     for point, (x, height) in zip(points, places, strict=True):
         dot = {"class": "hollow" if point.limited else "dot", "d": marker,
                "transform": f"translate({x:g} {height:g})"}  # fmt: skip
@@ -236,7 +246,7 @@ def _points(
         title.text = plain(f"{label} at {point.label}: {three(point.mean)}{ends}")
 
 
-def _path(parent: ET.Element, kind: str, places: Sequence[Pair]) -> None:
+def _draw_path(parent: ET.Element, kind: str, places: Sequence[Pair]) -> None:
     """Draws a line through the places, of the CSS class `kind`; nothing without
     places."""
     if places:
@@ -244,7 +254,7 @@ def _path(parent: ET.Element, kind: str, places: Sequence[Pair]) -> None:
         ET.SubElement(parent, "path", {"class": kind, "d": d})
 
 
-def _text(
+def _draw_text(
     parent: ET.Element, words: str, x: float, y: float, kind: str, anchor: str = "middle"
 ) -> ET.Element:
     """Draws text at a place in pixels and returns its element. `kind`: its CSS class;

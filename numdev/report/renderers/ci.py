@@ -16,7 +16,7 @@ from numdev.gate.findings import label
 from numdev.gate.judgement import Judgement, Test
 from numdev.report import Finding, Outcome, Place
 from numdev.report.foreign import plain
-from numdev.report.views.gate import number, problems_of
+from numdev.report.views.gate import observed_text, problems_of
 from numdev.tensors import tensor_spec
 
 GATE = "numdev gate"
@@ -52,7 +52,7 @@ def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
     root = ElementTree.Element("testsuites", name=GATE, time="0")
     suites: dict[str, ElementTree.Element] = {}
     for test in judgement.tests:
-        suite, name = plain(_suite(test)), plain(_name(test))
+        suite, name = plain(_suite_name(test)), plain(_case_name(test))
         names = {"name": name, "classname": suite, "time": "0"}
         if suite not in suites:
             suites[suite] = ElementTree.SubElement(
@@ -60,7 +60,7 @@ def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
             )
         case = ElementTree.SubElement(suites[suite], "testcase", names)
         if tag := tag_of(test.outcome):
-            why = [plain(line) for line in _why(test, findings)]
+            why = [plain(line) for line in _reason_lines(test, findings)]
             problem = {"message": why[0], "type": test.standing.value}
             ElementTree.SubElement(case, tag, problem).text = "\n".join(why)
     for element in (*root, root):
@@ -71,7 +71,7 @@ def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
-def _suite(test: Test) -> str:
+def _suite_name(test: Test) -> str:
     """Returns the name of a test's suite: the kernel with its options, or GATE without a
     kernel."""
     if test.kernel is None:
@@ -79,7 +79,7 @@ def _suite(test: Test) -> str:
     return label(test) + (" (baseline)" if test.role == "baseline" else "")
 
 
-def _name(test: Test) -> str:
+def _case_name(test: Test) -> str:
     """Returns the name of a test's case: the rule, and of what. It holds no number of the
     test."""
     if test.runs:
@@ -88,7 +88,7 @@ def _name(test: Test) -> str:
     return f"{test.rule} ({of})" if test.kernel is not None and of else test.rule
 
 
-def _why(test: Test, findings: Sequence[Finding]) -> list[str]:
+def _reason_lines(test: Test, findings: Sequence[Finding]) -> list[str]:
     """Returns lines that say why a test is no pass, the shortest first; at least one."""
     if test.runs:
         word, count = "failed", test.offending
@@ -96,10 +96,10 @@ def _why(test: Test, findings: Sequence[Finding]) -> list[str]:
             word, count = "skipped", test.unjudged
         every = test.judged + test.unjudged + test.offending
         lines = [f"{word} in {count} of {every} calls: {'; '.join(test.reasons[:3])}"]
-        return lines + list(map(_place, test.places))
+        return lines + list(map(_place_line, test.places))
     message = "; ".join(test.reasons[:3])
     if test.outcome is Outcome.EXCEEDED:
-        what = f"expected {test.limit}, got {number(test.observed)}"
+        what = f"expected {test.limit}, got {observed_text(test.observed)}"
         if test.metric == "suspicion":
             operation = tensor_spec(test.tensor or "").of.operation
             what = f"does not compute the requested {operation}: {test.observed}"
@@ -112,10 +112,10 @@ def _why(test: Test, findings: Sequence[Finding]) -> list[str]:
         and test.format in f.formats
         and (f.rule, f.kernel, f.options, f.tensor) == of
     ]
-    return [message, *sentences, *map(_place, test.places)]
+    return [message, *sentences, *map(_place_line, test.places)]
 
 
-def _place(place: Place) -> str:
+def _place_line(place: Place) -> str:
     """Returns a place as `at case X, head 3`: every field that it has."""
     fields = place.model_dump(exclude_none=True)
     return "at " + ", ".join(f"{key} {value}" for key, value in fields.items())
@@ -133,10 +133,10 @@ def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]
         problems[ERRORS:] = [("warning", GATE, text)]
     for kind, title, message in problems:
         # As actions/toolkit, packages/core/src/command.ts; `plain` leaves no line break.
-        head = _data(title).replace(":", "%3A").replace(",", "%2C")
-        yield f"::{kind} title={head}::{_data(message)}"
+        head = _escaped(title).replace(":", "%3A").replace(",", "%2C")
+        yield f"::{kind} title={head}::{_escaped(message)}"
 
 
-def _data(text: str) -> str:
+def _escaped(text: str) -> str:
     """Returns text as a workflow command can hold it: no line break, and % as %25."""
     return plain(text).replace("%", "%25")

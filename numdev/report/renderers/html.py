@@ -35,7 +35,7 @@ def frame(report: Report) -> Markup:
     """Returns the report in one line, and its page in a frame, whose styles reach nothing
     around it."""
     style = "width: 100%; height: 40em; border: 1px solid #8888"
-    title = Markup("<p>{}</p>").format(_visible(repr(report)))
+    title = Markup("<p>{}</p>").format(_printable(repr(report)))
     return title + Markup('<iframe style="{}" srcdoc="{}"></iframe>').format(
         style, page(report)
     )
@@ -48,11 +48,15 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
         loader=PackageLoader("numdev.report.renderers"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_visible,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": chart.svg, "numbers": doc.tables_of, "prose": _prose}
+    environment.filters |= {
+        "svg": chart.svg,
+        "numbers": doc.tables_of,
+        "prose": _with_code,
+    }
     text = (files("numdev.report.renderers") / "templates/page.js").read_text(
         encoding="utf-8"
     )
@@ -65,7 +69,7 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
     return environment.get_template("page.html.j2").render(about)
 
 
-def _visible(value: object) -> object:
+def _printable(value: object) -> object:
     """Returns a value as the template shows it: text with control characters, such as
     those that would turn the direction of what stands around it, spelled out; markup and
     all else as it is."""
@@ -74,6 +78,6 @@ def _visible(value: object) -> object:
     return value
 
 
-def _prose(text: str) -> Markup:
+def _with_code(text: str) -> Markup:
     """Returns a sentence as HTML, what stands in backticks set as code."""
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(_visible(text)))))
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(_printable(text)))))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from numdev.report import Report
 from numdev.report import document as doc
 from numdev.report.foreign import plain
-from numdev.report.renderers.terminal import some
+from numdev.report.renderers.terminal import evenly_spread
 from numdev.report.views import document_of
 
 LONGEST = 100  # rows of a table; the report has all
@@ -27,7 +27,7 @@ def page(report: Report | doc.Document, level: int = 1) -> str:
     document = document_of(report)
     lines = [f"{'#' * level} {escaped(document.title)}"]
     for node in document.shown_in("markdown"):
-        lines += ["", *_lines(node, f"{'#' * (level + 1)} ")]
+        lines += ["", *_node_lines(node, f"{'#' * (level + 1)} ")]
     return "\n".join(lines) + "\n"
 
 
@@ -40,7 +40,7 @@ def escaped(text: str) -> str:
     return _LATER.sub(r"\g<0><!-- -->", first)
 
 
-def _lines(node: doc.Node, heading: str) -> Iterator[str]:
+def _node_lines(node: doc.Node, heading: str) -> Iterator[str]:
     """Yields the lines of a node; nothing for a node that Markdown does not have.
     `heading`: the marks before a heading."""
     match node:
@@ -53,28 +53,30 @@ def _lines(node: doc.Node, heading: str) -> Iterator[str]:
                 lead = f"**{escaped(item.lead)}**" if item.lead else ""
                 yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
         case doc.Table():
-            yield from _table(node, heading)
+            yield from _table_lines(node, heading)
 
 
-def _table(node: doc.Table, heading: str) -> Iterator[str]:
+def _table_lines(node: doc.Table, heading: str) -> Iterator[str]:
     """Yields the lines of a table under its title: at most LONGEST rows, and how many
     more there are."""
     shown = list(range(len(node.columns)))
     if node.kind == "series":
-        shown = [0, *some(shown[1:], PLACES - 1)]
+        shown = [0, *evenly_spread(shown[1:], PLACES - 1)]
     if node.title:
         yield from (heading + escaped(node.title), "")
     columns = [node.columns[i] for i in shown]
-    yield _row(column.title for column in columns)
+    yield _table_row(column.title for column in columns)
     right = [i > 0 and column.align == "right" for i, column in enumerate(columns)]
     yield f"|{'|'.join('---:' if at else '---' for at in right)}|"
     for row in node.rows[:LONGEST]:
         cells = [row.cells[i] for i in shown]
-        yield _row(" ".join(filter(None, (cell.text, cell.after))) for cell in cells)
+        yield _table_row(
+            " ".join(filter(None, (cell.text, cell.after))) for cell in cells
+        )
     if len(node.rows) > LONGEST:
         yield from ("", f"{len(node.rows) - LONGEST} more rows are in the report.")
 
 
-def _row(cells: Iterable[str]) -> str:
+def _table_row(cells: Iterable[str]) -> str:
     """Returns a table's row in Markdown."""
     return "| " + " | ".join(escaped(cell) if cell else " " for cell in cells) + " |"

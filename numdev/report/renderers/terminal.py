@@ -1,9 +1,9 @@
 """A document in the terminal, with rich, and the progress bar of a study.
 
 Results go to stdout, progress to stderr. Colour carries nothing that the text does not
-say. Names and messages are foreign text: they go through `_text`, never through rich's
-markup. In a file or a pipe lines are not broken (unless $COLUMNS says so), and progress
-is a line now and then."""
+say. Names and messages are foreign text: they go through `_rich_text`, never through
+rich's markup. In a file or a pipe lines are not broken (unless $COLUMNS says so), and
+progress is a line now and then."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
         match node:
             case doc.Heading():
                 out.print()
-                out.print(_text(node.text, "bold"))
+                out.print(_rich_text(node.text, "bold"))
             case doc.Paragraph():
                 if i == 0:
                     out.print()
-                out.print(_text(node.text, STYLES[node.style]))
+                out.print(_rich_text(node.text, STYLES[node.style]))
             case doc.Bullets():
                 indent = "  " if node.kind == "plain" else ""
                 if not indent:
@@ -62,20 +62,20 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
                     style = STYLES[item.style]
                     lead = style or ("bold cyan" if node.kind == "answer" else "bold")
                     line = Text(indent, overflow="fold").append_text(
-                        _text(item.lead, lead)
+                        _rich_text(item.lead, lead)
                     )
                     gap = " " if item.lead and item.text else ""
-                    out.print(line.append_text(_text(gap + item.text, style)))
+                    out.print(line.append_text(_rich_text(gap + item.text, style)))
             case doc.Table():
-                _table(node, out)
+                _print_table(node, out)
 
 
-def _table(node: doc.Table, out: Console) -> None:
+def _print_table(node: doc.Table, out: Console) -> None:
     """Prints a table under its title; of a map as many blocks of columns as the width
     asks for."""
     out.print()
     if node.title:
-        out.print(_text(node.title, "bold"))
+        out.print(_rich_text(node.title, "bold"))
     chosen = [i for i, column in enumerate(node.columns) if column.width <= out.width]
     longest = max((len(row.cells[0].text) for row in node.rows), default=0)
     room, blocks = out.width - 2 - min(longest, max(16, out.width // 3)), [chosen]
@@ -84,12 +84,12 @@ def _table(node: doc.Table, out: Console) -> None:
         fitting = max(1, room // max(MAP, *widths))
         blocks = [[0, *chosen[i : i + fitting]] for i in range(1, len(chosen), fitting)]
     elif node.kind == "series":
-        blocks = [[0, *some(chosen[1:], max(2, room // NUMBER))]]
+        blocks = [[0, *evenly_spread(chosen[1:], max(2, room // NUMBER))]]
     for block in blocks:
-        out.print(_grid(node, block, out.width))
+        out.print(_rich_table(node, block, out.width))
 
 
-def some(places: Sequence[int], fitting: int) -> list[int]:
+def evenly_spread(places: Sequence[int], fitting: int) -> list[int]:
     """Returns at most `fitting` (2 or more) of the places, evenly spread, the first and
     the last among them."""
     if len(places) <= fitting:
@@ -98,7 +98,7 @@ def some(places: Sequence[int], fitting: int) -> list[int]:
     return [places[i] for i in sorted(chosen)]
 
 
-def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Table:
+def _rich_table(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Table:
     """Returns the columns `chosen` (indices) of a table, laid out by rich. `total`:
     characters of a line."""
     mapped, titles = node.kind == "map", [column.title for column in node.columns]
@@ -118,7 +118,7 @@ def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Tabl
     for at in chosen:
         column = node.columns[at]
         grid.add_column(
-            Text("\n").join(_text(line) for line in titles[at].split("\n")),
+            Text("\n").join(_rich_text(line) for line in titles[at].split("\n")),
             overflow="fold",
             justify=column.align if at else "left",
             no_wrap=fits
@@ -133,7 +133,7 @@ def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Tabl
             style = STYLES[cell.style] or (
                 "dim" if row.standard else "bold" if at == 0 else ""
             )
-            content = _text(
+            content = _rich_text(
                 cell.text, style if cell.shade is None else SHADES[cell.shade]
             )
             line.append(
@@ -143,7 +143,7 @@ def _grid(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Tabl
     return grid
 
 
-def _text(content: str, style: str = "") -> Text:
+def _rich_text(content: str, style: str = "") -> Text:
     """Returns foreign text as it is: no markup, no control characters, cut nowhere."""
     return Text(plain(content), style, overflow="fold")
 
@@ -159,7 +159,7 @@ def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
         """Prints a line, unless the last one was less than QUIET seconds ago."""
         nonlocal shown_at
         if show and time.monotonic() >= shown_at + QUIET:
-            console.print(_text(f"{done} of {total}: {what}"))
+            console.print(_rich_text(f"{done} of {total}: {what}"))
             shown_at = time.monotonic()
 
     if not show or not console.is_terminal:

@@ -57,8 +57,11 @@ def document_of(
     kind = kind_of(report.kind)
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
     target = report.request.get("target") or report.provenance.command
-    findings = tuple(_findings(report, directory))
-    lines, answer = list(verdicts(report)), [doc.headed(line) for line in summary.answer]
+    findings = tuple(_finding_items(report, directory))
+    lines, answer = (
+        list(verdicts(report)),
+        [doc.item_with_lead(line) for line in summary.answer],
+    )
     lines += [replace(answer.pop(0), style=style) for style in kind.styles(report)]
     title = report.request.get("title") or f"{report.kind.capitalize()}: {target}"
     blocks = (
@@ -68,7 +71,7 @@ def document_of(
         doc.Bullets(findings, "findings"),
         *doc.notes(report.tested),
         *kind.blocks(report),
-        *_origin(report),
+        *_origin_nodes(report),
     )
     return doc.Document(str(title), blocks)
 
@@ -87,20 +90,20 @@ def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
     sizes = {
         (k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"
     }
-    ordered = sorted(report.verdicts, key=_order)
-    lines = list(grouped(ordered, lambda v: _line(ordered, v)).values())
+    ordered = sorted(report.verdicts, key=_verdict_rank)
+    lines = list(grouped(ordered, lambda v: _line_key(ordered, v)).values())
     names = [labelled(of[0].kernel, of[0].options) for of in lines]
     width = max(map(len, names), default=0)
-    wide = max((len(_word(of[0])[0]) for of in lines), default=0)
+    wide = max((len(_word_and_style(of[0])[0]) for of in lines), default=0)
     for name, of in zip(names, lines, strict=True):
         v, formats = of[0], [each.format for each in of]
         summaries = [sizes.get((v.kernel, str(v.options), fmt)) for fmt in formats]
         if v.finding is not None:
-            text = _led(name, v, report.findings[v.finding], summaries)
+            text = _finding_text(name, v, report.findings[v.finding], summaries)
         elif v.reason is not None:
             text = v.reason
         elif (k := summaries[0]) is not None and k.max_abs is not None:
-            text = _size(k)
+            text = _error_sentence(k)
         else:
             number = three(v.observed, v.limit)
             nearest = (
@@ -110,21 +113,25 @@ def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
             text = (
                 nearest if v.rule else "no limit on the size of its errors applies here"
             )
-        link = _link(report, report.findings[v.finding]) if v.finding is not None else ""
-        word, style = _word(v)
+        link = (
+            _cell_link(report, report.findings[v.finding])
+            if v.finding is not None
+            else ""
+        )
+        word, style = _word_and_style(v)
         lead = f"{word:{wide}}  {name:{width}}  {', '.join(formats)} "
         yield doc.Item(text, link=link, lead=lead, style=style)
 
 
-def _line(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
+def _line_key(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
     """Returns the key by which verdicts share a line: kernel, word and finding. A verdict
     without a finding has a line of its own, so that the key is its index in `every`."""
     if v.finding is None:
         return next(at for at, each in enumerate(every) if each is v)
-    return labelled(v.kernel, v.options), _word(v), f"finding {v.finding}"
+    return labelled(v.kernel, v.options), _word_and_style(v), f"finding {v.finding}"
 
 
-def _led(
+def _finding_text(
     name: str,
     v: KernelVerdict,
     finding: Finding,
@@ -144,17 +151,19 @@ def _led(
     ]
     if not far:
         return text
-    sizes = [_over_floor(k) + f" in {k.format}" * (len(summaries) > 1) for k in far]
+    sizes = [
+        _over_floor_clause(k) + f" in {k.format}" * (len(summaries) > 1) for k in far
+    ]
     return f"{text} The output's rms error: {'; '.join(sizes)}."
 
 
-def _order(verdict: KernelVerdict) -> int:
+def _verdict_rank(verdict: KernelVerdict) -> int:
     """Returns the order of a verdict: what is wrong first, then not judged, then passed;
     last what this machine cannot run."""
-    return ("bad", "warn", "good", "soft").index(_word(verdict)[1])
+    return ("bad", "warn", "good", "soft").index(_word_and_style(verdict)[1])
 
 
-def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
+def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
     """Returns an outcome's word and style: a crash is a problem; what this machine lacks
     is none. A note has no word."""
     if isinstance(of, Finding) and of.severity == "note":
@@ -167,13 +176,13 @@ def _word(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
     return outcome.word, "soft" if soft else style_of(outcome)
 
 
-def _size(k: KernelSummary) -> str:
+def _error_sentence(k: KernelSummary) -> str:
     """Returns a sentence on how far a kernel that passed is from fp64."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too."
     if k.floor_ratio is None or k.floor_ratio > MOST:
         return f"max error {si(k.max_abs)}; the exact result needs no rounding."
-    text = f"rms error {_over_floor(k)}"
+    text = f"rms error {_over_floor_clause(k)}"
     # In other formats what a kernel's arithmetic may err is a bound, no prediction.
     if k.expected_ratio is not None and k.format in BIAS_FORMATS:
         how = "less than" if k.expected_ratio < 0.9 else "as"
@@ -184,7 +193,7 @@ def _size(k: KernelSummary) -> str:
     return f"{text}."
 
 
-def _over_floor(k: KernelSummary) -> str:
+def _over_floor_clause(k: KernelSummary) -> str:
     """Returns `1.23× the least possible in the median head, 1.48× in the worst (decode
     head 2)`; without the worst where that is too large to mean anything."""
     text = f"{ratio(k.floor_ratio)}× the least possible in the median head"
@@ -193,27 +202,27 @@ def _over_floor(k: KernelSummary) -> str:
     return f"{text}, {ratio(k.floor_ratio_worst)}× in the worst ({k.floor_ratio_where})"
 
 
-def _findings(report: Report, directory: Path | None) -> Iterator[doc.Item]:
+def _finding_items(report: Report, directory: Path | None) -> Iterator[doc.Item]:
     """Yields as lines the findings that no verdict shows, and those that have a script.
     Kernels are in the order of their verdicts."""
     shown = {v.finding for v in report.verdicts}
-    ordered = sorted(report.verdicts, key=_order)
+    ordered = sorted(report.verdicts, key=_verdict_rank)
     names = [labelled(v.kernel, v.options) for v in ordered]
     names += [labelled(f.kernel, f.options) for f in report.findings]
     places = [names.index(labelled(f.kernel, f.options)) for f in report.findings]
     for number, finding in sorted(
         enumerate(report.findings), key=lambda pair: places[pair[0]]
     ):
-        script = _script(finding, directory)
+        script = _reproducer(finding, directory)
         if number not in shown or script:
-            (name, style), link = _word(finding), _link(report, finding)
+            (name, style), link = _word_and_style(finding), _cell_link(report, finding)
             lead = f"{name} ({finding.rule}):" if name else ""
             yield doc.Item(
                 finding.sentence, lead=lead, style=style, script=script, link=link
             )
 
 
-def _link(report: Report | Verdicts, finding: Finding) -> str:
+def _cell_link(report: Report | Verdicts, finding: Finding) -> str:
     """Returns the id of the cell on an audit's map that a finding is about; empty where
     there is no such cell."""
     place, tensor = finding.place, finding.tensor or "out"
@@ -226,7 +235,7 @@ def _link(report: Report | Verdicts, finding: Finding) -> str:
     return doc.cell_id(kernel, finding.formats[0], tensor, layer, place.head)
 
 
-def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
+def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
     """Returns path and text of a finding's reproducer; the text is empty where it is too
     long for a page. None where none was written, or without a directory. The folder's
     name is foreign: it is only ever compared with what is there."""
@@ -238,7 +247,7 @@ def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
     return None
 
 
-def _origin(report: Report) -> Iterator[doc.Node]:
+def _origin_nodes(report: Report) -> Iterator[doc.Node]:
     """Yields where the numbers come from: a table on the page, a line or two in the
     terminal."""
     origin, system, source = (
@@ -260,7 +269,9 @@ def _origin(report: Report) -> Iterator[doc.Node]:
         "time": seconds(report.timings),
     }
     yield doc.Heading("Where this comes from", doc.TEXT)
-    yield doc.words(("", ""), [(k, str(v)) for k, v in pairs.items() if v], only=doc.TEXT)
+    yield doc.text_table(
+        ("", ""), [(k, str(v)) for k, v in pairs.items() if v], only=doc.TEXT
+    )
     read = map(source.get, ("checkpoint", "tensors", "config", "prompt", "captured_from"))
     line = (
         f"{', '.join(str(x) for x in read if x)}. torch {packages.get('torch', '?')} on "

@@ -78,16 +78,16 @@ def document(
     declined = [finding.sentence for finding in findings if finding.severity == "note"]
     verdict = f"{judgement.outcome.word} by the {judgement.rules} rules."
     columns = ("rule", "outcome", "judged", "worst", "limit", "in")
-    notes = [*declined, *tested, *_beside(judgement)]
+    notes = [*declined, *tested, *_unjudged_sentences(judgement)]
     if plants and not judgement.power:
         notes.append(NO_POWER)
     blocks: tuple[doc.Node, ...] = (
         doc.Paragraph(verdict, style_of(judgement.outcome)),
         doc.Bullets(tuple(lines), "verdicts"),
         doc.Bullets(tuple(items)),
-        _beyond(judgement.tests, place),
-        doc.words(columns, _rules(judgement)),
-        _doses(judgement.power),
+        _beyond_table(judgement.tests, place),
+        doc.text_table(columns, _rule_rows(judgement)),
+        _doses_table(judgement.power),
         *doc.notes(notes),
     )
     return doc.Document("numdev gate", blocks)
@@ -117,7 +117,7 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
     for (rule, limit, reasons), tests in grouped(
         rules, lambda t: (t.rule, t.limit, t.reasons)
     ).items():
-        who = dict.fromkeys(f" of {_of(test)}" for test in tests if test.kernel)
+        who = dict.fromkeys(f" of {_subject(test)}" for test in tests if test.kernel)
         rows = sum(test.unjudged for test in tests)
         where = f"{f' in {rows} heads' if rows else ''}{','.join(who)}"
         named = f"{rule} ({limit})" if limit else rule
@@ -125,12 +125,12 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
         yield Problem(Outcome.NOT_JUDGED, f"{rule} not judged", sentence)
 
 
-def _of(test: Test) -> str:
+def _subject(test: Test) -> str:
     """Returns whose a test is, as in `mine (out, bfloat16)`."""
     return f"{test.kernel} ({', '.join(filter(None, (test.tensor, test.format)))})"
 
 
-def _beside(judgement: Judgement) -> Iterator[str]:
+def _unjudged_sentences(judgement: Judgement) -> Iterator[str]:
     """Yields sentences on what is said and not judged: backward passes and kernels that
     were skipped, and flash-attention's own rule."""
     for test in judgement.tests:
@@ -147,7 +147,7 @@ def _beside(judgement: Judgement) -> Iterator[str]:
         )
 
 
-def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
+def _rule_rows(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
     """Yields a table's line for each rule: where it came nearest to its limit, or went
     beyond."""
     order = [*Outcome, None]
@@ -164,18 +164,18 @@ def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
             rule,
             doc.Cell(nearest.standing.word, style=style_of(nearest.outcome)),
             f"{bad}/{judged}" if bad else str(judged or "-"),
-            number(nearest.observed),
+            observed_text(nearest.observed),
             nearest.limit.removeprefix(f"{nearest.metric} "),
             " ".join((nearest.kernel or "-", nearest.tensor or "", nearest.format or "")),
         )
 
 
-def number(observed: float | str | None) -> str:
+def observed_text(observed: float | str | None) -> str:
     """Returns what was observed, in three digits or in words; `-` where nothing was."""
     return three(observed) if isinstance(observed, float) else str(observed or "-")
 
 
-def _beyond(tests: Iterable[Test], place: Places) -> doc.Table:
+def _beyond_table(tests: Iterable[Test], place: Places) -> doc.Table:
     """Returns a table with a line for each row that is beyond a limit, the one farthest
     beyond first, at most SHOWN."""
     every = ((offender, test) for test in tests for offender in test.beyond)
@@ -187,7 +187,9 @@ def _beyond(tests: Iterable[Test], place: Places) -> doc.Table:
             label(test),
             f"{test.tensor} {test.format}",
             place(Place.of(offender.row)),
-            number(offender.row.suspicion if offender.limit.absent else offender.value),
+            observed_text(
+                offender.row.suspicion if offender.limit.absent else offender.value
+            ),
             str(offender.limit),
             test.rule,
         )
@@ -195,10 +197,10 @@ def _beyond(tests: Iterable[Test], place: Places) -> doc.Table:
     ]
     more = f", the first {SHOWN} of {len(beyond)}" if len(beyond) > SHOWN else ""
     columns = ("over", "kernel", "in", "where", "number", "limit", "rule")
-    return doc.words(columns, rows, title=f"Heads beyond a limit{more}")
+    return doc.text_table(columns, rows, title=f"Heads beyond a limit{more}")
 
 
-def _doses(power: Sequence[Power]) -> doc.Table:
+def _doses_table(power: Sequence[Power]) -> doc.Table:
     """Returns a table with a line for each planted fault in each format: its doses, and
     what caught them."""
     rows = []
@@ -213,4 +215,4 @@ def _doses(power: Sequence[Power]) -> doc.Table:
         )
         rows.append((each.fault, each.format, *sizes, since, ", ".join(by)))
     columns = ("planted fault", "format", "missed", "caught", "caught from", "by")
-    return doc.words(columns, rows, title="What these rules catch")
+    return doc.text_table(columns, rows, title="What these rules catch")

@@ -15,8 +15,8 @@ from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import Refused, UsageError, closest, one_line
 from numdev.formats import all_finite
 from numdev.gate.judgement import Judgement
-from numdev.gate.judging import concluded, judgement_of
-from numdev.gate.rules import Rules, as_data
+from numdev.gate.judging import judgement_of, with_conclusions
+from numdev.gate.rules import Rules, rules_as_data
 from numdev.kernels import Kernel
 from numdev.kernels.output import differentiate, refuse
 from numdev.report import AuditReport, AuditSummary, CaseRecord
@@ -33,11 +33,11 @@ from numdev.studies.audit.prepared_attention import case_record
 from numdev.studies.audit.run import provenance
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
-from numdev.yamlfile import bundled, read_yaml, validated
+from numdev.yamlfile import bundled_path, read_yaml, validated
 
 # Of a case that does not say
 SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}
-FEATURES = bundled("check/features.yaml")  # one feature a case
+FEATURES = bundled_path("check/features.yaml")  # one feature a case
 Backward = bool | Literal["auto"]
 Named = str | Path | Mapping[str, object] | AttentionCase  # what names a case, or several
 
@@ -78,9 +78,9 @@ def measured(
         rows=rows,
         timings=watch.seconds(),
     )
-    report = report.model_copy(update={"rules": as_data(rules)})
+    report = report.model_copy(update={"rules": rules_as_data(rules)})
     judgement = judgement_of(report, rules)
-    return concluded(report, judgement), judgement
+    return with_conclusions(report, judgement), judgement
 
 
 def declining(kernel: Kernel) -> Kernel:
@@ -268,7 +268,7 @@ def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
 
 def default_cases() -> tuple[CaseConfig, ...]:
     """Returns the cases of configs/check/default.yaml."""
-    return read_yaml(bundled("check/default.yaml"), CheckConfig).cases
+    return read_yaml(bundled_path("check/default.yaml"), CheckConfig).cases
 
 
 def _named_configs(name: str) -> Sequence[CaseConfig]:

@@ -42,7 +42,7 @@ from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.prepared_attention import KV_TENSORS, TERMS, Bench
 from numdev.system import System
-from numdev.yamlfile import Strict, bundled, read_yaml
+from numdev.yamlfile import Strict, bundled_path, read_yaml
 
 # --- a known way of rounding -----------------------------------------------------------
 
@@ -110,7 +110,7 @@ def excess(
     limits, least = _default_limits(name, median=bool(n))
     if value is None or abs(value) <= least:
         return 0.0
-    limit = next((t for t in limits if row is None or t.where.fit(row)), limits[0])
+    limit = next((t for t in limits if row is None or t.where.fits(row)), limits[0])
     if row is not None:
         limit = limit.for_row(row).widened_for_sample_size(row, n or 1)
     return limit.excess(value)
@@ -118,7 +118,7 @@ def excess(
 
 def _is_judged(name: str, row: DeviationRow) -> bool:
     """Whether a default rule limits this metric of such a row."""
-    return any(t.metric == name and t.where.fit(row) for t in default_rules().thresholds)
+    return any(t.metric == name and t.where.fits(row) for t in default_rules().thresholds)
 
 
 def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, ...]:
@@ -452,7 +452,7 @@ class _Designs(Strict):
 def designs() -> tuple[dict[str, Any], ...]:
     """Returns how public kernels round, from configs/designs.yaml: each with its kernel's
     name, `claim` and variants `tried`."""
-    return read_yaml(bundled("designs.yaml"), _Designs).designs
+    return read_yaml(bundled_path("designs.yaml"), _Designs).designs
 
 
 def _predict_by_claim(

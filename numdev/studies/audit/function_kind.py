@@ -9,7 +9,7 @@ from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Judgement, Test
 from numdev.gate.rows import check_whole
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
-from numdev.gate.thresholds import tests_of
+from numdev.gate.thresholds import tests_of_rows
 from numdev.grouping import grouped
 from numdev.kinds import Judged, Kind
 from numdev.report import DeviationRow, Finding, FunctionReport
@@ -35,7 +35,7 @@ def tests(report: FunctionReport, rules: Rules) -> Iterator[Test]:
     if not any(x is not None and x.mismatches is not None for x in numbers):
         floats = [t for t in rules.thresholds if t.metric != "mismatches"]
         rules = rules.model_copy(update={"thresholds": tuple(floats)})
-    return tests_of(report.rows, report.plan, rules, report.cases)
+    return tests_of_rows(report.rows, report.plan, rules, report.cases)
 
 
 def findings(

@@ -20,8 +20,8 @@ from numdev.cases import CaseRef
 from numdev.errors import MeasurementError, one_line
 from numdev.formats import FORMATS, Format, format_of
 from numdev.gate.judgement import Judgement
-from numdev.gate.judging import concluded, judgement_of
-from numdev.gate.rules import Rules, as_data
+from numdev.gate.judging import judgement_of, with_conclusions
+from numdev.gate.rules import Rules, rules_as_data
 from numdev.kernels import Kernel, import_callable, no_claim
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.yardstick import Yardstick
@@ -601,9 +601,9 @@ def checked_function(
         timings=watch.seconds(),
         doubts=tuple(_doubts(parts[0].plan)),
     )
-    report = report.model_copy(update={"rules": as_data(rules)})
+    report = report.model_copy(update={"rules": rules_as_data(rules)})
     judgement = judgement_of(report, rules)
-    return concluded(report, judgement), judgement
+    return with_conclusions(report, judgement), judgement
 
 
 def _calls(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:

@@ -11,7 +11,7 @@ from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Beside, Judgement, Test
 from numdev.gate.rows import Measured, check_whole
 from numdev.gate.rules import Rules
-from numdev.gate.thresholds import power_of, tests_of
+from numdev.gate.thresholds import power_of, tests_of_rows
 from numdev.kinds import Judged, Kind
 from numdev.report import AuditReport, CaseRecord, Finding, SweepReport
 from numdev.report.summary import summarise
@@ -29,7 +29,7 @@ TAKE_SINKS = (
 def tests(report: Measured, rules: Rules) -> Iterator[Test]:
     """Yields a test for every rule on every tensor of every kernel in every format, and
     for which calls ran."""
-    return tests_of(report.rows, report.plan, rules, report.cases)
+    return tests_of_rows(report.rows, report.plan, rules, report.cases)
 
 
 def beside(report: Measured, rules: Rules) -> Beside:

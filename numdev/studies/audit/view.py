@@ -28,7 +28,7 @@ from numdev.report import (
     WorstRow,
 )
 from numdev.report import document as doc
-from numdev.report.document import Cell, Column, Item, floors
+from numdev.report.document import Cell, Column, Item, floor_cell
 from numdev.report.numbers import NONE, SHADES, labelled, ratio, shade, short, si
 from numdev.tensors import tensor_spec
 
@@ -89,7 +89,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         yield doc.Paragraph(POSITIONS, "soft", doc.PAGE)
     yield from _worst_row_blocks(summary.worst_rows, sampled=bool(rows))
     yield from _explanation_blocks(summary.explanations)
-    yield doc.words(
+    yield doc.text_table(
         ("format", "tensors", "mean change (= W1)", "max change", "in", "not finite"),
         _weight_lines(report.weights),
         title="Stored weights, cast",
@@ -124,10 +124,10 @@ def _max_error_text(k: KernelSummary) -> str:
 
 
 RATIOS: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
-    (Column("error / floor"), lambda k: floors(k.floor_ratio)),
+    (Column("error / floor"), lambda k: floor_cell(k.floor_ratio)),
     (
         Column("worst head"),
-        lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or ""),
+        lambda k: floor_cell(k.floor_ratio_worst, k.floor_ratio_where or ""),
     ),
     (Column("error / expected"), lambda k: _expected_ratio_cell(k.expected_ratio_worst)),
     (Column("error / eager"), lambda k: Cell(ratio(k.baseline_ratio))),
@@ -465,7 +465,7 @@ def _worst_row_blocks(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[do
 def _explanation_blocks(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
     """Yields the table of which roundings make each kernel's errors, and a paragraph on
     what its sites are."""
-    yield doc.words(
+    yield doc.text_table(
         ("kernel", "", "makes the errors of", "residual", "next", "of its squared error"),
         map(_explanation_line, explanations),
         title="Which roundings make these errors",

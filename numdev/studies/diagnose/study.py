@@ -93,7 +93,7 @@ def diagnose(
     notes += left_out
     watch = Stopwatch(system.device, ("capture", "chain", "cures", "kernels", "other"))
     with ExitStack() as stack:
-        folder = stack.enter_context(temporary.folder())
+        folder = stack.enter_context(temporary.temporary_folder())
         texts, text_notes = _write_training_texts(request, stages, folder)
         notes += text_notes
         origin = origin_hashes(request, stages, texts)

@@ -72,7 +72,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     if ranking:
         first = leading_head(ranking)
         yield _ranking_table(report)
-        yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
+        yield doc.Bullets(tuple(map(doc.item_with_lead, LEGEND)))
         yield _heat_map(report)
         yield _cure_table(report, first)
         yield _kernel_table(report, first)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from numdev.errors import MeasurementError
-from numdev.gate.rows import CUT, HUGE, other_formats, unplanned_kernels
+from numdev.gate.rows import CUT, HUGE, format_differences, unplanned_kernels
 from numdev.grouping import grouped
 from numdev.report.numbers import labelled
 from numdev.studies.effects.report import (
@@ -55,7 +55,7 @@ def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
     """Yields a sentence for each way in which the plan is not what the request asked for,
     or contradicts itself."""
     plan, request = report.plan, report.request
-    yield from other_formats(request, plan.formats)
+    yield from format_differences(request, plan.formats)
     read = report.provenance.source.get("sequences_read")
     if read is not None and read != plan.sequences:
         yield "the plan has other sequences than were read"

@@ -22,15 +22,15 @@ from numdev.gate.compare_report import (
     Presence,
 )
 from numdev.gate.compare_studies import (
-    both_numbers,
-    in_one_alone,
+    kernel_fields,
     lost_numbers,
     measured_pairs,
-    nowhere,
-    of_model,
+    numbers_in_both,
+    place_without_call,
+    presence_record,
 )
 from numdev.gate.findings import label
-from numdev.gate.movement import FAR, by_chance, factor, log_ratio
+from numdev.gate.movement import FAR, log_ratio, may_differ_by_chance, ratio_of_log
 from numdev.gate.rows import Key
 from numdev.grouping import grouped
 from numdev.metrics.statistics import holm
@@ -103,7 +103,7 @@ class EffectsNames:
     def place(self, row: OutputRow) -> Place:
         """Returns the place of a row, which names its run: a model's output belongs to no
         call, layer or head."""
-        return nowhere(self.about(row)["tensor"])
+        return place_without_call(self.about(row)["tensor"])
 
 
 def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compared]:
@@ -126,7 +126,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
         about, place = names.about(rows[0][1]), names.place(rows[0][1])
         of_run: list[Move] = []
         for metric, words in SCALES.items():
-            both = both_numbers(rows, metric)
+            both = numbers_in_both(rows, metric)
             zero = any((a == 0) != (b == 0) for a, b in both)
             logs = ratios[run, metric]
             if not (zero or moved.get((run, metric), False) or _all_moved_far(logs)):
@@ -142,7 +142,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
                     metric=metric,
                     a=a,
                     b=b,
-                    change=factor(mean),
+                    change=ratio_of_log(mean),
                     excess=min(FAR, excess),
                     words=text,
                 )
@@ -161,7 +161,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
 
 def _log_ratios(rows: Sequence[Pair], metric: str) -> list[float]:
     """Returns ln(B / A) of a number, one for each pair in which both are above 0."""
-    logs = (log_ratio(a, b) for a, b in both_numbers(rows, metric))
+    logs = (log_ratio(a, b) for a, b in numbers_in_both(rows, metric))
     return [log for log in logs if log is not None]
 
 
@@ -179,7 +179,7 @@ def _run_group(
     B, their ratio, and how many pairs are equal, moved or not judged. It is judged where
     its costs are equal, where `moves` has any, or where `logs` (ln ratios of its costs)
     are at least LEAST."""
-    both = both_numbers(rows, "cost")
+    both = numbers_in_both(rows, "cost")
     a, b = map(statistics.median, zip(*both, strict=True)) if both else (None, None)
     same = sum(x == y for x, y in both)
     judged = bool(moves) or same == len(rows) or len(logs) >= LEAST
@@ -188,7 +188,7 @@ def _run_group(
         metric="cost",
         a=a,
         b=b,
-        change=factor(statistics.mean(logs)) if logs else None,
+        change=ratio_of_log(statistics.mean(logs)) if logs else None,
         pairs=len(rows),
         same_bits=same,
         moved=len(rows) if moves else 0,
@@ -204,12 +204,12 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
         ("positions", "positions"), ("flips", "top tokens that flip"),
         ("unexplained", "flips that are no near ties"),
     ):  # fmt: skip
-        both = both_numbers(rows, metric)
+        both = numbers_in_both(rows, metric)
         a, b = (int(sum(side)) for side in zip(*both, strict=True)) if both else (0, 0)
         alike = {
             "positions": a == b,
             "flips": abs(a - b) <= 4 * math.sqrt(a + b),
-            "unexplained": by_chance(a, b),
+            "unexplained": may_differ_by_chance(a, b),
         }
         if not alike[metric]:
             yield {
@@ -247,13 +247,13 @@ def _check_moves(
         one, two = (None if each is None else each.holds for each in (a, b))
         if one == two:
             continue
-        fmt, place = check.format or "float64", nowhere(f"check {check.name}")
+        fmt, place = check.format or "float64", place_without_call(f"check {check.name}")
         # One that fails and was not there before is a fault, whoever asked for it.
         if (one is not None and two is not None) or (a is None and two is False):
             words = f"check {check.name}: {HOLDS[one]}, now {HOLDS[two]}"
             moves.append(
                 Move(
-                    **of_model(fmt),
+                    **kernel_fields(fmt),
                     tensor="checks",
                     place=place,
                     metric="check",
@@ -268,6 +268,8 @@ def _check_moves(
             why = "there is no such check" if other is None else other.reason
             lacks = f"check {check.name}"
             presences.append(
-                in_one_alone(of_model(fmt), place, two is None, "checks", why, lacks)
+                presence_record(
+                    kernel_fields(fmt), place, two is None, "checks", why, lacks
+                )
             )
     return moves, presences

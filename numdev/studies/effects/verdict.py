@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from numdev.gate.findings import label, listed, run_findings
+from numdev.gate.findings import joined_words, label, run_findings
 from numdev.gate.judgement import MODEL, RUNS, Judgement, Test, TestFields
 from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
@@ -408,7 +408,7 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
         for t in tests
         if t.standing is Standing.NOT_APPLICABLE
     ]
-    text = f"{listed(holding)} hold" + "s" * (len(holding) == 1)
+    text = f"{joined_words(holding)} hold" + "s" * (len(holding) == 1)
     return text + (f"; not tested: {', '.join(untested)}" if untested else "")
 
 

@@ -81,7 +81,7 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
         title="Cost by position, in equal parts of the sequence",
         kind="series",
     )
-    yield doc.words(
+    yield doc.text_table(
         ("the model in fp64", "", "largest difference", ""),
         (
             (f"{c.name} {c.format}".strip(), _check_cell(c), si(c.difference), c.reason)

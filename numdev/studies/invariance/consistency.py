@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from numdev.errors import MeasurementError
 from numdev.gate.findings import label
-from numdev.gate.rows import CUT, HUGE, other_formats, unplanned_kernels
+from numdev.gate.rows import CUT, HUGE, format_differences, unplanned_kernels
 from numdev.grouping import grouped
 from numdev.report import Tensor
 from numdev.report.numbers import labelled
@@ -57,7 +57,7 @@ def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
     yield from unplanned_kernels(request, (kernel.kernel for kernel in plan.kernels))
     if len(plan.kernels) > len(request.get("kernels") or ()):
         yield "the plan has a kernel that the request has not"
-    yield from other_formats(request, plan.formats)
+    yield from format_differences(request, plan.formats)
     if repeated := _planned_twice(plan.ways):
         yield f"the plan has {repeated} twice"
     planned = {(fmt, axis) for fmt in plan.formats for axis in plan.axes}

@@ -18,14 +18,14 @@ from numdev.gate.compare_report import (
     Presence,
 )
 from numdev.gate.compare_studies import (
-    in_one_alone,
+    kernel_fields,
     lost_numbers,
     measured_pairs,
-    nowhere,
-    of_model,
+    place_without_call,
+    presence_record,
 )
 from numdev.gate.findings import label
-from numdev.gate.movement import FAR, by_chance, factor, log_ratio
+from numdev.gate.movement import FAR, log_ratio, may_differ_by_chance, ratio_of_log
 from numdev.gate.rows import Key
 from numdev.grouping import grouped
 from numdev.report import Place
@@ -87,7 +87,7 @@ class InvarianceNames:
 
     def place(self, row: InvarianceRow) -> Place:
         """Returns the place of a row: its case and layer."""
-        return nowhere(row.case, row.layer)
+        return place_without_call(row.case, row.layer)
 
 
 def moves(
@@ -164,12 +164,12 @@ def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
     if a.elements != b.elements:
         words = f"{b.variant}: elements: {a.elements}, now {b.elements}"
         yield {**fact, "metric": "elements", "words": words}
-    if not by_chance(a.nonfinite, b.nonfinite):
+    if not may_differ_by_chance(a.nonfinite, b.nonfinite):
         counts = f"{a.nonfinite}, now {b.nonfinite}"
         words = f"{b.variant}: elements that are not finite in one form alone: {counts}"
         yield {"metric": "nonfinite", "excess": FAR, "words": words}
     if a.same != b.same or str(a.cause) != str(b.cause):
-        change = factor(log_ratio(a.floor_ratio, b.floor_ratio))
+        change = ratio_of_log(log_ratio(a.floor_ratio, b.floor_ratio))
         words = f"{b.variant}: {_change_in_words(a)}, now {_change_in_words(b)}"
         yield {**fact, "change": change, "words": words}
         return
@@ -215,7 +215,7 @@ def _number_change(a: Row, b: Row, name: str) -> Number | None:
     far = FAR if log is None else min(FAR, abs(log) / math.log(TIMES))
     if far <= 1:
         return None
-    return Number(metric=name, a=one, b=two, change=factor(log), excess=far)
+    return Number(metric=name, a=one, b=two, change=ratio_of_log(log), excess=far)
 
 
 def _counts_alike(a: int, b: int) -> bool:
@@ -256,8 +256,8 @@ def _output_moves(
         a, b = (side.get(key) for side in sides)
         row = b or a
         assert row is not None
-        about, tensor = of_model(row.format, row.kernel), f"{row.axis} output"
-        place = nowhere(f"the model's output along {row.axis}")
+        about, tensor = kernel_fields(row.format, row.kernel), f"{row.axis} output"
+        place = place_without_call(f"the model's output along {row.axis}")
         ran_in_a = a if a is not None and a.reason is None else None
         ran_in_b = b if b is not None and b.reason is None else None
         if ran_in_a and ran_in_b:
@@ -269,14 +269,14 @@ def _output_moves(
                 lost = lost_numbers(*pair, OF_MODELS)
                 if lost:
                     presences.append(
-                        in_one_alone(about, place, gone, tensor, "no number", *lost)
+                        presence_record(about, place, gone, tensor, "no number", *lost)
                     )
         elif ran_in_a or ran_in_b:
             gone = ran_in_a is not None
             other = b if gone else a
             why = "there is no such row" if other is None else other.reason or ""
             lacks = f"the model's output along {row.axis}"
-            presences.append(in_one_alone(about, place, gone, tensor, why, lacks))
+            presences.append(presence_record(about, place, gone, tensor, why, lacks))
     return moves, presences
 
 

@@ -22,10 +22,10 @@ from numdev.cases import AttentionCase
 from numdev.config import AXES, ONLY_ASKED, AuditRequest, Axis, InvarianceRequest, Reading
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, round_to
-from numdev.gate.findings import listed
+from numdev.gate.findings import joined_words
 from numdev.gate.judgement import MODEL
 from numdev.gate.judging import check_system, judged
-from numdev.gate.rules import Rules, as_data, default_rules
+from numdev.gate.rules import Rules, default_rules, rules_as_data
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.checksums import same
@@ -156,7 +156,7 @@ def invariance(
 
 def _no_call_error(request: InvarianceRequest) -> UsageError:
     """Returns the error for a request of which no call can be made another way."""
-    along = listed(request.axes) if request.axes else "any axis"
+    along = joined_words(request.axes) if request.axes else "any axis"
     what = f"{request.target}: no attention call could be made another way along {along}"
     return UsageError(what, hint="check --layers and --axis")
 
@@ -248,7 +248,7 @@ def reproducers(
         return {
             "folders": [folder] if ":" in finding.kernel and folder else [],
             "request": InvarianceRequest.model_validate(asked).model_dump_json(),
-            "rules": json.dumps(as_data(rules)),
+            "rules": json.dumps(rules_as_data(rules)),
         }
 
     return written(report.findings, directory, "invariance", facts)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from numdev.config import AXES, Axes
-from numdev.gate.findings import label, listed, run_findings
+from numdev.gate.findings import joined_words, label, run_findings
 from numdev.gate.judgement import MODEL, Judgement, Test
 from numdev.gate.rules import AtMost, Rules, Tensors
 from numdev.gate.thresholds import run_test
@@ -401,7 +401,11 @@ def _dependence_sentence(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> 
     what = f"depends on {AXES[row.axis]}"
     if row.axis == "repeat":
         what = "gives another answer to the same call"
-    too = f". It differs along {listed(map(_axis_and_change, also))} too" if also else ""
+    too = (
+        f". It differs along {joined_words(map(_axis_and_change, also))} too"
+        if also
+        else ""
+    )
     where = f"{row.case}: {other_form_in_words(row)}"
     return f"{what}: along {row.axis} ({where}) {wrong}{begins}{cause}{too}"
 
@@ -419,7 +423,7 @@ def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterato
     """Yields a sentence on what was judged and by which limits, and one for each kernel
     in a format on the axes along which it was not, with the reasons."""
     bitwise = {t.rule for t in judgement.tests if t.judged}
-    axes = listed(axis for axis in report.plan.axes if f"{axis} bitwise" in bitwise)
+    axes = joined_words(axis for axis in report.plan.axes if f"{axis} bitwise" in bitwise)
     limits = {
         t.bound for t in judgement.tests if t.rule.endswith(" rounding") and t.bound
     }
@@ -437,7 +441,9 @@ def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterato
     )
     for (name, fmt), of_kernel in by_kernel.items():
         reasons = grouped(of_kernel, lambda t: t.reasons[0].partition(": ")[2])
-        parts = (f"{listed(t.rule for t in of)} ({why})" for why, of in reasons.items())
+        parts = (
+            f"{joined_words(t.rule for t in of)} ({why})" for why, of in reasons.items()
+        )
         yield f"Not judged: {name} ({fmt}) along {'; '.join(parts)}."
 
 
@@ -481,12 +487,12 @@ def bits_clause(rows: Sequence[InvarianceRow]) -> str:
         for axis in by_axis
         if (text := untried_part_clause(rows, axis))
     ]
-    limits = f"; tried in part along {listed(less)}" if less else ""
+    limits = f"; tried in part along {joined_words(less)}" if less else ""
     if not parts:
-        every = listed(by_axis) if same < 4 else f"all {same} axes"
+        every = joined_words(by_axis) if same < 4 else f"all {same} axes"
         return f"keeps its bits along {every}{limits}"
     others = f"; keeps its bits along the other {same}" if same else ""
-    return f"differs along {listed(parts)}{others}{limits}"
+    return f"differs along {joined_words(parts)}{others}{limits}"
 
 
 def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
@@ -563,4 +569,4 @@ def answer_sentences(
         if shares:
             worst = si(max(m.difference or 0.0 for m in outputs))
             text = f"moves by up to {worst} of its size along {axis}; attention's share: "
-        yield f"The model's output in {fmt} {text}{listed(shares) if shares else ''}."
+        yield f"The model's output in {fmt} {text}{joined_words(shares)}."

@@ -48,7 +48,9 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     lines = (
         (kernel, axis, f"{len(rows)}: {why}") for (kernel, axis, why), rows in reasons
     )
-    yield doc.words(("kernel", "axis", "not run"), lines, title="Not run", only=doc.TEXT)
+    yield doc.text_table(
+        ("kernel", "axis", "not run"), lines, title="Not run", only=doc.TEXT
+    )
 
 
 def _output_table(models: Sequence[ModelRow]) -> doc.Table:
@@ -159,4 +161,4 @@ def _difference_table(
     """Returns the table of differences. `count`: how many there are, which the title says
     where `rows` are fewer. `only`: the media that show it."""
     part = f", the first {len(rows)} of {count}" if len(rows) < count else ""
-    return doc.words(COLUMNS, rows, title=f"What differs{part}", only=only)
+    return doc.text_table(COLUMNS, rows, title=f"What differs{part}", only=only)

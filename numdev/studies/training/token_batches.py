@@ -170,7 +170,7 @@ def _train_tokenizer(texts: list[str], vocabulary: int, context: int) -> tuple[A
         model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
-    with temporary.folder() as folder:
+    with temporary.temporary_folder() as folder:
         # AutoTokenizer chooses a class by the files it finds; for a Llama configuration
         # some choices rebuild the tokenizer with SentencePiece's rules: ids, but of
         # another text.

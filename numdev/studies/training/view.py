@@ -21,7 +21,7 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: the variants, the figures, and a line on the
     run."""
     golden = next((v.name for v in report.variants if v.role == "golden"), "")
-    yield doc.words(
+    yield doc.text_table(
         ("variant", "role", "kernel", "format", "attention", "differs in", "ran"),
         map(_variant_cells, report.variants),
         title="Variants",

@@ -108,7 +108,7 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     lines = (
         line.format_map(marks) for line in LEGEND if line.partition(":")[0] not in absent
     )
-    yield doc.Bullets(tuple(map(doc.headed, lines)))
+    yield doc.Bullets(tuple(map(doc.item_with_lead, lines)))
     if axis := report.summary.axis:
         yield doc.Figures(report.figures, axis, "golden", PAGE)
         means = tuple(figure for figure in report.figures if figure.metric == PAIRED)

@@ -18,7 +18,7 @@ from torch import Tensor
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS
 from numdev.grouping import grouped
-from numdev.report.io import claim
+from numdev.report.io import claim_directory
 from numdev.report.numbers import si, times
 from numdev.sources.containers import StoredTensor
 from numdev.sources.files import identity, some
@@ -105,7 +105,7 @@ def weights(
     request = {"targets": list(targets), "device": device}
     system = System.probe(device)
     opened = [open_weights(target) for target in targets]
-    claim(directory, "weights", request, overwrite=overwrite)
+    claim_directory(directory, "weights", request, overwrite=overwrite)
     watch = Stopwatch(system.device)
     with watch("weights"):
         comparison = WeightComparison(opened, system.device)

@@ -44,7 +44,7 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
             if row.max_abs != 0
         ]
         yield _numbers_table(first, moved[:SHOWN], "")
-    yield doc.words(
+    yield doc.text_table(
         ("weights", "tensor", "", ""),
         ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks[:ON_PAGE]),
         title="What could not be compared, or needs a word",

@@ -56,7 +56,7 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     for of_run in grouped(report.standings, lambda s: s.variant).values():
         yield doc.TableChoice(tuple(_tables_by_step(of_run, report.early))[:ON_PAGE])
     yield from _quantile_tables(report)
-    yield doc.Bullets(tuple(map(doc.headed, LEGEND)))
+    yield doc.Bullets(tuple(map(doc.item_with_lead, LEGEND)))
     if axis := report.summary.axis:
         first = report.runs[0].name
         yield doc.Heading("By step", PAGE)
@@ -116,7 +116,7 @@ def _quantile_tables(report: WeightsReport) -> Iterator[doc.Node]:
         title = f"Quantiles of {tensor}, {variant} at step {step}, seed {seed}"
         columns = ["quantile", report.runs[0].name, "shift", "of nulls"]
         yield doc.table(columns, map(_quantile_cells, rows), title=title)
-    yield doc.words(
+    yield doc.text_table(
         ("weights", "tensor", "", ""),
         ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks),
         title="What could not be compared, or needs a word",

@@ -24,7 +24,7 @@ from numdev.grouping import grouped
 from numdev.metrics.statistics import Mean
 from numdev.metrics.yardstick import widened
 from numdev.report import Figure
-from numdev.report.io import claim
+from numdev.report.io import claim_directory
 from numdev.studies.audit.run import Progress, provenance
 from numdev.studies.audit.timing import Stopwatch
 from numdev.studies.training import figures
@@ -84,7 +84,7 @@ def weights_over_steps(
     runs = find_runs(targets, nulls)
     request = {"targets": list(targets), "nulls": list(nulls), "device": device}
     system = System.probe(device)
-    claim(directory, "weights", request, overwrite=overwrite)
+    claim_directory(directory, "weights", request, overwrite=overwrite)
     watch = Stopwatch(system.device)
     with watch("weights"):
         results = _compare_runs(runs, system.device, progress)
