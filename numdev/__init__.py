@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from numdev.api import compare as compare
     from numdev.api import measure as measure
     from numdev.kernels import kernel as kernel
-    from numdev.monitor import watch as watch
     from numdev.sources.captured_calls import save_cases as save_cases
     from numdev.sources.captured_calls import varlen_cases as varlen_cases
     from numdev.testing import CheckFailed as CheckFailed
     from numdev.testing import check as check
     from numdev.testing import check_attention as check_attention
+    from numdev.training_watch import watch as watch
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -32,7 +32,7 @@ _HOMES = {
     "measure": "api",
     "save_cases": "sources.captured_calls",
     "varlen_cases": "sources.captured_calls",
-    "watch": "monitor",
+    "watch": "training_watch",
 }
 __all__ = tuple(_HOMES)
 

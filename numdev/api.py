@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from numdev import report as reports
-from numdev import temporary
-from numdev.arguments import checked
+from numdev import temporary_files
+from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, audit_request
 from numdev.errors import MeasurementError, UsageError
@@ -150,7 +150,11 @@ def _measure_and_write(
     """Returns the report that `measure` makes of its directory: `output`, in which the
     report is written, or a temporary one. Raises MeasurementError where nothing could be
     measured, UsageError where `output` holds the report of another command."""
-    place = temporary.temporary_folder() if output is None else nullcontext(Path(output))
+    place = (
+        temporary_files.temporary_folder()
+        if output is None
+        else nullcontext(Path(output))
+    )
     with place as directory:
         refuse_other_kind(directory, "audit")
         report = measure(directory)

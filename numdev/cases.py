@@ -19,7 +19,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from numdev.arguments import expect_fields
+from numdev.argument_checks import expect_fields
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, format_of, round_to
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numdev.arguments import checked
+from numdev.argument_checks import checked
 from numdev.cases import AttentionCase
 from numdev.config import AXES
 from numdev.errors import UsageError, closest
@@ -24,8 +24,8 @@ from numdev.kernels import Kernel, find, kernel_of_function
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain_functions import parameters_by_role, untested_parameters
 from numdev.report import AuditReport, Finding, Outcome, Place
-from numdev.report.foreign import plain
-from numdev.report.numbers import MOST, ratio, si
+from numdev.report.number_text import MOST, ratio, si
+from numdev.report.safe_text import plain
 from numdev.studies.audit.check import (
     Backward,
     CheckSource,
@@ -182,7 +182,7 @@ def _beside(
 ) -> CheckResult:
     """Returns the result of a check of any function beside its reference. `formats`, if
     they are the default ones of attention: those that the arguments have."""
-    from numdev.beside import check_beside
+    from numdev.function_check import check_beside
 
     return check_beside(
         function.function if isinstance(function, Kernel) else function,
@@ -335,11 +335,11 @@ def check_function(
     device: str = "auto",
     thresholds: Thresholds = None,
 ) -> CheckResult:
-    """Returns what `numdev.beside.check_beside`, whose arguments it takes, returns of a
-    function that passed beside its reference. Raises CheckFailed, an AssertionError that
-    has the result, for any other."""
+    """Returns what `numdev.function_check.check_beside`, whose arguments it takes,
+    returns of a function that passed beside its reference. Raises CheckFailed, an
+    AssertionError that has the result, for any other."""
     __tracebackhide__ = True
-    from numdev.beside import check_beside
+    from numdev.function_check import check_beside
 
     result = check_beside(
         function,
@@ -361,8 +361,8 @@ def match(
     reference: Callable[..., object], *, thresholds: Thresholds = None
 ) -> Callable[[object, object], tuple[bool, str]]:
     """Returns a judge of single outputs beside a reference: given the arguments and an
-    output, whether it passes, and why not (`numdev.beside.match`)."""
-    from numdev.beside import match as judge
+    output, whether it passes, and why not (`numdev.function_check.match`)."""
+    from numdev.function_check import match as judge
 
     return judge(reference, thresholds=thresholds)
 

@@ -266,7 +266,7 @@ def concluded_again(report: dict[str, Any]) -> dict[str, Any]:
     it is where they are no report, or nothing can be concluded."""
     from numdev.gate.judging import judged as judged_anew
     from numdev.gate.rules import Rules
-    from numdev.kinds import kind_of
+    from numdev.report_kinds import kind_of
 
     try:
         model = kind_of(report["kind"]).report

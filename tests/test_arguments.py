@@ -16,7 +16,7 @@ from gate_rows import report, row
 from torch import Tensor, nn
 
 import numdev
-from numdev.arguments import checked
+from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import UsageError
 from numdev.kernels import Kernel

@@ -24,7 +24,7 @@ from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.gate.compare import compare, first_difference
 from numdev.gate.compare_report import CompareReport, Move
-from numdev.gate.movement import (
+from numdev.gate.noise_model import (
     NoiseModel,
     Pair,
     _log_scatter,

@@ -37,7 +37,7 @@ from numdev.gate.rules import Rules
 from numdev.kernels import find
 from numdev.report import read
 from numdev.report.document import Table
-from numdev.report.numbers import percent, si, three
+from numdev.report.number_text import percent, si, three
 from numdev.sources import capture
 from numdev.sources.captured_calls import save_cases
 from numdev.studies.audit.isolation import attempt

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import numdev
-from numdev.beside import check_problem
 from numdev.cli.main import cli
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, round_to
+from numdev.function_check import check_problem
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Threshold, default_rules_for_functions
 from numdev.operations.function.causes import causes_of

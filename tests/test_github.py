@@ -20,9 +20,9 @@ from markdown_it import MarkdownIt
 from numdev.gate.judgement import Judgement
 from numdev.gate.rules import default_rules
 from numdev.report import DeviationRow, Finding, Places, write
-from numdev.report.foreign import plain
 from numdev.report.renderers.ci import commands
 from numdev.report.renderers.markdown import page
+from numdev.report.safe_text import plain
 from numdev.report.views.gate import document, problems_of
 
 NAMES = (

@@ -19,8 +19,8 @@ from test_github import NAMES
 from numdev import report as reports
 from numdev.report import Axis, Curve, Figure, Finding, Point, Provenance, Tick
 from numdev.report.document import Figures
-from numdev.report.foreign import plain
-from numdev.report.renderers import chart, html
+from numdev.report.renderers import html, svg_chart
+from numdev.report.safe_text import plain
 
 XS = (64.0, 128.0, 256.0, 1024.0)
 SAMPLES = sorted((Path(__file__).parent / "data" / "reports").glob("*.json"))
@@ -186,7 +186,7 @@ def test_text_has_contrast(theme: str, text: str, ground: str, least: float) -> 
 
 
 def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:
-    return ET.fromstring(chart.svg(figure, Figures((figure,), along or axis())))
+    return ET.fromstring(svg_chart.svg(figure, Figures((figure,), along or axis())))
 
 
 def dots(svg: ET.Element) -> list[list[float]]:
@@ -207,8 +207,8 @@ def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
     ends = [float(y) for bar in bars for y in re.findall(r" ([\d.]+)", bar)]
     (point,) = dots(svg)
     assert bool(ends) == (across == "category")
-    assert chart.LEFT <= point[0] <= chart.RIGHT
-    assert all(chart.TOP <= y <= chart.BOTTOM for y in (point[1], *ends))
+    assert svg_chart.LEFT <= point[0] <= svg_chart.RIGHT
+    assert all(svg_chart.TOP <= y <= svg_chart.BOTTOM for y in (point[1], *ends))
 
 
 def test_a_constant_runs_all_along() -> None:
@@ -217,7 +217,7 @@ def test_a_constant_runs_all_along() -> None:
     level = line("floor", 1.0, "floor", points=(point,))
     path, *_ = drawn(figure(line("a", 1.0), level)).findall("g")[1].iter("path")
     assert re.fullmatch(
-        rf"M{chart.LEFT:g} ([\d.]+)L{chart.RIGHT:g} \1", path.get("d", "")
+        rf"M{svg_chart.LEFT:g} ([\d.]+)L{svg_chart.RIGHT:g} \1", path.get("d", "")
     )
 
 

@@ -22,11 +22,11 @@ from verdict_runs import called
 from numdev.errors import MeasurementError
 from numdev.gate.judging import check_system, judged, judgement_of
 from numdev.gate.rules import Rules, read_rules
-from numdev.kinds import kind_of
 from numdev.metrics.statistics import BIAS_SEQUENCES
 from numdev.report import Outcome, Report, write
 from numdev.report.io import with_digest
 from numdev.report.renderers import html, terminal
+from numdev.report_kinds import kind_of
 
 sys.path.insert(0, str(ROOT / "scripts"))  # where altered_reports finds its neighbour
 altered_reports = load("scripts/altered_reports.py")

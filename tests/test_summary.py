@@ -20,7 +20,7 @@ from numdev.report import (
     KernelVerdict,
 )
 from numdev.report import document as doc
-from numdev.report.numbers import percent, shade, short, si, three
+from numdev.report.number_text import percent, shade, short, si, three
 from numdev.report.summary import summarise
 from numdev.report.views import verdicts
 from numdev.studies.audit.view import maps

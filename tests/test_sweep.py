@@ -28,8 +28,8 @@ from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.metrics.statistics import interval
 from numdev.report import CellRow, SweepReport
-from numdev.report.curves import cells, figures, sentences
-from numdev.report.numbers import si, times
+from numdev.report.number_text import si, times
+from numdev.report.sweep_curves import cells, figures, sentences
 from numdev.studies.audit.sweep import plan, sweep
 from numdev.studies.audit.sweep_summary import summarised
 from numdev.yamlfile import read_yaml

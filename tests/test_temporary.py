@@ -12,7 +12,7 @@ import pytest
 import torch
 from oracles import make_case
 
-from numdev import temporary
+from numdev import temporary_files
 from numdev.report import io
 from numdev.sources.captured_calls import writing_cases
 from numdev.studies.audit.journal import JOURNAL, Journal
@@ -20,10 +20,10 @@ from numdev.studies.audit.journal import JOURNAL, Journal
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from numdev import temporary
+from numdev import temporary_files
 from numdev.report.io import replacing
 place = Path(sys.argv[1])
-folders = temporary.temporary_folder(), temporary.temporary_folder(place, ".saved.")
+folders = temporary_files.temporary_folder(), temporary_files.temporary_folder(place, ".saved.")
 with folders[0] as a, folders[1] as b, replacing(place / "report.json") as file:
     (a / "file").touch()
     (b / "file").touch()
@@ -69,7 +69,7 @@ def test_what_a_killed_process_left_goes_at_the_next_start(
     with Journal.open(results, {"request": 1}, overwrite=False):
         assert contents(results) == {JOURNAL}
     assert len(contents(scratch)) == 1
-    with temporary.temporary_folder() as folder:
+    with temporary_files.temporary_folder() as folder:
         assert contents(scratch) == {folder.name}
     assert contents(scratch) == set()
     (results / JOURNAL).unlink()
@@ -89,8 +89,8 @@ def test_what_a_living_process_writes_stays(places: tuple[Path, Path]) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     before = contents(results), contents(scratch)
-    temporary.remove_stale(results)
-    temporary.remove_stale(scratch, "numdev-")
+    temporary_files.remove_stale(results)
+    temporary_files.remove_stale(scratch, "numdev-")
     assert (contents(results), contents(scratch)) == before
     process.communicate("")
     assert (contents(results), contents(scratch)) == ({"report.json"}, set())
@@ -105,7 +105,7 @@ def test_only_what_is_temporary_is_removed(places: tuple[Path, Path]) -> None:
         (results / name).touch()
     (scratch / "thesis.tex").touch()
     (results / ".link.unfinished").symlink_to(scratch / "thesis.tex")
-    temporary.remove_stale(results)
+    temporary_files.remove_stale(results)
     assert contents(results) == {*names, ".link.unfinished"}
     assert contents(scratch) == {"thesis.tex"}
 

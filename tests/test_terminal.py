@@ -16,10 +16,10 @@ from test_shown import kernel, on_terminal
 
 from numdev.gate.findings import findings_in
 from numdev.gate.rules import Rules
-from numdev.report import AuditReport, Places, WeightRow, numbers
+from numdev.report import AuditReport, Places, WeightRow, number_text
 from numdev.report import document as doc
-from numdev.report.foreign import plain
 from numdev.report.renderers import terminal
+from numdev.report.safe_text import plain
 from numdev.report.views import document_of
 from numdev.report.views.gate import document
 
@@ -45,7 +45,7 @@ def test_numbers_in_cells(
 ) -> None:
     """Digits as far as they read well, then powers without zeros in the exponent; in a
     map four characters, rounded and not cut."""
-    assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
+    assert (number_text.si(value), number_text.ratio(value)) == (error, multiple)
     if value:
         text = on_terminal(
             document_of(audit(rows=(row(floor_ratio=value, expected_ratio=None),)))
@@ -55,7 +55,7 @@ def test_numbers_in_cells(
 
 def test_a_number_never_reads_as_its_limit() -> None:
     """It has one more digit where it would, and no more than three else."""
-    assert [numbers.three(x, 1.05) for x in (1.0504, 1.05, 1.057)] == [
+    assert [number_text.three(x, 1.05) for x in (1.0504, 1.05, 1.057)] == [
         "1.0504",
         "1.05",
         "1.06",

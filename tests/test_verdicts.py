@@ -138,7 +138,7 @@ def test_few_sequences_decide_nothing(
     )
     assert (share["interval"] is None) == few
     assert ran.code == (3 if few else 1)
-    assert numdev.report.numbers.three(share["observed"]) in ran.words
+    assert numdev.report.number_text.three(share["observed"]) in ran.words
 
 
 def test_a_single_sequence_decides_what_is_certain(target: Path, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def check_function(
     function is imported and run in a process of its own, in which nothing of the
     reference is."""
     from numdev import report as reports
-    from numdev.beside import check_beside, check_problem
+    from numdev.function_check import check_beside, check_problem
     from numdev.kernels import import_callable
     from numdev.operations.function.process import FunctionProcess
     from numdev.report.renderers import html

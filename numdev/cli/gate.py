@@ -58,9 +58,9 @@ class Verdict:
         verdict on stdout (`show`: as a page, as JSON, or not), then writes it to the
         files, and on GitHub as annotations."""
         from numdev.gate.judging import judge_report
-        from numdev.kinds import judged_by
         from numdev.report.renderers import ci, markdown, terminal
         from numdev.report.views.gate import page_of
+        from numdev.report_kinds import judged_by
 
         judged = judge_report(report, self.limits)
         findings, _ = judged_by(report.kind).findings(judged, report)

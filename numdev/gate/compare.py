@@ -1,7 +1,7 @@
 """`numdev compare`: two reports of one request, on two versions, machines or commits.
 
 Each report is first asked whether it is whole (`require_whole`). Each pair of rows
-(`pairs`) is held to what noise explains (`movement`; of other studies, by their own
+(`pairs`) is held to what noise explains (`noise_model`; of other studies, by their own
 `moves`); what one alone has is gone or new. Planted faults (`role: control`) are left
 out. Reads rows alone: no torch, no GPU."""
 
@@ -27,9 +27,8 @@ from numdev.gate.compare_report import (
     Presence,
     Which,
 )
-from numdev.gate.compare_studies import Naming, R
 from numdev.gate.findings import joined_words, label
-from numdev.gate.movement import (
+from numdev.gate.noise_model import (
     FAR,
     THRESHOLD,
     Change,
@@ -42,9 +41,9 @@ from numdev.gate.movement import (
     paired_rows,
     ratio_of_log,
 )
-from numdev.gate.rows import NUMBERS, Measured, Rows
+from numdev.gate.row_checks import NUMBERS, Measured, Rows
+from numdev.gate.row_pairs import Naming, R
 from numdev.grouping import grouped
-from numdev.kinds import judged_by, kind_of
 from numdev.report import (
     CallRecord,
     DeviationRow,
@@ -55,8 +54,9 @@ from numdev.report import (
     SweepReport,
     read,
 )
-from numdev.report.numbers import three, times
-from numdev.tensors import tensor_spec
+from numdev.report.number_text import three, times
+from numdev.report_kinds import judged_by, kind_of
+from numdev.tensor_specs import tensor_spec
 
 MUST = (
     *(

@@ -9,7 +9,7 @@ from numdev.gate.compare_report import CompareReport, Group, Move, Past, Presenc
 from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
-from numdev.report.numbers import NONE, labelled, ratio, si, times
+from numdev.report.number_text import NONE, labelled, ratio, si, times
 
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
 ON_PAGE = 500

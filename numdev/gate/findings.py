@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, assert_never
 
 from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgement, Test
-from numdev.gate.rows import FOUND, OVERFLOWS, Rows
+from numdev.gate.row_checks import FOUND, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import Value, lse_error, value_of
@@ -28,8 +28,8 @@ from numdev.report import (
     Standing,
     worst,
 )
-from numdev.report.numbers import labelled, power, si, three
-from numdev.tensors import FIRST_OUTPUT, tensor_spec
+from numdev.report.number_text import labelled, power, si, three
+from numdev.tensor_specs import FIRST_OUTPUT, tensor_spec
 
 # What is wrong, by metric: how a sentence goes on that begins with the kernel.
 WRONG = {

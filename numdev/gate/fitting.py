@@ -16,7 +16,7 @@ import yaml
 
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate.judging import judge_report
-from numdev.gate.rows import Groups, Measured, Rows, rows_to_judge
+from numdev.gate.row_checks import Groups, Measured, Rows, rows_to_judge
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
 from numdev.gate.thresholds import threshold_tests
 from numdev.grouping import grouped

@@ -14,7 +14,7 @@ from pydantic import Field, SkipValidation
 from numdev.gate.rules import Limit
 from numdev.metrics.row_metrics import Value
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
-from numdev.tensors import tensor_spec
+from numdev.tensor_specs import tensor_spec
 
 MODEL = "model"  # whose tests are of no kernel
 # Whose tests are of no kernel and no model: what was read, what is required

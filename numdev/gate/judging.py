@@ -1,8 +1,8 @@
 """What is decided: a report of any kind held to rules, and what that comes to.
 
-A study says what it planned as a list of tests (`numdev.kinds`); here are the rules
-that are the same for all, and the one way from tests to an outcome. Judging reads records
-alone: no torch."""
+A study says what it planned as a list of tests (`numdev.report_kinds`); here are the
+rules that are the same for all, and the one way from tests to an outcome. Judging reads
+records alone: no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from numdev.config import DEFAULT_KERNELS
 from numdev.errors import MeasurementError
 from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import REQUIRED, SOMETHING, Judgement, Power, Test
-from numdev.gate.rows import CUT
+from numdev.gate.row_checks import CUT
 from numdev.gate.rules import Rules, default_rules, rules_as_data
-from numdev.kinds import judged_by
 from numdev.report import Report, Standing, worst
+from numdev.report_kinds import judged_by
 
 R = TypeVar("R", bound=Report)
 NAMED = 3  # weights

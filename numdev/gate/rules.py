@@ -23,12 +23,12 @@ from pydantic import (
 )
 
 from numdev.errors import closest
-from numdev.kinds import REGISTERED, kind_of
 from numdev.metrics.row_metrics import METRICS, Value, value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase
-from numdev.report.numbers import power
-from numdev.tensors import TENSORS, tensor_spec
+from numdev.report.number_text import power
+from numdev.report_kinds import REGISTERED, kind_of
+from numdev.tensor_specs import TENSORS, tensor_spec
 from numdev.yamlfile import Names, Strict, as_list, bundled_path, parse_bundled, read_yaml
 
 K = TypeVar("K")
@@ -298,7 +298,7 @@ class Threshold(Limit):
         return self.model_copy(update={"at_most": allowed}) if higher else self
 
 
-# Of a limit of a kind of report (`numdev.kinds`)
+# Of a limit of a kind of report (`numdev.report_kinds`)
 AtMost = Annotated[float, Field(ge=0)]
 
 

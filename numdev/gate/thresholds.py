@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Literal
 
 from numdev.gate.judgement import RUNS, Held, PlantedDose, Power, Test
-from numdev.gate.rows import (
+from numdev.gate.row_checks import (
     FOUND,
     NOT_MEASURED,
     Groups,
@@ -51,8 +51,8 @@ from numdev.report import (
     Standing,
     Who,
 )
-from numdev.report.numbers import three
-from numdev.tensors import TENSORS, tensor_spec
+from numdev.report.number_text import three
+from numdev.tensor_specs import TENSORS, tensor_spec
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 REASONS = 5  # calls whose inputs are not finite

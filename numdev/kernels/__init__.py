@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from numdev.arguments import checked, expect, expect_fields
+from numdev.argument_checks import checked, expect, expect_fields
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
 from numdev.kernels.output import (

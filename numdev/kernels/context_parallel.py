@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from numdev import temporary
+from numdev import temporary_files
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, one_line
 from numdev.kernels import Output, Refused, Requirement, kernel
@@ -164,7 +164,7 @@ class Ranks:
         self._ends = contextlib.ExitStack()
         atexit.register(self._ends.close)
         folder = self._ends.enter_context(
-            temporary.temporary_folder(prefix="numdev-ranks-")
+            temporary_files.temporary_folder(prefix="numdev-ranks-")
         )
         self._pipes, theirs = zip(*(Pipe() for _ in range(world)), strict=True)
         place = (world, device, f"{folder}/store", theirs)

@@ -15,8 +15,8 @@ from typing import Literal, TypeVar
 
 from numdev.grouping import grouped
 from numdev.report import Axis, Curve, Figure, Point, Role
-from numdev.report.foreign import plain
-from numdev.report.numbers import ratio, shade, si
+from numdev.report.number_text import ratio, shade, si
+from numdev.report.safe_text import plain
 
 Medium = Literal["terminal", "html", "markdown"]
 Style = Literal["", "strong", "soft", "good", "warn", "bad"]

@@ -15,11 +15,11 @@ from pydantic_core import from_json
 
 import numdev
 from numdev.errors import MeasurementError, UsageError
-from numdev.kinds import REGISTERED, kind_of
-from numdev.report.foreign import csv_cell, json_text
 from numdev.report.records.reports import SCHEMA_VERSION, Report
 from numdev.report.records.rows import Record
-from numdev.temporary import remove_stale, unfinished_file
+from numdev.report.safe_text import csv_cell, json_text
+from numdev.report_kinds import REGISTERED, kind_of
+from numdev.temporary_files import remove_stale, unfinished_file
 
 HEAD = 1 << 16  # bytes of a file in which it says what it is
 

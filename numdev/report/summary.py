@@ -32,8 +32,8 @@ from numdev.report import (
     Record,
     WorstRow,
 )
-from numdev.report.numbers import MOST, ratio
-from numdev.tensors import tensor_spec
+from numdev.report.number_text import MOST, ratio
+from numdev.tensor_specs import tensor_spec
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Metrics of which a summary has the median over heads, the largest, or where that is."""

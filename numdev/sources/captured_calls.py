@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import numdev
-from numdev import temporary
-from numdev.arguments import checked
+from numdev import temporary_files
+from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
@@ -397,7 +397,7 @@ def write_cases(
     )
     with (
         storage.naming(path, "cannot be written", "is there room?", passing=OSError),
-        temporary.unfinished_file(path) as partial,
+        temporary_files.unfinished_file(path) as partial,
     ):
         save_file(tensors, partial, metadata={KEY: header.model_dump_json()})
 
@@ -436,7 +436,9 @@ def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     with contextlib.ExitStack() as stack:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
-            beside = temporary.temporary_folder(directory.parent, f".{directory.name}.")
+            beside = temporary_files.temporary_folder(
+                directory.parent, f".{directory.name}."
+            )
             partial = stack.enter_context(beside)
         except OSError as error:
             raise UsageError(

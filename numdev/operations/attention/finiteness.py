@@ -23,7 +23,7 @@ from numdev.metrics.finiteness import (
     largest_magnitudes,
 )
 from numdev.metrics.yardstick import finite, widened
-from numdev.tensors import tensor_spec
+from numdev.tensor_specs import tensor_spec
 
 
 def elsewhere(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from numdev.report import WorstRow
-from numdev.report.numbers import power
-from numdev.tensors import tensor_spec
+from numdev.report.number_text import power
+from numdev.tensor_specs import tensor_spec
 
 # Usual rows it takes to say what is unusual; a tie is one beside any number of them
 LEAST = 8

@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from numdev.cases import strided_as
 from numdev.exact.dtypes import is_floating
 from numdev.exact.wide_tensors import Wide
-from numdev.tensors import GRADIENT
+from numdev.tensor_specs import GRADIENT
 
 OUTPUT = "output"
 LONGEST_NAME = 70  # characters of a name, beside what tells two apart

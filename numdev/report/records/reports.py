@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field, field_validator
 
 import numdev
 from numdev.errors import UsageError, closest
-from numdev.report.foreign import plain
 from numdev.report.records.outcomes import Outcome
 from numdev.report.records.rows import (
     AttributionRow,
@@ -30,7 +29,8 @@ from numdev.report.records.rows import (
     WorstRow,
 )
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
-from numdev.tensors import FIRST_OUTPUT, tensor_spec
+from numdev.report.safe_text import plain
+from numdev.tensor_specs import FIRST_OUTPUT, tensor_spec
 
 if TYPE_CHECKING:
     import pandas
@@ -265,7 +265,7 @@ class Report(Record):
         """Draws `metric` by layer and head with matplotlib, kernels side by side, and
         returns the axes. `which`: `tensor` and `format`. Raises UsageError without
         matplotlib, and where no row has the number."""
-        return _renderer("figure").draw(self, metric, **which)
+        return _renderer("matplotlib_figure").draw(self, metric, **which)
 
     def __repr__(self) -> str:
         failed = dict.fromkeys(

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
-# The name of an operation's tensor (`numdev.tensors.tensor_spec`)
+# The name of an operation's tensor (`numdev.tensor_specs.tensor_spec`)
 Tensor = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]{0,79}$")]
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]

@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 from numdev.gate.findings import label
 from numdev.gate.judgement import Judgement, Test
 from numdev.report import Finding, Outcome, Place
-from numdev.report.foreign import plain
+from numdev.report.safe_text import plain
 from numdev.report.views.gate import observed_text, problems_of
-from numdev.tensors import tensor_spec
+from numdev.tensor_specs import tensor_spec
 
 GATE = "numdev gate"
 COUNTS = {

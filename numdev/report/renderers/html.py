@@ -18,8 +18,8 @@ from markupsafe import Markup, escape
 
 from numdev.report import Report, replacing
 from numdev.report import document as doc
-from numdev.report.foreign import plain
-from numdev.report.renderers import chart
+from numdev.report.renderers import svg_chart
+from numdev.report.safe_text import plain
 from numdev.report.views import document_of
 
 _CODE = re.compile(r"`([^`]+)`")
@@ -53,7 +53,7 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "svg": chart.svg,
+        "svg": svg_chart.svg,
         "numbers": doc.tables_of,
         "prose": _with_code,
     }

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from numdev.report import Report
 from numdev.report import document as doc
-from numdev.report.foreign import plain
 from numdev.report.renderers.terminal import evenly_spread
+from numdev.report.safe_text import plain
 from numdev.report.views import document_of
 
 LONGEST = 100  # rows of a table; the report has all

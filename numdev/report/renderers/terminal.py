@@ -27,7 +27,7 @@ from rich.text import Text
 
 from numdev.report import Report
 from numdev.report import document as doc
-from numdev.report.foreign import plain
+from numdev.report.safe_text import plain
 from numdev.report.views import document_of
 
 STYLES = {"": "", "strong": "bold", "soft": "dim", "good": "green", "warn": "yellow",

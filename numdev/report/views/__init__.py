@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, assert_never
 
 from numdev.grouping import grouped
-from numdev.kinds import kind_of
 from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import (
     DeviationRow,
@@ -23,7 +22,8 @@ from numdev.report import (
     Report,
 )
 from numdev.report import document as doc
-from numdev.report.numbers import MOST, labelled, ratio, si, three
+from numdev.report.number_text import MOST, labelled, ratio, si, three
+from numdev.report_kinds import kind_of
 from numdev.studies.audit.timing import words as seconds
 
 REPRODUCERS = "reproducers"

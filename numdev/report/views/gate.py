@@ -15,11 +15,11 @@ from typing import NamedTuple
 from numdev.gate.findings import kernel_verdicts, label
 from numdev.gate.judgement import REQUIRED, SOMETHING, Held, Judgement, Power, Test
 from numdev.grouping import grouped
-from numdev.kinds import judged_by
 from numdev.report import Finding, Outcome, Place, Places, PlanRecord, Report, Standing
 from numdev.report import document as doc
-from numdev.report.numbers import three
+from numdev.report.number_text import three
 from numdev.report.views import Verdicts, style_of, verdicts
+from numdev.report_kinds import judged_by
 
 SHOWN = 12  # offending rows, the worst of all rules first
 SENTENCES = 50  # problems: GitHub shows no summary that is longer than 1 MiB

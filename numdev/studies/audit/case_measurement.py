@@ -32,7 +32,7 @@ from numdev.studies.audit.plan import Plan, Planned, Task
 from numdev.studies.audit.prepared_attention import Bench, Selection, case_record
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
-from numdev.tensors import tensor_spec
+from numdev.tensor_specs import tensor_spec
 
 # Rows of a report by kind: row, worst, profile, attribution
 Rows = Mapping[str, Sequence[Any]]

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Judgement, Test
-from numdev.gate.rows import check_whole
+from numdev.gate.row_checks import check_whole
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
 from numdev.gate.thresholds import tests_of_rows
 from numdev.grouping import grouped
-from numdev.kinds import Judged, Kind
 from numdev.report import DeviationRow, Finding, FunctionReport
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
-from numdev.report.numbers import ratio, si, three
+from numdev.report.number_text import ratio, si, three
+from numdev.report_kinds import Judged, Kind
 from numdev.studies.audit.kind import moves
 
 SOUND = 1.1  # times the floor: as exact as the format allows

@@ -47,7 +47,7 @@ from numdev.studies.audit.worker_messages import (
     read_task,
 )
 from numdev.system import switches
-from numdev.temporary import remove_stale
+from numdev.temporary_files import remove_stale
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import IO, Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from numdev.errors import UsageError
-from numdev.temporary import remove_stale
+from numdev.temporary_files import remove_stale
 
 JOURNAL = "rows.jsonl"
 # What is built from a journal or goes on from it, and goes with it under --overwrite.

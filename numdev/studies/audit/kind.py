@@ -9,12 +9,12 @@ from typing import Any
 from numdev.gate.compare_report import Compared
 from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Beside, Judgement, Test
-from numdev.gate.rows import Measured, check_whole
+from numdev.gate.row_checks import Measured, check_whole
 from numdev.gate.rules import Rules
 from numdev.gate.thresholds import power_of, tests_of_rows
-from numdev.kinds import Judged, Kind
 from numdev.report import AuditReport, CaseRecord, Finding, SweepReport
 from numdev.report.summary import summarise
+from numdev.report_kinds import Judged, Kind
 from numdev.studies.audit import sweep_view, view
 
 TAKE_SINKS = (

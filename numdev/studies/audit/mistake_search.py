@@ -23,7 +23,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format
 from numdev.gate.findings import label
-from numdev.gate.rows import FOUND
+from numdev.gate.row_checks import FOUND
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS

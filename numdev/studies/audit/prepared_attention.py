@@ -49,7 +49,7 @@ from numdev.sources.captured_calls import mask_kind
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.timing import Stopwatch
-from numdev.tensors import ATTENTION, tensor_spec
+from numdev.tensor_specs import ATTENTION, tensor_spec
 
 KV_TENSORS = tuple(spec.name for spec in ATTENTION if spec.sums_over_rows)
 # By tensor, the field of a reference with its term scale.

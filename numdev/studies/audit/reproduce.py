@@ -20,7 +20,7 @@ from numdev.formats import format_named
 from numdev.metrics.row_metrics import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
-from numdev.report.foreign import plain
+from numdev.report.safe_text import plain
 from numdev.sources.case_sources import Source
 from numdev.studies.audit.case_measurement import measure_one
 from numdev.studies.audit.deviation_rows import options_set
@@ -28,7 +28,7 @@ from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.plan import Plan
 from numdev.studies.audit.prepared_attention import KV_TENSORS, Selection, part
 from numdev.studies.audit.reproducer_script import EVERYWHERE, figure_for, rendered, write
-from numdev.tensors import tensor_spec
+from numdev.tensor_specs import tensor_spec
 
 FOLDER = "reproducers"
 SECONDS = 20.0  # how long one finding is reduced

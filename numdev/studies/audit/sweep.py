@@ -2,7 +2,7 @@
 audit's loop.
 
 The grid is the configuration's cells; each is drawn anew with every seed. What comes of
-the rows is computed in `numdev.report.curves`."""
+the rows is computed in `numdev.report.sweep_curves`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import SweepReport, SweepSummary
-from numdev.report.curves import Grid
+from numdev.report.sweep_curves import Grid
 from numdev.sources.case_sources import ConfigSource
 from numdev.studies.audit.plan import Plan, Planned, recorded
 from numdev.studies.audit.run import run_plan

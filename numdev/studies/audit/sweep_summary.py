@@ -7,9 +7,9 @@ from pydantic import ValidationError
 
 from numdev.config import SweepRequest
 from numdev.errors import MeasurementError, UsageError
-from numdev.gate.rows import CUT
+from numdev.gate.row_checks import CUT
 from numdev.report import PlannedKernel, PlanRecord, SweepReport, SweepSummary
-from numdev.report.curves import IN_CELLS, Grid, cells, figures, notes, sentences
+from numdev.report.sweep_curves import IN_CELLS, Grid, cells, figures, notes, sentences
 
 
 def summarised(report: SweepReport) -> SweepReport:

@@ -29,8 +29,8 @@ from numdev.report import (
 )
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floor_cell
-from numdev.report.numbers import NONE, SHADES, labelled, ratio, shade, short, si
-from numdev.tensors import tensor_spec
+from numdev.report.number_text import NONE, SHADES, labelled, ratio, shade, short, si
+from numdev.tensor_specs import tensor_spec
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (

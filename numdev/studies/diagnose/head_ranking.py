@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from numdev.grouping import grouped
-from numdev.report.numbers import percent, si
+from numdev.report.number_text import percent, si
 from numdev.studies.diagnose.report import CureRow, HeadRow, Ranked
 
 # Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that

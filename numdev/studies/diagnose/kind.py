@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numdev.kinds import Kind
+from numdev.report_kinds import Kind
 from numdev.studies.diagnose import view
 from numdev.studies.diagnose.report import DiagnoseReport
 

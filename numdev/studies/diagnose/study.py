@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from numdev import temporary
+from numdev import temporary_files
 from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Reading
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
@@ -93,7 +93,7 @@ def diagnose(
     notes += left_out
     watch = Stopwatch(system.device, ("capture", "chain", "cures", "kernels", "other"))
     with ExitStack() as stack:
-        folder = stack.enter_context(temporary.temporary_folder())
+        folder = stack.enter_context(temporary_files.temporary_folder())
         texts, text_notes = _write_training_texts(request, stages, folder)
         notes += text_notes
         origin = origin_hashes(request, stages, texts)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, percent, shade, si
+from numdev.report.number_text import NONE, percent, shade, si
 from numdev.studies.diagnose.head_ranking import (
     CONDITIONS,
     MOVED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numdev.kinds import Judged, Kind
+from numdev.report_kinds import Judged, Kind
 from numdev.studies.effects import report_comparison, verdict, view
 from numdev.studies.effects.consistency import check_consistency
 from numdev.studies.effects.report import EffectsReport

@@ -24,7 +24,7 @@ from numdev.exact.dtypes import is_floating
 from numdev.exact.wide_tensors import widened
 from numdev.formats import Format
 from numdev.report import Finding
-from numdev.report.numbers import three
+from numdev.report.number_text import three
 from numdev.sources.capture import (
     attention_modules,
     attention_override,

@@ -19,7 +19,7 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import PlannedKernel, Provenance
-from numdev.report.numbers import labelled
+from numdev.report.number_text import labelled
 from numdev.sources.capture import HINT, attention_modules, layer_of
 from numdev.sources.captured_calls import holds_cases
 from numdev.sources.case_sources import CheckpointSource, open_source, refuse_options

@@ -8,7 +8,7 @@ from typing import Any
 
 from numdev.grouping import grouped
 from numdev.metrics.statistics import factor
-from numdev.report.numbers import labelled, percent, si, three
+from numdev.report.number_text import labelled, percent, si, three
 from numdev.studies.effects.report import (
     Beside,
     Budget,

@@ -14,7 +14,7 @@ from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import Finding, PlannedKernel, Standing, Who
-from numdev.report.numbers import labelled, percent, three
+from numdev.report.number_text import labelled, percent, three
 from numdev.studies.effects.report import (
     Check,
     EffectsPlan,

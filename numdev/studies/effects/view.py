@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from numdev.grouping import grouped
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, labelled, percent, ratio, si
+from numdev.report.number_text import NONE, labelled, percent, ratio, si
 from numdev.studies.effects.report import Check, EffectsReport, Estimate, RunSummary
 
 LOGITS = (

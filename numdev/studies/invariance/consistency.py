@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from numdev.errors import MeasurementError
 from numdev.gate.findings import label
-from numdev.gate.rows import CUT, HUGE, format_differences, unplanned_kernels
+from numdev.gate.row_checks import CUT, HUGE, format_differences, unplanned_kernels
 from numdev.grouping import grouped
 from numdev.report import Tensor
-from numdev.report.numbers import labelled
+from numdev.report.number_text import labelled
 from numdev.studies.invariance.report import (
     InvarianceReport,
     InvarianceRow,

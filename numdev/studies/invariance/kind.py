@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numdev.kinds import Judged, Kind
+from numdev.report_kinds import Judged, Kind
 from numdev.studies.invariance import report_comparison, verdict, view
 from numdev.studies.invariance.consistency import check_consistency
 from numdev.studies.invariance.report import InvarianceReport

@@ -17,19 +17,19 @@ from numdev.gate.compare_report import (
     Move,
     Presence,
 )
-from numdev.gate.compare_studies import (
+from numdev.gate.findings import label
+from numdev.gate.noise_model import FAR, log_ratio, may_differ_by_chance, ratio_of_log
+from numdev.gate.row_checks import Key
+from numdev.gate.row_pairs import (
     kernel_fields,
     lost_numbers,
     measured_pairs,
     place_without_call,
     presence_record,
 )
-from numdev.gate.findings import label
-from numdev.gate.movement import FAR, log_ratio, may_differ_by_chance, ratio_of_log
-from numdev.gate.rows import Key
 from numdev.grouping import grouped
 from numdev.report import Place
-from numdev.report.numbers import labelled, three
+from numdev.report.number_text import labelled, three
 from numdev.studies.invariance.report import (
     InvarianceReport,
     InvarianceRow,

@@ -16,14 +16,14 @@ from numdev.gate.rules import AtMost, Rules, Tensors
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who
-from numdev.report.numbers import labelled, ratio, si, three
+from numdev.report.number_text import labelled, ratio, si, three
 from numdev.studies.invariance.report import (
     InvarianceReport,
     InvarianceRow,
     InvarianceSummary,
     ModelRow,
 )
-from numdev.tensors import tensor_spec
+from numdev.tensor_specs import tensor_spec
 from numdev.yamlfile import Strict
 
 # By axis the axes along which a dependence on it shows too; these are then not accused

@@ -9,7 +9,7 @@ from numdev.config import AXES
 from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.report import document as doc
-from numdev.report.numbers import NONE, si, three
+from numdev.report.number_text import NONE, si, three
 from numdev.studies.invariance.report import InvarianceReport, InvarianceRow, ModelRow
 from numdev.studies.invariance.verdict import (
     floor_multiple_in_words,

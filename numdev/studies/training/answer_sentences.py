@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from numdev.report.numbers import si, times
+from numdev.report.number_text import si, times
 from numdev.studies.training import figures
 from numdev.studies.training.bounds.answer_sentences import not_rounding_sentences
 from numdev.studies.training.bounds.report import PAIR, PAIRED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numdev.kinds import Kind
+from numdev.report_kinds import Kind
 from numdev.studies.training import view as train_view
 from numdev.studies.training.bounds import view as bounds_view
 from numdev.studies.training.bounds.report import BoundsReport

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from numdev import temporary
+from numdev import temporary_files
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources.prompts import read_text
 from numdev.studies.training.config import DataConfig, ModelConfig
@@ -170,7 +170,7 @@ def _train_tokenizer(texts: list[str], vocabulary: int, context: int) -> tuple[A
         model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
-    with temporary.temporary_folder() as folder:
+    with temporary_files.temporary_folder() as folder:
         # AutoTokenizer chooses a class by the files it finds; for a Llama configuration
         # some choices rebuild the tokenizer with SentencePiece's rules: ids, but of
         # another text.

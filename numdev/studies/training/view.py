@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TEXT
-from numdev.report.numbers import NONE, labelled
+from numdev.report.number_text import NONE, labelled
 from numdev.studies.training.report import TrainReport, VariantRecord
 
 ABOUT = (

@@ -31,7 +31,7 @@ from numdev.operations.attention.explain.mistakes import (
     variants,
     without,
 )
-from numdev.report.numbers import power
+from numdev.report.number_text import power
 
 # Up to so many scores a whole reference is computed where all rows are mixed
 WHOLE = 1 << 22

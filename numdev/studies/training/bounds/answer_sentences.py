@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from numdev.report.numbers import percent, si, times
+from numdev.report.number_text import percent, si, times
 from numdev.studies.training.bounds.report import (
     FEWEST_SEEDS,
     PAIRED,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TERMINAL, Cell, Column
-from numdev.report.numbers import NONE, percent, times
+from numdev.report.number_text import NONE, percent, times
 from numdev.studies.training.bounds.answer_sentences import (
     chance_comparisons,
     dose_in_words,

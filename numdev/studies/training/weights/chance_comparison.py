@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import pandas as pd
 
 from numdev.grouping import grouped
-from numdev.report.numbers import si, times
+from numdev.report.number_text import si, times
 from numdev.sources.files import some
 from numdev.studies.training.bounds.report import FEWEST_SEEDS, Saturation
 from numdev.studies.training.bounds.rounding_doses import merging_marks

@@ -19,7 +19,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS
 from numdev.grouping import grouped
 from numdev.report.io import claim_directory
-from numdev.report.numbers import si, times
+from numdev.report.number_text import si, times
 from numdev.sources.containers import StoredTensor
 from numdev.sources.files import identity, some
 from numdev.studies.audit.run import Progress, provenance

@@ -9,7 +9,7 @@ from itertools import starmap
 from numdev.grouping import grouped
 from numdev.report import document as doc
 from numdev.report.document import TEXT, Cell, Column
-from numdev.report.numbers import NONE, si, times
+from numdev.report.number_text import NONE, si, times
 from numdev.studies.training.weights import view_over_steps
 from numdev.studies.training.weights.report import GroupRow, TensorRow, WeightsReport
 

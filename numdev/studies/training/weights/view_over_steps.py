@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numdev.grouping import grouped
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TEXT, Cell, Column
-from numdev.report.numbers import NONE, percent, si, times
+from numdev.report.number_text import NONE, percent, si, times
 from numdev.studies.training.bounds.report import FEWEST_SEEDS
 from numdev.studies.training.weights.chance_comparison import (
     FEWEST_NULLS,

@@ -25,8 +25,8 @@ from numdev.errors import UsageError, closest
 from numdev.formats import format_named
 from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
-from numdev.report.numbers import MOST, si, times
-from numdev.tensors import tensor_spec
+from numdev.report.number_text import MOST, si, times
+from numdev.tensor_specs import tensor_spec
 
 _ERRORS = {
     "max_abs": ("max", "max error"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numdev.gate import compare_view
 from numdev.gate.compare_report import CompareReport
-from numdev.kinds import Kind
+from numdev.report_kinds import Kind
 
 COMPARE = Kind(
     report=CompareReport, blocks=compare_view.blocks, styles=compare_view.styles

@@ -26,7 +26,7 @@ from numdev.report import (
     PlanRecord,
     SweepReport,
 )
-from numdev.tensors import TensorSpec, tensor_spec
+from numdev.tensor_specs import TensorSpec, tensor_spec
 
 Measured = AuditReport | SweepReport
 NOT_MEASURED = "not measured"

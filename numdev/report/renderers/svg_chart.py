@@ -18,8 +18,8 @@ from markupsafe import Markup
 
 from numdev.report import Axis, Figure, Point
 from numdev.report.document import Figures
-from numdev.report.foreign import plain
-from numdev.report.numbers import power, three
+from numdev.report.number_text import power, three
+from numdev.report.safe_text import plain
 
 WIDTH = 660
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 492.0, 14.0, 318.0  # the drawing's width, and its frame

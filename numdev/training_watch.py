@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from numdev.arguments import expect_fields
+from numdev.argument_checks import expect_fields
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.gate.findings import findings_in

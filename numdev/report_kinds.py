@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from numdev.gate.compare_report import Compared
-    from numdev.gate.compare_studies import Naming
     from numdev.gate.judgement import Beside, Judgement, Test
+    from numdev.gate.row_pairs import Naming
     from numdev.gate.rules import Rules
     from numdev.report.document import Node, Style
     from numdev.report.records.reports import Finding, Report
@@ -30,7 +30,7 @@ REGISTERED: Mapping[str, str] = {
     "sweep": "numdev.studies.audit.kind:SWEEP",
     "effects": "numdev.studies.effects.kind:EFFECTS",
     "invariance": "numdev.studies.invariance.kind:INVARIANCE",
-    "compare": "numdev.gate.comparison:COMPARE",
+    "compare": "numdev.gate.compare_kind:COMPARE",
     "train": "numdev.studies.training.kinds:TRAIN",
     "bounds": "numdev.studies.training.kinds:BOUNDS",
     "weights": "numdev.studies.training.kinds:WEIGHTS",

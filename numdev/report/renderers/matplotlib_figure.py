@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas
 
-from numdev.arguments import checked
+from numdev.argument_checks import checked
 from numdev.errors import UsageError, closest
 from numdev.report import DeviationRow, Places, Report
-from numdev.report.numbers import labelled
+from numdev.report.number_text import labelled
 
 ROLES = ("baseline", "kernel", "control")
 
