@@ -130,7 +130,8 @@ def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
 def _kernel_list(
     kernels: Named | Sequence[Named],
 ) -> list[str | Mapping[str, object] | Kernel]:
-    """Returns one kernel or several as a list; functions as kernels."""
+    """Returns one kernel or several as a list: functions as kernels named after them;
+    names and mappings as they are."""
     return [
         x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
         for x in _as_list(kernels)
@@ -140,7 +141,8 @@ def _kernel_list(
 def _kernel_names(
     chosen: Sequence[str | Mapping[str, object] | Kernel],
 ) -> list[str | Mapping[str, object]]:
-    """Returns kernels as a request names them; mappings stay."""
+    """Returns kernels as a request names them: a kernel by its name; names and mappings
+    as they are."""
     return [x.name if isinstance(x, Kernel) else x for x in chosen]
 
 

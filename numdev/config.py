@@ -535,7 +535,8 @@ def _fields_set(config: Strict) -> dict[str, object]:
 
 
 def _options_set(flags: Mapping[str, object]) -> dict[str, object]:
-    """Returns the options that were on the command line: neither None nor ()."""
+    """Returns the options that were set, without those that are None or (): these were
+    not on the command line."""
     return {
         name: value for name, value in flags.items() if value is not None and value != ()
     }

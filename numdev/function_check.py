@@ -194,7 +194,8 @@ def _judged_result(
 
 
 def _result_of_report(report: FunctionReport, judgement: Judgement) -> CheckResult:
-    """Returns the result of a check from its report and judgement."""
+    """Returns the result of a check: its verdict in words, `passed` where the judgement
+    is."""
     return CheckResult(
         kernel=str(report.request["target"]),
         passed=judgement.outcome is Outcome.PASSED,

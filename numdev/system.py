@@ -195,7 +195,8 @@ def switches() -> Mapping[str, Switch]:
 
 
 def _gpu_fields() -> dict[str, Any]:
-    """Returns the fields of a `System` on the CUDA device, by name."""
+    """Returns the fields of a `System` on the CUDA device, by name: model, compute
+    capability, processors, driver and versions."""
     import torch
 
     cudnn = torch.backends.cudnn.version()

@@ -45,7 +45,8 @@ class TensorSpec:
 
     @property
     def has_floor(self) -> bool:
-        """Whether it is measured against the rounding of its format."""
+        """Whether it is measured against the rounding of its format; False for one that
+        only comes with an output, as the log-sum-exp."""
         return self.beside is None
 
     @property

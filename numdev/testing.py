@@ -546,7 +546,8 @@ def _tested_in_words(report: AuditReport) -> str:
 
 
 def _unjudged_tests(judgement: Judgement) -> Iterator[Test]:
-    """Yields the tests of a kernel's numbers that could not be judged."""
+    """Yields the tests of a kernel whose outcome is NOT_JUDGED, without those that count
+    its calls."""
     for test in judgement.tests:
         not_judged = test.outcome is Outcome.NOT_JUDGED
         if not_judged and test.kernel is not None and not test.runs:
@@ -554,7 +555,8 @@ def _unjudged_tests(judgement: Judgement) -> Iterator[Test]:
 
 
 def _unmeasured_sentences(report: AuditReport, judgement: Judgement) -> list[str]:
-    """Returns sentences on what had to be judged and could not be."""
+    """Returns sentences on what had to be judged and could not be: calls of the kernel,
+    then rules with their reasons. Empty where there is none."""
     return [
         *(f.sentence for f in report.findings if f.severity == "unmeasured"),
         *(

@@ -58,7 +58,8 @@ class CallNumbers(TypedDict):
 
 
 def print_finding(numbers: CallNumbers) -> None:
-    """Prints the finding of a measured call, if it has one."""
+    """Prints the finding of a measured call with its training step; nothing where it has
+    none."""
     if numbers["finding"]:
         print(f"numdev.watch, step {numbers['step']}: {numbers['finding']}", flush=True)
 

@@ -80,7 +80,7 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
     ()."""
 
     def decorate(function: F) -> F:
-        """Returns the function with the options, the first field's first."""
+        """Returns the function with the options, in the order of the fields."""
         declared = (n for n in model.__annotations__ if n in model.model_fields)
         for name in reversed(
             names or tuple(dict.fromkeys((*declared, *model.model_fields)))

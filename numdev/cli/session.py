@@ -91,7 +91,8 @@ class Session:
         ):
 
             def progress(what: str, done: int, total: int) -> None:
-                """Shows how much is done; raises KeyboardInterrupt where one was lost."""
+                """Shows how much is done of what; raises KeyboardInterrupt where one came
+                and was lost."""
                 check()
                 tell(what, done, total)
 
@@ -181,7 +182,7 @@ def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
     options of those that write a report."""
 
     def decorate(function: Callable[..., object]) -> click.Command:
-        """Returns the function as a command."""
+        """Returns the function as a click command."""
         as_command = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
         if "session" not in inspect.signature(function).parameters:
             return as_command(function)

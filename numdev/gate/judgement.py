@@ -82,7 +82,8 @@ class Test(Record):
 
     @property
     def runs(self) -> bool:
-        """Whether the test counts in how many calls a kernel ran."""
+        """Whether the test is of the rule `runs` on a kernel: it counts in how many calls
+        the kernel ran."""
         return self.rule == RUNS and self.kernel is not None
 
     @property

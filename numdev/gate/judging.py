@@ -213,8 +213,9 @@ def judge(
 def catching_tests(
     power: Sequence[Power], rules: Rules, formats: Iterable[str]
 ) -> Iterator[Test]:
-    """Yields a test for each planted fault that the rules must catch, in every format
-    that kernels ran in."""
+    """Yields a test for each planted fault that the rules must catch. It is missing where
+    the fault was not planted in one of these formats, or is caught only from a larger
+    dose on."""
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]

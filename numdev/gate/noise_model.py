@@ -125,11 +125,13 @@ class Names:
         return (self.kernel(row), self.call(row), row.tensor, row.head)
 
     def about(self, row: DeviationRow) -> About:
-        """Returns the fields of a record that name the row's kernel and tensor."""
+        """Returns the fields of a record that say which row it is about: role, kernel,
+        options, format and tensor."""
         return {**row.who, "tensor": row.tensor}
 
     def place(self, row: DeviationRow) -> Place:
-        """Returns where the row was measured."""
+        """Returns where the row was measured: case, module, layer, call, head and
+        seed."""
         return Place.of(row)
 
     def lost(self, a: DeviationRow, b: DeviationRow) -> list[str]:
@@ -159,7 +161,8 @@ def _has_lost(name: str, a: DeviationRow, b: DeviationRow) -> bool:
 def _kernels_of_several_options(
     options: Mapping[Kernel, Mapping[str, object]],
 ) -> set[Kernel]:
-    """Returns the kernels that ran with several sets of options."""
+    """Returns the kernels (role and name) that ran with several sets of options.
+    `options`: what `option_sets` returns."""
     return {kernel for kernel, sets in options.items() if len(sets) > 1}
 
 
@@ -235,7 +238,8 @@ def metric_values(pair: Pair, metric: str) -> tuple[float | None, float | None]:
 
 
 def _least_factor(tensor: str, metric: str) -> float:
-    """Returns the factor below which a metric's change is never beyond noise."""
+    """Returns the factor, either way, below which a metric's change is never beyond
+    noise; larger for `worst_row`."""
     if metric != "worst_row":
         return LEAST
     return WORST_SHARED if tensor_spec(tensor).rows_share_error else WORST_ELSE

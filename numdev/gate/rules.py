@@ -79,7 +79,8 @@ class Patterns(Strict):
     tensor: Tensors = ()
 
     def fits(self, row: DeviationRow) -> bool:
-        """Whether the row's kernel, format and tensor each fit their patterns."""
+        """Whether the row's kernel, format and tensor each fit their patterns; no pattern
+        fits all."""
         names = ("kernel", "format", "tensor")
         return all(
             matches_patterns(getattr(self, name), getattr(row, name)) for name in names

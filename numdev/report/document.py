@@ -165,7 +165,8 @@ def item_with_lead(sentence: str) -> Item:
 def notes(
     sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA
 ) -> tuple[Paragraph, ...]:
-    """Returns a soft paragraph for each sentence that is not empty."""
+    """Returns a paragraph in the style `soft` for each sentence that is not empty, shown
+    in the media `only`."""
     return tuple(Paragraph(sentence, "soft", only) for sentence in sentences if sentence)
 
 
@@ -197,7 +198,8 @@ def text_table(
     title: str = "",
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
-    """Returns a table whose columns are text, aligned left."""
+    """Returns a table whose columns are text, aligned left, shown in the media `only`.
+    `columns`: their titles."""
     heads = [Column(name, align="left") for name in columns]
     return table(heads, rows, title=title, kind="words", only=only)
 

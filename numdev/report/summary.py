@@ -125,7 +125,7 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
 def _gradient_summaries(
     rows: Sequence[DeviationRow], places: Places
 ) -> Iterator[PartSummary]:
-    """Yields the summary of each gradient that was measured in some head."""
+    """Yields the summary over heads of each gradient that was measured in some head."""
     gradients = (row.tensor for row in rows if tensor_spec(row.tensor).is_gradient)
     for tensor in dict.fromkeys(gradients):
         if measured := _measured_rows(rows, tensor):
@@ -159,7 +159,7 @@ def _distinct_values(values: Iterable[str | None]) -> tuple[str, ...]:
 
 
 def _measured_rows(rows: Sequence[DeviationRow], tensor: str) -> list[DeviationRow]:
-    """Returns the rows of a tensor that are ok."""
+    """Returns the rows of a tensor whose status is ok."""
     return [row for row in rows if row.tensor == tensor and row.status == "ok"]
 
 

@@ -160,7 +160,7 @@ def _pooled_over_heads(
 
 
 def _options_text(options: Mapping[str, object]) -> str:
-    """Returns options as text, the same for the same ones in another order."""
+    """Returns options as text, the same for the same options in another order."""
     return repr(sorted(options.items()))
 
 
@@ -227,8 +227,9 @@ class Grid:
 
     @cached_property
     def axis(self) -> Axis:
-        """Returns the axis of the curves with its ticks in ascending order. Formats stand
-        by significant bits at equal distances; other values that are not numbers stand in
+        """Returns the axis of the curves with its ticks in ascending order: logarithmic
+        where its numbers are positive and span a factor of 8. Formats stand by
+        significant bits at equal distances; other values that are not numbers stand in
         the order of the file."""
         values, numbers = self.axes[self.x], _as_numbers(self.axes[self.x])
         scale: Literal["linear", "log", "category"] = "linear" if numbers else "category"

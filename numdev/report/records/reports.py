@@ -317,7 +317,8 @@ class AuditReport(Report):
         return "ok" in status or not status
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
-        """Returns `rows`, and `weights` where stored weights were cast."""
+        """Returns the tables that are written as CSV, by name: `rows`, and `weights`
+        where stored weights were cast."""
         return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
 
 
@@ -344,6 +345,6 @@ class SweepReport(Report):
         return any(cell.role == "kernel" for cell in self.cells) or not self.summary.notes
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
-        """Returns `rows` (empty where only cells were asked for), and `cells` if there
-        are any."""
+        """Returns the tables that are written as CSV, by name: `rows` (empty where only
+        cells were asked for), and `cells` if there are any."""
         return {"rows": self.rows, **({"cells": self.cells} if self.cells else {})}

@@ -148,7 +148,8 @@ class OfKernel(Record):
 
     @property
     def who(self) -> Who:
-        """Returns these fields by name, for another record of the same kernel."""
+        """Returns role, kernel, options and format by name, for another record of the
+        same kernel."""
         return {
             "role": self.role,
             "kernel": self.kernel,

@@ -30,7 +30,8 @@ ERRORS = 10  # error annotations of a step that GitHub shows; of warnings as man
 
 
 def tag_of(outcome: Outcome | None) -> str:
-    """Returns the element that JUnit has for what is no pass; empty for a pass."""
+    """Returns the XML element that JUnit has for an outcome: `failure`, `error`, or
+    `skipped` for None; empty for a pass."""
     match outcome:
         case Outcome.EXCEEDED:
             return "failure"

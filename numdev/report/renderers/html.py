@@ -79,5 +79,5 @@ def _printable(value: object) -> object:
 
 
 def _with_code(text: str) -> Markup:
-    """Returns a sentence as HTML, what stands in backticks set as code."""
+    """Returns a sentence as HTML, escaped, with what stands in backticks set as code."""
     return Markup(_CODE.sub(r"<code>\1</code>", str(escape(_printable(text)))))

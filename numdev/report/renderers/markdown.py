@@ -78,5 +78,5 @@ def _table_lines(node: doc.Table, heading: str) -> Iterator[str]:
 
 
 def _table_row(cells: Iterable[str]) -> str:
-    """Returns a table's row in Markdown."""
+    """Returns the cells as a line of a table in Markdown, each escaped."""
     return "| " + " | ".join(escaped(cell) if cell else " " for cell in cells) + " |"

@@ -177,7 +177,9 @@ def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
 
 
 def _error_sentence(k: KernelSummary) -> str:
-    """Returns a sentence on how far a kernel that passed is from fp64."""
+    """Returns a sentence on how far a kernel that passed is from fp64: its error over the
+    floor, over the expected and over eager attention's; its largest error where there is
+    no floor."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too."
     if k.floor_ratio is None or k.floor_ratio > MOST:

@@ -131,8 +131,8 @@ def _subject(test: Test) -> str:
 
 
 def _unjudged_sentences(judgement: Judgement) -> Iterator[str]:
-    """Yields sentences on what is said and not judged: backward passes and kernels that
-    were skipped, and flash-attention's own rule."""
+    """Yields sentences on what is said and not judged: kernels, or their backward passes,
+    that declined all calls, and how many heads pass flash-attention's own rule."""
     for test in judgement.tests:
         if test.runs and not test.judged and test.standing is Standing.NOT_APPLICABLE:
             what = " backward" if test.is_backward else ""
