@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -212,7 +213,7 @@ def tested(
         "not gpu and not thorough",
         "--basetemp",
         f"{tree}.tmp",
-        *options.pytest.split(),
+        *shlex.split(options.pytest),
         *files,
     ]
     alone = {
