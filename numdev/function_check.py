@@ -35,9 +35,9 @@ from numdev.studies.audit.functions import (
     Asked,
     FormatPart,
     RunAll,
-    checked_function,
     in_process,
     is_few,
+    judge_function_runs,
     planned,
     run_all,
 )
@@ -190,7 +190,7 @@ def _judged_result(
         "backward": asked.backward,
         "rules": rules.name,
     }
-    return _result_of_report(*checked_function(parts, rules, request, system))
+    return _result_of_report(*judge_function_runs(parts, rules, request, system))
 
 
 def _result_of_report(report: FunctionReport, judgement: Judgement) -> CheckResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from numdev.cli.main import cli
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, round_to
 from numdev.function_check import check_problem
+from numdev.gate.compare import compare
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Threshold, default_rules_for_functions
 from numdev.operations.function.causes import causes_of
@@ -458,3 +460,49 @@ def test_a_check_loads_no_compiler_and_no_distributed_tensors() -> None:
         env={**os.environ, "PYTHONPATH": folders},
     )  # fmt: skip
     assert ran.stdout.strip() == "[]"
+
+
+def test_two_reports_are_compared() -> None:
+    """The same function twice has not moved; another one in its place is told of."""
+
+    def fused(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+        return examples.fused(x, weight, eps) * 1.03
+
+    def report(function: Callable[..., object]) -> FunctionReport:
+        result = checked(function).report
+        assert isinstance(result, FunctionReport)
+        return result
+
+    before = report(examples.fused)
+    same = compare(before, report(examples.fused))
+    assert (same.passed, same.moves) == (True, ())
+    assert not compare(before, report(fused)).passed
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"outputs": 3},
+        {"outputs": [["output", "float32"]]},
+        {"outputs": [["output", "qint8", [2]]]},
+        {"outputs": [["output", "float33", [2]]]},
+        {"outputs": [["output", "float32", [-1]]]},
+        {"outputs": [["output", "float32", "two"]]},
+        {"outputs": [["output", "float32", [10**30]]]},
+        [],
+        3,
+    ],
+)
+def test_an_answer_that_is_nonsense_is_one_error(answer: object) -> None:
+    """Whatever the process of a function sends: MeasurementError, and no crash."""
+    ours, theirs = os.pipe()
+    asked, to = os.pipe()
+    text = json.dumps([answer]).encode()
+    os.write(theirs, struct.pack("<q", len(text)) + text + bytes(64))
+    os.close(theirs)
+    process = FunctionProcess(run=served, forks=True, limit_s=5.0)
+    process._back, process._to = ours, to
+    with pytest.raises(MeasurementError, match="the function's process"):
+        process.answers(Work(target="mine:f", draws=[], backward=False))
+    for end in (ours, asked, to):
+        os.close(end)

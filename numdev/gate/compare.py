@@ -46,6 +46,7 @@ from numdev.gate.row_pairs import Naming, R
 from numdev.grouping import grouped
 from numdev.report import (
     CallRecord,
+    CaseRecord,
     DeviationRow,
     Place,
     Places,
@@ -331,13 +332,14 @@ def _requested_values(key: str, *reports: Report) -> Iterator[list[object]]:
 
 
 def _call_differences(a: Report, b: Report) -> Iterator[Difference]:
-    """Yields the first difference in shape or options of each call that both reports
-    have, by its name; nothing where a report is no audit or sweep."""
+    """Yields the first difference in shape or options of each call of attention that both
+    reports have, matched by the call's name; nothing for calls of other functions, and
+    where a report is no audit or sweep."""
     if not isinstance(a, Measured) or not isinstance(b, Measured):
         return
-    before = {case.case: case for case in a.cases}
+    before = {case.case: case for case in a.cases if isinstance(case, CaseRecord)}
     for case in b.cases:
-        if case.case in before:
+        if isinstance(case, CaseRecord) and case.case in before:
             sides = [{n: getattr(c, n) for n in SHAPE} for c in (before[case.case], case)]
             yield from first_difference(f"cases.{case.case}", *sides)
 

@@ -102,7 +102,7 @@ def kernel_verdicts(
     ran = {
         key: tests
         for key, tests in by_kernel.items()
-        if any(map(_deserves_verdict, tests))
+        if any(map(_makes_verdict_due, tests))
     }
     verdicts = [_kernel_verdict(tests, findings, passing) for tests in ran.values()]
     covered = {id(test) for tests in ran.values() for test in tests}
@@ -116,9 +116,10 @@ def kernel_verdicts(
     return sorted(verdicts, key=lambda verdict: list(Outcome).index(verdict.outcome))
 
 
-def _deserves_verdict(test: Test) -> bool:
-    """Whether a test shows that a verdict is due on its kernel: it counts the calls of a
-    kernel under audit, or is of the whole model."""
+def _makes_verdict_due(test: Test) -> bool:
+    """Whether a test makes a verdict on its kernel due: one of the rule `runs`, which
+    counts the calls of a kernel, or any test of the whole model (kernel `MODEL`). False
+    for every other rule: a kernel without a test of `runs` has no verdict."""
     return test.runs or test.kernel == MODEL
 
 

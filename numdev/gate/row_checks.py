@@ -59,8 +59,10 @@ def options_text(options: Mapping[str, object]) -> str:
 
 
 def rows_to_judge(rows: Iterable[DeviationRow]) -> Groups:
-    """Returns the rows in which there is something to judge, by role, kernel, options,
-    format and tensor. A group without such a row is left out."""
+    """Returns the rows of status `ok` in which there is something to judge
+    (`has_something_to_judge`: also in a head of NaN alone, a sampled one and a tensor of
+    another form), by role, kernel, options, format and tensor. A group without such a row
+    is left out."""
     every = grouped(
         rows, lambda r: (r.role, r.kernel, options_text(r.options), r.format, r.tensor)
     )
@@ -82,9 +84,10 @@ def has_something_to_judge(row: DeviationRow) -> bool:
 
 def check_whole(report: Measured) -> None:
     """Raises MeasurementError unless each planned task has its rows: one for every head
-    of every tensor, or one that says why there is none; and where a row contradicts
-    itself, the plan or the request. A missing head would exceed no limit, and a row that
-    is repeated ten times would be most of a median. A report without any row passes:
+    of every tensor, or one that says why there is none. Raises it too for rows that
+    nobody planned, and where a row, the plan or the request contradict each other. A
+    missing head would exceed no limit, and a row that is repeated ten times would be most
+    of a median. Of a report without any row only the plan, request and cases are checked:
     nothing of it can be judged."""
     plan, cases = report.plan, {case.case: case for case in report.cases}
     for difference in _request_differences(report.request, plan):

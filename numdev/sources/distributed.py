@@ -125,8 +125,9 @@ def open_distributed(
 
 
 def _leading_keys(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the keys that lead to the model's weights, up to the first of NESTED (or
-    `app`) that any path has before its last; none where the weights stand alone."""
+    """Returns the keys that lead to the model's weights: the path up to and with the
+    first key of NESTED, then `app`, in that order, that stands before the last key of any
+    path; empty where none does."""
     for key in (*NESTED, "app"):
         for path in paths:
             if key in path[:-1]:

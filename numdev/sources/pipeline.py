@@ -468,9 +468,11 @@ def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, 
 
 
 def _attended_input(case: AttentionCase, frame: capturing.Frame) -> Attends:
-    """Returns what a call attends to, by what its module (`frame`) was given beside the
-    image: nothing (`self`), something that joins it as keys (`joint`), or that stands in
-    its place (`cross`). Both are [batch, positions, channels], or pictures."""
+    """Returns what a call attends to. Its module (`frame`) was given an image,
+    `hidden_states`, and may have been given `encoder_hidden_states`, each [batch,
+    positions, channels] or a picture [batch, channels, height, width]. `joint`: there are
+    as many keys as both have positions together; `self`: only the image was given, and
+    there are as many keys as queries; else `cross`."""
     arguments = (
         inspect.signature(frame.module.forward)
         .bind(*frame.arguments, **frame.named)

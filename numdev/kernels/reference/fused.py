@@ -51,7 +51,8 @@ PROGRAMS, LEAST_BLOCKS = 512, 8
 """Fewer programs leave a GPU idle: then keys are divided, into parts of so many blocks at
 least."""
 LEAST_ROWS = 16  # in a run, whatever they take
-# Under causality, at least, since a run computes with all keys that its last row sees
+# Under causality or a window a range has at most this part of the rows, since a run
+# computes with all keys that its last row sees
 RUNS = 16
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 BOUND = 80.0
@@ -456,9 +457,10 @@ def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
 
 
 def _row_runs(case: AttentionCase) -> list[slice]:
-    """Returns ranges of query rows that cover the case. Their intermediate results, 20
-    bytes a score, fit SCRATCH_BYTES, but a range has LEAST_ROWS rows at least; with
-    causality or a window there are up to RUNS of them."""
+    """Returns ranges of query rows that cover the case, in order. The intermediate
+    results of a range, 20 bytes a score, fit SCRATCH_BYTES, and with causality or a
+    window it has at most a RUNS-th of the rows; but it has LEAST_ROWS at least. All have
+    a multiple of LEAST_ROWS but for the last."""
     n, per_row = case.q_len, 20 * case.q.shape[0] * case.heads * case.kv_len
     few = -(-n // RUNS) if case.restricts_positions else n
     step = max(LEAST_ROWS, min(few, SCRATCH_BYTES // per_row) // LEAST_ROWS * LEAST_ROWS)

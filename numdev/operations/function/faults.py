@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from numdev.formats import FORMATS, Format, format_named, round_to
+from numdev.formats import Format, format_named, round_to
 from numdev.operations.function.trees import Arguments
 
 Change = Callable[[Tensor], Tensor]
@@ -134,7 +134,7 @@ def stale_last_row(x: Tensor) -> Tensor:
 
 
 def narrower(dtype: torch.dtype) -> Format | None:
-    """A format with three fewer significant bits, TF32 of float32; None of formats
-    without one."""
+    """Returns a format coarser than a dtype's: three significant bits fewer for bfloat16
+    and float16, TF32 for float32, float32 for float64; None for any other dtype."""
     name = str(dtype).removeprefix("torch.")
-    return format_named(NARROWER[name]) if name in NARROWER else FORMATS.get("none")
+    return format_named(NARROWER[name]) if name in NARROWER else None

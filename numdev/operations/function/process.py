@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,12 @@ from numdev.operations.function.trees import Arguments, Values
 LIMIT_S = 600.0  # for all draws of a call for the function, its compilation included
 LARGEST_HEADER = 1 << 26  # bytes
 GROUPS = ("outputs", "gradients", "written")
+# What reading nonsense raises: a missing key, another type, lists a thousand deep
+BAD_DATA = (KeyError, TypeError, OverflowError, RecursionError)
+INTEGERS = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
+)
 Answer = FunctionRun | str  # or why there is none
 
 
@@ -89,21 +96,29 @@ class FunctionProcess:
             os.waitpid(self._pid, 0)
 
     def answers(self, work: Work) -> list[Answer]:
-        """What the function came to on each draw, or why there is nothing. Raises
-        MeasurementError where the process ends, answers nonsense, or not in time."""
+        """Returns the answer to each draw: what the function came to, or in words why
+        there is nothing. For a module without draws: one answer, the names and shapes of
+        its state as JSON. Raises UsageError where the process cannot import the target or
+        make its module, MeasurementError where it ends, answers nonsense, or does not
+        answer within `limit_s` seconds."""
         buffer = io.BytesIO()
         torch.save(work, buffer)
         until = time.monotonic() + self.limit_s
         try:
             _write(self._to, buffer.getvalue())
-            header = self._header(until)
+            header = self._read_header(until)
             if header and "usage" in header[0]:
                 raise UsageError(str(header[0]["usage"]))
             return [self._one(answer, until) for answer in header]
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, *BAD_DATA) as error:
             raise MeasurementError(f"the function's process {_fate(error)}") from error
 
-    def _header(self, until: float) -> list[Mapping[str, object]]:
+    def _read_header(self, until: float) -> list[Mapping[str, object]]:
+        """Returns the header of the process's answers, a mapping for each: the tensors of
+        a run by group as [name, dtype, shape], whose bytes follow; or `reason`, why there
+        is no run; or `usage`, the words of a UsageError. `until`: a deadline by
+        time.monotonic(). Raises EOFError where the process ended, ValueError for an
+        answer that is late or is no such list."""
         (size,) = struct.unpack("<q", self._read(8, until))
         if not 0 <= size <= LARGEST_HEADER:
             raise ValueError("its answer has no header")
@@ -114,15 +129,16 @@ class FunctionProcess:
         return header
 
     def _one(self, answer: Mapping[str, object], until: float) -> Answer:
+        """Returns the answer to one draw, whose tensors are read from the process.
+        `answer`: its part of the header. Raises as `_read_header` does, KeyError and
+        TypeError for another header."""
         if "reason" in answer:
             return str(answer["reason"])
         groups: dict[str, Values] = {}
         for group in GROUPS:
-            entries = answer[group]
-            assert isinstance(entries, list)
             groups[group] = {
                 str(name): self._tensor(str(dtype), shape, until)
-                for name, dtype, shape in entries
+                for name, dtype, shape in map(_listed, _listed(answer[group]))
             }
         alias = answer["alias"]
         return FunctionRun(
@@ -133,8 +149,14 @@ class FunctionProcess:
         )
 
     def _tensor(self, dtype_name: str, shape: object, until: float) -> Tensor:
+        """Returns a tensor of which the process sends the bytes. ValueError for a shape
+        or dtype that is none, and for a quantized one, whose bytes are no values:
+        PyTorch crashes on them."""
         dtype = getattr(torch, dtype_name, None)
-        if not isinstance(dtype, torch.dtype):
+        is_number = isinstance(dtype, torch.dtype) and (
+            dtype.is_floating_point or dtype.is_complex or dtype in INTEGERS
+        )
+        if not (isinstance(dtype, torch.dtype) and is_number):
             raise ValueError("its answer has a dtype that is none")
         sizes = [int(str(n)) for n in _listed(shape)]
         count = math.prod(sizes)
@@ -146,9 +168,12 @@ class FunctionProcess:
         return torch.frombuffer(data, dtype=dtype).reshape(sizes)
 
     def _read(self, size: int, until: float) -> bytes:
+        """Returns the next `size` bytes of the process. Raises EOFError where it ended,
+        ValueError after the deadline `until`."""
         parts: list[bytes] = []
         while size:
-            ready, _, _ = select.select([self._back], [], [], until - time.monotonic())
+            left = max(0.0, until - time.monotonic())
+            ready, _, _ = select.select([self._back], [], [], left)
             if not ready:
                 raise ValueError(f"gave no answer within {self.limit_s:g} s")
             part = os.read(self._back, min(size, 1 << 20))
@@ -159,7 +184,8 @@ class FunctionProcess:
         return b"".join(parts)
 
 
-def _listed(value: object) -> list[object]:
+def _listed(value: object) -> list[Any]:
+    """Returns the value if it is a list. Raises ValueError otherwise."""
     if not isinstance(value, list):
         raise ValueError("its answer has no list")
     return value

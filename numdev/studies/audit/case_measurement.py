@@ -232,8 +232,10 @@ def bench_of(
     gradients: bool = False,
     sample: Sample | None = None,
 ) -> Bench:
-    """Returns the bench of a case in a format (a name), with these query heads (None:
-    all) and rows of a sample (None: all)."""
+    """Returns a case in a format (by name) with the reference, baseline and yardsticks
+    that its kernels are measured against. `heads`: query heads (None: all); `gradients`
+    adds dq, dk and dv, and then heads grow to whole groups. `sample`: which rows are
+    measured (None: all)."""
     selection = Selection.of(case, heads, gradients=gradients, sample=sample)
     exact = selection.exact(selection.case)
     return Bench.of(selection, format_named(format_name), exact, Stopwatch())

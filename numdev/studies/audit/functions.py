@@ -411,7 +411,9 @@ def rows_of(
         for row in measure_task(
             each, kernel, prepared_call, system, _never, None, Functions()
         ).rows:
-            yield _completed(row, judges, _values_of(each.role, judges), {})
+            yield _with_numbers_beside_reference(
+                row, judges, _values_of(each.role, judges), {}
+            )
     failed = next((x for x in runs if isinstance(x, Failure)), None)
     if failed is not None:
         yield bare_row(every[-1], failed, next(iter(judges)))
@@ -424,7 +426,10 @@ def rows_of(
     measured = measure_task(
         every[-1], kernel, prepared_call, system, _giving(output), None, Functions()
     )
-    completed = [_completed(row, judges, tensors, wrong) for row in measured.rows]
+    completed = [
+        _with_numbers_beside_reference(row, judges, tensors, wrong)
+        for row in measured.rows
+    ]
     with watch("names"):
         yield from _named(completed, call, ran[0], earlier, run)
 
@@ -514,15 +519,17 @@ def _values_of(role: str, judges: Mapping[str, Judge]) -> dict[str, Tensor | Non
     return {name: judge.floor for name, judge in judges.items()}
 
 
-def _completed(
+def _with_numbers_beside_reference(
     row: DeviationRow,
     judges: Mapping[str, Judge],
     tensors: Mapping[str, Tensor | None],
     wrong: Mapping[str, str],
 ) -> DeviationRow:
-    """Returns a measured row with its numbers beside the reference; a row without numbers
-    for a tensor (None in `tensors`) of another form, whose reason is in `wrong`. Rows
-    without a result and those of `precision` stay as they are."""
+    """Returns a row of status `ok` with its numbers beside the reference; `nulls` grow by
+    theirs, `nonfinite` and `overflow` are counted anew. Where `tensors` has None, for a
+    tensor of another form, the row stays `ok` with no elements and no other numbers, and
+    `beside_reference.form` says what `wrong` has. Rows that are not `ok`, and those of
+    `precision`, come back as they are."""
     if row.status != "ok" or row.role == "precision":
         return row
     judge, x = judges[row.tensor], tensors[row.tensor]
@@ -571,14 +578,16 @@ class FormatPart:
         return self.asked.format or format_of_inputs(self.plan.draws[0].arguments)
 
 
-def checked_function(
+def judge_function_runs(
     parts: Sequence[FormatPart],
     rules: Rules,
     request: Mapping[str, object],
     system: System,
 ) -> tuple[FunctionReport, Judgement]:
-    """Returns the report of a function's runs in each format, and its judgement under the
-    rules. `parts`: at least one, of one function."""
+    """Returns the report of a function that was run in each format, and its judgement
+    under the rules. Computes the reference of every call, and runs the function once
+    more, on float32 inputs, where a large error has no cause in its own run. `parts`: at
+    least one, of one function."""
     watch = Stopwatch(system.device)
     rows: list[DeviationRow] = []
     records: dict[str, FunctionCallRecord] = {}

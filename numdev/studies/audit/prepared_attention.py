@@ -646,9 +646,11 @@ def case_record(
     axes: Mapping[str, object] | None = None,
     formats: Sequence[Format] = (),
 ) -> CaseRecord:
-    """Returns the report's record of a call, with all of its heads. `axes`: its values on
-    a sweep's axes; `formats`: those that its inputs are rounded to, for which overflows
-    are counted."""
+    """Returns the report's record of a whole call: the number of its heads, lengths,
+    options, and by tensor how many of its inputs are NaN or infinite. `axes`: its values
+    on a sweep's axes; None: none. `formats`: those that its inputs are rounded to; of
+    each that is too narrow, how many finite elements of q, k, v, sinks and grad_out
+    exceed it."""
     batch, _, _, head_dim = case.q.shape
     has_sinks, v_dim = case.sinks is not None, case.v.shape[3]
     mask, swept = mask_kind(case.mask), dict(axes or {})

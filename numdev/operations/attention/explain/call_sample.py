@@ -211,9 +211,9 @@ class Alternative(NamedTuple):
 
 
 def rows_of(length: int, rows: int, worst: int) -> Tensor:
-    """Returns at most `rows` query rows of `length`, ascending, int64: four runs at the
-    start, the end, around the row `worst`, and in the middle; all rows where they are no
-    more."""
+    """Returns query rows of `length`, ascending, int64: four runs of `rows` // 4 at the
+    start, the end, around the row `worst` and in the middle, fewer rows where runs
+    overlap; all rows where they are no more than `rows`. `rows`: at least 4."""
     if length <= rows:
         return torch.arange(length)
     size = max(1, rows // 4)

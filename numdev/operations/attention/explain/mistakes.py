@@ -377,8 +377,9 @@ def _tensor_order_mistakes(case: AttentionCase) -> Changes:
 
 
 def _head_dim_mistakes(case: AttentionCase) -> Changes:
-    """Yields mistakes where head dimensions beyond a tile do not enter the scores, with q
-    and k shortened."""
+    """Yields (cause, fields of the case to replace) for a kernel that reads only the
+    first 16, 32, 64 or 128 features of q and k, where head_dim is larger and at most
+    twice that: q and k shortened. The scale stays."""
     d = case.q.shape[-1]
     for used in (16, 32, 64, 128):
         if used < d <= 2 * used:

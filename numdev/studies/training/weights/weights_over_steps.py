@@ -151,8 +151,8 @@ def _compare_runs(runs: RunCheckpoints, device: str, progress: Progress) -> _Res
 
 
 def layer_by_name(name: str) -> Layer:
-    """Returns the layer of a tensor: the first number among the parts of its name; `none`
-    without one."""
+    """Returns the layer of a tensor by its dotted name: the first part that is a number,
+    as an int; the string "none" without one."""
     return next((int(part) for part in name.split(".") if part.isdigit()), "none")
 
 
