@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from numdev.metrics.deviation import measure_plain
-from numdev.metrics.sampling import Sample, Strata
+from numdev.metrics.row_samples import Sample, Strata
 from numdev.studies.audit.row_screening import SUSPECTS
 
 Draw = Callable[[Tensor], Tensor]

@@ -29,7 +29,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import find
 from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.sampling import Sample
+from numdev.metrics.row_samples import Sample
 
 SIDE, HEADS = 8192, 8
 Shape = tuple[int, int]

@@ -26,7 +26,7 @@ from numdev.kernels import find
 from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend
 from numdev.metrics.deviation import measure
-from numdev.metrics.sampling import Sample
+from numdev.metrics.row_samples import Sample
 from numdev.metrics.yardstick import Yardstick
 from numdev.sources.input_regimes import Shapes, draw
 

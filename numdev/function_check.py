@@ -18,9 +18,10 @@ from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system
 from numdev.gate.rules import Rules, default_rules_for_functions, read_rules
 from numdev.kernels import import_callable
+from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.inputs import calls_of
 from numdev.operations.function.judged import DRAWS
-from numdev.operations.function.problems import (
+from numdev.operations.function.problem_files import (
     SOLUTION,
     ModuleBuild,
     ProblemFile,
@@ -28,7 +29,6 @@ from numdev.operations.function.problems import (
     redrawn_state,
 )
 from numdev.operations.function.process import FunctionProcess, Work
-from numdev.operations.function.running import FunctionRun
 from numdev.operations.function.trees import Arguments, outputs_of
 from numdev.report import FunctionReport, Outcome
 from numdev.studies.audit.functions import (
@@ -113,9 +113,9 @@ def check_problem(
 ) -> CheckResult:
     """Returns whether the class ModelNew of a solution's file computes what the class
     Model of a problem's file computes, on its `get_inputs`
-    (`numdev.operations.function.problems`), as exactly as its format allows. `formats`,
-    `process` and the errors raised are those of `check_beside`; `backward`: whether
-    gradients are checked."""
+    (`numdev.operations.function.problem_files`), as exactly as its format allows.
+    `formats`, `process` and the errors raised are those of `check_beside`; `backward`:
+    whether gradients are checked."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")

@@ -20,7 +20,7 @@ from numdev.config import AuditRequest, Choice
 from numdev.errors import Refused, UsageError
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
-from numdev.metrics.sampling import Sample
+from numdev.metrics.row_samples import Sample
 from numdev.studies.audit.check import declining
 from numdev.studies.audit.journal import JOURNAL, Journal
 from numdev.studies.audit.plan import (

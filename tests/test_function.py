@@ -28,7 +28,7 @@ from numdev.gate.compare import compare
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Threshold, default_rules_for_functions
 from numdev.operations.function.causes import causes_of
-from numdev.operations.function.problems import on_device
+from numdev.operations.function.problem_files import on_device
 from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments

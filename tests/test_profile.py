@@ -16,7 +16,7 @@ from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.formats import format_named
 from numdev.kernels import find
 from numdev.metrics.histogram import by_ulps
-from numdev.metrics.sampling import BINS, FEWEST, starts
+from numdev.metrics.row_samples import BINS, FEWEST, starts
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.document import Bullets, Figures

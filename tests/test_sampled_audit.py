@@ -17,7 +17,7 @@ from recipes import drawn
 from numdev.cases import AttentionCase
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
-from numdev.metrics.sampling import Sample
+from numdev.metrics.row_samples import Sample
 from numdev.report import read
 from numdev.report.summary import summarise
 from numdev.studies.audit import attention, row_screening

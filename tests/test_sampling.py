@@ -22,9 +22,9 @@ from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend, gradients, key_gradients
 from numdev.metrics.deviation import Metrics, measure, measure_plain
 from numdev.metrics.intervals import RMS, intervals
+from numdev.metrics.row_samples import Sample, Strata
 from numdev.metrics.row_sums import GROUPS
 from numdev.metrics.row_sums import _sum_by_group as dealt
-from numdev.metrics.sampling import Sample, Strata
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.attention.finiteness import _gradient_bound, elsewhere
 

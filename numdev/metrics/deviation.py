@@ -29,8 +29,8 @@ from torch import Tensor
 from numdev.formats import Format
 from numdev.metrics.bias import UNJUDGED, bias
 from numdev.metrics.intervals import intervals, of_sums
+from numdev.metrics.row_samples import Strata
 from numdev.metrics.row_sums import Numbers, Totals, plain_sums, row_sums, to_host
-from numdev.metrics.sampling import Strata
 from numdev.metrics.yardstick import Yardstick
 
 Column = NDArray[np.generic]  # [H]: numbers or flags

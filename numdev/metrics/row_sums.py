@@ -21,7 +21,7 @@ from torch import Tensor
 
 from numdev.formats import all_finite, dtype_of
 from numdev.metrics import yardstick
-from numdev.metrics.sampling import Strata
+from numdev.metrics.row_samples import Strata
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Elements of an output up to which nothing is compiled: an estimate, not measured

@@ -13,7 +13,7 @@ from recipes import drawn
 from numdev.cases import AttentionCase
 from numdev.cli.main import cli
 from numdev.kernels import Kernel
-from numdev.metrics.sampling import Sample
+from numdev.metrics.row_samples import Sample
 from numdev.report import DeviationRow
 from numdev.studies.audit.case_measurement import bench_of, measure_one, measure_task
 from numdev.studies.audit.plan import Task

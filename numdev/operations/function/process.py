@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError, UsageError, one_line
-from numdev.operations.function.problems import ModuleBuild
-from numdev.operations.function.running import FunctionRun
+from numdev.operations.function.function_runs import FunctionRun
+from numdev.operations.function.problem_files import ModuleBuild
 from numdev.operations.function.trees import Arguments, Values
 
 LIMIT_S = 600.0  # for all draws of a call for the function, its compilation included

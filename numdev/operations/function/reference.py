@@ -16,7 +16,7 @@ from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import Rounding
 from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
 from numdev.operations.function.arithmetic import Arithmetic
-from numdev.operations.function.running import Cotangents, FunctionRun, private, run
+from numdev.operations.function.function_runs import Cotangents, FunctionRun, private, run
 from numdev.operations.function.trees import (
     Arguments,
     Values,

@@ -18,7 +18,7 @@ from numdev.cases import AttentionCase
 from numdev.errors import one_line
 from numdev.formats import format_named
 from numdev.kernels import Kernel
-from numdev.metrics.sampling import Sample
+from numdev.metrics.row_samples import Sample
 from numdev.report import DeviationRow
 from numdev.sources.capture import Captured
 from numdev.sources.case_sources import Located

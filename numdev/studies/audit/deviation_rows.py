@@ -25,7 +25,7 @@ from numdev.metrics.deviation import (
 )
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.noise import Noise, noise
-from numdev.metrics.sampling import Strata
+from numdev.metrics.row_samples import Strata
 from numdev.report import NOT_PREDICTED, DeviationRow
 from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.operation import Call, Returned

@@ -29,8 +29,8 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.histogram import by_ulps
+from numdev.metrics.row_samples import starts
 from numdev.metrics.row_sums import Numbers
-from numdev.metrics.sampling import starts
 from numdev.metrics.statistics import BIAS_ALPHA
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.attention.explain import attribution as fits

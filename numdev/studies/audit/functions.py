@@ -26,6 +26,13 @@ from numdev.kernels import Kernel, import_callable, no_claim
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.function.causes import OtherFunction, causes_of
+from numdev.operations.function.function_runs import (
+    Cotangents,
+    FunctionRun,
+    poison,
+    private,
+    run,
+)
 from numdev.operations.function.inputs import (
     Make,
     prepared,
@@ -38,16 +45,9 @@ from numdev.operations.function.judged import (
     Judge,
     other_data,
 )
-from numdev.operations.function.problems import ModuleBuild, forms_of
+from numdev.operations.function.problem_files import ModuleBuild, forms_of
 from numdev.operations.function.process import Answer, FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
-from numdev.operations.function.running import (
-    Cotangents,
-    FunctionRun,
-    poison,
-    private,
-    run,
-)
 from numdev.operations.function.trees import Arguments, Values, as_real
 from numdev.report import (
     AuditSummary,

@@ -17,7 +17,7 @@ from numdev.formats import Format
 from numdev.kernels import Kernel
 from numdev.metrics.deviation import Deviation, Metrics
 from numdev.metrics.finiteness import Outside
-from numdev.metrics.sampling import Strata
+from numdev.metrics.row_samples import Strata
 from numdev.metrics.yardstick import Yardstick
 from numdev.studies.audit.isolation import Runner
 from numdev.studies.audit.timing import Stopwatch

@@ -23,7 +23,7 @@ from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
-from numdev.metrics.sampling import Sample
+from numdev.metrics.row_samples import Sample
 from numdev.report import PlannedKernel, PlanRecord, Role
 from numdev.system import System
 

@@ -34,7 +34,7 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics import narrow_sum_scope
 from numdev.metrics.deviation import Deviation, Metrics, nullify
 from numdev.metrics.finiteness import Outside
-from numdev.metrics.sampling import Sample, Strata, membership
+from numdev.metrics.row_samples import Sample, Strata, membership
 from numdev.metrics.yardstick import Yardstick, widened
 from numdev.operations.attention.explain.narrow_sums import Sums, looked_at
 from numdev.operations.attention.explain.wrong_function import far_off, suspect

@@ -20,7 +20,7 @@ from numdev.cases import empty_rows
 from numdev.errors import one_line
 from numdev.kernels import Output, find
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.sampling import Strata
+from numdev.metrics.row_samples import Strata
 from numdev.metrics.yardstick import finite, row_norm, widened
 from numdev.studies.audit.deviation_rows import FAILS_ONE_ROW
 from numdev.studies.audit.isolation import attempt
