@@ -15,7 +15,7 @@ from typing import NamedTuple
 from numdev.gate.findings import kernel_verdicts, label
 from numdev.gate.judgement import REQUIRED, SOMETHING, Held, Judgement, Power, Test
 from numdev.grouping import grouped
-from numdev.report import Finding, Outcome, Place, Places, PlanRecord, Report, Standing
+from numdev.report import Finding, Outcome, Place, Places, Report, Standing
 from numdev.report import document as doc
 from numdev.report.number_text import three
 from numdev.report.views import Verdicts, style_of, verdicts
@@ -47,10 +47,9 @@ def page_of(judgement: Judgement, report: Report) -> doc.Document:
         f.place for f in findings
     )
     rows = getattr(report, "rows", ()) if placed else ()
-    planned = getattr(report, "plan", None)
     return document(
         judgement, findings, tested, Places(rows),
-        plants=isinstance(planned, PlanRecord), passing=partial(study.passing, report),
+        plants="control" in report.request, passing=partial(study.passing, report),
     )  # fmt: skip
 
 
@@ -65,7 +64,7 @@ def document(
 ) -> doc.Document:
     """Returns a judgement as a document. `findings` are the exceeded tests in sentences;
     `tested`: sentences on what was tested; `place` puts a place in words; `plants`:
-    whether a report of this kind can have planted faults; `passing`: returns what is said
+    whether faults could have been planted in such a run; `passing`: returns what is said
     of a kernel that passed, by its tests, or None."""
     leading = kernel_verdicts(judgement, findings, passing)[:SENTENCES]
     lines = verdicts(Verdicts(verdicts=leading, findings=findings))
@@ -197,7 +196,7 @@ def _beyond_table(tests: Iterable[Test], place: Places) -> doc.Table:
     ]
     more = f", the first {SHOWN} of {len(beyond)}" if len(beyond) > SHOWN else ""
     columns = ("over", "kernel", "in", "where", "number", "limit", "rule")
-    return doc.text_table(columns, rows, title=f"Heads beyond a limit{more}")
+    return doc.text_table(columns, rows, title=f"Beyond a limit{more}")
 
 
 def _doses_table(power: Sequence[Power]) -> doc.Table:
