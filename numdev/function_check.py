@@ -63,20 +63,20 @@ def check_beside(
     name: str | None = None,
     process: FunctionProcess | None = None,
 ) -> CheckResult:
-    """Returns whether a function computes what its reference computes, as exactly as its
-    format allows. There is no tolerance: errors are held to what the reference errs
-    itself where its operations are rounded.
+    """Returns the result of a check whether a function computes what its reference
+    computes, as exactly as its format allows. There is no tolerance: errors are held to
+    what the reference errs itself where its operations are rounded.
 
     `inputs`: a function of a seed that returns the arguments, or a list of argument
     tuples; the path of a safetensors file of named arguments; None: normal numbers in
     `shapes` (`x=256x1024,w=1024`). `formats`: to which floating-point arguments are
     rounded; none: as they come (those of `shapes` in bfloat16). `backward`: whether
-    gradients are checked; None: where an argument requires one. `process`: what runs the
-    function, which is then a name to import; None: it runs in this process, before
-    anything of the reference is computed.
+    gradients are checked; None: where an argument of the first seed requires one.
+    `process`: what runs the function, if that is a name to import; None: it runs in this
+    process, before anything of the reference is computed.
 
-    Raises UsageError for wrong arguments, and MeasurementError where the process does not
-    answer."""
+    Raises UsageError for wrong arguments, MeasurementError where the process does not
+    answer, and for rules made for another system."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")
@@ -111,11 +111,13 @@ def check_problem(
     thresholds: Thresholds = None,
     process: FunctionProcess | None = None,
 ) -> CheckResult:
-    """Returns whether the class ModelNew of a solution's file computes what the class
-    Model of a problem's file computes, on its `get_inputs`
-    (`numdev.operations.function.problem_files`), as exactly as its format allows.
-    `formats`, `process` and the errors raised are those of `check_beside`; `backward`:
-    whether gradients are checked."""
+    """Returns the result of a check whether the class ModelNew of a solution's file
+    computes what the class Model of a problem's file computes, on its `get_inputs`, as
+    exactly as its format allows. `formats`: in which arguments and modules are; none: as
+    they are made. `backward`: whether gradients are checked. `process`: what runs the
+    solution; None: this process. Raises UsageError for wrong arguments and files,
+    MeasurementError where the process does not answer, and for rules made for another
+    system."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")
@@ -148,8 +150,9 @@ def _modules(
     *,
     backward: bool,
 ) -> tuple[Callable[..., object], RunAll]:
-    """Returns the reference, and what runs the solution: both with the same state, where
-    theirs has the same names and shapes. Else parameters are no arguments, and have no
+    """Returns the reference, and what runs the solution: both with the same state, the
+    problem's with what is all 0 or all 1 redrawn, where theirs has the same names and
+    shapes, else each with its own. Parameters are then no arguments, and have no
     gradients. `build`: how a module is made of a class."""
     target = f"{solution}:{SOLUTION}"
     if process is not None:
@@ -194,8 +197,8 @@ def _judged_result(
 
 
 def _result_of_report(report: FunctionReport, judgement: Judgement) -> CheckResult:
-    """Returns the result of a check: its verdict in words, `passed` where the judgement
-    is."""
+    """Returns the result of a check, its verdict in words; `passed`: whether the
+    judgement's outcome is PASSED."""
     return CheckResult(
         kernel=str(report.request["target"]),
         passed=judgement.outcome is Outcome.PASSED,
@@ -210,14 +213,15 @@ def match(
     reference: Callable[..., object], *, thresholds: Thresholds = None
 ) -> Callable[[object, object], tuple[bool, str]]:
     """Returns a judge of single outputs, for task files that call one with a task's data
-    and the output of a submission: (data, output) -> (whether it is right, the verdict in
-    one line). `data` is the reference's only argument, or a tuple of its arguments.
-    Raises UsageError for what are no rules."""
+    and the output of a submission: (data, output) -> (whether it is right, the verdict
+    in one line). `data` is a tuple of the reference's arguments, or anything else as its
+    only one. Raises UsageError for what are no rules."""
     rules = _rules_of(thresholds)
 
     def judge(data: object, output: object) -> tuple[bool, str]:
         """Returns whether the output is what the reference computes of the data, and the
-        verdict in one line."""
+        verdict in one line. Raises MeasurementError for rules made for another
+        system."""
         arguments = data if isinstance(data, tuple) else (data,)
         system = System.probe(_device_of(arguments))
         asked = Asked(
@@ -249,7 +253,7 @@ def _runner(
 ) -> RunAll:
     """Returns what runs the function on the draws of a plan: in `process` where the
     function is a name to import and there is one, else in this process. `backward`: with
-    gradients."""
+    gradients. Raises UsageError for a name that this process is to import and cannot."""
     if isinstance(function, str):
         if process is None:
             function = import_callable(function, "function")
@@ -259,8 +263,9 @@ def _runner(
 
 
 def _run_format(asked: Asked, run: RunAll) -> FormatPart:
-    """Returns the calls, and what the function returned of them, before anything of the
-    reference is computed; of more draws where a result is few numbers."""
+    """Runs the function on all calls, before anything of the reference is computed, and
+    returns both; where a result is few numbers, and with `asked.again`, those of a
+    second run, of DRAWS draws for each call."""
     plan = planned(asked)
     outputs = run(plan.draws)
     if asked.again and is_few(outputs, plan):
@@ -275,8 +280,9 @@ def _wants_gradients(calls: Sequence[Arguments]) -> bool:
 
 
 def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format | None]:
-    """Returns the formats to round arguments to, None for arguments as they come. Without
-    `names`: as they come, or bfloat16 where no `inputs` are passed."""
+    """Returns the formats to round arguments to, None for arguments as they come.
+    Without `names`: as they come, or bfloat16 where `inputs` is None. Raises UsageError
+    for an unknown name."""
     asked = (names,) if isinstance(names, str) else tuple(names)
     if not asked:
         return [None if inputs is not None else format_named("bfloat16")]
@@ -294,8 +300,8 @@ def _rules_of(thresholds: Thresholds) -> Rules:
 
 
 def _verdict_lines(report: FunctionReport) -> list[str]:
-    """Returns a line with the verdict in each format, then sentences on what is wrong;
-    NOTHING where there is neither."""
+    """Returns a line with the verdict in each format, then the sentences of findings
+    that are no notes; NOTHING where there is neither."""
     lines = [
         f"{verdict.outcome.word} {verdict.kernel} ({verdict.format})"
         + (f": {verdict.reason}" if verdict.reason else "")

@@ -60,8 +60,8 @@ SCATTERED = frozenset(
 
 @dataclass(frozen=True)
 class Terms:
-    """What a sum adds: how many numbers (one, or for each result), and the sum of their
-    squares."""
+    """What a sum adds: how many numbers (one count for all results, or one for each),
+    and the sum of their squares for each result."""
 
     count: float | Tensor
     squares: Tensor
@@ -71,10 +71,10 @@ Arguments = Sequence[object]
 
 
 class Arithmetic(EveryOperation):
-    """`EveryOperation`, whose results of float32 err by what their arithmetic errs too,
-    at random, normally distributed.
+    """Rounds every operation; a float32 result errs by what its arithmetic errs too, a
+    normally distributed error added before it is rounded.
 
-    `noise` seeds that; rounding is to nearest, or with `seed` stochastic."""
+    `noise` seeds that error; rounding is to nearest, or with `seed` stochastic."""
 
     def __init__(self, *, noise: int, seed: int | None = None) -> None:
         super().__init__(seed=seed)
@@ -88,6 +88,8 @@ class Arithmetic(EveryOperation):
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
+        """Returns an operator's fp64 values rounded to the format of `dtype`; before
+        that an error of the variance of `variance_of` is added to float32 ones."""
         fmt = None if dtype.is_complex else values_format(dtype)
         if fmt == FLOAT32 and values.numel():
             variance = variance_of(func, args, values)
@@ -96,6 +98,8 @@ class Arithmetic(EveryOperation):
         return super().result(func, args, values, dtype)
 
     def _drawn(self, like: Tensor) -> Tensor:
+        """Returns standard normal numbers of the shape, dtype and device of `like`, the
+        next ones of the device's generator."""
         device = like.device
         if device not in self.normal:
             self.normal[device] = torch.Generator(device).manual_seed(self.noise)
@@ -105,9 +109,10 @@ class Arithmetic(EveryOperation):
 
 
 def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | None:
-    """The variance of what an operator errs in float32 before its result is rounded, of
-    the shape of `values`; None of one that errs in rounding alone, and 0 where a result
-    is not finite."""
+    """Returns the variance of the error that an operator makes in float32 before its
+    result is rounded, of the shape of `values`; 0 where it is not finite; None for an
+    operator that errs in rounding alone. `args`: the operator's; `values`: its exact
+    result, not empty."""
     name = func.overloadpacket.__name__
     if name.rstrip("_") in FUNCTIONS:
         return _finite((OF_A_FUNCTION * U * values).square())
@@ -124,8 +129,9 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
 
 
 def of_sum(result: Tensor, count: float | Tensor, squares: Tensor) -> Tensor:
-    """The variance of a sum of `count` terms, one after another, whose squares add up to
-    `squares`: see the module. 0 of a single term."""
+    """Returns the variance of the float32 error of a sum of `count` terms (at least 1),
+    added one after another, whose squares add up to `squares`; 0 for a single term. The
+    module's docstring has the formula."""
     along = result.square() * count / 3
     beside = (squares - result.square() / count).clamp_min(0) * count / 2
     variance: Tensor = PER_STEP * U**2 * (along + beside)
@@ -133,13 +139,15 @@ def of_sum(result: Tensor, count: float | Tensor, squares: Tensor) -> Tensor:
 
 
 def _finite(variance: Tensor) -> Tensor:
+    """Returns variances with 0 in place of NaN and infinities."""
     return variance.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _of_norm(args: Arguments, values: Tensor) -> Tensor:
-    """Of a result that divides by a sum over K numbers, or takes their mean away: K as
-    far as it can be told from the shapes, here the largest input over the statistics that
-    it has."""
+    """Returns the variance of the error of a result that divides by a sum over K
+    numbers, or takes their mean away; 0 without a floating-point argument. K is told
+    from the shapes: the largest argument's last axis, or where the result is smaller,
+    how many of its elements go into each element."""
     largest = max((x for x in args if is_floating(x)), key=_size, default=None)
     if largest is None:
         return torch.zeros_like(values)
@@ -156,10 +164,13 @@ def _of_norm(args: Arguments, values: Tensor) -> Tensor:
 
 
 def _size(x: object) -> int:
+    """Returns how many elements a tensor has; 0 for anything else."""
     return x.numel() if isinstance(x, Tensor) else 0
 
 
 def _largest(args: Arguments) -> float:
+    """Returns how many elements the largest floating-point argument has; 1 without
+    one."""
     return float(max((_size(x) for x in args if is_floating(x)), default=1))
 
 
@@ -167,7 +178,8 @@ def _largest(args: Arguments) -> float:
 
 
 def _reduced(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Of a sum along dimensions, or a mean."""
+    """Returns the terms of a sum along dimensions, or of a mean, whose terms are divided
+    by their number. `args`: the tensor, then the operator's next two arguments."""
     x = cast(Tensor, widened(args[0]))
     count = max(1.0, x.numel() / values.numel())
     total = func(x.square(), *args[1:3])
@@ -177,7 +189,8 @@ def _reduced(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 
 def _along(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Of running sums."""
+    """Returns the terms of running sums: the i-th place along the axis (from 0) adds i +
+    1 of them. A 0-d tensor has one term."""
     x, dim = cast(Tensor, widened(args[0])), cast(int, args[1])
     if not x.ndim:
         return Terms(1.0, x.square())
@@ -188,10 +201,13 @@ def _along(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 
 def _product(first: int) -> Callable[[OpOverload, Arguments, Tensor], Terms]:
-    """Of a product of matrices or vectors whose left factor is argument `first`; before
-    it stands what is added."""
+    """Returns a function that returns the terms of a product of matrices or vectors.
+    `first`: the index of its left factor among the arguments, which the right one
+    follows; an addend before it is not among the terms."""
 
     def terms(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+        """Returns the terms of the product: as many as the left factor's last axis is
+        long."""
         left, right = (cast(Tensor, widened(x)) for x in args[first : first + 2])
         squares = left.square() @ right.square()
         return Terms(float(left.shape[-1]), squares.expand(values.shape))
@@ -200,6 +216,8 @@ def _product(first: int) -> Callable[[OpOverload, Arguments, Tensor], Terms]:
 
 
 def _convolution(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Returns the terms of a convolution without its bias: as many as an output channel
+    has weights; of a transposed one, kernel elements times input channels."""
     x, weight = (cast(Tensor, widened(x)) for x in args[:2])
     transposed = bool(args[6])
     count = weight[:, 0].numel() if transposed else weight[0].numel()
@@ -208,7 +226,9 @@ def _convolution(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 
 def _convolution_backward(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Of the gradient that has this shape: of the input, the weight or the bias."""
+    """Returns the terms of the gradient that has the shape of `values`: the input's,
+    else the weight's, else the bias's. `args`: the gradient that comes back, input,
+    weight, then the operator's others."""
     back, x, weight = (cast(Tensor, widened(each)) for each in args[:3])
     which = 0 if values.shape == x.shape else 1 if values.shape == weight.shape else 2
     mask = [i == which for i in range(3)]
@@ -219,7 +239,9 @@ def _convolution_backward(func: OpOverload, args: Arguments, values: Tensor) -> 
 
 
 def _pooled(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Of averages over windows."""
+    """Returns the terms of averages over windows, divided by their number: the window's
+    elements, padding included, or of an adaptive operator the input's elements for each
+    result."""
     x = cast(Tensor, widened(args[0]))
     size = cast(Sequence[int], args[1])
     if "adaptive" in func.overloadpacket.__name__:

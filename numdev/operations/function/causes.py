@@ -55,8 +55,11 @@ Alternative = tuple[str, Tensor]  # in words, and what would come out
 def causes_of(
     reference: FunctionReference, outputs: Mapping[str, Tensor], earlier: Values
 ) -> dict[str, OtherFunction]:
-    """Of each output of the reference's call that some other function explains, the one
-    that explains it best. `earlier`: the exact results of a call before."""
+    """Returns the function that explains each output best, by the output's name; outputs
+    that none explains are left out. To explain one it must leave at most a tenth of its
+    rms error. `outputs`: an implementation's, of the shapes of the reference's;
+    `earlier`: the exact results of a call before, may be empty. Runs the reference many
+    times, and raises what it raises on the call's own arguments."""
     best: dict[str, OtherFunction] = {}
     truth = reference.truth
     for name, x in outputs.items():
@@ -79,7 +82,10 @@ def _consider(
     x: Tensor,
     truth: Tensor,
 ) -> None:
-    """Keep an alternative where it explains an output tenfold, and better than others."""
+    """Puts an alternative into `best` under `name` where it leaves at most a tenth of
+    the rms error of `x`, and less than the one there. Elements that are not finite in
+    `x`, the alternative `other` or `truth` do not count; an `x` without an error has no
+    explanation."""
     usable = truth.isfinite() & other.isfinite() & x.isfinite()
     left, error = (
         float(torch.where(usable, x.double() - y, 0.0).square().sum().sqrt())
@@ -96,6 +102,9 @@ def _consider(
 def _of_results(
     name: str, x: Tensor, reference: FunctionReference, earlier: Values
 ) -> Iterator[Alternative]:
+    """Yields alternatives to an output, (words, fp64 tensor of its shape): the exact
+    result changed, the result of an earlier call, and arguments of the same shape. Of an
+    output `x` that is 0 wherever it is finite only 0 itself."""
     truth = reference.truth[name]
     finite = truth.isfinite() & x.isfinite()
     t, o = (torch.where(finite, y, 0.0) for y in (truth, x))
@@ -123,8 +132,11 @@ def _of_results(
 
 
 def _other_rows(x: Tensor, truth: Tensor) -> Iterator[Alternative]:
-    """The exact result with other rows in the places of those that err most: what a tile
-    that was not written, or written twice, leaves."""
+    """Yields at most one alternative: the exact result in which each row of axis 0 that
+    errs most is replaced by the exact row nearest to what stands there, or by 0 where
+    that is as near. These rows have over 100 times the median's squared error; nothing
+    without one, for more than ROWS of them, and for fewer than two axes. A tile that was
+    not written, or written twice, leaves such rows."""
     if truth.ndim < 2:
         return
     rows, out = truth.flatten(1), x.flatten(1)
@@ -146,6 +158,8 @@ def _other_rows(x: Tensor, truth: Tensor) -> Iterator[Alternative]:
 
 
 def _rows_in_words(rows: Sequence[int]) -> str:
+    """Returns row numbers in words: `row 3`, `rows 3 to 7`, or `5 rows, the first 3,`
+    where some between are missing. `rows`: ascending, at least one."""
     if len(rows) == 1:
         return f"row {rows[0]}"
     if rows[-1] - rows[0] + 1 == len(rows):
@@ -157,8 +171,9 @@ def _rows_in_words(rows: Sequence[int]) -> str:
 
 
 class _OtherNumber(Unrounded):
-    """A run without rounding, in which one number stands for another, and operators of
-    variance divide by another count. It notes the numbers that it meets."""
+    """Rounds nothing; puts `other` in place of the number `value` (None: of none)
+    wherever an operator reads it. `met` has the numbers that operators read, in the
+    order in which they first came."""
 
     def __init__(self, value: float | None = None, other: float = 0.0) -> None:
         self.value, self.other = value, other
@@ -167,12 +182,17 @@ class _OtherNumber(Unrounded):
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
+        """Returns `other` in place of `value`, any other number as it is; notes the
+        number in `met`."""
         self.met.setdefault(value)
         return self.other if value == self.value else value
 
 
 def _of_references(reference: FunctionReference) -> Iterator[tuple[str, Values]]:
-    """The exact results of functions beside the reference, as many as `WORK` allows."""
+    """Yields (words, exact results by name) of functions made from the reference; a
+    result is empty where that function raises. Their number is at most WORK over the
+    number of input elements, but 8 where that is fewer. Raises what the reference raises
+    on the call's own arguments."""
     size = sum(x.numel() for x in reference.arguments.leaves().values())
     tries = max(8, WORK // max(size, 1))
     others = chain(
@@ -189,6 +209,10 @@ Make = Callable[[], Values]
 
 
 def _with_other_numbers(reference: FunctionReference) -> Iterator[tuple[str, Make]]:
+    """Yields (words, a function that computes the results) for each number that the
+    reference computes with, replaced by 0 and by 2, 1/2, 10 and 1/10 times itself; a
+    positive one up to LARGEST_EPS also by powers of ten. None for the number 0. Runs the
+    reference once to find its numbers, and raises what it raises."""
     notes = _OtherNumber()
     reference.computed(notes)
     for value in notes.met:
@@ -202,7 +226,9 @@ def _with_other_numbers(reference: FunctionReference) -> Iterator[tuple[str, Mak
 
 
 def _with_other_parameters(reference: FunctionReference) -> Iterator[tuple[str, Make]]:
-    """Of a module, each parameter and buffer left out."""
+    """Yields (words, a function that computes the results) for each floating-point
+    parameter and buffer of a module, filled with 0 and with 1 where it is not that
+    already; nothing where the reference is no module."""
     module = reference.function
     if not isinstance(module, nn.Module):
         return
@@ -216,8 +242,9 @@ def _with_other_parameters(reference: FunctionReference) -> Iterator[tuple[str, 
 
 
 class _OtherSums(Unrounded):
-    """A run without rounding in which sums and products leave out their last terms, or
-    means divide by another count."""
+    """Rounds nothing; sums and matrix products leave out their last terms, or, with
+    `less`, means alone divide by that much less than their count. `left_out`: of a
+    number of terms, how many of the last are left out."""
 
     def __init__(self, left_out: Callable[[int], int], less: int = 0) -> None:
         self.left_out, self.less = left_out, less
@@ -229,6 +256,10 @@ class _OtherSums(Unrounded):
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
+        """Returns an operator's values with the last terms left out, or with another
+        divisor of a mean; unchanged for any other operator, for sums over several axes,
+        for fewer than two terms, and where none or all of the terms would be left
+        out."""
         name = func.overloadpacket.__name__
         if name not in ("sum", "mean", "mm", "bmm", "addmm", "baddbmm"):
             return values
@@ -253,7 +284,9 @@ class _OtherSums(Unrounded):
 
 
 def _terms(name: str, x: Tensor, args: tuple[object, ...]) -> int:
-    """How many terms each sum has; 0 of one over several axes, or over all."""
+    """Returns how many terms each sum of an operator has; 0 for a sum or mean over
+    several axes, or over all. `x`: the tensor that it adds up, or the left factor of a
+    product."""
     if name not in ("sum", "mean"):
         return int(x.shape[-1])
     axes = args[1] if len(args) > 1 else None
@@ -263,7 +296,9 @@ def _terms(name: str, x: Tensor, args: tuple[object, ...]) -> int:
 
 
 def _with_other_sums(reference: FunctionReference) -> Iterator[tuple[str, Make]]:
-    """Sums without their last terms: one, a share, or what fills no block of threads."""
+    """Yields (words, a function that computes the results) for means that divide by n -
+    1, and for sums without their last terms: one, a share of them, or those that fill no
+    block of threads."""
     ways: dict[str, Unrounded] = {
         "means divide by n - 1": _OtherSums(lambda n: 0, less=1),
         "sums leave out their last term": _OtherSums(lambda n: 1),
@@ -279,14 +314,18 @@ def _with_other_sums(reference: FunctionReference) -> Iterator[tuple[str, Make]]
 
 
 def _share(n: int, of: int) -> int:
+    """Returns the `of`-th part of n, rounded down."""
     return n // of
 
 
 def _partial_block(n: int, of: int) -> int:
+    """Returns how many of n terms fill no block of `of`: n modulo `of`."""
     return n % of
 
 
 def _computed(reference: FunctionReference, rounding: Unrounded = UNROUNDED) -> Values:
+    """Returns the results of the reference on its own arguments, by name, rounded as
+    `rounding` says; empty where it raises."""
     try:
         return reference.computed(rounding)
     except Exception:  # the reference is foreign, and this is no run of its own
@@ -294,6 +333,8 @@ def _computed(reference: FunctionReference, rounding: Unrounded = UNROUNDED) -> 
 
 
 def _with_other_inputs(reference: FunctionReference) -> Iterator[tuple[str, Make]]:
+    """Yields (words, a function that computes the results) for the reference on each
+    wrong input of `faults_of_inputs`."""
     for fault in faults_of_inputs(reference.arguments):
         changed = fault.applied(reference.arguments)
         yield fault.words, partial(reference.computed_exactly, changed)

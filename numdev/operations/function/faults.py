@@ -30,24 +30,29 @@ SHARE = 16  # of an axis, that is cut
 
 @dataclass(frozen=True)
 class WrongFunction:
-    """A change of one argument (by name), or of the outputs."""
+    """A change of the argument named `of_input`, or where that is None, of the
+    outputs."""
 
     words: str  # a clause to follow the function's name
     change: Change
     of_input: str | None = None
 
     def applied(self, arguments: Arguments) -> Arguments:
-        """The arguments that it computes with."""
+        """Returns the arguments with the one named `of_input` changed, and the others as
+        they are; all as they are where it is None or names none of them."""
 
         def change(name: str, x: Tensor) -> Tensor:
+            """Returns the changed tensor where it is the one named, else `x` itself."""
             return self.change(x) if name == self.of_input else x
 
         return arguments.mapped(change)
 
 
 def faults_of_inputs(arguments: Arguments) -> Iterator[WrongFunction]:
-    """Of each floating-point argument: left out, its last part left out along each axis,
-    transposed, and read in a narrower format."""
+    """Yields the changes of each real floating-point argument that is not empty: filled
+    with 0 and with 1 (where it is not that already), its last part set to 0 along each
+    axis of at least two places, transposed (where its last two axes are of one size
+    above 1), and rounded to a coarser format, if its dtype has one."""
     for name, x in arguments.leaves().items():
         if not x.is_floating_point() or not x.numel():
             continue
@@ -69,12 +74,13 @@ def faults_of_inputs(arguments: Arguments) -> Iterator[WrongFunction]:
 
 
 def read_in(x: Tensor, fmt: Format) -> Tensor:
-    """A tensor rounded to a format, in its own dtype."""
+    """Returns a tensor rounded to a format, in its own dtype."""
     return round_to(x, fmt).to(x.dtype)
 
 
 def faults_of_outputs() -> Iterator[WrongFunction]:
-    """Of what comes out, whatever it is."""
+    """Yields the changes of an output of any shape, floating-point, each a function of
+    the tensor that does not change it in place."""
 
     yield WrongFunction("it is 0", torch.zeros_like)
     yield WrongFunction("it is one half of it", lambda x: x / 2)
@@ -89,8 +95,9 @@ def faults_of_outputs() -> Iterator[WrongFunction]:
 
 
 def cuts_of(size: int) -> list[int]:
-    """How many of the last places of an axis code forgets: one, and those that fill no
-    block."""
+    """Returns how many of the last places of an axis of `size` code may forget,
+    ascending: one, a sixteenth, and those that fill no block of 2, 4, 8, ... 64. Each is
+    at least 1 and less than `size`; none where that is below 2."""
     cuts = {1, max(1, size // SHARE)}
     block = LARGEST_BLOCK
     while block > 1:
@@ -100,32 +107,40 @@ def cuts_of(size: int) -> list[int]:
 
 
 def without_last(x: Tensor, axis: int, last: int) -> Tensor:
-    """A tensor whose last places along an axis are 0."""
+    """Returns a copy whose `last` last places along an axis are 0."""
     changed = x.clone()
     changed.narrow(axis, x.shape[axis] - last, last).zero_()
     return changed
 
 
 def without_last_block(x: Tensor) -> Tensor:
+    """Returns a copy whose last sixteenth along axis 0, at least one row, is 0; all of
+    it for a scalar and fewer than two rows."""
     if not x.ndim or x.shape[0] < 2:
         return torch.zeros_like(x)
     return without_last(x, 0, max(1, x.shape[0] // SHARE))
 
 
 def transposed(x: Tensor) -> Tensor:
-    """With its last two axes exchanged, laid out as before."""
+    """Returns a tensor with its last two axes exchanged, contiguous."""
     return x.mT.contiguous()
 
 
 def mean_along_last(x: Tensor) -> Tensor:
+    """Returns a tensor of the same shape with the mean along the last axis in place of
+    each element; 0 for a finite scalar. Raises RuntimeError for integers."""
     return x.mean(dim=-1, keepdim=True).expand_as(x).clone() if x.ndim else x * 0
 
 
 def shifted_rows(x: Tensor) -> Tensor:
+    """Returns a copy whose rows along axis 0 are shifted by one, the last to the first
+    place; a scalar as it is."""
     return x.roll(1, 0) if x.ndim else x
 
 
 def stale_last_row(x: Tensor) -> Tensor:
+    """Returns a copy whose last row along axis 0 is the one before it; 0 everywhere for
+    a scalar and for fewer than two rows."""
     if not x.ndim or x.shape[0] < 2:
         return torch.zeros_like(x)
     changed = x.clone()

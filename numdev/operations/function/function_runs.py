@@ -43,11 +43,15 @@ class FunctionRun:
 
     @property
     def tensors(self) -> Values:
-        """All that came of the call: outputs, arguments written into, gradients."""
+        """Returns all that came of the call, by name: outputs, arguments written into,
+        gradients."""
         return {**self.outputs, **self.written, **self.gradients}
 
     def misdeeds(self, like: FunctionRun) -> list[str]:
-        """What it did that the reference does not, in clauses."""
+        """Returns clauses on what the run did that `like`, the reference's, did not:
+        write into inputs, return an input's memory, let no gradient back; and outputs
+        that a later call wrote into, whatever the reference did. Empty where there is
+        nothing."""
         wrong = [name for name in self.written if name not in like.written]
         clauses = [f"writes into its inputs ({', '.join(wrong)})"] if wrong else []
         if self.alias and not like.alias and self.alias not in like.written:
@@ -63,8 +67,8 @@ class FunctionRun:
         return clauses
 
     def finished(self) -> FunctionRun:
-        """The same when all calls were made: with what a later one wrote into, and
-        without the memory that outputs came in."""
+        """Returns the run when all calls were made: `overwritten` names the outputs
+        whose memory has changed since, and `raw` is empty."""
         pairs = ((name, x, self.outputs[name]) for name, x in self.raw.items())
         changed = [n for n, x, y in pairs if not same(as_real(x), as_real(y))]
         return dataclasses.replace(self, raw={}, overwritten=tuple(changed))
@@ -78,8 +82,10 @@ class Cotangents:
     seed: int
 
     def of(self, i: int, output: Tensor) -> Tensor:
-        """Fp64 values of the shape of the i-th output, rounded to bfloat16, which every
-        format but those of 8 bits and float16 has."""
+        """Returns the gradient that comes back into the i-th output that needs one:
+        normal numbers of its shape, on its device, in float64 or complex128 (imaginary
+        part 0), rounded to bfloat16, whose values every format has but those of 8 bits
+        and float16."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + i)
         real = torch.float64
         drawn = torch.randn(output.shape, generator=generator, dtype=real)
@@ -94,9 +100,11 @@ def run(
     seed: int,
     cotangents: Cotangents | None = None,
 ) -> FunctionRun:
-    """One call with copies of the arguments. `seed`: of PyTorch's generators, which are
-    as before afterwards. With `cotangents` gradients are taken by autograd, of all
-    outputs that have one. Raises what the function raises."""
+    """Calls a function once, with copies of the arguments, and returns what came of it.
+    `seed`: of PyTorch's generators, which are as before afterwards, on CUDA only where
+    it was in use. With `cotangents` autograd computes the gradients of all
+    floating-point arguments and parameters from the outputs that have one; without,
+    gradients are off. A module is not copied. Raises what the function raises."""
     inputs = arguments.copied(gradients=cotangents is not None)
     leaves = inputs.leaves()
     with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
@@ -128,13 +136,14 @@ def run(
 
 
 def private(function: Callable[..., object]) -> Callable[..., object]:
-    """A module as a copy that a run may change; a function as it is."""
+    """Returns a module as a copy that a run may change; any other function as it is."""
     return copy.deepcopy(function) if isinstance(function, nn.Module) else function
 
 
 def poison(like: Sequence[Tensor]) -> None:
-    """Fill memory of the sizes of these tensors with NaN (integers: with their largest
-    number) and give it back, so that what is not written is seen."""
+    """Fills memory of the sizes of these tensors with NaN (of integers with 1) and gives
+    it back, so that what is not written is seen; the tensors themselves are not changed.
+    A dtype that cannot be filled is passed over."""
     for x in like:
         blocks = [torch.empty_like(x) for _ in range(POISONED)]
         for block in blocks:
@@ -144,17 +153,20 @@ def poison(like: Sequence[Tensor]) -> None:
 
 
 def _through(outputs: Values) -> tuple[str, ...]:
+    """Returns the names of the floating-point outputs that require a gradient."""
     return tuple(n for n, x in outputs.items() if is_floating(x) and x.requires_grad)
 
 
 def _parameters(function: Callable[..., object]) -> Values:
+    """Returns a module's parameters by name; empty for any other function."""
     if not isinstance(function, nn.Module):
         return {}
     return {name: x for name, x in function.named_parameters()}
 
 
 def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:
-    """By name; 0 where no output depends on a leaf."""
+    """Returns the gradients by name (`x_grad`), of those leaves that an output depends
+    on; empty without outputs or leaves."""
     if not outputs or not leaves:
         return {}
     back = [cotangents.of(i, x).to(x.dtype) for i, x in enumerate(outputs.values())]
@@ -166,7 +178,8 @@ def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Value
 
 
 def _alias(outputs: Values, leaves: Values) -> str | None:
-    """The name of an input in whose memory an output lies; None where none does."""
+    """Returns the name of an input in whose memory the first such output lies; None
+    where none does. Empty tensors do not count."""
     where = {x.untyped_storage().data_ptr(): n for n, x in leaves.items() if x.numel()}
     for x in outputs.values():
         if x.numel() and x.untyped_storage().data_ptr() in where:
@@ -175,19 +188,22 @@ def _alias(outputs: Values, leaves: Values) -> str | None:
 
 
 def _taken(values: Values) -> Values:
-    """Copies in memory of their own, laid out alike."""
+    """Returns detached copies in memory of their own, laid out alike."""
     plain = {n: x.detach().resolve_conj().resolve_neg() for n, x in values.items()}
     return {name: strided_as(x.clone(), x) for name, x in plain.items()}
 
 
 def _wait(leaves: Values) -> None:
-    """Wait for all streams of the device, side streams too."""
+    """Waits for all streams of the current CUDA device, side streams too; does nothing
+    where no tensor is on CUDA."""
     if any(x.is_cuda for x in leaves.values()):
         torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
+    """Returns a context that seeds PyTorch's generators, and restores them at its end:
+    the CPU's, and CUDA's where it was in use before."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -30,9 +30,12 @@ def calls_of(
     *,
     shapes: str = "",
 ) -> Make:
-    """The calls of each seed: of a function of inputs, of a safetensors file of named
-    arguments, or of normal numbers in the shapes `x=256x1024,w=1024`. Raises UsageError
-    for anything else."""
+    """Returns a function that makes the calls of a seed. `source`: a function of inputs;
+    the path of a safetensors file of named arguments, the same single call for every
+    seed; None: one call of normal float32 numbers in the shapes `x=256x1024,w=1024`.
+    `function` gives the arguments in order their names. Raises UsageError for another
+    path, a file that cannot be read, and without `source` for wrong or no shapes; the
+    function that is returned raises it for a function of inputs that raises."""
     if source is None:
         sizes = parsed_shapes(shapes)
         return lambda seed: [_drawn(sizes, seed)]
@@ -54,8 +57,9 @@ def calls_of(
 
 
 def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
-    """`x=256x1024,w=1024` as shapes by name; an empty shape is a single number. Raises
-    UsageError for what is none."""
+    """Returns the shapes by name in `x=256x1024,w=1024`; `x=` is a single number, of the
+    shape (). Of two shapes of one name the last counts. Raises UsageError for a part of
+    another form, and where there is no shape."""
     sizes: dict[str, tuple[int, ...]] = {}
     for part in filter(None, text.split(",")):
         match = SHAPE.fullmatch(part)
@@ -71,6 +75,8 @@ def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def _drawn(sizes: Mapping[str, tuple[int, ...]], seed: int) -> Arguments:
+    """Returns the arguments of one call by name: normal numbers of a seed in these
+    shapes, in PyTorch's default dtype on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     named = {name: torch.randn(s, generator=generator) for name, s in sizes.items()}
     return Arguments(named=named)
@@ -79,8 +85,11 @@ def _drawn(sizes: Mapping[str, tuple[int, ...]], seed: int) -> Arguments:
 def _from_function(
     make: Callable[..., object], function: Callable[..., object], seed: int
 ) -> list[Arguments]:
-    """What a function of inputs gives for a seed: as its parameter `seed`, as its only
-    one, and in PyTorch's generators. A list of tuples is several calls."""
+    """Returns the calls that a function of inputs gives for a seed: several for a list
+    of tuples, else one. It gets the seed as its parameter `seed` or its only one without
+    a default, and PyTorch's generators seeded; these are as before afterwards, on CUDA
+    only where it was in use. Raises UsageError where it raises an exception or needs
+    several arguments."""
     with torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(seed)
         try:
@@ -93,10 +102,15 @@ def _from_function(
 
 
 def _devices() -> Sequence[int]:
+    """Returns the indices of all CUDA devices; empty where CUDA has not been in use."""
     return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
 
 def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:
+    """Returns the keyword arguments that hand a seed to `make`: for its parameter
+    `seed`, else for its only one without a default; empty where all have one, or where
+    its signature cannot be read. Raises UsageError for several without a default, `seed`
+    not among them."""
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):
@@ -113,10 +127,12 @@ def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:
 
 
 def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments:
-    """The arguments on a device; floating-point ones correctly rounded to a format, if
-    one is asked for."""
+    """Returns the arguments detached and on a device; real floating-point tensors
+    correctly rounded to a format and in its dtype (None: as they are). Raises UsageError
+    where PyTorch has no dtype of the format and an argument would be rounded."""
 
     def move(name: str, x: Tensor) -> Tensor:
+        """Returns a tensor detached, rounded where it is to be, on the device."""
         moved = x.detach()
         if fmt is not None and moved.is_floating_point():
             moved = round_to(moved.double(), fmt).to(dtype_of(fmt))
@@ -126,8 +142,8 @@ def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments
 
 
 def trivial(arguments: Arguments) -> list[str]:
-    """The names of floating-point tensors of several elements that hold nothing but 0 or
-    nothing but 1."""
+    """Returns the names of real floating-point tensors of at least two elements that are
+    all 0 or all 1."""
     return [
         name
         for name, x in arguments.leaves().items()
@@ -138,10 +154,13 @@ def trivial(arguments: Arguments) -> list[str]:
 
 
 def redrawn(arguments: Arguments, names: Sequence[str], seed: int) -> Arguments:
-    """The same with these tensors moved by up to one half, at random."""
+    """Returns the arguments with every element of the tensors in `names` moved by a
+    uniform number from -1/2 to 1/2, in the same dtype and on the same device; the others
+    as they are."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, x: Tensor) -> Tensor:
+        """Returns the moved tensor where it is one of `names`, else `x` itself."""
         if name not in names:
             return x
         moved = x.double().cpu() + torch.rand(x.shape, generator=generator) - 0.5
@@ -151,11 +170,14 @@ def redrawn(arguments: Arguments, names: Sequence[str], seed: int) -> Arguments:
 
 
 def shuffled(arguments: Arguments, seed: int) -> Arguments:
-    """The same with the elements of each floating-point tensor in another order: other
-    data of the same distribution, where the source knows no other."""
+    """Returns the arguments with the elements of each floating-point tensor in another
+    random order: other data of the same distribution, where the source knows no other.
+    Integers, and tensors of fewer than two elements, are as they are."""
     generator = torch.Generator().manual_seed(seed)
 
     def shuffle(name: str, x: Tensor) -> Tensor:
+        """Returns a floating-point tensor's elements in random order; any other tensor
+        itself."""
         if not is_floating(x) or x.numel() < 2:
             return x
         order = torch.randperm(x.numel(), generator=generator).to(x.device)
@@ -165,8 +187,8 @@ def shuffled(arguments: Arguments, seed: int) -> Arguments:
 
 
 def differ(a: Arguments, b: Arguments) -> bool:
-    """Whether floating-point tensors of two calls have the same names and shapes, and
-    other values."""
+    """Whether the tensors of two calls have the same names and shapes, and a
+    floating-point one of them other values; NaN counts as another value than NaN."""
     first, second = a.leaves(), b.leaves()
     if {n: x.shape for n, x in first.items()} != {n: x.shape for n, x in second.items()}:
         return False

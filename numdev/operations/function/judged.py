@@ -37,10 +37,12 @@ class Form:
 
     @property
     def is_floating(self) -> bool:
+        """Whether the tensor holds real or complex floating-point numbers."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def difference(self, x: Tensor) -> str | None:
-        """In what another tensor differs, in words; None where in nothing."""
+        """Returns in words how another tensor's shape, or where that is the same its
+        dtype, differs from this; None where neither does."""
         if tuple(x.shape) != self.shape:
             return f"it has the shape {list(x.shape)}, not {list(self.shape)}"
         if x.dtype != self.dtype:
@@ -49,6 +51,7 @@ class Form:
 
 
 def _short(dtype: torch.dtype) -> str:
+    """Returns a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -66,19 +69,22 @@ class Judge:
 
     @property
     def format(self) -> Format:
-        """The format of its values; float64 of integers, which it does not round."""
+        """Returns the format of the tensor's values, of a complex one that of its parts;
+        float64 for integers, which are not rounded."""
         if self.errors is None:
             return FORMATS["float64"]
         return values_format(self.form.dtype)
 
     @cached_property
     def floor(self) -> Tensor:
+        """Returns the exact result rounded once to the format; integers as float64
+        values."""
         return round_to(self.truth.double(), self.format)
 
     def nonfinite(self, x: Tensor) -> tuple[int, int]:
-        """How many elements are NaN or infinite where the exact result, rounded once, is
-        not, or the reverse; and how many more are so where a run of the reference is
-        too."""
+        """Returns how many elements of `x` are of another kind (finite, inf, -inf, NaN)
+        than the exact result rounded once: first where all runs of the reference are of
+        its kind, then where one is not."""
         kinds = _kinds(self.floor)
         free = torch.zeros_like(kinds, dtype=torch.bool)
         for run in (*self.rounded, self.plain):
@@ -87,8 +93,9 @@ class Judge:
         return int((other & ~free).sum()), int((other & free).sum())
 
     def mismatches(self, x: Tensor) -> int:
-        """How many integers are not the reference's. One that rounding changes in a run
-        of the reference may be any of what came there."""
+        """Returns how many integers of `x` differ from the reference's and from those of
+        every run of it: one that rounding changes may be any of what came in the
+        runs."""
         wrong = x != self.truth
         for run in (*self.rounded, self.plain):
             wrong &= x != run
@@ -97,8 +104,11 @@ class Judge:
     def numbers(
         self, x: Tensor | None, form: str | None
     ) -> tuple[BesideReference, dict[str, str]]:
-        """The numbers of an implementation's tensor (None: its form allows none), with
-        the reason of each that is lacking."""
+        """Returns the numbers of an implementation's tensor, and by field of
+        BesideReference why it is lacking: for `x` None (its form allows no numbers) all
+        fields but `form`, for integers all but `form` and `mismatches`, else one for
+        each group (`slope` also for `slope_t`). `form`: what is wrong with its form, in
+        words; None: nothing."""
         about = BesideReference(
             form=form, moved=self.moved, conditioning=self.conditioning
         )
@@ -115,6 +125,9 @@ class Judge:
 
 
 def _fields(excess: Excess) -> dict[str, object]:
+    """Returns the fields of BesideReference that an excess has, by name, some None;
+    those of the worst slice, of the worst element, and of both leans only where it has
+    these."""
     fields: dict[str, object] = {
         "reference_ratio": excess.ratio,
         "reference_luck": excess.luck,
@@ -144,7 +157,8 @@ def _fields(excess: Excess) -> dict[str, object]:
 
 
 def _kinds(x: Tensor) -> Tensor:
-    """0 where finite, 1 and 2 where infinite, 3 where NaN."""
+    """Returns the kind of each element, int8: 0 where finite, 1 for inf, 2 for -inf, 3
+    for NaN; 0 everywhere for integers."""
     kinds = torch.zeros(x.shape, dtype=torch.int8, device=x.device)
     if not x.is_floating_point():
         return kinds
@@ -163,7 +177,8 @@ class FunctionCall:
 
     @cached_property
     def forms(self) -> dict[str, Form]:
-        """Of each tensor, by name, outputs first."""
+        """Returns the form of each tensor in the first draw, by name: outputs, then
+        arguments written into, then gradients. Raises what the reference raises."""
         return {
             name: Form(shape=tuple(x.shape), dtype=x.dtype)
             for name, x in self.draws[0].plain.tensors.items()
@@ -171,8 +186,9 @@ class FunctionCall:
 
     @cached_property
     def judges(self) -> dict[str, Judge]:
-        """What each tensor is held to, by name. Raises what the reference raises, and
-        Unsupported for what has no exact result."""
+        """Returns what each tensor is judged by, by name. Raises what the reference
+        raises on the call's own arguments, Unsupported for what has no exact result, and
+        UsageError for a dtype of no format."""
         truths = [draw.truth for draw in self.draws]
         moved = [
             draw.computed_exactly(other, draw.other_cotangents)
@@ -191,6 +207,9 @@ class FunctionCall:
         moved: Sequence[Values],
         shaken: Sequence[Values],
     ) -> Judge:
+        """Returns what a tensor is judged by. The exact results of each draw, by name:
+        `truths` of its arguments, `moved` of other data (may be empty), `shaken` of
+        inputs moved by half an ulp; a mapping is empty where the reference raised."""
         truth = stacked([x[name] for x in truths])
         plain = stacked([as_real(draw.plain.tensors[name]) for draw in self.draws])
         runs = self._runs(name, lambda draw: draw.rounded)
@@ -212,15 +231,20 @@ class FunctionCall:
     def _runs(
         self, name: str, runs_of: Callable[[FunctionReference], Sequence[Values]]
     ) -> list[Tensor]:
-        """A tensor of each run, over all draws."""
+        """Returns a tensor of each run, its draws stacked. `runs_of`: the runs of a
+        draw, as many for each."""
         by_draw = [runs_of(draw) for draw in self.draws]
         return [stacked([x[name] for x in runs]) for runs in zip(*by_draw, strict=True)]
 
     def tensors_of(
         self, runs: Sequence[FunctionRun]
     ) -> tuple[dict[str, Tensor | None], dict[str, str]]:
-        """An implementation's tensors over all draws, None where the form is another
-        one; and what is wrong with the form of each, or with what else it did."""
+        """Returns an implementation's tensors over all draws, and in words what is
+        wrong, both by name. A tensor is None where a draw lacks it, has another shape,
+        or has integers for floating-point numbers or the reverse; another floating-point
+        dtype is wrong, but compared. Of the first tensor one thing is named: its form,
+        else what a run did besides computing, else outputs that the reference lacks.
+        `runs`: one for each draw."""
         wrong: dict[str, str] = {}
         first = next(iter(self.forms))
         for draw, ran in zip(self.draws, runs, strict=True):
@@ -249,15 +273,17 @@ class FunctionCall:
 
 
 def stacked(draws: Sequence[Tensor]) -> Tensor:
-    """One draw as it is; several along a first axis."""
+    """Returns the only draw as it is; several stacked along a new first axis."""
     return draws[0] if len(draws) == 1 else torch.stack(list(draws))
 
 
 def _distance(
     name: str, truth: Tensor, others: Sequence[Values], errors: Errors | None
 ) -> float | None:
-    """The rms distance of another exact result from the truth over what rounding
-    explains; None where there is none of the same shape, and of integers."""
+    """Returns the rms distance of another exact result (by name, one for each draw) from
+    the truth over the rms error that rounding explains, at most 1e300; None for integers
+    (`errors` None), without `others`, where a draw lacks the tensor, and for another
+    shape."""
     if errors is None or not others or any(name not in x for x in others):
         return None
     other = stacked([x[name] for x in others])
@@ -270,7 +296,8 @@ def _distance(
 
 
 def other_data(arguments: Arguments, others: Sequence[Arguments], seed: int) -> Arguments:
-    """Data of the same shapes for the question whether a result depends on them: those of
-    another seed, else the same in another order."""
+    """Returns other arguments of the same shapes, for the question whether a result
+    depends on them: the first of `others` that has these shapes and other values, else
+    the arguments' own elements in another order, drawn with `seed`."""
     fitting = (x for x in others if differ(arguments, x))
     return next(fitting, None) or shuffled(arguments, seed)

@@ -37,7 +37,10 @@ class ModuleBuild:
     device: str = "cpu"
 
     def module(self, make: Callable[..., object]) -> nn.Module:
-        """Raises UsageError for what makes no module."""
+        """Returns the module that a class makes, on the device, with `state` and in
+        `dtype` where these are not None. PyTorch's generators are seeded with SEED for
+        it, and the CPU's restored. Raises UsageError where the class raises or makes no
+        module, RuntimeError for a state of other names or shapes."""
         with torch.random.fork_rng(devices=()), on_device(self.device):
             torch.manual_seed(SEED)
             try:
@@ -63,7 +66,9 @@ class ProblemFile:
 
     @classmethod
     def read(cls, path: Path, device: str) -> ProblemFile:
-        """Raises UsageError for a file that cannot be imported, or lacks a name."""
+        """Imports a problem file, calls its `get_init_inputs`, and returns it. Raises
+        UsageError for a file that cannot be imported, or lacks a callable `Model`,
+        `get_inputs` or `get_init_inputs`; and whatever `get_init_inputs` raises."""
         module = module_of(path)
         names = (MODEL, "get_inputs", "get_init_inputs")
         lacking = [name for name in names if not callable(getattr(module, name, None))]
@@ -79,14 +84,17 @@ class ProblemFile:
         )
 
     def inputs(self) -> tuple[object, ...]:
-        """The arguments of a call, by PyTorch's generators."""
+        """Returns the arguments of a call, drawn anew from PyTorch's generators, on the
+        device. Raises whatever `get_inputs` raises."""
         with on_device(self.build.device):
             return tuple(self.get_inputs())  # type: ignore[arg-type]
 
 
 def module_of(path: Path) -> ModuleType:
-    """A file as a module of its own, under a name that no other has; files beside it can
-    be imported. Raises UsageError where it cannot be."""
+    """Imports a file as a module under a name that no other file has, anew at each call,
+    and returns it. Its folder is added to the end of sys.path, the module to
+    sys.modules. Raises UsageError for no file and where the import raises an exception,
+    AssertionError for a name that does not end as Python files do."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     folder = str(path.resolve().parent)
@@ -106,13 +114,16 @@ def module_of(path: Path) -> ModuleType:
 
 
 def forms_of(module: nn.Module) -> dict[str, list[int]]:
-    """The names and shapes of a module's state."""
+    """Returns the shapes of a module's parameters and buffers, by their names in its
+    state."""
     return {name: list(x.shape) for name, x in module.state_dict().items()}
 
 
 def redrawn_state(module: nn.Module) -> tuple[Values, list[str]]:
-    """A module's state in which what is all 0 or all 1 is moved by up to one half, at
-    random; and the names of what was."""
+    """Returns a copy of a module's state in which each floating-point tensor of at least
+    two elements that are all 0 or all 1 is moved, element by element, by a uniform
+    number from -1/2 to 1/2, always the same; and the names of these tensors. The module
+    is not changed."""
     generator = torch.Generator().manual_seed(SEED)
     state: Values = {}
     names: list[str] = []
@@ -128,13 +139,16 @@ def redrawn_state(module: nn.Module) -> tuple[Values, list[str]]:
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Generators and tensors that code makes on "cuda" are made on this device."""
+    """Returns a context in which tensors that code makes on "cuda", and all of its
+    torch.Generator objects, are made on this device; one that changes nothing where the
+    device is itself a CUDA one."""
     if device.startswith("cuda"):
         yield
         return
     generator = torch.Generator
 
     def anywhere(*_: object, **__: object) -> torch.Generator:
+        """Returns a generator on the device, whichever device is asked for."""
         return generator(device)
 
     torch.Generator = anywhere  # type: ignore[assignment, misc]
@@ -146,7 +160,8 @@ def on_device(device: str) -> Iterator[None]:
 
 
 class _Elsewhere(torch.overrides.TorchFunctionMode):
-    """Functions that are asked for a tensor on "cuda" make it on another device."""
+    """Within this mode functions that are asked for a tensor on "cuda" make it on
+    another device; `Tensor.cuda` returns its tensor as it is."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -169,8 +184,10 @@ class _Elsewhere(torch.overrides.TorchFunctionMode):
 
 
 def _is_cuda(x: object) -> bool:
+    """Whether x is a device, or a string, that begins with `cuda`."""
     return isinstance(x, str | torch.device) and str(x).startswith("cuda")
 
 
 def _name(make: Callable[..., object]) -> str:
+    """Returns a callable's `__name__`; "the solution" where it has none."""
     return getattr(make, "__name__", "the solution")

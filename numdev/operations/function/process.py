@@ -129,9 +129,10 @@ class FunctionProcess:
         return header
 
     def _one(self, answer: Mapping[str, object], until: float) -> Answer:
-        """Returns the answer to one draw, whose tensors are read from the process.
-        `answer`: its part of the header. Raises as `_read_header` does, KeyError and
-        TypeError for another header."""
+        """Returns the answer to one draw, whose tensors are read from the process, or
+        the reason why there is none. `answer`: its part of the header. Raises EOFError
+        where the process ended, ValueError for tensors that are late or none, KeyError
+        and TypeError for a header without its parts."""
         if "reason" in answer:
             return str(answer["reason"])
         groups: dict[str, Values] = {}
@@ -149,9 +150,10 @@ class FunctionProcess:
         )
 
     def _tensor(self, dtype_name: str, shape: object, until: float) -> Tensor:
-        """Returns a tensor of which the process sends the bytes. ValueError for a shape
-        or dtype that is none, and for a quantized one, whose bytes are no values:
-        PyTorch crashes on them."""
+        """Returns a tensor on the CPU, whose bytes are read from the process. Raises
+        ValueError for a shape or dtype that is none, and for a quantized one, whose
+        bytes are no values: PyTorch crashes on them; ValueError after the deadline
+        `until` too, and EOFError where the process ended."""
         dtype = getattr(torch, dtype_name, None)
         is_number = isinstance(dtype, torch.dtype) and (
             dtype.is_floating_point or dtype.is_complex or dtype in INTEGERS
@@ -192,13 +194,16 @@ def _listed(value: object) -> list[Any]:
 
 
 def _fate(error: Exception) -> str:
+    """Returns in words what an error says of the process: that it ended without an
+    answer, or that its answer is unusable, and why."""
     if isinstance(error, EOFError | BrokenPipeError):
         return "ended without an answer"
     return f"gave an unusable answer ({one_line(error)})"
 
 
 def _started(run: RunWork, task: int, answer: int) -> int:
-    """A new interpreter that serves; its process id."""
+    """Starts a new interpreter that serves tasks, and returns its process id. `task`,
+    `answer`: the pipe ends from which it reads, and into which it writes."""
     module, name = run.__module__, run.__name__
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -216,7 +221,10 @@ def _started(run: RunWork, task: int, answer: int) -> int:
 
 
 def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
-    """Answer tasks until nobody sends any more; never returns."""
+    """Answers the tasks that come from the descriptor `task` until nobody can send any
+    more, then ends the process, and never returns. A UsageError is an answer; any other
+    exception is printed to stderr and ends the process with status 1. What `run` prints
+    goes to stderr."""
     try:
         with contextlib.suppress(OSError):  # it has one where it was started anew
             os.setsid()
@@ -242,6 +250,8 @@ def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
 def _as_message(
     answers: Sequence[Answer],
 ) -> tuple[list[dict[str, object]], list[Tensor]]:
+    """Returns the header, a mapping for each answer that JSON can hold, and the tensors
+    that it names, in order."""
     header: list[dict[str, object]] = []
     tensors: list[Tensor] = []
     for answer in answers:
@@ -265,6 +275,8 @@ def _as_message(
 
 
 def _messages(descriptor: int) -> Iterator[bytes]:
+    """Yields the messages that come from a descriptor, each after its length in 8 bytes,
+    until its end; closes it then."""
     with os.fdopen(descriptor, "rb") as stream:
         while head := stream.read(8):
             (size,) = struct.unpack("<q", head)
@@ -272,11 +284,15 @@ def _messages(descriptor: int) -> Iterator[bytes]:
 
 
 def _write(descriptor: int, message: bytes) -> None:
+    """Writes a message to a descriptor, its length in 8 bytes first. Raises OSError
+    where nobody reads."""
     _write_all(descriptor, struct.pack("<q", len(message)))
     _write_all(descriptor, message)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
+    """Writes all bytes to a descriptor, in as many writes as it takes. Raises OSError
+    where nobody reads."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

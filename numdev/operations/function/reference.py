@@ -39,6 +39,7 @@ class _Spread(nn.Module):
     def forward(
         self, positional: Sequence[object], named: Mapping[str, object]
     ) -> object:
+        """Returns what the function returns of these arguments."""
         return self.function(*positional, **named)
 
 
@@ -54,22 +55,27 @@ class FunctionReference:
 
     @cached_property
     def cotangents(self) -> Cotangents | None:
+        """Returns the gradients that come back into the outputs; None without
+        `backward`."""
         return Cotangents(seed=self.seed) if self.backward else None
 
     @property
     def device(self) -> str:
-        """The device of the first argument that is a tensor; the CPU where none is."""
+        """Returns the device of the first argument that is a tensor, as text; `cpu`
+        where none is."""
         leaves = self.arguments.leaves().values()
         return next((str(x.device) for x in leaves), "cpu")
 
     @property
     def other_cotangents(self) -> Cotangents | None:
-        """Those of another seed: a gradient may depend on nothing else."""
+        """Returns other gradients that come back into the outputs, those of the next
+        seed, since a gradient may depend on nothing else; None without `backward`."""
         return Cotangents(seed=self.seed + 1) if self.backward else None
 
     @cached_property
     def plain(self) -> FunctionRun:
-        """The call as PyTorch runs it here. Raises what the reference raises."""
+        """Returns the call as PyTorch runs it here; a module is copied for it. Raises
+        what the reference raises."""
         return run(
             private(self.function),
             self.arguments,
@@ -79,30 +85,34 @@ class FunctionReference:
 
     @cached_property
     def truth(self) -> Values:
-        """What the reference is, with no rounding. Raises Unsupported for what has no
-        exact result."""
+        """Returns the results of the reference by name, in fp64 without rounding. Raises
+        what the reference raises, and Unsupported for what has no exact result."""
         return self.computed(UNROUNDED)
 
     @cached_property
     def rounded(self) -> list[Values]:
-        """Runs with every operation rounded: to nearest, then stochastically."""
+        """Returns the results, by name, of runs with every operation rounded: one to
+        nearest, then RANDOM of them stochastically. Raises what the reference raises."""
         nearest = [self.computed(Arithmetic(noise=0))]
         return nearest + [self._at_random(seed) for seed in range(1, 1 + RANDOM)]
 
     @cached_property
     def sound(self) -> list[Values]:
-        """Two further runs, rounded stochastically: what the yardstick does not know."""
+        """Returns the results, by name, of SOUND further runs, rounded stochastically:
+        the yardstick is made without them. Raises what the reference raises."""
         first = 1 + RANDOM
         return [self._at_random(seed) for seed in range(first, first + SOUND)]
 
     def _at_random(self, seed: int) -> Values:
+        """Returns the results, by name, of a run rounded stochastically with a seed."""
         return self.computed(Arithmetic(noise=seed, seed=seed))
 
     def computed_exactly(
         self, arguments: Arguments, cotangents: Cotangents | None = None
     ) -> Values:
-        """The exact result of other arguments, and of other gradients that come back;
-        nothing where there is none of them."""
+        """Returns the exact results, by name, of other arguments, and of other gradients
+        that come back (None: the call's own); empty where the reference raises an
+        exception."""
         try:
             return self.computed(UNROUNDED, arguments, cotangents)
         except Exception:  # the reference is foreign, and these are not its data
@@ -114,7 +124,10 @@ class FunctionReference:
         arguments: Arguments | None = None,
         cotangents: Cotangents | None = None,
     ) -> Values:
-        """A run under a rounding, of these arguments and gradients or of the call's."""
+        """Returns the results of a run, rounded as `rounding` says, by name: outputs,
+        arguments written into, and with `backward` gradients; of the last two those that
+        `plain` has. `arguments`, `cotangents`: None: the call's. Raises what the
+        reference raises, and Unsupported for what has no exact result."""
         inputs = (arguments or self.arguments).copied(gradients=self.backward)
         cotangents = cotangents or self.cotangents
         by_path = {f"[{i}]{path}": name for i, path, name in _paths(inputs)}
@@ -141,8 +154,8 @@ class FunctionReference:
 
 
 def _paths(arguments: Arguments) -> list[tuple[int, str, str]]:
-    """Of each tensor of the arguments where it stands: 0 for those in order, 1 for those
-    by name; its path; its name."""
+    """Returns for each place where a tensor stands in the arguments: 0 for those in
+    order or 1 for those by name; its path in these; its name."""
     names = {id(x): name for name, x in arguments.leaves().items()}
     placed: list[tuple[int, str, str]] = []
     for i, part in enumerate(arguments.tree):
@@ -154,11 +167,13 @@ def _paths(arguments: Arguments) -> list[tuple[int, str, str]]:
 
 
 def moved_by_half_an_ulp(arguments: Arguments, seed: int) -> Arguments:
-    """The arguments with every floating-point number moved by up to half of its unit
-    roundoff, at random: no kernel can know better than its inputs."""
+    """Returns the arguments with every real floating-point number moved at random by at
+    most its dtype's unit roundoff times itself, in fp64 tensors that say that dtype: no
+    kernel can know better than its inputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(name: str, x: Tensor) -> Tensor:
+        """Returns a real floating-point tensor moved; any other itself."""
         if not x.is_floating_point():
             return x
         drawn = torch.rand(x.shape, generator=generator, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """What goes into a function and what comes out of it, by name.
 
-A report names tensors by an identifier: of the only output `output`, of several
+A report names tensors by an identifier: of an output by itself `output`, of several
 `output_0` or `output_loss`; of an argument the parameter's name; of a gradient that and
 `_grad`."""
 
@@ -35,10 +35,13 @@ class Arguments:
 
     @property
     def tree(self) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Returns the arguments in order, and those by name in a new mapping."""
         return self.positional, dict(self.named)
 
     def leaves(self) -> Values:
-        """The tensors by name, in order."""
+        """Returns each tensor once, by name, those in order first. One whose parameter's
+        name is not known is `argument_0`, by its place; one inside a tree has its path
+        in the name."""
         named = (*self.names, *(f"argument_{i}" for i in range(len(self.positional))))
         pairs: list[tuple[str, object]] = []
         for i, value in enumerate(self.positional):
@@ -49,16 +52,18 @@ class Arguments:
         return _distinct(pairs)
 
     def mapped(self, change: Callable[[str, Tensor], Tensor]) -> Arguments:
-        """The same with each tensor replaced by `change` of its name and itself."""
+        """Returns arguments with each tensor replaced by `change(name, tensor)`, called
+        once for a tensor that stands in several places; anything else is as it is."""
         by_identity = {id(x): change(name, x) for name, x in self.leaves().items()}
         positional, named = tree_map(lambda x: by_identity.get(id(x), x), self.tree)
         return Arguments(positional=positional, named=named, names=self.names)
 
     def copied(self, *, gradients: bool) -> Arguments:
-        """Tensors of memory of their own, laid out alike; with `gradients` all that are
-        floating-point require one."""
+        """Returns arguments with tensors of memory of their own, laid out alike. With
+        `gradients` all floating-point ones require one; without, none does."""
 
         def copy(name: str, x: Tensor) -> Tensor:
+            """Returns a copy of a tensor, apart from autograd."""
             if isinstance(x, Wide):
                 # Detached by PyTorch it would load its distributed tensors, for seconds
                 copied: Tensor = Wide.of(x.exact.clone(), x.dtype)
@@ -70,8 +75,9 @@ class Arguments:
 
 
 def arguments_of(data: object, function: Callable[..., object]) -> Arguments:
-    """What a function of inputs returned, as arguments of `function`: a mapping has
-    arguments by name, a tuple or a list those in order, anything else is the only one."""
+    """Returns what a function of inputs returned, as arguments of `function`: a mapping
+    whose keys are all strings as arguments by name, a tuple or a list as those in order,
+    anything else as the only one."""
     if isinstance(data, Mapping) and all(isinstance(name, str) for name in data):
         return Arguments(named=dict(data))
     positional = tuple(data) if isinstance(data, tuple | list) else (data,)
@@ -79,8 +85,8 @@ def arguments_of(data: object, function: Callable[..., object]) -> Arguments:
 
 
 def parameters_of(function: Callable[..., object]) -> tuple[str, ...]:
-    """The names of a function's positional parameters; none where they cannot be
-    read."""
+    """Returns the names of a function's positional parameters, of a module those of
+    `forward`; empty where they cannot be read."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()
@@ -91,21 +97,28 @@ def parameters_of(function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def outputs_of(output: object) -> Values:
-    """The tensors of what a function returned, by name, in order."""
+    """Returns the tensors of what a function returned, each once, by name, in order: one
+    that is returned by itself is `output`, one in a tuple, list or mapping has its path
+    in the name (`output_0`, `output_loss`). Anything else is left out."""
     return _distinct(_flat(output, OUTPUT))
 
 
 def gradient_name(name: str) -> str:
+    """Returns the name of a tensor's gradient: `x_grad` for `x`."""
     return f"{name}{GRADIENT}"
 
 
 def _flat(value: object, first: str) -> list[tuple[str, object]]:
+    """Returns the leaves of a tree with their paths, which begin with `first`:
+    `output[0]['loss']`."""
     paths, _ = tree_flatten_with_path(value)
     return [(first + keystr(path), x) for path, x in paths]
 
 
 def _distinct(pairs: Sequence[tuple[str, object]]) -> Values:
-    """The tensors of these pairs, each once, under names that are identifiers."""
+    """Returns the tensors of (path, leaf) pairs by name, each once, under its first
+    path; anything else is left out. A name that another tensor has gets `_2`, `_3`,
+    ..."""
     values: Values = {}
     seen: set[int] = set()
     for path, x in pairs:
@@ -122,17 +135,21 @@ def _distinct(pairs: Sequence[tuple[str, object]]) -> Values:
 
 
 def identifier(path: str) -> str:
-    """A path in a tree, such as `output[0]['loss']`, as a name: `output_0_loss`."""
+    """Returns a path in a tree as a name: `output_0_loss` for `output[0]['loss']`. It
+    keeps ASCII letters, digits and dots, has `_` for anything else and before a first
+    character that is no letter, and is cut to LONGEST_NAME characters."""
     words = re.sub(r"[^A-Za-z0-9.]+", "_", path).strip("_.")
     words = words if words[:1].isalpha() else f"_{words}"
     return words[:LONGEST_NAME]
 
 
 def is_judged(x: Tensor) -> bool:
-    """Whether a tensor is of numbers that a format rounds."""
+    """Whether a tensor holds real or complex floating-point numbers, which formats
+    round."""
     return is_floating(x)
 
 
 def as_real(x: Tensor) -> Tensor:
-    """A complex tensor as one of its parts, [..., 2]; any other as it is."""
+    """Returns a complex tensor as its real and imaginary parts, [..., 2]; any other as
+    it is."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

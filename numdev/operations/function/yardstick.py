@@ -105,10 +105,14 @@ class Errors:
         sound: Sequence[Tensor],
         plain: Tensor,
     ) -> Errors:
+        """Returns what may be erred in a tensor. `truth`: fp64; `runs`, `sound`,
+        `plain`: what rounded runs, further ones and the reference in PyTorch returned,
+        of its shape."""
         every = (truth, *runs, *sound, plain)
         usable = torch.stack([x.isfinite() for x in every]).all(dim=0)
 
         def error(x: Tensor) -> Tensor:
+            """Returns the error of a run; 0 where an element is not usable."""
             return torch.where(usable, x - truth, 0.0)
 
         return cls(
@@ -122,11 +126,14 @@ class Errors:
 
     @cached_property
     def floor(self) -> Tensor:
+        """Returns the truth rounded once to the format; 0 where an element is not
+        usable."""
         return round_to(self.truth, self.format)
 
     @cached_property
     def mean_square(self) -> Tensor:
-        """D: what plain code errs, squared, of each element; 0 where it is not usable."""
+        """Returns D of each element, what plain code errs, squared; 0 where an element
+        is not usable."""
         d = torch.stack([e.square() for e in self.runs]).mean(dim=0)
         d = torch.maximum(d, ulp(self.truth, self.format).square() / 12)
         d = torch.where(self.usable, d, 0.0)
@@ -135,45 +142,49 @@ class Errors:
 
     @cached_property
     def rms(self) -> float:
-        """The root of the mean of D."""
+        """Returns the root of the mean of D over usable elements; 0 without any."""
         count = max(1, int(self.usable.sum()))
         return math.sqrt(float(self.mean_square.sum()) / count)
 
     @cached_property
     def plain_ratio(self) -> float:
-        """The error of the reference as PyTorch runs it over what its operations
-        explain."""
+        """Returns the rms error of the reference as PyTorch runs it over the root of the
+        mean of D; 0 without usable elements."""
         return _root(self.plain.square().sum(), self.mean_square.sum())
 
     @cached_property
     def allowed_plain(self) -> Tensor:
-        """The squared errors of the plain reference; 0 where it is no yardstick."""
+        """Returns the squared errors of the reference as PyTorch runs it; 0 everywhere
+        where their `plain_ratio` is above NO_YARDSTICK, and it is no yardstick."""
         if self.plain_ratio > NO_YARDSTICK:
             return torch.zeros_like(self.plain)
         return self.plain.square()
 
     @cached_property
     def z_of_sound(self) -> float:
-        """The largest slice of sound runs, as of `Slice.z`."""
+        """Returns the largest `Slice.z` of the worst slices of all runs but the one that
+        rounds to nearest; 0 where none has a slice."""
         slices = [_worst_slice(e, self, 0.0) for e in self.at_random]
         return max((s.z for s in slices if s is not None), default=0.0)
 
     @cached_property
     def largest_of_sound(self) -> float:
-        """The largest element of a sound run, in sqrt(D)."""
+        """Returns the largest ratio of an element's error in the further runs to what is
+        allowed for it; 0 without such runs."""
         elements = [_worst_element(e, self) for e in self.sound]
         return max((element.ratio for element in elements), default=0.0)
 
     @cached_property
     def at_random(self) -> tuple[Tensor, ...]:
-        """The errors of all runs but the one that rounds to nearest."""
+        """Returns the errors of all runs but the one that rounds to nearest."""
         return (*self.runs[1:], *self.sound)
 
     @cached_property
     def luck_of_runs(self) -> float:
-        """How many times larger the error of a run may be than another's, from their own
-        scatter: errors that elements share (a scalar of each row, rounded once) count as
-        few, however many elements have them."""
+        """Returns how many times larger the error of a run may be than another's, from 1
+        to e, by their own scatter; 1 for fewer than two runs. Errors that elements share
+        (a scalar of each row, rounded once) count as few, however many elements have
+        them."""
         logs = [
             float(e.square().sum().sqrt().clamp_min(TINY).log()) for e in self.at_random
         ]
@@ -183,8 +194,9 @@ class Errors:
 
     @cached_property
     def luck_of_leans(self) -> tuple[float, float]:
-        """How many times more than `OF_U` slope and shift may be: what all runs lean,
-        `TIMES_LEAN` times."""
+        """Returns how many times more than OF_U of a unit roundoff slope and shift may
+        be: TIMES_LEAN times the largest of any run, at least 1 each. The reference as
+        PyTorch runs it counts among these where it is a yardstick."""
         plain = (self.plain,) if self.plain_ratio <= NO_YARDSTICK else ()
         every = [_leans(e, self) for e in (*self.runs, *self.sound, *plain)]
         slopes = [abs(slope.size) for slope, _ in every]
@@ -193,8 +205,10 @@ class Errors:
         return max(1.0, slope), max(1.0, shift)
 
     def beside(self, output: Tensor) -> Excess:
-        """How far an output is beyond what is allowed; elements that are not finite
-        count as 0."""
+        """Returns how far an output, fp64 of the truth's shape, is beyond what is
+        allowed. Elements of it that are not finite count as without an error. Where no
+        element is usable it has no numbers, and where too few are, no slice or no leans;
+        `nulls` says why."""
         error = torch.where(self.usable & output.isfinite(), output - self.truth, 0.0)
         d = self.mean_square
         total = float(d.sum())
@@ -230,10 +244,13 @@ class Errors:
 
 
 def _root(numerator: Tensor, denominator: Tensor) -> float:
+    """Returns the root of a quotient, whose denominator counts as at least TINY."""
     return math.sqrt(float(numerator) / max(float(denominator), TINY))
 
 
 def _worst_element(error: Tensor, of: Errors) -> Element:
+    """Returns the element whose error is largest beside what is allowed for it, with its
+    indices; ratio 0 and no indices for an empty tensor."""
     if not error.numel():
         return Element(0.0, ())
     allowed = torch.maximum(of.mean_square, of.allowed_plain).clamp_min(TINY)
@@ -243,8 +260,9 @@ def _worst_element(error: Tensor, of: Errors) -> Element:
 
 
 def _leans(error: Tensor, of: Errors) -> tuple[Lean, Lean]:
-    """The slope of an error on the truth, and its mean over the truth's size, both in
-    unit roundoffs: weighted least squares, each with its t."""
+    """Returns the slope of an error on the truth, and its mean over the truth's size,
+    both in unit roundoffs: weighted least squares, each with its t. Both are 0 where the
+    truth is 0 everywhere."""
     weight = torch.where(of.usable, 1 / of.mean_square.clamp_min(TINY), 0.0)
     weight = weight / weight.sum().clamp_min(TINY)
     u = of.format.unit_roundoff
@@ -253,6 +271,8 @@ def _leans(error: Tensor, of: Errors) -> tuple[Lean, Lean]:
         return Lean(0.0, 0.0), Lean(0.0, 0.0)
 
     def lean(along: Tensor) -> Lean:
+        """Returns the slope of the error on `along` with its t, infinite where nothing
+        is left."""
         power = float((weight * along.square()).sum())
         slope = float((weight * along * error).sum()) / max(power, TINY)
         left = (weight * along * (error - slope * along)).square().sum()
@@ -266,15 +286,18 @@ def _leans(error: Tensor, of: Errors) -> tuple[Lean, Lean]:
 
 
 def _number(lean: Lean) -> float:
-    """Its t, as JSON can hold it; 0 of no lean."""
+    """Returns a lean's t between -1e300 and 1e300, as JSON can hold it; 0 for a slope of
+    0."""
     if not lean.size:
         return 0.0
     return max(-1e300, min(1e300, lean.t))
 
 
 def _worst_slice(error: Tensor, of: Errors, z: float) -> Slice | None:
-    """The slice that is farthest beyond what is allowed for it, over all axes and blocks
-    of these; None where none has enough numbers. `z`: of sound runs."""
+    """Returns the slice that is farthest beyond what is allowed for it, over all axes
+    and blocks of these. In each family of slices those of at least LEAST_EFFECTIVE
+    numbers in effect are judged, where there are two; None where no family has two. `z`:
+    the largest of random runs; twice that, but at least LEAST_Z, is allowed."""
     worst: Slice | None = None
     z = max(LEAST_Z, TIMES_SOUND * z)
     fields = (error.square(), of.mean_square, of.mean_square.square(), of.allowed_plain)
@@ -303,8 +326,10 @@ def _worst_slice(error: Tensor, of: Errors, z: float) -> Slice | None:
 
 
 def _families(fields: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Sums of stacked fields [4, ...] over slices, [4, slices], with what a slice is
-    called."""
+    """Yields what a slice is called, with `{at}` for its index, and the sums of stacked
+    fields [4, ...] over each slice, [4, slices]: places of each axis of at least two,
+    blocks of 16 and 128 places of a longer axis (the last may be shorter), and with
+    three axes or more, rows of the last."""
     shape = fields.shape[1:]
     for axis, size in enumerate(shape):
         others = [i + 1 for i in range(len(shape)) if i != axis]
@@ -324,6 +349,8 @@ def _families(fields: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _place_of(index: int, shape: Sequence[int]) -> Iterator[int]:
+    """Yields the indices, first axis first, of the element that has this index in a
+    tensor of the shape when that is flattened."""
     places = []
     for size in reversed(shape):
         index, place = divmod(index, size)

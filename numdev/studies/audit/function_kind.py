@@ -26,9 +26,10 @@ NARROW = 10.0  # times what rounding explains: data that move the result less ju
 
 
 def tests(report: FunctionReport, rules: Rules) -> Iterator[Test]:
-    """Yields a test for every rule on every tensor of the function. The default rules of
-    attention are replaced by those of functions; the rule on mismatches is left out where
-    no row counts any."""
+    """Yields a test for every rule on every tensor of the function, then for which calls
+    ran, and for whether the inputs are finite. The default rules of attention are
+    replaced by those of functions; the rule on mismatches is left out where no row
+    counts any."""
     if rules.thresholds == default_rules().thresholds:
         rules = default_rules_for_functions()
     numbers = [row.beside_reference for row in report.rows]
@@ -48,9 +49,11 @@ def findings(
 
 
 def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields sentences on a reference that errs by more than its operations explain, on
-    outputs that inputs moved by half an ulp move much, and on inputs that judge little;
-    nothing where none of these holds."""
+    """Yields sentences on each tensor with a reference that errs by more than its
+    operations explain, on one that inputs moved by half an ulp move by more than
+    SENSITIVE times what rounding explains, and on one that other data move by less than
+    NARROW times that; nothing where none of these holds. Rows that are not `ok` do not
+    count."""
     ok = [row for row in rows if row.status == "ok"]
     for tensor, of_tensor in grouped(ok, lambda row: row.tensor).items():
         yield from _of_reference(tensor, of_tensor)
@@ -71,8 +74,9 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
 
 
 def _of_reference(tensor: str, rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields a sentence on a reference that errs by more than MOSTLY_EXPLAINED times what
-    its operations explain, in its worst call; nothing for another."""
+    """Yields a sentence on a reference that errs in a tensor by more than
+    MOSTLY_EXPLAINED times what its operations explain, in its worst call; nothing where
+    it errs by at most that."""
     plain = [row for row in rows if row.role == "baseline" and row.beside_reference]
     ratios = {_own_ratio(row): row for row in plain}
     worst = max(ratios, default=0.0)
@@ -95,8 +99,9 @@ def _own_ratio(row: DeviationRow) -> float:
 
 
 def passing(report: FunctionReport, passed: Sequence[Test]) -> str | None:
-    """Returns the clause on a function that passed: as exact as its format allows, or as
-    the reference is. `passed`: its tests, at least one."""
+    """Returns the clause on a function that passed, never None: as exact as its format
+    allows, where no row errs by more than SOUND times the floor; else as the reference
+    is. `passed`: its tests, at least one."""
     name = passed[0].kernel
     rows = [r for r in report.rows if r.role == "kernel" and r.kernel == name]
     over_floor = [row.floor_ratio for row in rows if row.floor_ratio is not None]
@@ -135,8 +140,8 @@ LEGEND = (
 
 
 def blocks(report: FunctionReport) -> Iterator[doc.Node]:
-    """Yields a table for each function and the reference, with the numbers of each tensor
-    in each call, and a legend."""
+    """Yields a table for each function, and for the reference as PyTorch runs it, with
+    the numbers of each tensor in each call that ran, and a legend."""
     rows = [row for row in report.rows if row.role in ("kernel", "baseline")]
     ok = [row for row in rows if row.status == "ok"]
     for name, of_kernel in grouped(ok, lambda row: row.kernel).items():

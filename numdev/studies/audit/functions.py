@@ -102,7 +102,8 @@ class FunctionPlan:
     redrawn: tuple[str, ...]  # arguments of the later calls that were all 0, or all 1
 
     def of(self, call: int) -> list[Draw]:
-        """Returns the draws of a call, by its index."""
+        """Returns the draws of a call, by its index; empty for an index that no draw
+        has."""
         return [drawn for drawn in self.draws if drawn.call == call]
 
 
@@ -132,8 +133,9 @@ class FunctionTensors:
 
 def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
     """Returns the calls of all seeds, each drawn `draws` times. With `asked.again` each
-    is followed by a second call, on other data in which arguments that were all 0 or all
-    1 are redrawn."""
+    is followed by a second call on other data of the same shapes, those of the next seed
+    or else the first's elements in another order, in which arguments that were all 0 or
+    all 1 are redrawn."""
     calls: list[tuple[str, list[Draw], list[Arguments]]] = []
     dull: dict[str, None] = {}
     for seed in asked.seeds:
@@ -168,14 +170,15 @@ def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
 
 
 def _data(asked: Asked, seed: int) -> list[Arguments]:
-    """Returns the arguments of all calls for a seed, rounded to the asked format and on
-    the asked device."""
+    """Returns the arguments of all calls for a seed, rounded to the asked format (None:
+    as they come) and on the asked device."""
     return [prepared(x, asked.format, asked.device) for x in asked.make(seed)]
 
 
 def is_few(runs: Runs, plan: FunctionPlan) -> bool:
-    """Whether a result is so few numbers that a call is to be drawn several times; False
-    where the first run failed or the inputs are large."""
+    """Whether a real floating-point output of the first run has fewer than FEW numbers,
+    so that a call is to be drawn several times; False where that run failed or its
+    inputs have more than LARGEST_FOR_DRAWS numbers."""
     first = runs[0]
     numbers = sum(x.numel() for x in plan.draws[0].arguments.leaves().values())
     if isinstance(first, Failure) or numbers > LARGEST_FOR_DRAWS:
@@ -188,9 +191,10 @@ def run_all(
     function: Callable[..., object], draws: Sequence[Draw], *, backward: bool
 ) -> list[FunctionRun | Failure]:
     """Returns the results of the function on every draw, in order, run one after another
-    in this process; a Failure with the reason where it raises. Before each run memory of
-    the sizes of its inputs and of the last results is filled with NaN, so that what the
-    function does not write is seen."""
+    in this process; a Failure with the reason where it raises an exception. A module is
+    copied first. Before each run memory of the sizes of its inputs and of the last
+    results is filled with NaN (integers: with 1), so that what the function does not
+    write is seen."""
     runs: list[FunctionRun | Failure] = []
     function = private(function)
     for drawn in draws:
@@ -209,9 +213,9 @@ def run_all(
 
 def served(work: Work) -> list[Answer]:
     """Returns the results of a function on every draw, in a process of its own, which
-    imports it: a reason in words where a run failed. Where a module is built and there is
-    no draw, the forms of its state as JSON. Raises UsageError for a target that cannot be
-    imported."""
+    imports it: a reason in words where a run failed. Where a module is built and there
+    is no draw, one answer, the names and shapes of its state as JSON. Raises UsageError
+    for a target that cannot be imported, or makes no module."""
     function = import_callable(work.target, "function")
     if work.build is not None:
         module = function = work.build.module(function)
@@ -229,8 +233,10 @@ def in_process(
     backward: bool,
     build: ModuleBuild | None = None,
 ) -> RunAll:
-    """Returns a function that runs the function `target` on all draws in another process;
-    with `build` the module that it makes."""
+    """Returns a function that runs the function `target` on all draws in another
+    process; with `build` the module that it makes. That function raises UsageError where
+    the process cannot import or make it, MeasurementError where there is no usable
+    answer."""
 
     def run_draws(draws: Sequence[Draw]) -> Runs:
         pairs = tuple((draw.seed, draw.arguments) for draw in draws)
@@ -257,7 +263,8 @@ class PreparedFunction:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the first output."""
+        """Returns the dtype of the first tensor: an output, if the function returns
+        any."""
         return next(iter(self.call.forms.values())).dtype
 
     @property
@@ -273,7 +280,8 @@ class PreparedFunction:
     def _yardstick(self, judge: Judge) -> Yardstick:
         """Returns the exact result as rows, with its floor and baseline. The terms of an
         element are not known for a function: its term scale is the number of which a
-        single rounding errs as much as its operations do."""
+        single rounding errs as much as its operations do; of an integer, its absolute
+        value."""
         truth = in_rows(judge.truth.double())
         scale = truth.abs()
         if judge.errors is not None:
@@ -298,8 +306,8 @@ class PreparedFunction:
     def as_output(
         self, tensors: Mapping[str, Tensor], ran: str | None = None
     ) -> FunctionTensors:
-        """Returns the tensors as if the function had returned them, integers and bools in
-        float64; `ran`: what ran, in words."""
+        """Returns the tensors, rows by name, as if the function had returned them,
+        integers and bools in float64; `ran`: what ran, in words."""
         return FunctionTensors(
             tensors={
                 name: x if x.is_floating_point() else x.double()
@@ -330,7 +338,8 @@ class PreparedFunction:
         """Returns None: errors along a call are not measured."""
 
     def format_of(self, x: Tensor) -> Format:
-        """Returns the format of the tensor's dtype."""
+        """Returns the format of the tensor's dtype. Raises UsageError for a dtype of no
+        format."""
         return format_of(x.dtype)
 
     def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str:
@@ -370,7 +379,8 @@ class Functions:
 
 def in_rows(x: Tensor) -> Tensor:
     """Returns a tensor of any shape as [1, 1, rows, features], its last axis being the
-    features; an empty one has no rows and one feature."""
+    features; a scalar has one row and one feature, an empty tensor no rows and one
+    feature."""
     width = x.shape[-1] if x.ndim and x.numel() else x.numel()
     return x.reshape(1, 1, -1, width) if width else x.reshape(1, 1, 0, 1)
 
@@ -386,10 +396,11 @@ def rows_of(
     earlier: Values,
     run: RunAll,
 ) -> Iterator[DeviationRow]:
-    """Yields the rows of one call: of the floor, of the reference as PyTorch runs it, of
-    the function (`runs`, one for each draw); bare rows where the reference or a run
-    failed. `earlier`: the exact results of the call before; `run`: the function, again,
-    to name a cause."""
+    """Yields the rows of one call: of inputs moved by half an ulp, of the floor, of the
+    reference as PyTorch runs it, and of the function (`runs`, one for each draw). All
+    are bare rows with a reason where the reference raises, the function's alone where
+    one of its runs failed. `earlier`: the exact results of the call before; `run`: runs
+    the function again, to name a cause."""
 
     def task(role: Role, name: str) -> Task:
         """Returns the task of a role."""
@@ -442,7 +453,8 @@ def _named(
     run: RunAll,
 ) -> Iterator[DeviationRow]:
     """Yields the rows of a function, with what it computes instead where one is far off:
-    found in the run `ran`, else by another run on the inputs in float32."""
+    found in the run `ran` of the first draw, else by another run on its inputs in
+    float32. A row that is not far off, or without such a cause, comes as it is."""
     far = [row.tensor for row in rows if _is_far_off(row)]
     causes = _causes(call.draws[0], ran, far, earlier)
     unnamed = [name for name in far if name not in causes]
@@ -489,7 +501,9 @@ def _causes_in_float32(
 
 
 def _is_far_off(row: DeviationRow) -> bool:
-    """Whether an error is so large that another function may explain it tenfold."""
+    """Whether a row errs so much, over all or in its worst slice beyond luck, that
+    another function may explain it tenfold: by more than FAR_OFF times what rounding
+    explains. False for a row without such numbers."""
     beside = row.beside_reference
     if row.status != "ok" or beside is None or beside.reference_ratio is None:
         return False
@@ -507,7 +521,7 @@ def _giving(output: FunctionTensors) -> Runner:
 
 
 def _never(*_: object, **__: object) -> Failure:
-    """Raises MeasurementError: a runner where no kernel runs."""
+    """Raises MeasurementError whenever it is called: a runner where no kernel runs."""
     raise MeasurementError("it runs no kernel")
 
 
@@ -525,11 +539,11 @@ def _with_numbers_beside_reference(
     tensors: Mapping[str, Tensor | None],
     wrong: Mapping[str, str],
 ) -> DeviationRow:
-    """Returns a row of status `ok` with its numbers beside the reference; `nulls` grow by
-    theirs, `nonfinite` and `overflow` are counted anew. Where `tensors` has None, for a
-    tensor of another form, the row stays `ok` with no elements and no other numbers, and
-    `beside_reference.form` says what `wrong` has. Rows that are not `ok`, and those of
-    `precision`, come back as they are."""
+    """Returns a row of status `ok` with its numbers beside the reference; `nulls` grow
+    by theirs, `nonfinite` is counted anew, and `overflow` where there is any. Where
+    `tensors` has None, for a tensor of another form, the row stays `ok` with no elements
+    and no other numbers, and `beside_reference.form` says what `wrong` has. Rows that
+    are not `ok`, and those of `precision`, come back as they are."""
     if row.status != "ok" or row.role == "precision":
         return row
     judge, x = judges[row.tensor], tensors[row.tensor]
@@ -574,7 +588,8 @@ class FormatPart:
 
     @property
     def format(self) -> Format:
-        """Returns the format that was asked for, else that of the inputs."""
+        """Returns the format that was asked for, else that of the first floating-point
+        argument; float32 where there is none."""
         return self.asked.format or format_of_inputs(self.plan.draws[0].arguments)
 
 
@@ -616,8 +631,8 @@ def judge_function_runs(
 
 
 def _calls(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
-    """Yields each call with its reference, and what the function returned in its
-    draws."""
+    """Yields each call with its reference, and in order of its draws the function's
+    runs: a Failure where one failed."""
     by_call: dict[int, list[FunctionRun | Failure]] = {}
     for draw, ran in zip(part.plan.draws, part.runs, strict=True):
         by_call.setdefault(draw.call, []).append(ran)
@@ -641,8 +656,8 @@ def _call_of(asked: Asked, plan: FunctionPlan, number: int) -> FunctionCall:
 
 
 def format_of_inputs(arguments: Arguments) -> Format:
-    """Returns the format of the first floating-point argument; float32 where there is
-    none."""
+    """Returns the format of the first real floating-point argument; float32 where there
+    is none. Raises UsageError for a dtype of no format."""
     leaves = arguments.leaves().values()
     dtypes = (x.dtype for x in leaves if x.is_floating_point())
     return format_of(next(dtypes, torch.float32))
@@ -650,7 +665,7 @@ def format_of_inputs(arguments: Arguments) -> Format:
 
 def _exact(call: FunctionCall) -> Values:
     """Returns the exact results of a call's first draw, by name; empty where the
-    reference raises."""
+    reference raises an exception."""
     try:
         return call.draws[0].truth
     except Exception:  # its rows say why
@@ -658,8 +673,8 @@ def _exact(call: FunctionCall) -> Values:
 
 
 def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
-    """Returns the report's record of a call, with the extents of its tensors; a single
-    output of one row where the reference raises."""
+    """Returns the report's record of a call, with the extents of its tensors by name;
+    where the reference raises an exception, of an output of one row."""
     extents: dict[str, Extent] = {}
     try:
         for name, judge in call.judges.items():
@@ -686,8 +701,8 @@ def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
 
 
 def _doubts(plan: FunctionPlan) -> Iterator[str]:
-    """Yields a sentence on arguments that are all 0 or all 1, of which leaving them out
-    changes nothing; nothing without any."""
+    """Yields a sentence that names the arguments that are all 0 or all 1 in the inputs,
+    of which leaving them out changes nothing; nothing without any."""
     if plan.redrawn:
         names = ", ".join(plan.redrawn)
         yield (
