@@ -28,7 +28,7 @@ from numdev.gate.compare import compare
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Threshold, default_rules_for_functions
 from numdev.operations.function.causes import causes_of
-from numdev.operations.function.problem_files import on_device
+from numdev.operations.function.problem_files import module_of, on_device
 from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
@@ -506,3 +506,28 @@ def test_an_answer_that_is_nonsense_is_one_error(answer: object) -> None:
         process.answers(Work(target="mine:f", draws=[], backward=False))
     for end in (ours, asked, to):
         os.close(end)
+
+
+def test_a_problem_is_a_python_file(tmp_path: Path) -> None:
+    (tmp_path / "problem.txt").write_text("")
+    with pytest.raises(UsageError, match=r"expected a Python file, got \.txt"):
+        module_of(tmp_path / "problem.txt")
+
+
+def test_inputs_that_take_two_numbers_are_refused_once() -> None:
+    with pytest.raises(UsageError) as refused:
+        checked(examples.fused, inputs=lambda first, second: None)
+    assert str(refused.value).startswith("inputs: expected a function of a seed")
+
+
+def test_a_product_over_a_single_number_has_an_exact_result() -> None:
+    """Of a scalar there is no last axis."""
+
+    def product(x: Tensor) -> Tensor:
+        return x.prod() * 3
+
+    result = checked(
+        product, reference=product, inputs=lambda seed: (torch.tensor(1.5 + seed / 8),)
+    )
+    assert result.verdict != "FAIL"
+    assert [row.status for row in result.report.rows if row.role == "kernel"]

@@ -35,6 +35,7 @@ from numdev.report.document import Table
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit.prepared_attention import TERMS, part, settled
 from numdev.studies.invariance import axes, consistency, verdict
+from numdev.studies.invariance.axes import VARIANTS
 from numdev.studies.invariance.consistency import _way_contradiction, check_consistency
 from numdev.studies.invariance.differences import (
     _error_of_other_keys,
@@ -869,3 +870,7 @@ def test_a_part_that_begins_later_is_counted_from_the_whole() -> None:
     assert _first_difference(call, "out", apart) == (1, 3, 10, 5)
     assert _first_difference(call, "dk", apart[:, 1:]) == (1, 1, 6, 5)
     assert [count_keys_seen(case, (0, 1, row, 0)) for row in (0, 10, 39)] == [1, 11, 40]
+
+
+def test_every_axis_that_may_be_asked_for_has_variants() -> None:
+    assert AXES.keys() == VARIANTS.keys()

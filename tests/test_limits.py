@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
-from loaded import load
+from loaded import ROOT, load
 
 limits = load("scripts/limits.py")
 Counted = Callable[[ast.Module], Iterator[tuple[int, str]]]
@@ -69,3 +70,18 @@ def test_a_figure_above_its_limit_is_an_error(monkeypatch: Any, capsys: Any) -> 
     monkeypatch.setattr(limits, "LIMITS", tighter)
     assert limits.main() == 1
     assert "above a reading limit" in capsys.readouterr().err
+
+
+def test_every_module_is_in_a_layer() -> None:
+    """A package that stands in none could import whatever it likes."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    contract = tomllib.loads(text)["tool"]["importlinter"]["contracts"][0]
+    layers = {name for layer in contract["layers"] for name in layer.split(" : ")}
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "numdev").rglob("*.py")
+    }
+    placed = {m for m in modules if any(f"{m}.".startswith(f"{x}.") for x in layers)}
+    assert modules - placed == {
+        *("numdev", "numdev.__main__", "numdev.report", "numdev.studies")
+    }

@@ -32,6 +32,7 @@ from oracles import (
     step,
 )
 
+from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.kernels import Kernel, find
 from numdev.kernels.plain_functions import adapt
@@ -184,3 +185,12 @@ def test_equals_the_oracle(name: str, feature: str) -> None:
                 continue
             for x in oracles.GRADIENTS:
                 assert_within(getattr(found, x), getattr(g, x), 2 * g.bounds[x])
+
+
+def test_every_property_of_a_case_is_a_feature() -> None:
+    """What a kernel could ignore without a word is compared with the oracle in every
+    kernel, or refused by it."""
+    fields = dataclasses.fields(AttentionCase)
+    optional = {f.name for f in fields if f.default is not dataclasses.MISSING}
+    featured = set().union(*FEATURES.values())
+    assert optional - featured == {"grad_out", "grad_out_from", "working", "positions"}

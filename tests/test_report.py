@@ -30,6 +30,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.report import DeviationRow
 from numdev.report.io import with_digest
 from numdev.report.renderers.markdown import escaped
+from numdev.report_kinds import REGISTERED
 from numdev.yamlfile import read_yaml
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
@@ -251,3 +252,8 @@ def test_a_configuration_that_would_not_end(text: str, said: str, tmp_path: Path
     path.write_text(text)
     with pytest.raises(UsageError, match=said):
         read_yaml(path, SweepConfig)
+
+
+def test_one_report_of_every_kind_is_stored() -> None:
+    """By these, tests go through all kinds."""
+    assert {path.stem for path in SAMPLES} == REGISTERED.keys()

@@ -17,6 +17,7 @@ from recipes import drawn
 from numdev.cases import AttentionCase
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
+from numdev.metrics.row_metrics import BESIDE_REFERENCE, WHOLE, value_of
 from numdev.metrics.row_samples import Sample
 from numdev.report import read
 from numdev.report.summary import summarise
@@ -248,3 +249,21 @@ def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
         )
         assert first.sees == row_index + 1
         assert f"row {row_index} (of 200" in first.sentence
+
+
+def test_what_sampled_rows_give_exactly_is_exact() -> None:
+    """`WHOLE` says so of a metric: it equals that of all rows. What is about the sample
+    itself is left out."""
+    of_sample = {"elements", "sequences", "rows_measured", "suspects", "empty_rows"}
+    case, kernel = grouped_step(200, is_causal=True), find("sdpa-flash")
+    every, sampled = (
+        rows_on(prepare(case, "bfloat16", gradients=True, **rows), kernel, repeats=2)
+        for rows in ({}, {"sample": SAMPLE})
+    )
+    whole = {(row.tensor, row.head): row for row in every}
+    metrics = WHOLE - BESIDE_REFERENCE - of_sample
+    assert metrics
+    for row in sampled:
+        for metric in metrics:
+            exact = value_of(whole[row.tensor, row.head], metric)[0]
+            assert value_of(row, metric)[0] == exact, (row.tensor, metric)

@@ -28,9 +28,10 @@ from oracles import (
 from recipes import drawn, rms
 from torch import Tensor
 
+from numdev import config
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
-from numdev.kernels import Output, Refused, find, flex, sdpa
+from numdev.kernels import Output, Refused, all_kernels, find, flex, sdpa
 from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend, floor_of, gradients
 from numdev.studies.audit.plan import Task
@@ -350,3 +351,15 @@ def test_backward_of_flex_on_a_gpu(feature: str, compiled: bool) -> None:
     """With grouped heads."""
     case = there(300, kv_heads=2, **FLEX_FEATURES[feature])
     assert_near_the_truth(case, FLEX.gradients(case, compiled=compiled))
+
+
+def test_every_backend_is_forced_and_known() -> None:
+    """A backend without its line in `OPERATORS` would run PyTorch's own choice under its
+    name, one without its line in `FUSED` the math path."""
+    named = {name for name in all_kernels() if name.startswith("sdpa-")} - {
+        "sdpa-default"
+    }
+    assert named == sdpa.OPERATORS["cuda"].keys()
+    operators = {op for of in sdpa.OPERATORS.values() for op in of.values()}
+    assert operators <= {"math", *sdpa.FUSED}
+    assert named <= set(config.BACKENDS)

@@ -99,7 +99,7 @@ PLANNED = ("formats", "heads", "backward", "rows", "against")
 """Keys of a request that its plan has too."""
 SHAPE = (
     *("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_dim", "is_causal"),
-    *("causal_offset", "window", "softcap", "sinks", "scale"),
+    *("causal_offset", "window", "softcap", "sinks", "scale", "mask"),
 )
 """What of a call decides its result: calls that differ in it are not the same call."""
 EACH = {"cost": "sequences", "difference": "variants"}  # what is a pair, by metric

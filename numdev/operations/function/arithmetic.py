@@ -152,7 +152,7 @@ def _of_norm(args: Arguments, values: Tensor) -> Tensor:
     if largest is None:
         return torch.zeros_like(values)
     x = widened(largest)
-    count = float(x.shape[-1] if values.numel() >= x.numel() else x.numel())
+    count = float(x.shape[-1] if x.ndim else 1)
     if values.numel() < x.numel():
         count = max(1.0, x.numel() / values.numel())
     typical = values.square().mean()

@@ -92,8 +92,9 @@ def _from_function(
     several arguments."""
     with torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(seed)
+        arguments = _seed_for(make, seed)
         try:
-            data = make(**_seed_for(make, seed))
+            data = make(**arguments)
         except Exception as error:
             raise UsageError(f"inputs: the function raised {one_line(error)}") from error
     if isinstance(data, list) and data and all(isinstance(x, tuple) for x in data):

@@ -93,10 +93,14 @@ class ProblemFile:
 def module_of(path: Path) -> ModuleType:
     """Imports a file as a module under a name that no other file has, anew at each call,
     and returns it. Its folder is added to the end of sys.path, the module to
-    sys.modules. Raises UsageError for no file and where the import raises an exception,
-    AssertionError for a name that does not end as Python files do."""
+    sys.modules. Raises UsageError for no file, for one whose name does not end in .py,
+    and where the import raises an exception."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
+    if path.suffix != ".py":
+        raise UsageError(
+            f"{path}: expected a Python file, got {path.suffix or 'no ending'}"
+        )
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)

@@ -118,8 +118,31 @@ def passing(report: FunctionReport, passed: Sequence[Test]) -> str | None:
 
 
 def summarised(report: FunctionReport) -> FunctionReport:
-    """Returns the report as it is: its summary has no kernels to rank."""
-    return report
+    """Returns the report with its answer: a sentence for each function and format that
+    has a row, with its largest error over what the reference's rounding explains, or
+    that it has no such number."""
+    rows = [row for row in report.rows if row.role == "kernel"]
+    answer = tuple(
+        f"{name}, {fmt}: {_largest_error_text(of_function)}"
+        for (name, fmt), of_function in grouped(
+            rows, lambda row: (row.kernel, row.format)
+        ).items()
+    )
+    summary = report.summary.model_copy(update={"answer": answer})
+    return report.model_copy(update={"summary": summary})
+
+
+def _largest_error_text(rows: Sequence[DeviationRow]) -> str:
+    """Returns the rest of a sentence on the rows of one function in one format."""
+    ratios = [
+        row.beside_reference.reference_ratio
+        for row in rows
+        if row.beside_reference and row.beside_reference.reference_ratio is not None
+    ]
+    if not ratios:
+        return "no error over what the reference's rounding explains"
+    times = three(max(ratios))
+    return f"rms error at most {times}× what the reference's rounding explains"
 
 
 COLUMNS = (
