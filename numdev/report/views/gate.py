@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from numdev.gate.findings import kernel_verdicts, label
 from numdev.gate.judgement import REQUIRED, SOMETHING, Held, Judgement, Power, Test
@@ -92,6 +92,17 @@ def document(
     return doc.Document("numdev gate", blocks)
 
 
+def _decides_nothing(test: Test) -> bool:
+    """Whether a test that applies neither held nor was exceeded."""
+    match test.outcome:
+        case Outcome.PASSED | Outcome.EXCEEDED | None:
+            return False
+        case Outcome.NOT_JUDGED:
+            return True
+        case never:
+            assert_never(never)
+
+
 def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[Problem]:
     """Yields every reason why the judgement did not pass, the gravest first; none exactly
     where it passed. `findings` are its own; their notes are no problems."""
@@ -102,9 +113,7 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
         if f.severity == "unmeasured":
             title = f"{f.kernel} {'crashed' if f.tensor else 'did not run'}"
             yield Problem(Outcome.NOT_JUDGED, title, f.sentence)
-    lacking = [
-        t for t in judgement.tests if t.outcome is Outcome.NOT_JUDGED and not t.runs
-    ]
+    lacking = [t for t in judgement.tests if _decides_nothing(t) and not t.runs]
     for test in lacking:
         if test.rule == SOMETHING or test.rule.startswith(f"{REQUIRED} "):
             yield Problem(Outcome.NOT_JUDGED, test.rule, f"{test.reasons[0]}.")
