@@ -531,3 +531,20 @@ def test_a_product_over_a_single_number_has_an_exact_result() -> None:
     )
     assert result.verdict != "FAIL"
     assert [row.status for row in result.report.rows if row.role == "kernel"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shape", "x=4x8,x=8x8"], "shape: expected one of x, got two"),
+        (
+            ["--shape", "x=4x8", "--inputs", f"{EXAMPLES}:inputs"],
+            "inputs: expected a function, a file or shapes, got two of these",
+        ),
+    ],
+)
+def test_no_option_is_passed_over(options: list[str], words: str) -> None:
+    target = [f"{EXAMPLES}:fused", "--reference", f"{EXAMPLES}:rms_norm"]
+    result = CliRunner().invoke(cli, ["check", *target, *options])
+    assert isinstance(result.exception, UsageError) or result.exit_code == 2
+    assert words in str(result.exception) + result.output

@@ -112,6 +112,8 @@ def check(
             raise UsageError("--case and --claim are of attention alone")
         if reference is not None and problem is not None:
             raise UsageError("expected one of --reference and --problem, got both")
+        if problem is not None and (inputs or shapes):
+            raise UsageError("--inputs and --shape: a problem has inputs of its own")
         result = check_function(
             target, reference, problem, inputs, shapes=shapes, formats=formats,
             backward=backward, device=device, seeds=seeds or 0, thresholds=thresholds,

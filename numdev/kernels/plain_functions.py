@@ -139,7 +139,8 @@ def _refuse_misfits(
         accepted = "q, k, v and arguments with known names or defaults"
         hint = (
             f"a kernel is a function of {accepted}, or of a numdev AttentionCase "
-            "named 'case'"
+            "named 'case'; any other function is checked beside its reference (numdev "
+            "check --reference)"
         )
         raise UsageError(what, hint=hint)
 

@@ -33,9 +33,14 @@ def calls_of(
     """Returns a function that makes the calls of a seed. `source`: a function of inputs;
     the path of a safetensors file of named arguments, the same single call for every
     seed; None: one call of normal float32 numbers in the shapes `x=256x1024,w=1024`.
-    `function` gives the arguments in order their names. Raises UsageError for another
-    path, a file that cannot be read, and without `source` for wrong or no shapes; the
-    function that is returned raises it for a function of inputs that raises."""
+    `function` gives the arguments in order their names. Raises UsageError for both of
+    them, another path, a file that cannot be read, and without `source` for wrong or no
+    shapes; the function that is returned raises it for a function of inputs that
+    raises."""
+    if source is not None and shapes:
+        raise UsageError(
+            "inputs: expected a function, a file or shapes, got two of these"
+        )
     if source is None:
         sizes = parsed_shapes(shapes)
         return lambda seed: [_drawn(sizes, seed)]
@@ -58,13 +63,15 @@ def calls_of(
 
 def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes by name in `x=256x1024,w=1024`; `x=` is a single number, of the
-    shape (). Of two shapes of one name the last counts. Raises UsageError for a part of
-    another form, and where there is no shape."""
+    shape (). Raises UsageError for a part of another form, for two shapes of one name,
+    and where there is no shape."""
     sizes: dict[str, tuple[int, ...]] = {}
     for part in filter(None, text.split(",")):
         match = SHAPE.fullmatch(part)
         if match is None:
             raise UsageError(f"shape: expected NAME=AxBxC, got {part!r}")
+        if match[1] in sizes:
+            raise UsageError(f"shape: expected one of {match[1]}, got two")
         sizes[match[1]] = tuple(int(n) for n in match[2].split("x") if n)
     if not sizes:
         raise UsageError(
