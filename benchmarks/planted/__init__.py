@@ -20,6 +20,7 @@ from planted import (  # noqa: F401
     leaning,
     narrow,
     processes,
+    spellings,
     verdicts,
     wrapped,
 )
