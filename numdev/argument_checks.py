@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeGuard, TypeVar, cast
 
 from numdev.errors import UsageError
 
@@ -89,7 +89,7 @@ def _signature_and_types(function: Any) -> tuple[inspect.Signature, dict[str, ob
     return inspect.signature(function), typing.get_type_hints(function)
 
 
-def _is_of_type(value: Any, hint: Any) -> bool:
+def _is_of_type(value: object, hint: Any) -> bool:
     """Whether a value is of an annotation. Elements of sequences are looked at, of
     mappings only the keys; a bool is no number, an empty string no string. Type variables
     allow anything."""
@@ -121,7 +121,7 @@ def _is_of_type(value: Any, hint: Any) -> bool:
     return isinstance(value, origin or hint)
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[Collection[object]]:
     """Whether it is a sequence or a set, and no text, mapping or tensor."""
     no_list = isinstance(value, str | bytes | Mapping) or hasattr(value, "ndim")
     return isinstance(value, Collection) and not no_list

@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
     """YAML forbids a key that stands twice in a mapping; the loader would take the last
     and say nothing."""
 
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
         """Returns a mapping of the file's tree; raises ComposerError for a repeated
         key."""
         node = super().compose_mapping_node(anchor)

@@ -109,9 +109,16 @@ def dense_comprehensions(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def untyped(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The word `Any` wherever it stands in code, imports included; not in prose."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == "Any":
-            yield node.lineno, "Any"
+        names: list[str] = []
+        if isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        yield from ((node.lineno, name) for name in names if name == "Any")
 
 
 def class_names(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +58,7 @@ def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
     no sequence, as padding is; their gradient is 0 all the same. Returns out and lse in
     the case's order. Raises Refused where this PyTorch lacks an argument, or no sequence
     has a key."""
-    module: Any = importlib.import_module(MODULE)
+    module = importlib.import_module(MODULE)
     takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)
     arguments = {

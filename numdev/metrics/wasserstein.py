@@ -18,14 +18,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Values = NDArray[Any]
+Values = NDArray[np.number]
 
 # A block of a long sum. On a CPU, in float64, 256 KB: it stays in the cache, and torch
 # starts no threads for it. On an accelerator 32 MB, so that starting a kernel costs

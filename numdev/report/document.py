@@ -206,15 +206,17 @@ def text_table(
 
 def heat_map(
     title: str,
-    heads: Sequence[int],
+    heads: Sequence[int | None],
     layers: Mapping[str, Sequence[Cell]],
     *,
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
     """Returns a table of one number for each layer (down) and head (across), in a few
-    characters. `layers`: by a layer's name its cells, one for each of `heads`."""
+    characters. `layers`: by a layer's name its cells, one for each of `heads`, of which
+    None is a whole."""
+    names = ("all" if head is None else str(head) for head in heads)
     rows = ([Cell(name, style="soft"), *cells] for name, cells in layers.items())
-    return table(["layer", *map(str, heads)], rows, title=title, kind="map", only=only)
+    return table(["layer", *names], rows, title=title, kind="map", only=only)
 
 
 def cell_id(kernel: str, fmt: str, tensor: str, layer: str, head: int | None) -> str:

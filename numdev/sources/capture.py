@@ -142,10 +142,11 @@ def capture(
     step = TrainingStep(upstream) if upstream and upstream.loss else None
     watch = Watch(model, source=source, generates=generate is not None, on_met=on_met)
 
-    def run() -> Any:
+    def run() -> object:
         """Runs the model's forward pass, or its generation."""
         if generate is not None:
-            return decode(model, to_model_device(model, inputs), generate)
+            decode(model, to_model_device(model, inputs), generate)
+            return None
         return model(
             **to_model_device(
                 model, {**inputs, **(upstream.arguments if upstream else {})}

@@ -11,10 +11,10 @@ import io
 import itertools
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -211,7 +211,7 @@ class _Record:
 
     def __init__(self, *arguments: object) -> None: ...
 
-    def __setstate__(self, stored: Any) -> None:
+    def __setstate__(self, stored: dict[str, object] | tuple[object, ...]) -> None:
         # TensorProperties store a tuple, the dtype first.
         self.__dict__.update(stored if isinstance(stored, dict) else {"dtype": stored[0]})
 
@@ -240,7 +240,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _checked_sizes(values: Any) -> tuple[int, ...]:
+def _checked_sizes(values: Iterable[int]) -> tuple[int, ...]:
     """Returns the values as a tuple; raises ValueError unless all are ints and none
     negative."""
     sizes = tuple(values)

@@ -27,7 +27,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -446,12 +446,18 @@ def attended(
     return out
 
 
+class _AttendContext(Protocol):
+    """What autograd stores of a call between its two passes."""
+
+    saved: SavedForward
+
+
 class _Attend(torch.autograd.Function):
     """One operation of autograd's graph: the emulated forward and backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _AttendContext,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -470,7 +476,7 @@ class _Attend(torch.autograd.Function):
         return out.clone() if out is ctx.saved.O else out
 
     @staticmethod
-    def backward(ctx: Any, *upstreams: Tensor) -> object:
+    def backward(ctx: _AttendContext, *upstreams: Tensor) -> object:
         """Returns dq, dk and dv in the dtypes of q, k and v, and None for the other three
         arguments."""
         r, of = ctx.saved.r, (ctx.saved.r.case.q, ctx.saved.r.case.k, ctx.saved.r.case.v)

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -378,12 +378,23 @@ def training_step(case: AttentionCase, **options: object) -> Output:
     return dataclasses.replace(done, dq=dq, dk=dk, dv=dv, ran_backward=done.ran)
 
 
+class _TrainedContext(Protocol):
+    """What autograd stores of a call between its two passes."""
+
+    call: KernelCall
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
 class _Trained(torch.autograd.Function):
     """One operation of autograd's graph: forward stores its output and log-sum-exp, so
     that backward need not run it again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Tensor:
+    def forward(
+        ctx: _TrainedContext, q: Tensor, k: Tensor, v: Tensor, call: KernelCall
+    ) -> Tensor:
         """Returns the output of the call, and stores in `ctx` what backward reads."""
         done, O = call.forward()
         ctx.save_for_backward(O, done.lse)
@@ -391,9 +402,10 @@ class _Trained(torch.autograd.Function):
         return done.out
 
     @staticmethod
-    def backward(ctx: Any, *upstreams: object) -> object:
+    def backward(ctx: _TrainedContext, *upstreams: Tensor) -> object:
         """Returns dq, dk and dv, and None for `call`."""
-        return *ctx.call.backward(*ctx.saved_tensors, upstreams[0]), None
+        O, lse = ctx.saved_tensors
+        return *ctx.call.backward(O, lse, upstreams[0]), None
 
 
 @kernel(

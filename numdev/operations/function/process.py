@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,7 +185,7 @@ class FunctionProcess:
         return b"".join(parts)
 
 
-def _listed(value: object) -> list[Any]:
+def _listed(value: object) -> list[object]:
     """Returns the value if it is a list. Raises ValueError otherwise."""
     if not isinstance(value, list):
         raise ValueError("its answer has no list")

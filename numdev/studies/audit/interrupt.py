@@ -7,11 +7,11 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
 
 
 @contextlib.contextmanager
-def handling(handler: Callable[[int, Any], None]) -> Iterator[object]:
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[object]:
     """Runs the block with SIGINT handled by `handler`; gives the handler before, and
     restores it. In other threads than the main one it changes nothing and gives None."""
     if threading.current_thread() is not threading.main_thread():
@@ -37,7 +37,7 @@ def noticing() -> Iterator[Callable[[], bool]]:
         yield came.is_set
         return
 
-    def remember(number: int, frame: Any) -> None:
+    def remember(number: int, frame: FrameType | None) -> None:
         came.set()
         if callable(before):
             before(number, frame)

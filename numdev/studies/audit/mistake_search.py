@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -365,7 +364,7 @@ VANISHED = 0.5  # of the error: what is left of it in float32 is another fault's
 NOTHING = 0.005
 
 
-def _float32_or_wider(case: AttentionCase) -> Any:
+def _float32_or_wider(case: AttentionCase) -> Format:
     """Returns float32, or the case's format where that has more precision."""
     return max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
 

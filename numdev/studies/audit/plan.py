@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numdev
 from numdev.cases import CaseRef
@@ -160,7 +159,10 @@ class Plan:
 
 
 def header(
-    request: Mapping[str, object], system: System, kernels: Sequence[Planned], source: Any
+    request: Mapping[str, object],
+    system: System,
+    kernels: Sequence[Planned],
+    source: Mapping[str, object],
 ) -> dict[str, object]:
     """Returns what a run must have in common with the journal it continues: the request,
     the environment, each kernel's source by name, and the source's description but for

@@ -7,7 +7,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from operator import add, attrgetter
-from typing import Any
 
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import ULPS
@@ -123,7 +122,7 @@ def _max_error_text(k: KernelSummary) -> str:
     return ("" if k.rows_measured is None or k.max_abs is None else "≥") + si(k.max_abs)
 
 
-RATIOS: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
+RATIOS: tuple[tuple[Column, Callable[[KernelSummary | PartSummary], Cell]], ...] = (
     (Column("error / floor"), lambda k: floor_cell(k.floor_ratio)),
     (
         Column("worst head"),
@@ -132,7 +131,7 @@ RATIOS: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("error / expected"), lambda k: _expected_ratio_cell(k.expected_ratio_worst)),
     (Column("error / eager"), lambda k: Cell(ratio(k.baseline_ratio))),
 )
-RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
+RANKING: tuple[tuple[Column, Callable[[KernelSummary], Cell]], ...] = (
     (Column("kernel", align="left"), _name_cell),
     *RATIOS,
     (Column("mean error"), lambda k: Cell(si(k.mean_abs))),
@@ -224,11 +223,15 @@ def _format_remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Ite
 LIMITS = {"expected_ratio": (1.1, 1.5, 3.0, 10.0), "floor_ratio": SHADES}
 
 
-def maps(report: Any) -> Iterator[doc.Table]:
+Group = tuple[str, str, str]  # kernel with its options, format and tensor
+
+
+def maps(report: AuditReport) -> Iterator[doc.Table]:
     """Yields for each kernel, format and tensor a heat map, layer by head, of the error
     over what is expected, or over the floor if any of its heads has no expected error; of
     several calls the largest. The kernel that is farthest off comes first."""
-    places, groups = Places(report.rows), defaultdict[Any, dict[Any, DeviationRow]](dict)
+    places = Places(report.rows)
+    groups = defaultdict[Group, dict[tuple[str, int | None], DeviationRow]](dict)
     for row in report.rows:
         if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
             of = groups[labelled(row.kernel, row.options), row.format, row.tensor]
@@ -241,7 +244,7 @@ def maps(report: Any) -> Iterator[doc.Table]:
     for (kernel, fmt, tensor), cells in ranked:
         relative = all(row.expected_ratio is not None for row in cells.values())
         metric = "expected_ratio" if relative else "floor_ratio"
-        heads = sorted({head for _, head in cells})
+        heads = sorted({head for _, head in cells}, key=lambda head: head or 0)
         layers = {
             layer.removeprefix("layer "): [
                 _head_cell(
@@ -381,12 +384,12 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     """Yields histograms as curves: the share of elements, in %, that err by how many
     ulps, of kernels, the floor and what is predicted; one block, empty without
     profiles."""
-    groups = defaultdict[Any, dict[Any, list[int]]](dict)
+    groups = defaultdict[tuple[str, str], dict[tuple[str, Role], list[int]]](dict)
     for row in profiles:
         if row.role == "baseline":
             continue
         of, label = groups[row.format, row.tensor], labelled(row.kernel, row.options)
-        predicted = (f"{label}, predicted", "precision")
+        predicted: tuple[str, Role] = f"{label}, predicted", "precision"
         for key, counts in (
             ((label, row.role), row.ulps),
             (predicted, row.ulps_predicted),

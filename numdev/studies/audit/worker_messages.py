@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -38,6 +38,15 @@ DTYPES = {
     if isinstance(x, torch.dtype) and x.is_floating_point
 }
 TEXTS = ("not_lse", "ran", "ran_backward")
+
+
+class Layout(TypedDict):
+    """How a tensor lies in memory; of a worker's message, so that nothing of it is
+    certain."""
+
+    dtype: str
+    shape: list[int]
+    stride: list[int]
 
 
 class Ended(Exception):
@@ -260,7 +269,7 @@ def shapes_of(case: AttentionCase) -> dict[str, tuple[int, ...]]:
 def _read_tensor(
     channel: Channel,
     name: str,
-    layout: Mapping[str, Any],
+    layout: Layout,
     shape: tuple[int, ...],
     deadline: float,
 ) -> Tensor:

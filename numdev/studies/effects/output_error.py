@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class Scored(NamedTuple):
 
     @classmethod
     def from_answer(
-        cls, model: nn.Module, answer: object, inputs: Mapping[str, Any]
+        cls, model: nn.Module, answer: object, inputs: Mapping[str, Tensor]
     ) -> Scored:
         """Returns how to score an answer of the model on `inputs`: as logits if the width
         of its output is the size of a vocabulary or the number of labels, and which

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -359,12 +359,12 @@ def ulps_and_share(times: float) -> tuple[int, float]:
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, steps: Tensor, move: Move) -> Tensor:
+    def forward(ctx: object, out: Tensor, steps: Tensor, move: Move) -> Tensor:
         """Returns `move(out, steps)`."""
         return move(out, steps)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Returns the gradient at `out` as it came, and None for the other arguments."""
         return gradients[0], None, None
 
