@@ -380,7 +380,7 @@ class Ran:
 
     @functools.cached_property
     def predicted(self) -> Step:
-        return rounded_step(self.call)
+        return rounded_step(self.call, together=False)
 
     def usable(self, tensor: str) -> Tensor:
         x, right = self.step[tensor], self.call.right[tensor]
@@ -746,13 +746,17 @@ def truncated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return step.view(dtype).float()
 
 
-def coarse(words: str, call: Call) -> Step:
-    """FlashAttention-2's roundings with one step coarser, in fp32. LookupError for other
-    words."""
+# Of keys, in which a kernel may go through a call: that alone changes how it rounds
+TILES = (1 << 30, 64, 128, 32)
+
+
+def coarse(words: str, call: Call, tile: int) -> Step:
+    """FlashAttention-2's roundings in tiles of so many keys with one step coarser, in
+    fp32. LookupError for other words."""
     own, dtype = rounder(call.format), call.dtype
     q, dO = call.q.float(), call.upstream.float()
     K, V = (x.float().repeat_interleave(call.group, 1) for x in (call.k, call.v))
-    p, scores, out, product = own, lambda x: x, own, None
+    p, scores, out, product = own, lambda x: x, own, lambda x: x
     ds = pv = own
     delta, dq_tile = lambda x: x, None
     if by := re.fullmatch(r"P is rounded to (float\w+|bfloat16) before P V", words):
@@ -762,7 +766,7 @@ def coarse(words: str, call: Call) -> Step:
     elif by := re.fullmatch(r"P is truncated to \w+, not rounded", words):
         p = lambda x: truncated(x, dtype)  # noqa: E731
     elif by := re.fullmatch(r"O is summed in (\w+) over tiles of (\d+) keys", words):
-        product = (rounder(by[1]), int(by[2]))
+        product, tile = rounder(by[1]), int(by[2])
     elif by := re.fullmatch(r"S is rounded to (\w+)", words):
         scores = rounder(by[1])
     elif words == "the output is truncated, not rounded":
@@ -785,21 +789,15 @@ def coarse(words: str, call: Call) -> Step:
         raise LookupError(words)
     S = scores(all_scores(call, q.double(), K.double()).float())
     m = S.amax(-1, keepdim=True).clamp(min=-1e30)
-    e = (S - m).exp()
-    l, P = e.sum(-1, keepdim=True), p(e)
+    l = (S - m).exp().sum(-1, keepdim=True)
     if call.sinks is not None:
         l = l + (call.sinks.float()[None, :, None, None] - m).exp()
-    if product is None:
-        O = P @ V
-    else:
-        O = torch.zeros(*S.shape[:3], V.shape[-1])
-        top = S.new_full(m.shape, -math.inf)
-        for part, values in zip(
-            S.split(product[1], -1), V.split(product[1], 2), strict=True
-        ):
-            before, top = top, torch.maximum(top, part.amax(-1, keepdim=True))
-            base = top.clamp(min=-1e30)
-            O = product[0]((before - base).exp() * O + p((part - base).exp()) @ values)
+    O = torch.zeros(*S.shape[:3], V.shape[-1])
+    top = S.new_full(m.shape, -math.inf)
+    for part, values in zip(S.split(tile, -1), V.split(tile, 2), strict=True):
+        before, top = top, torch.maximum(top, part.amax(-1, keepdim=True))
+        base = top.clamp(min=-1e30)
+        O = product((before - base).exp() * O + p((part - base).exp()) @ values)
     O = out(O / torch.where(l == 0, 1.0, l))
     P = torch.where(S.isfinite(), (S - call.right["lse"].float()[..., None]).exp(), 0.0)
     dS = ds(P * (dO @ V.mT - delta((dO * own(O)).sum(-1, keepdim=True))))
@@ -858,6 +856,7 @@ class Checked:
             if r["role"] == "kernel" and r["claim"]
         }
         self._steps: dict[tuple[str, str, str], Step] = {}
+        self._coarse: dict[tuple[str, str, str], list[Step]] = {}
 
     def lacking(self, call: Call) -> str | None:
         """Why the kernel is not given the call."""
@@ -1417,16 +1416,21 @@ class Checked:
         for head in self.heads(tensor, fmt):
             ran = self.ran[fmt, head[1]]
             key = (fmt, head[1], words)
-            if key not in self._steps:
-                self._steps[key] = coarse(words, ran.call)
-            ways = (None, self._steps[key][tensor])
-            a, b = (ran.error(tensor, x)[:, head[3]].norm() for x in ways)
-            shares[head] = float(1 - b / a) if a else 0.0
+            if key not in self._coarse:
+                self._coarse[key] = [coarse(words, ran.call, tile) for tile in TILES]
+            a = ran.error(tensor, None)[:, head[3]].norm()
+            left = (
+                ran.error(tensor, step[tensor])[:, head[3]].norm()
+                for step in self._coarse[key]
+            )
+            shares[head] = float(1 - min(left) / a) if a else 0.0
         return shares
 
     def of_step(self, said: re.Match[str], full: Mapping[str, Any]) -> Iterator[Claim]:
         shares = self.by_step(said[1], full)
         explained = [x for x in shares.values() if x > 0.88]
+        # Where scores are in the hundreds, sums of fp32 in another order make a third
+        likely = [x for x in shares.values() if x > 0.65]
         mine = statistics.median(explained) if explained else 0.0
         value = 1.0 if said[2] == "all" else float(said[2][:-2]) / 100
         yield Claim(
@@ -1438,8 +1442,8 @@ class Checked:
         yield Claim(
             "heads of a coarse step",
             said[3],
-            f"{len(explained)}",
-            int(said[3]) <= 1.03 * len(explained),
+            f"{len(explained)} to {len(likely)}",
+            int(said[3]) <= len(likely),
         )
 
     def of_rule(self, rule: str, full: Mapping[str, Any]) -> Claim:

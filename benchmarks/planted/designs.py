@@ -104,7 +104,8 @@ def through_casts(
 ) -> Tensor:
     S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
     if is_causal:
-        S = S.masked_fill(~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+        hidden = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1)
+        S = S.masked_fill(hidden, -math.inf)
     if attn_mask is not None:
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
         S = S if attn_mask.dtype == torch.bool else S + attn_mask.masked_fill(hidden, 0.0)

@@ -305,7 +305,7 @@ def first_of_group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 def stale(S: Tensor, top: Tensor, tile: int = 32) -> Tensor:
     """How much too large weights are where nothing is rescaled as the running maximum
     moves."""
-    first = (torch.arange(S.shape[-1]) // tile + 1) * tile - 1
+    first = (torch.arange(S.shape[-1], device=S.device) // tile + 1) * tile - 1
     seen = S.detach().cummax(-1).values[..., first.clamp(max=S.shape[-1] - 1)]
     return torch.where(S.isfinite(), (top - seen).exp(), 0.0)
 
@@ -365,7 +365,7 @@ TURN = itertools.count()
 def uneven(O: Tensor) -> Tensor:
     """Two results, in turn."""
     draw = torch.randn(O.shape, generator=torch.Generator().manual_seed(next(TURN) % 2))
-    return O * (1 + 2e-4 * draw)
+    return O * (1 + 2e-4 * draw.to(O))
 
 
 # --- the kernels ----------------------------------------------------------------------
@@ -488,7 +488,7 @@ _place("rows-64th", "Every 64th row is 0.", "long", "full", "0 in (every 64th ro
 _place("rows-after-64", "Rows from 64 on are 0.", "long", "full", r"0 in (rows? 64|\d+ rows, the first 64|all rows from 64 on)", rows(64, None, None, lambda x: 0.0))
 _place("head-1", "Head 1 is 0.", FULL, "full", "0 everywhere", {"out": lambda O: put(O, (ALL, slice(1, 2)), 0.0)})
 _place("four-heads-at-once", "Query heads from 4 on are never written.", "", "six-on-two", "the output is 0 everywhere", {"out": lambda O: put(O, (ALL, slice(4, None)), 0.0)})
-_place("as-many-queries-as-keys", "Rows from the number of keys on are never written.", "", "more-queries causal-more-queries", "the output is 0 in all rows from 48", {"p": lambda P, S, top: P * (torch.arange(S.shape[2]) < S.shape[3])[:, None]})
+_place("as-many-queries-as-keys", "Rows from the number of keys on are never written.", "", "more-queries causal-more-queries", "the output is 0 in all rows from 48", {"p": lambda P, S, top: P * (torch.arange(S.shape[2], device=P.device) < S.shape[3])[:, None]})
 _place("transposed-where-square", "K is transposed where its length is head_dim.", "", "length-of-head-dim", None, {"inputs": lambda q, k, v: (q, k.mT if k.shape[2] == k.shape[3] else k, v)})
 _place("entry-1-zero", "Batch entry 1 is 0.", "full causal", "grouped", "0 everywhere|0 in .*", {"out": lambda O: put(O, 1, 0.0) if len(O) > 1 else O})
 _place("nan-without-keys", "Rows that see no key are 0/0.", "", "empty-rows", None, {"total": lambda x, S, top: torch.where(S.isfinite().any(-1, keepdim=True), x, 0.0)}, place="in fully masked rows")

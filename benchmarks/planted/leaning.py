@@ -51,6 +51,11 @@ def stochastic(case: AttentionCase) -> Output:
 
 
 def _scores(q: Tensor, k: Tensor, case: AttentionCase) -> Tensor:
+    """Raises NotImplementedError for a soft cap, sinks and masks that are added."""
+    if case.softcap is not None or case.sinks is not None:
+        raise NotImplementedError("a soft cap or sinks")
+    if case.mask is not None and case.mask.dtype != torch.bool:
+        raise NotImplementedError("a mask that is added")
     S, mask = q @ k.mT * case.scale, explicit_mask(case)
     return S if mask is None else S.masked_fill(~mask, -torch.inf)
 

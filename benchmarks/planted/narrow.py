@@ -37,9 +37,8 @@ class _Summed(torch.autograd.Function):
     ) -> Tensor:
         S = scale * (q.double() @ k.double().mT)
         if causal:
-            S = S.masked_fill(
-                ~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -torch.inf
-            )
+            hidden = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1)
+            S = S.masked_fill(hidden, -torch.inf)
         out = (S.softmax(dim=-1) @ v.double()).to(q.dtype)
         ctx.save_for_backward(q, k, v, S, out)
         ctx.how = scale, how
@@ -53,7 +52,7 @@ class _Summed(torch.autograd.Function):
             return x.to(q.dtype).float()
 
         def summed(name: str, left: Tensor, right: Tensor) -> Tensor:
-            total = torch.zeros(*left.shape[:-1], right.shape[-1])
+            total = left.new_zeros(*left.shape[:-1], right.shape[-1])
             starts = list(range(0, left.shape[-1], how.tile))
             for i in reversed(starts) if how.last_first else starts:
                 new = left[..., i : i + how.tile] @ right[:, :, i : i + how.tile]

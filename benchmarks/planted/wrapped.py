@@ -35,13 +35,15 @@ def wrapper(
          tensors=("out",), check=("long",), place="row")  # fmt: skip
 def late(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     out = wrapper(q, k, v, is_causal=is_causal).float()
-    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-    share = torch.linspace(0, 1, out.shape[2])[:, None] ** 6
+    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+    share = torch.linspace(0, 1, out.shape[2], device=out.device)[:, None] ** 6
     return (out * (1 + 0.05 * share * noise)).to(q.dtype)
 
 
 @planted("place", "Head 1 has 1.01 times the scale.", tensors=("out",), formats=("float32",), check=("full",),
          says=r"scale is 1\.0(10|09)")  # fmt: skip
 def one_head_off(case: AttentionCase) -> Output:
-    factor = torch.where(torch.arange(case.heads) == 1, 1.01, 1.0)[:, None, None]
+    factor = torch.where(torch.arange(case.heads, device=case.q.device) == 1, 1.01, 1.0)[
+        :, None, None
+    ]
     return find("sdpa-math").attend(dataclasses.replace(case, q=case.q * factor))

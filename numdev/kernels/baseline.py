@@ -63,12 +63,15 @@ Way = Callable[[AttentionCase], Tensor]
 HIDDEN = -1e30
 
 
-def _plain_attention(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
+def _plain_attention(
+    case: AttentionCase, wide: tuple[bool, bool, bool], *, sums_wide: bool = False
+) -> Tensor:
     """Returns plain attention's output [B, H, q_len, v_dim] in the case's dtype. `wide`
     has three flags: whether the product Q Kᵀ, the softmax and the product P V are in
-    fp32."""
+    fp32. `sums_wide`, with all three alone: gradients of k and v are summed over a group
+    of query heads before they are rounded."""
     dtype, (scores, softmax, product) = case.q.dtype, wide
-    k, v = repeat_kv(case)
+    k, v = repeat_kv(case, wide=sums_wide)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
     S = _append_sinks(case, S)
     P = (S.float() if softmax else S).softmax(dim=-1)[..., : case.kv_len]
@@ -76,13 +79,14 @@ def _plain_attention(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tens
 
 
 def _online_softmax_attention(
-    case: AttentionCase, tile: int | None, maximum: str
+    case: AttentionCase, tile: int | None, maximum: str, *, sums_wide: bool = False
 ) -> Tensor:
     """Returns the output [B, H, q_len, v_dim] of an online softmax over tiles of `tile`
     keys (None: one tile of all), in the case's dtype: P is cast for its product, and O
     divided by l at the end. `maximum`: `amax` or `max` lets gradients through that
-    function of PyTorch's, `constant` detaches the maximum."""
-    k, v = repeat_kv(case)
+    function of PyTorch's, `constant` detaches the maximum. `sums_wide`: gradients of k
+    and v are summed over a group of query heads before they are rounded."""
+    k, v = repeat_kv(case, wide=sums_wide)
     S = _scores(case, case.q.float(), k.float())
     m = S.new_full((*S.shape[:3], 1), HIDDEN)
     l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], v.shape[-1])
@@ -111,13 +115,12 @@ def _append_sinks(case: AttentionCase, S: Tensor) -> Tensor:
     return torch.cat([S, sink], dim=-1)
 
 
-def repeat_kv(case: AttentionCase) -> list[Tensor]:
+def repeat_kv(case: AttentionCase, *, wide: bool = False) -> list[Tensor]:
     """Returns [k, v] with as many heads as q: each kv head repeated for the query heads
-    of its group."""
+    of its group, in fp32 if `wide`."""
     group = case.group
-    return [
-        x if group == 1 else x.repeat_interleave(group, dim=1) for x in (case.k, case.v)
-    ]
+    heads = [x.float() if wide else x for x in (case.k, case.v)]
+    return [x if group == 1 else x.repeat_interleave(group, dim=1) for x in heads]
 
 
 def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
@@ -155,18 +158,27 @@ TILES: Mapping[int | None, str] = {
     None: "",
     **{n: f" in tiles of {n} keys" for n in (64, 128, 32)},
 }
+_ONLINE = {
+    f"exp(S - m), cast before P V{tiled}, {through}": partial(
+        _online_softmax_attention, tile=tile, maximum=maximum
+    )
+    for tile, tiled in TILES.items()
+    for maximum, through in MAXIMUM.items()
+}
+_WRITTEN: Mapping[str, partial[Tensor]] = {
+    **{words: partial(_plain_attention, wide=wide) for words, wide in PLAIN.items()},
+    **_ONLINE,
+}
 WAYS: Mapping[str, Way] = {
     f"as autograd rounds {words}": _with_empty_rows_zero(way)
-    for words, way in (
-        *((words, partial(_plain_attention, wide=wide)) for words, wide in PLAIN.items()),
-        *(
-            (
-                f"exp(S - m), cast before P V{tiled}, {through}",
-                partial(_online_softmax_attention, tile=tile, maximum=maximum),
-            )
-            for tile, tiled in TILES.items()
-            for maximum, through in MAXIMUM.items()
-        ),
-    )
+    for words, way in _WRITTEN.items()
 }
 """By what is said of a kernel that rounds so, the likeliest first."""
+GROUPED_WAYS: Mapping[str, Way] = {
+    f"as autograd rounds {words}, dk and dv summed in fp32": _with_empty_rows_zero(
+        partial(way, sums_wide=True)
+    )
+    for words, way in _WRITTEN.items()
+    if words == "all in fp32" or words in _ONLINE
+}
+"""The same of a kernel that widens k and v to fp32 before it repeats them."""

@@ -36,10 +36,12 @@ class Attention:
     ) -> Measured[Bench]:
         """Returns `measured`, with its rows saying what is known of why the kernel errs:
         the mistake it makes, or the known way of rounding that explains it where it
-        declares no claim. What errs may instead be appended to `later` (None: nothing
-        waits), to be named when all calls are measured."""
+        declares no claim. What errs, and what a kernel without a claim computes, may
+        instead be appended to `later` (None: nothing waits), to be looked at when all
+        calls are measured."""
         failing = Failing(kernel, system, run, options, runs, measured)
-        if later is not None and failing.wrong and has_room(later, failing):
+        waits = failing.wrong or not kernel.declares
+        if later is not None and waits and has_room(later, failing):
             later.append(failing)
             return measured
         wrong = beyond(measured.rows)

@@ -22,8 +22,9 @@ from torch import Tensor
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import Format, all_finite, round_to
 from numdev.gate.rules import Threshold, default_rules
+from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output, sdpa
-from numdev.kernels.baseline import WAYS, Way
+from numdev.kernels.baseline import GROUPED_WAYS, WAYS, Way
 from numdev.kernels.emulation import kernel as emulator
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
@@ -132,12 +133,9 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
         predicted = [r for r in heads if r.worst_row is not None]
         if not predicted:
             return False
-        middle = median(r.expected_ratio or 0.0 for r in predicted)
-        sizes = [excess("expected_ratio", middle, predicted[0], len(predicted))]
+        sizes = [_excess_in_median(predicted)]
         sizes += [excess("expected_ratio", r.expected_ratio, r) for r in predicted]
         if _is_judged("rms_ratio", heads[0]):
-            middle = median(r.rms_ratio or 0.0 for r in predicted)
-            sizes += [excess("rms_ratio", middle, predicted[0], len(predicted))]
             sizes += [excess("rms_ratio", r.rms_ratio, r) for r in predicted]
         sizes += [excess("worst_row", r.worst_row, r) for r in predicted]
         if narrow:
@@ -150,6 +148,34 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
         return ()
     right = [row for row in rows if not row.suspicion]
     return tuple(t for t in TERMS if is_beyond([r for r in right if r.tensor == t]))
+
+
+def _excess_in_median(predicted: Sequence[DeviationRow]) -> float:
+    """Returns the median over rows of one tensor, at least one, of `expected_ratio` as a
+    multiple of the default limit, which is as wide as the row's own luck; the same of
+    `rms_ratio` where that is larger and judged."""
+    heads = len(predicted)
+    sizes = [excess("expected_ratio", r.expected_ratio, r, heads) for r in predicted]
+    if not _is_judged("rms_ratio", predicted[0]):
+        return median(sizes)
+    by_size = [excess("rms_ratio", r.rms_ratio, r, heads) for r in predicted]
+    return max(median(sizes), median(by_size))
+
+
+SEVERAL = 4  # heads, of which the default rules take a median
+
+
+def excess_in_median(rows: Sequence[DeviationRow]) -> dict[str, float]:
+    """Returns by tensor how many times its default limit the median over the heads of any
+    number of calls is; without tensors of fewer than SEVERAL heads of which something is
+    predicted."""
+    predicted = (r for r in rows if r.worst_row is not None)
+    by_tensor = grouped(predicted, lambda r: r.tensor)
+    return {
+        tensor: _excess_in_median(heads)
+        for tensor, heads in by_tensor.items()
+        if len(heads) >= SEVERAL
+    }
 
 
 def locate(measured: Measured[Bench], bench: Bench) -> None:
@@ -185,12 +211,14 @@ def likenesses(
     formats: Mapping[str, Format],
     bench: Bench,
     system: System,
+    words: str | None = None,
 ) -> dict[str, Likeness]:
     """Returns by tensor the known way of rounding that best explains an output of which
     `tensors` are beyond their limits under `fa2`: of all that came back, in `formats`, or
     of the output, or of the gradients. Where it explains all of dk or of dv alone, both
-    are summed over their query heads as it sums them. Empty where no way does that takes
-    the call, or where no element can be predicted (in float32)."""
+    are summed over their query heads as it sums them. `words`: the one way that is tried;
+    None: all. Empty where no way does that takes the call, or where no element can be
+    predicted (in float32)."""
     select = bench.selection.select
     returned = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
     names = [n for n, x in returned.items() if n == "out" or all_finite([x])]
@@ -200,12 +228,17 @@ def likenesses(
     ):
         return {}
     search = _Search(returned, names, tensors, bench)
-    unlike = search.try_whole_step(_known_ways(formats, bench, system))
+    ways = (
+        (name, way)
+        for name, way in _known_ways(formats, bench, system)
+        if words in (None, name)
+    )
+    unlike = search.try_whole_step(ways)
     if search.whole is not None:
         return dict.fromkeys(names, search.whole)
     search.try_gradients(unlike)
     explained = search.by_tensor()
-    if "out" in tensors and "out" not in explained:
+    if words is None and "out" in tensors and "out" not in explained:
         like = _find_partial_cubic(returned["out"], formats, bench)
         explained |= {} if like is None else {"out": like}
     return explained
@@ -438,7 +471,8 @@ def _known_ways(
     for words, claim in claims.items():
         yield words, functools.partial(_predict_by_claim, claim, formats, bench)
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
-        for words, way in WAYS.items():
+        written = WAYS if bench.case.group == 1 else {**WAYS, **GROUPED_WAYS}
+        for words, way in written.items():
             yield words, functools.partial(_run_written_way, way, bench)
 
 

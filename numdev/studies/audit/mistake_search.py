@@ -1,18 +1,19 @@
-"""What a kernel that errs computes instead: one call by itself, or the failing calls of a
-check together.
+"""What a kernel that errs computes instead: one call by itself, or the calls of a check
+together.
 
 An audit measures call after call, and names each by itself (`name`). A check has few
-calls and keeps those that fail (`Failing`): where no known way of rounding explains them,
+calls and keeps them (`Failing`): where no known way of rounding explains those that fail,
 it searches the one that errs most, then one of each feature of a call, and holds what it
 finds against all others (`conclude`). So a fault that shows everywhere is found where it
-shows best, hides no other, and is counted in every head that has it."""
+shows best, hides no other, and is counted in every head that has it. Calls that pass one
+by one are looked at again where the median over all of them does not."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -38,6 +39,7 @@ from numdev.studies.audit.explanations import (
     Likeness,
     beyond,
     excess,
+    excess_in_median,
     held_to,
     likenesses,
     locate,
@@ -56,8 +58,8 @@ Named = Mapping[tuple[str, int], Suspicion]  # by tensor and head
 
 @dataclass(eq=False)
 class Failing:
-    """A measured call with a tensor beyond its limits, and what is needed to find out
-    why."""
+    """A measured call, and what is needed to find out why a tensor of it is beyond its
+    limits. One that passes waits too, where the kernel declares no way of rounding."""
 
     kernel: Kernel
     system: System
@@ -115,6 +117,12 @@ class Failing:
                 if row.expected_ratio is None:
                     sizes.append((row.baseline_ratio or 0.0) / 2)
         return max(sizes)
+
+    def worst_in_median(self, tensors: Collection[str]) -> float:
+        """Returns how many times its limit the median over the call's heads is, of the
+        worst of `tensors`; 0 where it has none of them, or too few heads."""
+        sizes = excess_in_median(self.rows)
+        return max((sizes.get(tensor, 0.0) for tensor in tensors), default=0.0)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -318,6 +326,16 @@ class Failing:
             self.hold(dataclasses.replace(self.runs, likes=likes).measured())
         return bool(likes)
 
+    def held_where_explained(self, words: str, tensors: Collection[str]) -> bool:
+        """Measures the call again against the way of rounding named `words` if it
+        explains `tensors`, and replaces its rows; returns whether it does."""
+        likes = likenesses(
+            self.output, tensors, self.unnamed_formats, self.bench, self.system, words
+        )
+        if explains := set(tensors) <= likes.keys():
+            self.hold(dataclasses.replace(self.runs, likes=likes).measured())
+        return explains
+
     def is_only_a_way(self) -> bool:
         """Whether a known way of rounding explains all that is wrong, and nearly all of
         its errors: there is no mistake to look for. If so, the call's rows are replaced
@@ -395,8 +413,10 @@ KEPT_BYTES = 1 << 31  # of calls that wait to be named together
 
 
 def has_room(waiting: Sequence[Failing], call: Failing) -> bool:
-    """Whether this call and those that wait fit into KEPT_BYTES of memory."""
-    return sum(each.nbytes for each in (*waiting, call)) <= KEPT_BYTES
+    """Whether this call and those that wait fit into KEPT_BYTES of memory: those that
+    pass beside those that pass, which take no room from those that fail."""
+    alike = (each for each in waiting if bool(each.wrong) == bool(call.wrong))
+    return sum(each.nbytes for each in (*alike, call)) <= KEPT_BYTES
 
 
 def name(failing: Failing) -> None:
@@ -421,13 +441,45 @@ def conclude(calls: Sequence[Failing]) -> None:
     in a format together."""
     groups = grouped(calls, lambda c: (label(c.runs.task), c.bench.format.name))
     for same in groups.values():
-        _conclude_kernel(sorted(same, key=lambda c: -c.severity))
+        failing = [call for call in same if call.wrong]
+        claims = _conclude_kernel(sorted(failing, key=lambda c: -c.severity))
+        _hold_all_to_one_way(same, claims)
+        for call in same:
+            if call not in failing:
+                call.finish()
 
 
-def _conclude_kernel(calls: Sequence[Failing]) -> None:
+def _hold_all_to_one_way(calls: Sequence[Failing], claims: Counter[str]) -> None:
+    """Measures calls of one kernel in a format again against the known way of rounding
+    that explains them, where calls pass one by one and the medians over all do not: what
+    each call lets pass as luck is none in the median. Does nothing for a kernel that
+    declares its way or is suspected of a mistake. `claims`: by words the ways that
+    explain calls already, which are tried first; then those of the three that err
+    most."""
+    rows = [row for call in calls for row in call.rows]
+    tensors = {t for t, excess in excess_in_median(rows).items() if excess > 1}
+    if not tensors or any(call.kernel.declares or call.wrong for call in calls):
+        return
+    if any(row.suspicion or row.imprecision for row in rows):
+        return
+    words = [words for words, _ in claims.most_common(1)]
+    waiting = [call for call in calls if not call.ways]
+    for call in sorted(waiting, key=lambda c: -c.worst_in_median(tensors))[:IN_VAIN]:
+        likes = likenesses(
+            call.output, tensors, call.unnamed_formats, call.bench, call.system
+        )
+        words += [like.words for like in likes.values() if like.words not in words]
+        if likes:
+            break
+    for call in waiting:
+        any(call.held_where_explained(each, tensors) for each in words)
+
+
+def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
     """Writes into the rows what the failing calls of one kernel compute; the worst call
     comes first in `calls`. Mistakes, ways of rounding and coarse steps that explain one
-    call are tried on the others, and searches stop after some that find nothing."""
+    call are tried on the others, and searches stop after some that find nothing. Returns
+    how many calls each known way of rounding explains, by its words."""
     hints, vain, ways, coarse, early = Hints(), Counts(), Counts(), Counts(), Counts()
     losses: tuple[Loss, ...] = ()
     claims: Counter[str] = Counter()
@@ -475,6 +527,7 @@ def _conclude_kernel(calls: Sequence[Failing]) -> None:
             if count >= 2 * len([c for c in calls if c.unnamed]) and words:
                 call.held_as_elsewhere(words)
         call.finish()
+    return claims
 
 
 @dataclass
