@@ -79,16 +79,25 @@ def _plain_attention(
 
 
 def _online_softmax_attention(
-    case: AttentionCase, tile: int | None, maximum: str, *, sums_wide: bool = False
+    case: AttentionCase,
+    tile: int | None,
+    maximum: str,
+    *,
+    sums_wide: bool = False,
+    from_sink: bool = False,
 ) -> Tensor:
     """Returns the output [B, H, q_len, v_dim] of an online softmax over tiles of `tile`
     keys (None: one tile of all), in the case's dtype: P is cast for its product, and O
     divided by l at the end. `maximum`: `amax` or `max` lets gradients through that
     function of PyTorch's, `constant` detaches the maximum. `sums_wide`: gradients of k
-    and v are summed over a group of query heads before they are rounded."""
+    and v are summed over a group of query heads before they are rounded. `from_sink`: the
+    maximum is never below the sink, which a case must have then."""
     k, v = repeat_kv(case, wide=sums_wide)
     S = _scores(case, case.q.float(), k.float())
     m = S.new_full((*S.shape[:3], 1), HIDDEN)
+    if from_sink:
+        assert case.sinks is not None
+        m = torch.maximum(m, case.sinks.float()[:, None, None])
     l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], v.shape[-1])
     width = tile or case.kv_len
     for part, values in zip(S.split(width, dim=-1), v.split(width, dim=2), strict=True):
@@ -174,11 +183,30 @@ WAYS: Mapping[str, Way] = {
     for words, way in _WRITTEN.items()
 }
 """By what is said of a kernel that rounds so, the likeliest first."""
-GROUPED_WAYS: Mapping[str, Way] = {
-    f"as autograd rounds {words}, dk and dv summed in fp32": _with_empty_rows_zero(
-        partial(way, sums_wide=True)
-    )
-    for words, way in _WRITTEN.items()
-    if words == "all in fp32" or words in _ONLINE
-}
-"""The same of a kernel that widens k and v to fp32 before it repeats them."""
+
+
+def written_ways(case: AttentionCase) -> dict[str, Way]:
+    """Returns all ways in which a call may be written in PyTorch, by what is said of a
+    kernel that rounds so: WAYS, and where query heads share keys those that have k and v
+    in fp32 before they repeat them; where there are sinks those whose maximum is of the
+    sink too."""
+    ways = dict(WAYS)
+    grouped, sunk = case.group > 1, case.sinks is not None
+    variants: list[tuple[str, dict[str, bool]]] = [
+        (", dk and dv summed in fp32", {"sums_wide": True}),
+        (", the sink in the maximum", {"from_sink": True}),
+        (
+            ", the sink in the maximum, dk and dv summed in fp32",
+            {"sums_wide": True, "from_sink": True},
+        ),
+    ]
+    for words, options in variants:
+        if ("sums_wide" in options and not grouped) or (
+            "from_sink" in options and not sunk
+        ):
+            continue
+        for name in (*_ONLINE, "all in fp32"):
+            if name in _ONLINE or "from_sink" not in options:
+                way = _with_empty_rows_zero(partial(_WRITTEN[name], **options))
+                ways[f"as autograd rounds {name}{words}"] = way
+    return ways

@@ -24,7 +24,7 @@ from numdev.formats import Format, all_finite, round_to
 from numdev.gate.rules import Threshold, default_rules
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output, sdpa
-from numdev.kernels.baseline import GROUPED_WAYS, WAYS, Way
+from numdev.kernels.baseline import Way, written_ways
 from numdev.kernels.emulation import kernel as emulator
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
@@ -471,8 +471,7 @@ def _known_ways(
     for words, claim in claims.items():
         yield words, functools.partial(_predict_by_claim, claim, formats, bench)
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
-        written = WAYS if bench.case.group == 1 else {**WAYS, **GROUPED_WAYS}
-        for words, way in written.items():
+        for words, way in written_ways(bench.case).items():
             yield words, functools.partial(_run_written_way, way, bench)
 
 

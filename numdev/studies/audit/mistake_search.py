@@ -326,24 +326,28 @@ class Failing:
             self.hold(dataclasses.replace(self.runs, likes=likes).measured())
         return bool(likes)
 
-    def held_where_explained(self, words: str, tensors: Collection[str]) -> bool:
-        """Measures the call again against the way of rounding named `words` if it
-        explains `tensors`, and replaces its rows; returns whether it does."""
+    def held_where_explained(self, tensors: Collection[str], words: str | None) -> bool:
+        """Measures the call again against the way of rounding named `words` (None: any)
+        if it explains nearly all of the errors of `tensors` and the call is within its
+        limits then, and replaces its rows; returns whether it does."""
         likes = likenesses(
             self.output, tensors, self.unnamed_formats, self.bench, self.system, words
         )
-        if explains := set(tensors) <= likes.keys():
-            self.hold(dataclasses.replace(self.runs, likes=likes).measured())
-        return explains
+        return self._held_if_only(likes, tensors)
 
     def is_only_a_way(self) -> bool:
         """Whether a known way of rounding explains all that is wrong, and nearly all of
         its errors: there is no mistake to look for. If so, the call's rows are replaced
         by those measured against that way."""
-        likes = self.likes
-        if not {*self.wrong} <= {*likes} or any(
-            x.residual > ENOUGH for x in likes.values()
-        ):
+        return self._held_if_only(self.likes, self.wrong)
+
+    def _held_if_only(
+        self, likes: Mapping[str, Likeness], tensors: Collection[str]
+    ) -> bool:
+        """Replaces the call's rows by those measured against ways of rounding, if these
+        explain nearly all of the errors of `tensors` and nothing is beyond its limit
+        then; returns whether they do."""
+        if not {*tensors} <= {*likes} or any(x.residual > ENOUGH for x in likes.values()):
             return False
         measured = dataclasses.replace(self.runs, likes=likes).measured()
         if right := not beyond(measured.rows):
@@ -472,7 +476,8 @@ def _hold_all_to_one_way(calls: Sequence[Failing], claims: Counter[str]) -> None
         if likes:
             break
     for call in waiting:
-        any(call.held_where_explained(each, tensors) for each in words)
+        tried = (*words, None) if words else ()
+        any(call.held_where_explained(tensors, each) for each in tried)
 
 
 def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
@@ -488,7 +493,8 @@ def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
             continue
         # A search costs ten times what asking for a way does, and finds nothing in sound
         # code.
-        if not early.misses and not call.kernel.declares and _may_be_rounding(call):
+        may_be = _may_be_rounding(call) or _errs_in_gradients_alone(call)
+        if not early.misses and not call.kernel.declares and may_be:
             likely = [words for words, _ in claims.most_common(1)]
             only = any(map(call.held_as_elsewhere, likely)) or call.is_only_a_way()
             early.count(only)
@@ -570,6 +576,12 @@ def _order_calls(calls: Sequence[Failing]) -> Iterator[Failing]:
 
 
 FAR = 10.0  # no sound way of rounding errs so many times what plain attention does
+
+
+def _errs_in_gradients_alone(call: Failing) -> bool:
+    """Whether something is unnamed and the output right: where exact gradients are 0, a
+    sound way may err any number of times what another does."""
+    return bool(call.unnamed) and "out" not in call.wrong
 
 
 def _may_be_rounding(call: Failing) -> bool:
