@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from commands import ran
+from oracles import make_case
 from safetensors.torch import load_file, save_file
 from scipy.special import rel_entr
 from torch import nn
@@ -34,13 +35,14 @@ from numdev.formats import FORMATS
 from numdev.gate.compare import compare
 from numdev.gate.judging import judge_report, judged
 from numdev.gate.rules import Rules
-from numdev.kernels import find
+from numdev.kernels import find, kernel_of_function
 from numdev.report import read
 from numdev.report.document import Table
 from numdev.report.number_text import percent, si, three
-from numdev.sources import capture
+from numdev.sources import capture, pipeline
 from numdev.sources.captured_calls import save_cases
 from numdev.studies.audit.isolation import attempt
+from numdev.studies.audit.plan import Planned
 from numdev.studies.effects import verdict
 from numdev.studies.effects.consistency import check_consistency
 from numdev.studies.effects.model_checks import Checks, run_checks
@@ -503,6 +505,42 @@ def test_what_is_no_model_and_what_means_nothing_is_refused(
 def float32_alone(case: AttentionCase) -> Any:
     assert case.q.dtype == torch.float32
     return find("sdpa-math").attend(case)
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [
+    ("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16),
+])  # fmt: skip
+def test_a_kernel_gets_a_call_in_the_format_that_is_asked_for(
+    fmt: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Not in that of the model: its own code may have made q, k and v wider."""
+    seen = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append((q.dtype, k.dtype, v.dtype))
+        return v
+
+    _, subject = opened(models.saved("llama", tmp_path), formats=("bfloat16",))
+    mine = kernel_of_function("mine", kernel)
+    planned = Planned(role="kernel", kernel=mine, options={})
+    case = make_case(q_len=5, kv_len=5, dtype=torch.float64)
+    out = subject.attention_of_kernel(planned, None, case, FORMATS[fmt])
+    assert seen == [(dtype,) * 3]
+    assert torch.equal(out, case.v.to(dtype))
+
+
+def test_a_pipeline_starts_from_one_noise_in_every_format() -> None:
+    """The same numbers, rounded; of another seed others."""
+    exact, again, other = (drawn_noise(seed, torch.float64) for seed in (5, 5, 6))
+    assert torch.equal(exact, again)
+    assert not torch.equal(exact, other)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(drawn_noise(5, dtype), exact.to(dtype))
+
+
+def drawn_noise(seed: int, dtype: torch.dtype) -> torch.Tensor:
+    with pipeline._Noise(seed):
+        return torch.randn((3, 7), dtype=dtype, generator=torch.Generator())
 
 
 @pytest.mark.slow

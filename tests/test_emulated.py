@@ -20,7 +20,7 @@ from oracles import FEATURES, U64, assert_within, attention, error_bounds, make_
 from recipes import REGIMES, autograd, drawn, everything, is_representable, rms, watched
 from torch import Tensor
 
-from numdev.cases import AttentionCase, visible
+from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, format_named, format_of, round_to, ulp
 from numdev.kernels import find
@@ -149,6 +149,26 @@ def test_exact_is_attention(softmax: str, name: str) -> None:
         assert_within(L, exact.lse, lse + more)
         shifted |= not torch.equal(O, attend(case, recipe("exact", **options))[0])
     assert shifted or softmax != "stabilised" or name in SAME
+
+
+def test_a_maximum_that_lags_keeps_whole_weights() -> None:
+    """Scores 0, 0 and then ln 3, 0: counted from the first tile's maximum P is 1, 1, 3, 1,
+    which bfloat16 holds; counted from their own the last is 1/3, which it does not. It
+    lags by 2 in log2, since log2(3) is 1.58, and not by 1."""
+    keys = torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=torch.bfloat16)[:, None]
+    values = torch.tensor([2.0, 4.0, 8.0, 64.0], dtype=torch.bfloat16)[:, None]
+    case = AttentionCase(
+        ref=CaseRef(case="lag"), q=torch.ones(1, 1, 1, 1, dtype=torch.bfloat16),
+        k=keys[None, None], v=values[None, None], scale=math.log(3),
+    )  # fmt: skip
+    lags, follows, never = (
+        float(attend(case, recipe("fa2", block_kv=2, max_lag=lag, out="exact"))[0])
+        for lag in (2, 1, None)
+    )
+    # Within fp32's rounding of a sum of four; 1/3 in bfloat16 is 2^-9 too large
+    assert lags == pytest.approx((2 + 4 + 3 * 8 + 64) / 6, rel=4 * 2**-24)
+    assert follows == never
+    assert follows == pytest.approx(lags + 64 / 2 * 2**-9 / 3, rel=1e-4)
 
 
 @functools.cache

@@ -13,11 +13,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from gate_rows import row as gate_row
 from on_bench import prepare, rows_on
 from oracles import make_case, with_grad
 
@@ -29,7 +31,7 @@ from numdev.kernels.reference import attend
 from numdev.sources.captured_calls import open_cases
 from numdev.studies.audit import reproducer_script as reproducer
 from numdev.studies.audit.prepared_attention import part
-from numdev.studies.audit.reproduce import reduce
+from numdev.studies.audit.reproduce import observed_at_limit, reduce
 from numdev.system import System
 
 BARE = """
@@ -267,6 +269,26 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert reproducer.figure_for("bias_p", "feature 3") == "bias_feature"
     with pytest.raises(UsageError, match="no finding is about"):
         reproducer.figure_for("wrongness")
+
+
+@pytest.mark.parametrize(("metric", "ratio", "limit", "figure", "bound"), [
+    ("expected_ratio", 6.0, 1.5, 0.03, 0.0075),  # it is 0.005 as predicted
+    ("expected_ratio", 6.0, None, 0.03, 0.005),
+    ("expected_ratio", None, 1.5, 0.03, None), ("expected_ratio", 6.0, 1.5, None, None),
+    ("floor_ratio", 6.0, 1.5, 0.03, None),
+])  # fmt: skip
+def test_the_limit_is_of_the_figure_that_is_printed(
+    metric: str,
+    ratio: float | None,
+    limit: float | None,
+    figure: Any,
+    bound: float | None,
+) -> None:
+    """An error of six times what is predicted is at a limit of 1.5 where it is a quarter
+    of its size."""
+    finding: Any = SimpleNamespace(metric=metric, limit=limit)
+    found = observed_at_limit(gate_row(expected_ratio=ratio), figure, finding)
+    assert found == (bound if bound is None else pytest.approx(bound, rel=1e-15))
 
 
 def marked(

@@ -206,6 +206,18 @@ def keys_of_row(case: AttentionCase, row: int) -> list[int]:
     return shown.expand(2, 4, 1, case.kv_len)[0, 0, 0].nonzero()[:, 0].tolist()
 
 
+def test_a_causal_mask_aligned_to_the_last_key_shows_it_to_the_last_query() -> None:
+    """Five queries over twelve keys: the first one sees eight of them, where the call
+    itself shows one or all."""
+    few = drawn_call().q[:, :, :5]
+    asked = mistaken(drawn_call(q=few, is_causal=True))
+    unasked = mistaken(drawn_call(q=few))
+    added = "a causal mask is applied that was not requested (aligned bottom-right)"
+    for case in (asked["the causal mask is aligned bottom-right"], unasked[added]):
+        assert keys_of_row(case, 0) == list(range(8))
+        assert keys_of_row(case, 4) == list(range(12))
+
+
 def test_a_mask_that_is_off_shows_what_its_name_says() -> None:
     """By one key too many or too few, at the diagonal and at the left end of a window."""
     last = drawn_call(q=drawn_call().q[:, :, -1:], is_causal=True, causal_offset=11)

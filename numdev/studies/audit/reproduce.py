@@ -167,11 +167,21 @@ def _shrink_call(
             "it does not show every time", hint="the kernel differs between runs"
         )
     figure = figure_for(metric, row.bias_of)
-    observed, limit = getattr(row, figure), None
-    if metric == "expected_ratio" and row.expected_ratio and observed:
-        limit = observed * (finding.limit or 1.0) / row.expected_ratio
+    observed = getattr(row, figure)
+    limit = observed_at_limit(row, observed, finding)
     of = {"case": small, "head": row.head or 0, "metric": figure}
     return {**shown, **of, "observed": observed, "limit": limit}
+
+
+def observed_at_limit(
+    row: DeviationRow, observed: float | None, finding: Finding
+) -> float | None:
+    """Returns what the figure `observed` of a row would be if its error were `limit` of
+    the finding (1 without) times what is predicted; None for findings by another metric,
+    and without a figure or a ratio."""
+    if finding.metric == "expected_ratio" and row.expected_ratio and observed:
+        return observed * (finding.limit or 1.0) / row.expected_ratio
+    return None
 
 
 def _metric_size(row: DeviationRow, metric: str) -> float:
