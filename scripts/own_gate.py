@@ -3,11 +3,11 @@ not.
 
     python scripts/own_gate.py [DIRECTORY]
 
-Both are audited on the CPU and held to the default rules, each time anew. PyTorch's own
-kernels have to pass. Then come two kernels of `benchmarks/planted`, the same code with
-and without one fault: P is truncated, not rounded, an error of 1.5 times what it should
-be, which flash-attention's usual rule lets through. The gate has to exit with 1 and name
-the faulty one, and that one alone.
+Both are audited on the CPU, side by side, and held to the default rules, each time
+anew. PyTorch's own kernels have to pass. The others are two kernels of
+`benchmarks/planted`, the same code with and without one fault: P is truncated, not
+rounded, an error of 1.5 times what it should be, which flash-attention's usual rule lets
+through. The gate has to exit with 1 and name the faulty one, and that one alone.
 
 Reports, JUnit XML and summaries are left in DIRECTORY (numdev-reports/own-gate).
 """
@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ AUDITS: dict[str, tuple[str, ...]] = {
 def main() -> None:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "numdev-reports/own-gate")
     start = time.monotonic()
-    wrong = {
-        "sound": wrong_with_sound(verdict_on("sound", directory)),
-        "planted": wrong_with_planted(verdict_on("planted", directory)),
-    }
+    with ThreadPoolExecutor() as pool:  # each waits for a process of one thread
+        audits = [pool.submit(verdict_on, name, directory) for name in AUDITS]
+    sound, planted = (audit.result() for audit in audits)
+    wrong = {"sound": wrong_with_sound(sound), "planted": wrong_with_planted(planted)}
     for name, problem in wrong.items():
         print(f"{name}: {problem or 'as it should be'}")
     print(f"{time.monotonic() - start:.0f} s; the reports are in {directory}")
