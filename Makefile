@@ -11,6 +11,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
+# Bytecode is kept whatever the shell says: without it each process that imports PyTorch and
+# transformers compiles them again, ten seconds of a core.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests are small: a process for each processor, and one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logical --maxprocesses 4 --dist worksteal
 
