@@ -1,4 +1,5 @@
-"""Tensors of operations by name: what those must know of one who judge and report it.
+"""Tensors of operations by name: what those must know of one who judge and report it;
+and the words for an operation.
 
 Metrics, rules and reports name no tensor; they ask `tensor_spec`. An operation adds its
 tensors to `TENSORS`. Of any other name a gradient ends in `_grad` (`x_grad` is the
@@ -19,7 +20,15 @@ class Words:
     operation: str = "function"
     unit: str = "result"  # of which each has its own metrics
     plain: str = "the reference"  # the baseline
+    baseline: str = "reference"  # the same as the head of a column
+    inputs: str = "the inputs"  # all that are rounded to a format
     has_units: bool = False  # whether a tensor has several of them, which have a number
+
+
+ATTENTION_WORDS = Words(
+    operation="attention", unit="head", plain="eager attention", baseline="eager",
+    inputs="q, k, v", has_units=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,6 @@ class TensorSpec:
     had."""
     rows_share_error: bool = False
     """Whether one error enters all elements of a row, which then count as few."""
-    of: Words = Words()
 
     @property
     def has_floor(self) -> bool:
@@ -68,21 +76,15 @@ class TensorSpec:
 
 # A row of dk or dv is a key, and sums over the queries that see it. delta is one number
 # for a row of dS: its error is in every element of dq and dk.
-_WORDS = Words(
-    operation="attention", unit="head", plain="eager attention", has_units=True
-)
 ATTENTION = (
-    TensorSpec(name="out", words="the output", of=_WORDS),
+    TensorSpec(name="out", words="the output"),
+    TensorSpec(name="lse", words="the log-sum-exp", beside="out", is_optional=True),
+    TensorSpec(name="dq", of_input="q", rows_share_error=True),
     TensorSpec(
-        name="lse", words="the log-sum-exp", beside="out", is_optional=True, of=_WORDS
+        name="dk", of_input="k", row="key", sums_over_rows=True, rows_share_error=True
     ),
-    TensorSpec(name="dq", of_input="q", rows_share_error=True, of=_WORDS),
-    TensorSpec(
-        name="dk", of_input="k", row="key", sums_over_rows=True, rows_share_error=True,
-        of=_WORDS,
-    ),
-    TensorSpec(name="dv", of_input="v", row="key", sums_over_rows=True, of=_WORDS),
-)  # fmt: skip
+    TensorSpec(name="dv", of_input="v", row="key", sums_over_rows=True),
+)
 TENSORS = {spec.name: spec for spec in ATTENTION}
 
 

@@ -128,7 +128,7 @@ def test_reproducibility_is_lost_and_won() -> None:
     for a, b in ((same, noisy), (noisy, same)):
         (move,) = found(a, b).moves
         assert move.metric == "noise"
-    assert "not reproducible (8 of 8 heads)" in found(same, noisy).moves[0].words
+    assert "not reproducible (8 of 8 results)" in found(same, noisy).moves[0].words
     assert not found(same, (noisy[0], *same[1:])).moves
     assert not found(noisy, noisy).moves
     alone = tuple(head(h, noise=None) for h in range(8))

@@ -82,7 +82,7 @@ def test_the_typical_head_is_the_median() -> None:
     assert found.median
     assert found.places[0].head == 7
     few = judge([row(), *large[5:]])
-    assert verdict(few, "typical head", "dq").reasons == ("needs 4 heads, has 3",)
+    assert verdict(few, "typical head", "dq").reasons == ("needs 4 results, has 3",)
     four = [row(h, tensor="dq", expected_ratio=1.26) for h in range(4)]
     pooled = [*four, *(row(h, tensor="dq", case="other") for h in range(5))]
     of_check = default_rules_for_checks()  # whose cases are judged each by itself

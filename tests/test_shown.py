@@ -40,6 +40,7 @@ from numdev.studies.audit import view as audit_view
 from numdev.studies.diagnose import view as diagnose
 from numdev.studies.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
 from numdev.studies.training.weights import view as weights
+from numdev.tensor_specs import ATTENTION_WORDS
 
 
 def kernel(**changes: Any) -> KernelSummary:
@@ -361,7 +362,7 @@ def test_a_gates_page_counts_all_and_begins_with_the_worst() -> None:
     (sentence,) = {
         p.sentence for p in gate.problems_of(judgement, ()) if "repro" in p.title
     }
-    assert "in 5 heads of mine (dq, bfloat16), of mine (dk, bfloat16):" in sentence
+    assert "in 5 results of mine (dq, bfloat16), of mine (dk, bfloat16):" in sentence
     page = markdown.page(gate.document(judge(rows), (), (), Places(rows)))
     assert "2 of 3 heads pass flash-attention's own" in page
 
@@ -398,7 +399,9 @@ def test_how_far_a_head_is_from_what_is_expected_has_its_colour(
     found = blocks(kernels=(kernel(nonfinite=0, expected_ratio_worst=ratio),))
     ranking = next(t for t in tables(found) if "closest to fp64" in t.title)
     assert ranking.rows[0].cells[3].style == style
-    (one,) = audit_view.maps(SimpleNamespace(rows=[row(expected_ratio=ratio)]))
+    (one,) = audit_view.maps(
+        SimpleNamespace(rows=[row(expected_ratio=ratio)], words=ATTENTION_WORDS)
+    )
     assert one.rows[0].cells[1].heat == heat
 
 

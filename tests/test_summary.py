@@ -24,6 +24,7 @@ from numdev.report.number_text import percent, shade, short, si, three
 from numdev.report.summary import summarise
 from numdev.report.views import verdicts
 from numdev.studies.audit.view import maps
+from numdev.tensor_specs import ATTENTION_WORDS
 
 # Of 0/0 in pandas: it must not get that far
 pytestmark = pytest.mark.filterwarnings("error")
@@ -110,7 +111,7 @@ def test_the_map_shows_the_worst_kernel_first() -> None:
             for l in (0, 3)
         ),
     ]
-    first, second = maps(SimpleNamespace(rows=rows))
+    first, second = maps(SimpleNamespace(rows=rows, words=ATTENTION_WORDS))
     assert first.title == "sdpa-flash, bfloat16, out: error / floor, layer by head"
     cells = [[cell.text for cell in line.cells] for line in first.rows]
     assert cells == [["0", "1.00", "2.00"], ["3", "3.00", "–"]]

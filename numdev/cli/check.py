@@ -238,7 +238,7 @@ def check_as_data(result: CheckResult) -> dict[str, object]:
     what was not tested), then the whole report."""
     from numdev.report import Places
 
-    name, findings = Places(result.report.rows), []
+    name, findings = Places(result.report.rows, result.report.words), []
     for f in result.report.findings:
         data = f.model_dump(
             include={"sentence", "severity", "rule", "metric", "limit", "cause"}

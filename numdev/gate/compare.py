@@ -111,7 +111,7 @@ NO_KERNEL = "no kernel under audit was measured in both reports"
 OTHER = (
     "The inputs differ in {count} of {every} rows, judging by the floor: there "
     "errors are judged "
-    "beside what each report predicts for its own inputs, and by how heads scatter."
+    "beside what each report predicts for its own inputs, and by how results scatter."
 )
 
 
@@ -141,7 +141,9 @@ def compare(
     moves = sorted(compared.moves, key=lambda move: -move.excess)
     presences = (*_presence_records(*rows, names), *compared.presences)
     summary = _summary(compared, {row.role for row in (*rows[0], *rows[1])})
-    places = Places(rows[1] if isinstance(new, Measured) else [m.place for m in moves])
+    places = Places([move.place for move in moves])
+    if isinstance(new, Measured):
+        places = Places(rows[1], new.words)
     sides = f"{last} against {first}: " if several else ""
     sentences = answer_sentences(
         compared.groups, moves, presences, allowed, places, sides, summary
@@ -483,7 +485,7 @@ def _reproducibility_moves(members: Sequence[Pair]) -> Iterator[Move]:
         return
     pair = max(repeated, key=lambda each: max(each[:2]))[2]
     state = [
-        f"not reproducible ({n} of {len(repeated)} heads)" if n else "the same"
+        f"not reproducible ({n} of {len(repeated)} results)" if n else "the same"
         for n in noisy
     ]
     words = f"runs on the same inputs: {state[0]}, now {state[1]}"
@@ -672,7 +674,7 @@ def answer_sentences(
         if move.metric == "ran":
             yield f"{_kernel_and_format(move)}, {move.tensor}: {move.words}."
     for kernel, of_kernel in by_kernel.items():
-        yield _kernel_sentence(kernel, of_kernel, numbers)
+        yield _kernel_sentence(kernel, of_kernel, numbers, f"{place.words.unit}s")
 
 
 def _has_moved(groups: Sequence[Group]) -> bool:
@@ -734,11 +736,12 @@ def _size_of_factor(move: Move) -> float:
 
 
 def _kernel_sentence(
-    kernel: str, groups: Sequence[Group], numbers: Sequence[Move]
+    kernel: str, groups: Sequence[Group], numbers: Sequence[Move], units: str
 ) -> str:
     """Returns a sentence on what moved of one kernel, and how many of its rows have the
-    same bits. `groups`: its groups, at least one; `numbers`: the moves of all kernels."""
-    each = EACH.get(groups[0].metric or "", "heads")
+    same bits. `groups`: its groups, at least one; `numbers`: the moves of all kernels;
+    `units`: what pairs of rows are of, in words, where their metric does not say it."""
+    each = EACH.get(groups[0].metric or "", units)
     tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in groups if g.moved]
     in_groups = {group.tensor for group in groups}
     beside = (m.tensor for m in numbers if _kernel_and_format(m) == kernel)

@@ -10,30 +10,36 @@ from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.number_text import NONE, labelled, ratio, si, times
+from numdev.tensor_specs import ATTENTION_WORDS, TENSORS, Words
 
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
 ON_PAGE = 500
 LEGEND = (
-    "heads: measured in both, one head of one call each; moved: beyond noise; same "
+    "{unit}s: measured in both, one {unit} of one call each; moved: beyond noise; same "
     "bits: equal "
-    "outputs, by a checksum of them. A, B: the median head's error before and "
+    "outputs, by a checksum of them. A, B: the median {unit}'s error before and "
     "after, in the unit "
-    "beside them. One head's B/A: of the head named beside it, the farthest from 1 "
-    "of all heads."
+    "beside them. One {unit}'s B/A: of the {unit} named beside it, the farthest from 1 "
+    "of all {unit}s."
 )
 UNITS = {
     "floor_ratio": "× the floor",
     "expected_ratio": "× what is predicted",
     "rms": "rms",
 }
-GROUP_COLUMNS = (
-    "kernel",
-    Column("tensor", align="left"),
-    *("heads", "moved", "same bits", "A", "B"),
-    Column("unit", align="left"),
-    "one head's B/A",
-    Column("which head", align="left", width=100),
-)
+
+
+def _group_columns(unit: str) -> tuple[str | Column, ...]:
+    """Returns the columns of the table of every tensor. `unit`: what a pair of rows is
+    of, in words."""
+    return (
+        "kernel",
+        Column("tensor", align="left"),
+        *(f"{unit}s", "moved", "same bits", "A", "B"),
+        Column("unit", align="left"),
+        f"one {unit}'s B/A",
+        Column(f"which {unit}", align="left", width=100),
+    )
 
 
 def styles(report: CompareReport) -> tuple[doc.Style]:
@@ -48,17 +54,19 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     """Yields what is shown below the verdict: the history, what moved, every tensor, what
     is gone, new or failed, notes, and what differs between the two reports."""
     where = [m.place for m in report.moves] + [p.place for p in report.presences]
-    place = Places([*(g.where for g in report.groups if g.where), *where])
-    yield from _history_nodes(report.history)
+    is_attention = all(group.tensor in TENSORS for group in report.groups)
+    words = ATTENTION_WORDS if is_attention else Words()
+    place = Places([*(g.where for g in report.groups if g.where), *where], words)
+    yield from _history_nodes(report.history, words.unit)
     yield _moves_table(report, place, SHOWN, doc.TERMINAL)
     yield _moves_table(report, place, ON_PAGE, doc.TEXT)
     yield doc.table(
-        GROUP_COLUMNS,
+        _group_columns(words.unit),
         ((*_group_row(g), place(g.where) if g.where else "") for g in report.groups),
         [g.role != "kernel" for g in report.groups],
         title="Every tensor: the error in A and in B",
     )
-    yield from doc.notes((LEGEND,))
+    yield from doc.notes((LEGEND.format(unit=words.unit),))
     yield doc.text_table(
         ("", "kernel", "tensor", "rows", "first at", "why"),
         (_presence_row(presence, place) for presence in report.presences),
@@ -100,9 +108,10 @@ def _report_rows(report: CompareReport) -> Iterator[tuple[str | Cell, ...]]:
         yield d.key, d.a, d.b
 
 
-def _history_nodes(past: Sequence[Past]) -> Iterator[doc.Node]:
+def _history_nodes(past: Sequence[Past], unit: str) -> Iterator[doc.Node]:
     """Yields a table of when and on what each report was made, and a figure of every
-    kernel's error along them; nothing without a history."""
+    kernel's error along them; nothing without a history. `unit`: what an error is of, in
+    words."""
     if not past:
         return
     rows = ((p.created, p.numdev, p.torch, p.on, p.outcome) for p in past)
@@ -116,7 +125,7 @@ def _history_nodes(past: Sequence[Past]) -> Iterator[doc.Node]:
         measured = {(i, day): [error] for i, day, error in errors if error is not None}
         curves += doc.curve(kernel, "kernel", measured)
     figure = Figure(
-        title="error / floor of the output, median head",
+        title=f"error / floor of the output, median {unit}",
         metric="floor_ratio",
         relative=True,
         y_title="error / floor",

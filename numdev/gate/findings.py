@@ -29,7 +29,7 @@ from numdev.report import (
     worst,
 )
 from numdev.report.number_text import labelled, power, si, three
-from numdev.tensor_specs import FIRST_OUTPUT, tensor_spec
+from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
 
 # What is wrong, by metric: how a sentence goes on that begins with the kernel.
 WRONG = {
@@ -199,14 +199,18 @@ def _kernel_verdict(
 
 
 def findings_in(
-    judgement: Judgement, rows: Rows
+    judgement: Judgement, rows: Rows, words: Words = ATTENTION_WORDS
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Returns the findings of a judgement of rows, and sentences on what was tested."""
+    """Returns the findings of a judgement of rows, and sentences on what was tested, in
+    the `words` of their operation."""
     findings = [
-        *_limit_findings(judgement.tests, Places(rows)),
+        *_limit_findings(judgement.tests, Places(rows, words)),
         *run_findings(judgement.tests),
     ]
-    tested = [*_tested_sentence(judgement.tests, findings), *remark_sentences(rows)]
+    tested = [
+        *_tested_sentence(judgement.tests, findings, words.unit),
+        *remark_sentences(rows),
+    ]
     if judgement.power:
         caught = "; ".join(map(str, judgement.power))
         tested.append(f"Of the faults planted in this run, these rules catch: {caught}.")
@@ -261,8 +265,8 @@ def _limit_findings(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     also = _other_failed_rules(faults, owner, at_of)
     inherits = _inherited_flags(findings)
     heirs = {label(f) for f, does in zip(findings, inherits, strict=True) if does}
+    words = named.words
     for at, finding in enumerate(findings):
-        words = tensor_spec(finding.tensor or "").of
         rules = joined_words(f"`{rule}`" for rule in also.get(at, ()))
         added = f" The same {words.unit}s also fail {rules}." if rules else ""
         for count, rule in more.get(at, ()):
@@ -499,14 +503,14 @@ def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
     if fault.cause is not None:
         rows.sort(key=_relative_error, reverse=True)
     place = Place.of(rows[0])
-    words = tensor_spec(verdict.tensor or "").of
+    words = named.words
     count = f"{len(rows)} of {judged} {words.unit}s"
     if before:
         count += f", beside {before} of other findings"
     where = f"{count}, worst at {named(place)}"
     observed = _shown_number(verdict, rows)
     cause, why = fault.cause or "", rows[0].nulls.get("suspicion", "")
-    predicate = _predicate(verdict, rows, where, cause)
+    predicate = _predicate(verdict, rows, where, cause, words)
     sentence = f"{label(verdict)} ({', '.join(formats)}) {predicate}."
     if fault.cause is None and (step := _common_imprecise_step(rows)):
         cause, why, alike = step, "", [row for row in rows if row.imprecision == step]
@@ -569,10 +573,10 @@ def share_in_words(share: float) -> str:
     return f"{shown:.{places}f}".rstrip("0").rstrip(".") + " %"
 
 
-def _removal_clause(rows: Rows) -> str:
+def _removal_clause(rows: Rows, unit: str) -> str:
     """Returns a clause on the share of the error that correcting a mistake removes, in
     each format that was judged, and in the finer format in which the mistake was
-    identified, if another. `rows`: at least one."""
+    identified, if another. `rows`: at least one; `unit`: what each is of, in words."""
     by_format = grouped(
         (r for r in rows if r.suspicion_share is not None), lambda r: r.format
     )
@@ -582,7 +586,6 @@ def _removal_clause(rows: Rows) -> str:
     }
     cut = statistics.median(row.suspicion_cut or 1.0 for row in rows)
     finer = next((row.suspicion_format for row in rows if row.suspicion_format), None)
-    unit = tensor_spec(rows[0].tensor).of.unit
     median = f" of the median {unit}" if len(rows) > 1 else ""
     if not shares:
         return f"correcting it removes {share_in_words(1 - 1 / cut)} of the error{median}"
@@ -615,21 +618,24 @@ def _least_removed_share(cut: float) -> float:
     return 1 - (left if left > 0.1 else 10.0 ** math.ceil(math.log10(left) - 1e-9))
 
 
-def _predicate(verdict: Test, rows: Rows, where: str, cause: str) -> str:
+def _predicate(verdict: Test, rows: Rows, where: str, cause: str, words: Words) -> str:
     """Returns the part of a sentence after the kernel: what is wrong in `rows`, the worst
     first, and `where`, in parentheses. `cause`: the mistake, where the rule is on
-    mistakes."""
+    mistakes; `words`: of the operation."""
     template = WRONG.get(verdict.metric or "", WRONG[""])
-    fields = _test_fields(verdict, _shown_number(verdict, rows)) | _row_fields(rows)
+    fields = _test_fields(verdict, _shown_number(verdict, rows), words)
+    fields |= _row_fields(rows, words.unit)
     sentence = template.format(**fields, suspicion=cause)
     if sentence.endswith(")"):
         return f"{sentence[:-1]}; {where})"
     return f"{sentence} ({where})"
 
 
-def _test_fields(verdict: Test, observed: float | str | None) -> dict[str, object]:
+def _test_fields(
+    verdict: Test, observed: float | str | None, words: Words
+) -> dict[str, object]:
     """Returns the fields of the templates of `WRONG` that a test fills, by name.
-    `observed`: the number that the finding shows."""
+    `observed`: the number that the finding shows; `words`: of the operation."""
     spec = tensor_spec(verdict.tensor or "")
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
     shown = f"{observed}"
@@ -642,18 +648,18 @@ def _test_fields(verdict: Test, observed: float | str | None) -> dict[str, objec
         "bound": bound,
         "number": shown,
         "tensor": spec.in_words,
-        "operation": spec.of.operation,
-        "plain": spec.of.plain,
+        "operation": words.operation,
+        "plain": words.plain,
         "reverse": REVERSE if verdict.format in OVERFLOWS else "",
-        "median": f" (median over {spec.of.unit}s)" if verdict.median else "",
+        "median": f" (median over {words.unit}s)" if verdict.median else "",
         "allowed": f"limit {bound}×" if verdict.bound else "expected: identical bits",
     }
 
 
-def _row_fields(rows: Rows) -> dict[str, object]:
+def _row_fields(rows: Rows, unit: str) -> dict[str, object]:
     """Returns the fields of the templates of `WRONG` that rows fill, by name: counts are
     sums over rows, all else is the worst row's or in words. `rows`: the worst first, at
-    least one."""
+    least one; `unit`: what each is of, in words."""
     worst = rows[0]
     fields: dict[str, object] = {
         name: sum(getattr(row, name) or 0 for row in rows)
@@ -661,9 +667,9 @@ def _row_fields(rows: Rows) -> dict[str, object]:
     }
     return fields | {
         "sampled": " sampled" if worst.sampled else "",
-        "errs_in": _place_in_heads(rows),
+        "errs_in": _place_in_units(rows, unit),
         "claim": _rounding_model_in_words(rows),
-        "removed": _removal_clause(rows),
+        "removed": _removal_clause(rows, unit),
         "bias": worst.bias_size or 0.0,
         "direction": _bias_direction(worst),
         "bias_p": si(worst.bias_p),
@@ -683,12 +689,12 @@ def _reference_fields(row: DeviationRow) -> dict[str, object]:
     return {"form": beside.form, "slice_at": beside.slice_at, "element_at": f"[{at}]"}
 
 
-def _place_in_heads(rows: Rows) -> str:
-    """Returns where in their heads most of these rows err, as ` in WHERE`, in words that
-    hold in all of them; else where the worst does. Empty where they err all over."""
+def _place_in_units(rows: Rows, unit: str) -> str:
+    """Returns where in their units (of attention, heads) most of these rows err, as
+    ` in WHERE`, in words that hold in all of them; else where the worst does. Empty where
+    they err all over. `unit`: what one is called."""
     places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
     words, count = places.most_common(1)[0] if places else ("", 0)
-    unit = tensor_spec(rows[0].tensor).of.unit
     if 2 * count > len(rows):
         return f" in {words}" + (
             f" ({count} of {len(rows)} {unit}s)" if count < len(rows) else ""
@@ -753,9 +759,11 @@ def _run_finding(test: Test, rule: str, words: str) -> Finding:
     )
 
 
-def _tested_sentence(tests: Sequence[Test], findings: Sequence[Finding]) -> Iterator[str]:
+def _tested_sentence(
+    tests: Sequence[Test], findings: Sequence[Finding], unit: str
+) -> Iterator[str]:
     """Yields one sentence on what the rules were applied to, and on rules that were not
-    applied; nothing where none was."""
+    applied; nothing where none was. `unit`: what a result is of, in words."""
     of_rows = [
         test for test in tests if test.metric not in (None, "calls") or not test.kernel
     ]
@@ -775,8 +783,6 @@ def _tested_sentence(tests: Sequence[Test], findings: Sequence[Finding]) -> Iter
         if any(f.severity != "note" for f in findings)
         else "All applied rules passed"
     )
-    judged_tensors = (t.tensor for t in of_rows if t.judged and t.tensor)
-    unit = tensor_spec(next(judged_tensors, FIRST_OUTPUT)).of.unit
     results = f"{max(judged.values())} results (one per {unit} and tensor)"
     what = f"{kernels} in {formats}, {results}"
     sentence = f"{start}: {what}; rules: {joined_words(applied)}."

@@ -214,7 +214,7 @@ def _rows_with_limits(
     if threshold.heads is None or not unsure:
         judged = [h for h in judged if not h.unsure]
     if threshold.heads is not None and judged and len(judged) < threshold.heads:
-        few = f"needs {threshold.heads} heads, has {len(judged)}"
+        few = f"needs {threshold.heads} results, has {len(judged)}"
         return [], unsure, [*lacking, *((h.row, few) for h in judged)]
     if threshold.heads is not None and unsure:
         return [], unsure, lacking  # a median of what is not known

@@ -33,7 +33,7 @@ from numdev.report import (
     WorstRow,
 )
 from numdev.report.number_text import MOST, ratio
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Metrics of which a summary has the median over heads, the largest, or where that is."""
@@ -47,14 +47,16 @@ def summarise(
     findings: Sequence[Finding] = (),
     explanations: Sequence[Explanation] = (),
     worst: Sequence[WorstRow] = (),
+    words: Words = ATTENTION_WORDS,
 ) -> AuditSummary:
     """Returns the summary of an audit's rows, whether ok, skipped or failed; planted
-    faults are left out. A kernel that a finding is on is not spoken of in its answer."""
+    faults are left out. A kernel that a finding is on is not spoken of in its answer.
+    `words`: of the operation."""
     groups = grouped(
         (row for row in rows if row.role != "control"),
         lambda r: (r.role, r.kernel, str(sorted(r.options.items())), r.format),
     )
-    places = Places([row for group in groups.values() for row in group])
+    places = Places([row for group in groups.values() for row in group], words)
     formats = list(dict.fromkeys(fmt for *_, fmt in groups))
     kernels = tuple(
         sorted(
@@ -67,7 +69,7 @@ def summarise(
             f"{name}: {sentence}"
             for name in formats
             for sentence in _answer_sentences(
-                [k for k in kernels if k.format == name], findings
+                [k for k in kernels if k.format == name], findings, words
             )
         ),
         kernels=kernels,
@@ -219,11 +221,12 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def _answer_sentences(
-    kernels: Sequence[KernelSummary], findings: Sequence[Finding]
+    kernels: Sequence[KernelSummary], findings: Sequence[Finding], words: Words
 ) -> Iterator[str]:
     """Yields sentences on one format: what overflows, and how far a flash kernel is from
-    eager attention beside what the format costs. A kernel with a finding is not spoken
-    of: its verdict says it."""
+    eager attention, or what else is the baseline by the `words` of the operation, beside
+    what the format costs. A kernel with a finding is not spoken of: its verdict says
+    it."""
     standard = {k.role: k for k in kernels}
     precision, plain = standard.get("precision"), standard.get("baseline")
     usual = {name: place for place, name in enumerate(HEADLINE)}
@@ -240,34 +243,32 @@ def _answer_sentences(
         key=lambda k: usual.get(k.kernel, -1),
         default=None,
     )
+    baseline = words.plain[0].upper() + words.plain[1:]
     if precision is not None and precision.nonfinite:
         yield (
-            f"Rounding q, k, v to {precision.format} overflows: "
+            f"Rounding {words.inputs} to {precision.format} overflows: "
             f"{precision.nonfinite} elements of "
             "the exact result are no longer finite."
         )
     if plain is not None and plain.nonfinite:
-        yield (
-            f"Eager attention returns {plain.nonfinite} elements that are NaN or "
-            "infinite."
-        )
+        yield (f"{baseline} returns {plain.nonfinite} elements that are NaN or infinite.")
     if kernel is None:
         return
     multiple = kernel.flash_vs_precision
     if multiple is not None and multiple <= MOST:
         share = kernel.baseline_ratio
         whose = (
-            ", mostly eager attention's own error"
+            f", mostly {words.plain}'s own error"
             if share is not None and share < 0.5
             else ""
         )
         yield (
-            f"{kernel.kernel} and eager attention differ by {ratio(multiple)}× "
+            f"{kernel.kernel} and {words.plain} differ by {ratio(multiple)}× "
             f"the error that rounding q, k, v to {kernel.format} alone causes{whose}."
         )
     elif plain is None or plain.max_abs is None:
         yield (
-            "Eager attention did not run: no difference to compare with the cost "
+            f"{baseline} did not run: no difference to compare with the cost "
             "of the format."
         )
     else:

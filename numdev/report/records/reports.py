@@ -18,6 +18,7 @@ from numdev.errors import UsageError, closest
 from numdev.report.records.outcomes import Outcome
 from numdev.report.records.rows import (
     AttributionRow,
+    CallRecord,
     CaseRecord,
     DeviationRow,
     FunctionCallRecord,
@@ -30,7 +31,7 @@ from numdev.report.records.rows import (
 )
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
 from numdev.report.safe_text import plain
-from numdev.tensor_specs import FIRST_OUTPUT, tensor_spec
+from numdev.tensor_specs import ATTENTION_WORDS, Words
 
 if TYPE_CHECKING:
     import pandas
@@ -59,9 +60,14 @@ class Place(Record):
 class Places:
     """What to call a place in a report of these rows: `layer 3 head 2`; the module where
     layers share a number, the case where it was drawn; seed and call where there are
-    several."""
+    several. `words`: of the operation."""
 
-    def __init__(self, rows: Sequence[DeviationRow | WorstRow | Place]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[DeviationRow | WorstRow | Place],
+        words: Words = ATTENTION_WORDS,
+    ) -> None:
+        self.words = words
         modules = {(row.layer, row.module): getattr(row, "attends", None) for row in rows}
         layers = Counter(layer for layer, _ in modules)
         self._names = {
@@ -72,9 +78,6 @@ class Places:
         }
         self._seeds = len({row.seed for row in rows}) > 1
         self._calls = len({row.call for row in rows}) > 1
-        tensors = (getattr(row, "tensor", None) for row in rows)
-        of = tensor_spec(next(filter(None, tensors), FIRST_OUTPUT)).of
-        self._unit = of.unit if of.has_units else ""
 
     def layer(self, place: Place | DeviationRow | WorstRow) -> str:
         """Returns a place's layer in words, with its phase: `layer 3 decode`. The module
@@ -87,8 +90,8 @@ class Places:
         words = self.layer(place)
         words += f" step {place.step}" if place.step is not None else ""
         words += f" call {place.call}" if self._calls and place.call != place.step else ""
-        if place.head is not None and self._unit:
-            words += f" {self._unit} {place.head}"
+        if place.head is not None and self.words.has_units:
+            words += f" {self.words.unit} {place.head}"
         return words + (f", seed {place.seed}" if self._seeds else "")
 
 
@@ -293,6 +296,12 @@ def _renderer(name: str) -> ModuleType:
     return importlib.import_module(f"numdev.report.renderers.{name}")
 
 
+def words_of(cases: Sequence[CallRecord]) -> Words:
+    """Returns the words of the operation that these calls are of; attention's without
+    calls."""
+    return cases[0].words if cases else ATTENTION_WORDS
+
+
 class AuditReport(Report):
     """The result of `numdev audit`."""
 
@@ -304,6 +313,12 @@ class AuditReport(Report):
     weights: tuple[WeightRow, ...] = ()
     attributions: tuple[AttributionRow, ...] = ()
     profiles: tuple[ProfileRow, ...] = ()
+
+    @property
+    def words(self) -> Words:
+        """Returns the words of the operation that was called; attention's without
+        calls."""
+        return words_of(self.cases)
 
     @property
     def attention_calls(self) -> list[CaseRecord]:
@@ -338,6 +353,11 @@ class SweepReport(Report):
     plan: PlanRecord
     cases: tuple[CaseRecord, ...] = ()
     rows: tuple[DeviationRow, ...] = ()  # empty where only cells were asked for
+
+    @property
+    def words(self) -> Words:
+        """Returns the words of attention."""
+        return ATTENTION_WORDS
 
     @property
     def measured(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from numdev.tensor_specs import ATTENTION_WORDS, Words
+
 Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
 # The name of an operation's tensor (`numdev.tensor_specs.tensor_spec`)
@@ -59,6 +61,11 @@ class CallRecord(Record):
         may leave out. Each kind of call has its own."""
         raise NotImplementedError
 
+    @property
+    def words(self) -> Words:
+        """Returns what sentences call the operation, and what is part of it."""
+        return Words()
+
 
 class FunctionCallRecord(CallRecord):
     """A call of a function: its tensors as they are."""
@@ -99,6 +106,11 @@ class CaseRecord(CallRecord):
             "dk": key,
             "dv": key.model_copy(update={"width": self.v_dim}),
         }
+
+    @property
+    def words(self) -> Words:
+        """Returns what sentences call attention, and what is part of it."""
+        return ATTENTION_WORDS
 
 
 class Who(TypedDict):

@@ -25,6 +25,7 @@ from numdev.report import document as doc
 from numdev.report.number_text import MOST, labelled, ratio, si, three
 from numdev.report_kinds import kind_of
 from numdev.studies.audit.timing import words as seconds
+from numdev.tensor_specs import ATTENTION_WORDS, Words
 
 REPRODUCERS = "reproducers"
 # Characters of a reproducer that the page shows; a longer one is only named
@@ -87,6 +88,7 @@ def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
     """Yields a line for each kernel in each format: its verdict, and the number or
     finding that matters most. A finding that leads in several formats is one line."""
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
+    words: Words = getattr(report, "words", ATTENTION_WORDS)
     sizes = {
         (k.kernel, str(k.options), k.format): k for k in kernels if k.role == "kernel"
     }
@@ -99,11 +101,11 @@ def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
         v, formats = of[0], [each.format for each in of]
         summaries = [sizes.get((v.kernel, str(v.options), fmt)) for fmt in formats]
         if v.finding is not None:
-            text = _finding_text(name, v, report.findings[v.finding], summaries)
+            text = _finding_text(name, v, report.findings[v.finding], summaries, words)
         elif v.reason is not None:
             text = v.reason
         elif (k := summaries[0]) is not None and k.max_abs is not None:
-            text = _error_sentence(k)
+            text = _error_sentence(k, words)
         else:
             number = three(v.observed, v.limit)
             nearest = (
@@ -136,10 +138,12 @@ def _finding_text(
     v: KernelVerdict,
     finding: Finding,
     summaries: Sequence[KernelSummary | None],
+    words: Words,
 ) -> str:
     """Returns what a finding says of a kernel, without the kernel, and how far off its
     output is in each of these formats where a limit is exceeded. `name`: the kernel with
-    its options; `summaries`: of the kernel in each format, None where there is none."""
+    its options; `summaries`: of the kernel in each format, None where there is none;
+    `words`: of the operation."""
     text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
     far = [
         k
@@ -152,7 +156,8 @@ def _finding_text(
     if not far:
         return text
     sizes = [
-        _over_floor_clause(k) + f" in {k.format}" * (len(summaries) > 1) for k in far
+        _over_floor_clause(k, words) + f" in {k.format}" * (len(summaries) > 1)
+        for k in far
     ]
     return f"{text} The output's rms error: {'; '.join(sizes)}."
 
@@ -176,29 +181,29 @@ def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
     return outcome.word, "soft" if soft else style_of(outcome)
 
 
-def _error_sentence(k: KernelSummary) -> str:
+def _error_sentence(k: KernelSummary, words: Words) -> str:
     """Returns a sentence on how far a kernel that passed is from fp64: its error over the
-    floor, over the expected and over eager attention's; its largest error where there is
-    no floor."""
+    floor, over the expected and over the baseline's; its largest error where there is no
+    floor. `words`: of the operation."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too."
     if k.floor_ratio is None or k.floor_ratio > MOST:
         return f"max error {si(k.max_abs)}; the exact result needs no rounding."
-    text = f"rms error {_over_floor_clause(k)}"
+    text = f"rms error {_over_floor_clause(k, words)}"
     # In other formats what a kernel's arithmetic may err is a bound, no prediction.
     if k.expected_ratio is not None and k.format in BIAS_FORMATS:
         how = "less than" if k.expected_ratio < 0.9 else "as"
         how = "more than" if k.expected_ratio > 1.1 else how
         text += f"; {how} its rounding model predicts (median {ratio(k.expected_ratio)}×)"
     if k.baseline_ratio is not None:
-        text += f"; {ratio(k.baseline_ratio)}× the error of eager attention (median)"
+        text += f"; {ratio(k.baseline_ratio)}× the error of {words.plain} (median)"
     return f"{text}."
 
 
-def _over_floor_clause(k: KernelSummary) -> str:
+def _over_floor_clause(k: KernelSummary, words: Words) -> str:
     """Returns `1.23× the least possible in the median head, 1.48× in the worst (decode
     head 2)`; without the worst where that is too large to mean anything."""
-    text = f"{ratio(k.floor_ratio)}× the least possible in the median head"
+    text = f"{ratio(k.floor_ratio)}× the least possible in the median {words.unit}"
     if (k.floor_ratio_worst or math.inf) > MOST:
         return text
     return f"{text}, {ratio(k.floor_ratio_worst)}× in the worst ({k.floor_ratio_where})"

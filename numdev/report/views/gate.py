@@ -20,6 +20,7 @@ from numdev.report import document as doc
 from numdev.report.number_text import three
 from numdev.report.views import Verdicts, style_of, verdicts
 from numdev.report_kinds import judged_by
+from numdev.tensor_specs import ATTENTION_WORDS
 
 SHOWN = 12  # offending rows, the worst of all rules first
 SENTENCES = 50  # problems: GitHub shows no summary that is longer than 1 MiB
@@ -47,8 +48,9 @@ def page_of(judgement: Judgement, report: Report) -> doc.Document:
         f.place for f in findings
     )
     rows = getattr(report, "rows", ()) if placed else ()
+    words = getattr(report, "words", ATTENTION_WORDS)
     return document(
-        judgement, findings, tested, Places(rows),
+        judgement, findings, tested, Places(rows, words),
         plants="control" in report.request, passing=partial(study.passing, report),
     )  # fmt: skip
 
@@ -127,7 +129,7 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
     ).items():
         who = dict.fromkeys(f" of {_subject(test)}" for test in tests if test.kernel)
         rows = sum(test.unjudged for test in tests)
-        where = f"{f' in {rows} heads' if rows else ''}{','.join(who)}"
+        where = f"{f' in {rows} results' if rows else ''}{','.join(who)}"
         named = f"{rule} ({limit})" if limit else rule
         sentence = f"{named} could not be judged{where}: {'; '.join(reasons[:3])}."
         yield Problem(Outcome.NOT_JUDGED, f"{rule} not judged", sentence)

@@ -44,7 +44,7 @@ def findings(
 ) -> tuple[Sequence[Finding], Sequence[str]]:
     """Returns the findings of a judgement, and sentences on what was tested, on the
     reference and the inputs, and what the report doubts."""
-    wrong, tested = findings_in(judgement, report.rows)
+    wrong, tested = findings_in(judgement, report.rows, report.words)
     return wrong, (*tested, *remarks(report.rows), *report.doubts)
 
 

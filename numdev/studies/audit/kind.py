@@ -16,6 +16,7 @@ from numdev.report import AuditReport, CaseRecord, Finding, SweepReport
 from numdev.report.summary import summarise
 from numdev.report_kinds import Judged, Kind
 from numdev.studies.audit import sweep_view, view
+from numdev.tensor_specs import ATTENTION_WORDS
 
 TAKE_SINKS = (
     "Nothing was judged: every call has attention sinks, and no kernel that was "
@@ -35,9 +36,8 @@ def tests(report: Measured, rules: Rules) -> Iterator[Test]:
 def beside(report: Measured, rules: Rules) -> Beside:
     """Returns, as `power`, what the gate makes of planted faults, and as `fa_rule` in how
     many heads flash-attention's own rule holds and of how many; None without any."""
-    fa_rule = [
-        r.fa_rule for r in report.rows if r.role == "kernel" and r.fa_rule is not None
-    ]
+    rows = report.rows if report.words == ATTENTION_WORDS else ()
+    fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     return {
         "power": tuple(power_of(report.rows, report.plan, rules)),
         "fa_rule": (sum(fa_rule), len(fa_rule)) if fa_rule else None,
@@ -49,7 +49,7 @@ def findings(
 ) -> tuple[Sequence[Finding], Sequence[str]]:
     """Returns the findings of a judgement, and sentences on what was tested, what could
     not be, and what the report doubts."""
-    wrong, tested = findings_in(judgement, report.rows)
+    wrong, tested = findings_in(judgement, report.rows, report.words)
     return wrong, (*tested, *_advise_on_sinks(report), *report.doubts)
 
 
@@ -66,7 +66,7 @@ def _advise_on_sinks(report: Measured) -> Iterator[str]:
 def summarised(report: AuditReport) -> AuditReport:
     """Returns the report with its kernels ranked and its answer, as its rows say; what no
     row tells of stays as it is."""
-    ranked = summarise(report.rows, report.findings)
+    ranked = summarise(report.rows, report.findings, words=report.words)
     changes = {"answer": ranked.answer, "kernels": ranked.kernels}
     return report.model_copy(
         update={"summary": report.summary.model_copy(update=changes)}

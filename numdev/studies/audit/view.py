@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import add, attrgetter
 
 from numdev.grouping import grouped
@@ -29,17 +29,17 @@ from numdev.report import (
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floor_cell
 from numdev.report.number_text import NONE, SHADES, labelled, ratio, shade, short, si
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_specs import Words, tensor_spec
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
     "error / floor: rms error, against fp64 on the same rounded inputs, divided by "
     "the least "
-    "possible (the exact result rounded once), median and worst head; shaded from "
+    "possible (the exact result rounded once), median and worst {unit}; shaded from "
     "1.25, 2, 4, 16. "
     "error / expected: divided by what the kernel's rounding model predicts, worst "
-    "head. error / "
-    "eager: divided by eager attention's (the row baseline), median. Mean and max "
+    "{unit}. error / "
+    "{baseline}: divided by {plain}'s (the row baseline), median. Mean and max "
     "error are in the "
     "output's units."
 )
@@ -67,12 +67,13 @@ ULP_LABELS = (f"<1/{2 ** -ULPS[0]}", *(f"1/{2 ** -p}" if p < 0 else str(2**p)
 def blocks(report: AuditReport) -> Iterator[doc.Node]:
     """Yields what is shown of an audit: ranking, maps, curves, worst rows, explanations,
     weights."""
-    summary = report.summary
+    summary, words = report.summary, report.words
     for name, kernels in grouped(summary.kernels, attrgetter("format")).items():
-        yield from _format_blocks(name, kernels)
+        yield from _format_blocks(name, kernels, words)
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
     suspects = max((k.suspects or 0 for k in summary.kernels), default=0)
-    yield from doc.notes((LEGEND, SAMPLED.format(rows, suspects) if rows else ""))
+    legend = LEGEND.format(unit=words.unit, plain=words.plain, baseline=words.baseline)
+    yield from doc.notes((legend, SAMPLED.format(rows, suspects) if rows else ""))
     if "architecture" in report.provenance.source:
         target = report.request.get("checkpoint")
         note = f"What this does at the model's output: `numdev effects {target}`"
@@ -86,7 +87,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         yield doc.Heading("Error against position", doc.TEXT)
         yield from figures
         yield doc.Paragraph(POSITIONS, "soft", doc.PAGE)
-    yield from _worst_row_blocks(summary.worst_rows, sampled=bool(rows))
+    yield from _worst_row_blocks(summary.worst_rows, words, sampled=bool(rows))
     yield from _explanation_blocks(summary.explanations)
     yield doc.text_table(
         ("format", "tensors", "mean change (= W1)", "max change", "in", "not finite"),
@@ -122,73 +123,89 @@ def _max_error_text(k: KernelSummary) -> str:
     return ("" if k.rows_measured is None or k.max_abs is None else "≥") + si(k.max_abs)
 
 
-RATIOS: tuple[tuple[Column, Callable[[KernelSummary | PartSummary], Cell]], ...] = (
-    (Column("error / floor"), lambda k: floor_cell(k.floor_ratio)),
-    (
-        Column("worst head"),
-        lambda k: floor_cell(k.floor_ratio_worst, k.floor_ratio_where or ""),
-    ),
-    (Column("error / expected"), lambda k: _expected_ratio_cell(k.expected_ratio_worst)),
-    (Column("error / eager"), lambda k: Cell(ratio(k.baseline_ratio))),
-)
-RANKING: tuple[tuple[Column, Callable[[KernelSummary], Cell]], ...] = (
-    (Column("kernel", align="left"), _name_cell),
-    *RATIOS,
-    (Column("mean error"), lambda k: Cell(si(k.mean_abs))),
-    (Column("max error"), lambda k: Cell(_max_error_text(k))),
-)
+KERNEL = Column("kernel", align="left")
 
 
-def _format_blocks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
+def _ratio_columns(words: Words) -> list[Column]:
+    """Returns the columns of `_ratio_cells`, in the words of the operation."""
+    return [
+        Column("error / floor"),
+        Column(f"worst {words.unit}"),
+        Column("error / expected"),
+        Column(f"error / {words.baseline}"),
+    ]
+
+
+def _ratio_cells(k: KernelSummary | PartSummary) -> list[Cell]:
+    """Returns the cells with a kernel's errors over the floor, the worst of them, over
+    the expected and over the baseline's."""
+    return [
+        floor_cell(k.floor_ratio),
+        floor_cell(k.floor_ratio_worst, k.floor_ratio_where or ""),
+        _expected_ratio_cell(k.expected_ratio_worst),
+        Cell(ratio(k.baseline_ratio)),
+    ]
+
+
+def _format_blocks(
+    name: str, kernels: Sequence[KernelSummary], words: Words
+) -> Iterator[doc.Node]:
     """Yields the blocks of one format: kernels ranked, their gradients and phases, and
-    remarks that the tables need."""
+    remarks that the tables need. `words`: of the operation."""
     shown = [k for k in kernels if k.ok and k.role != "precision"]
+    ratios = _ratio_columns(words)
     yield doc.table(
-        [column for column, _ in RANKING],
+        [KERNEL, *ratios, Column("mean error"), Column("max error")],
         map(_ranking_line, shown),
         [k.role != "kernel" for k in shown],
         title=f"{name}: error of the output, the closest to fp64 first",
     )
     yield _parts_table(
-        f"{name}: gradients", [(k, g.tensor, g) for k in shown for g in k.gradients]
+        f"{name}: gradients",
+        ratios,
+        [(k, g.tensor, g) for k in shown for g in k.gradients],
     )
     phased = [k for k in shown if len(k.phases) > 1]
     phases = [(k, p.phase or "", p) for k in phased for p in k.phases]
-    yield _parts_table(f"{name}: prefill beside decode", phases)
-    yield doc.Bullets(tuple(_format_remarks(name, kernels)))
+    yield _parts_table(f"{name}: prefill beside decode", ratios, phases)
+    yield doc.Bullets(tuple(_format_remarks(name, kernels, words)))
 
 
 def _ranking_line(k: KernelSummary) -> list[Cell]:
     """Returns a kernel's line of the ranking; one that returns NaN or infinity is not
     described by its other elements: every number is `NaN`."""
+    errors = Cell(si(k.mean_abs)), Cell(_max_error_text(k))
+    numbers = [*_ratio_cells(k), *errors]
     if k.nonfinite:
-        return [_name_cell(k), *[Cell("NaN", style="bad")] * (len(RANKING) - 1)]
-    return [cell(k) for _, cell in RANKING]
+        numbers = [Cell("NaN", style="bad")] * len(numbers)
+    return [_name_cell(k), *numbers]
 
 
 def _parts_table(
-    title: str, parts: Sequence[tuple[KernelSummary, str, PartSummary]]
+    title: str,
+    ratios: Sequence[Column],
+    parts: Sequence[tuple[KernelSummary, str, PartSummary]],
 ) -> doc.Table:
-    """Returns a table with a row for each part (kernel, name of the part, its
-    numbers)."""
+    """Returns a table with a row for each part (kernel, name of the part, its numbers).
+    `ratios`: the columns of the numbers."""
     return doc.table(
-        [RANKING[0][0], Column("of", align="left"), *(column for column, _ in RATIOS)],
-        [
-            (_name_cell(k), name, *(cell(part) for _, cell in RATIOS))
-            for k, name, part in parts
-        ],
+        [KERNEL, Column("of", align="left"), *ratios],
+        [(_name_cell(k), name, *_ratio_cells(part)) for k, name, part in parts],
         [k.role != "kernel" for k, _, _ in parts],
         title=title,
     )
 
 
-def _format_remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
+def _format_remarks(
+    name: str, kernels: Sequence[KernelSummary], words: Words
+) -> Iterator[Item]:
     """Yields the remarks that one format's tables need: what rounding the inputs costs,
-    what ran by default, noise, and why a kernel was skipped or failed."""
+    what ran by default, noise, and why a kernel was skipped or failed. `words`: of the
+    operation."""
     for k in kernels:
         if k.role == "precision" and k.mean_abs:
             yield Item(
-                f"Rounding q, k, v to {name} alone moved the answer by "
+                f"Rounding {words.inputs} to {name} alone moved the answer by "
                 f"{si(k.mean_abs)} on "
                 f"average, {_max_error_text(k)} at most.",
                 style="soft",
@@ -227,10 +244,10 @@ Group = tuple[str, str, str]  # kernel with its options, format and tensor
 
 
 def maps(report: AuditReport) -> Iterator[doc.Table]:
-    """Yields for each kernel, format and tensor a heat map, layer by head, of the error
+    """Yields for each kernel, format and tensor a heat map, layer by unit, of the error
     over what is expected, or over the floor if any of its heads has no expected error; of
     several calls the largest. The kernel that is farthest off comes first."""
-    places = Places(report.rows)
+    places = Places(report.rows, report.words)
     groups = defaultdict[Group, dict[tuple[str, int | None], DeviationRow]](dict)
     for row in report.rows:
         if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
@@ -259,7 +276,7 @@ def maps(report: AuditReport) -> Iterator[doc.Table]:
         title = (
             f"{kernel}, {fmt}, {tensor}: error / {'expected' if relative else 'floor'}"
         )
-        yield doc.heat_map(f"{title}, layer by head", heads, layers)
+        yield doc.heat_map(f"{title}, layer by {report.words.unit}", heads, layers)
 
 
 def _severity(row: DeviationRow) -> float:
@@ -316,9 +333,10 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
             curves += doc.curve(
                 label, role, {(n, f"layer {n}"): x for n, x in ratios.items()}
             )
+        title = f"{fmt}: error / floor by layer, median {report.words.unit}"
         figures.append(Figure(
-            title=f"{fmt}: error / floor by layer, median head", metric="floor_ratio",
-            relative=True, y_title="error / floor", y_scale="log", curves=tuple(curves),
+            title=title, metric="floor_ratio", relative=True,
+            y_title="error / floor", y_scale="log", curves=tuple(curves),
         ))  # fmt: skip
     ticks = tuple(Tick(x=layer, label=str(layer)) for layer in layers)
     axis = Axis(name="layer", title="layer", scale="linear", ticks=ticks)
@@ -450,15 +468,17 @@ def _errors_by_bin(row: ProfileRow, relative: bool) -> Sequence[float | None]:
     return [e / p if e is not None and p else None for e, p in pairs]
 
 
-def _worst_row_blocks(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
+def _worst_row_blocks(
+    rows: Sequence[WorstRow], words: Words, *, sampled: bool
+) -> Iterator[doc.Node]:
     """Yields a list of the rows that err most, where they stand, and what is special
-    about them; with a heading where there are any. `sampled`: whether only some rows were
-    measured."""
+    about them; with a heading where there are any. `words`: of the operation; `sampled`:
+    whether only some rows were measured."""
     if rows:
         yield doc.Heading(
             f"Rows with the largest errors{', of those measured' * sampled}"
         )
-    items, named = [], Places(rows)
+    items, named = [], Places(rows, words)
     for w in rows:
         text = f"({w.format}), {named(w)}, {w.tensor}: {w.sentence}"
         items.append(Item(text, lead=labelled(w.kernel or w.case, w.options)))
