@@ -68,8 +68,16 @@ def open_safetensors(path: Path) -> Any:
 
 def read_pickle(path: Path) -> dict[Any, Any]:
     """Returns the dict that torch.save wrote, of tensors and plain values, mapped where
-    the file is a zip archive; empty for another value. Nothing else is unpickled: raises
-    MeasurementError for any other object, and for a damaged or compressed file."""
+    the file is a zip archive; empty for another value. Raises MeasurementError as
+    `unpickled` does."""
+    state = unpickled(path)
+    return state if isinstance(state, dict) else {}
+
+
+def unpickled(path: Path) -> object:
+    """Returns what torch.save wrote, of tensors and plain values, mapped where the file
+    is a zip archive. Nothing else is unpickled: raises MeasurementError for any other
+    object, and for a damaged or compressed file."""
     refuse_pointer(path)
     try:  # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
         if mapped := zipfile.is_zipfile(path):
@@ -80,7 +88,7 @@ def read_pickle(path: Path) -> dict[Any, Any]:
             larger = sum(m.file_size for m in members) > path.stat().st_size
             if larger or any(m.compress_type for m in members):
                 raise ValueError("compressed")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # its message would advise to run the code of the file
         what = (
             "is damaged or holds Python objects other than tensors: numdev does "
@@ -88,7 +96,6 @@ def read_pickle(path: Path) -> dict[Any, Any]:
         )
         hint = "convert it to safetensors with a tool you trust"
         raise MeasurementError(f"{path}: {what}", hint=hint) from error
-    return state if isinstance(state, dict) else {}
 
 
 def is_plain(x: Tensor) -> bool:

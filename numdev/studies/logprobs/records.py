@@ -40,7 +40,7 @@ class RecordedSettings:
     logprobs_mode: str | None = None
     engine: str | None = None
     weights_version: str | None = None
-    step: int | None = None
+    step: int | None = None  # of training
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,7 @@ class RecordedSequence:
     entropy: Numbers | None = None  # [n], nats; NaN where there is none
     turn: Integers | None = None  # [n]; which turn of a dialogue the token is in
     weights_versions: tuple[str, ...] = ()  # all it was sampled under, in their order
+    has_prompt: bool = True  # False where tokens before the first were not recorded
     place: str = ""  # where it stands: `rank_0.jsonl line 12`
 
     def __len__(self) -> int:

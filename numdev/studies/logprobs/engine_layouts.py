@@ -1,0 +1,351 @@
+"""Responses of serving engines, as JSON: completions and chat of vLLM and of servers with
+the same interface, and SGLang's own `meta_info`. The field names are theirs.
+
+A response has one side. Its tokens count, and those of a prompt only where nothing else
+has log-probabilities. A record may wrap the response, as batch files do, and may have the
+request beside it, which says temperature and support."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from numdev.errors import MeasurementError
+from numdev.studies.logprobs.file_records import FileRecord
+from numdev.studies.logprobs.plain_layout import (
+    Sequences,
+    padded,
+    settings_of,
+    versions_of,
+)
+from numdev.studies.logprobs.records import (
+    Integers,
+    Numbers,
+    RecordedSequence,
+    RecordedSettings,
+)
+
+Values = list[Any]  # as JSON has them, not yet checked
+Pairs = tuple[Values, Values]  # ids of alternatives, and their values
+STAND_IN = -9999.0  # what vLLM writes for minus infinity and NaN, which JSON cannot hold
+TOKEN = re.compile(r"token_id:(\d{1,10})")
+ASK_FOR_IDS = "ask the server with return_token_ids=true (or return_tokens_as_token_ids)"
+
+
+@dataclass
+class ResponseTokens:
+    """A growing run of tokens with what a response has of each; null for none.
+    `is_response` says of each whether it was generated."""
+
+    ids: Values = field(default_factory=list)
+    logprobs: Values = field(default_factory=list)
+    top_ids: Values = field(default_factory=list)
+    top_logprobs: Values = field(default_factory=list)
+    is_response: list[bool] = field(default_factory=list)
+
+    def add(
+        self,
+        ids: Values,
+        logprobs: Values | None = None,
+        tops: list[Pairs | None] | None = None,
+        *,
+        is_response: bool,
+    ) -> None:
+        """Adds tokens, their values and their alternatives."""
+        self.ids += ids
+        self.is_response += [is_response] * len(ids)
+        self.add_values(len(ids), logprobs, tops)
+
+    def add_values(
+        self, n: int, logprobs: Values | None, tops: list[Pairs | None] | None
+    ) -> None:
+        """Adds values and alternatives of the next n tokens; null where there are
+        none."""
+        self.logprobs += [None] * n if logprobs is None else logprobs
+        pairs = [None] * n if tops is None else tops
+        self.top_ids += [None if pair is None else pair[0] for pair in pairs]
+        self.top_logprobs += [None if pair is None else pair[1] for pair in pairs]
+
+    def drop_values(self) -> None:
+        """Removes all values and alternatives, and leaves the tokens."""
+        self.logprobs, self.top_ids, self.top_logprobs = [], [], []
+
+    def sequence(
+        self, record: FileRecord, uid: str | None, settings: RecordedSettings
+    ) -> RecordedSequence:
+        """Returns the tokens as a sequence. Raises MeasurementError, with the record's
+        place, for values that are no tokens or no log-probabilities."""
+        ids = record.integers_of("token ids", self.ids, None)
+        logprobs = record.numbers_of("log-probabilities", self.logprobs, len(ids))
+        responses = np.array(self.is_response, np.bool_)
+        has_values = bool((responses & ~np.isnan(logprobs)).any())
+        top_ids: Integers | None = None
+        top_logprobs: Numbers | None = None
+        if any(row is not None for row in self.top_ids):
+            top_ids, top_logprobs = padded(
+                record, "top", self.top_ids, self.top_logprobs, len(ids)
+            )
+            top_logprobs = _with_infinities(top_logprobs)
+        return RecordedSequence(
+            token_ids=ids,
+            logprobs=_with_infinities(logprobs),
+            mask=responses if has_values else ~np.isnan(logprobs),
+            uid=uid,
+            settings=settings,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            place=record.place,
+        )
+
+
+def is_response(record: FileRecord) -> bool:
+    """Whether a record is a response of completions or chat, or wraps one."""
+    return record.has("choices") or record.has("response")
+
+
+def response_sequences(record: FileRecord) -> Sequences:
+    """Yields the choices of a response of vLLM's completions, chat or generate."""
+    response, request = _unwrapped(record)
+    settings = _settings(record, request)
+    names = ("custom_id", "uid")
+    uid = next((x for name in names if (x := record.text(name))), None)
+    uid = uid or response.text("id") or response.text("request_id")
+    choices = list(response.parts("choices"))
+    for choice in choices:
+        index = choice.whole("index")
+        one = uid if len(choices) == 1 or uid is None else f"{uid}/{index}"
+        tokens = ResponseTokens()
+        has_prompt = _add_prompt(tokens, choice, response)
+        _add_response(tokens, choice)
+        if not tokens.ids:
+            raise choice.error("logprobs", "log-probabilities of tokens", "none")
+        sequence = tokens.sequence(choice, one, settings)
+        yield "", replace(sequence, has_prompt=has_prompt)
+
+
+def _unwrapped(record: FileRecord) -> tuple[FileRecord, FileRecord | None]:
+    """Returns the response in a record, and the request beside it if it is there."""
+    request = record.part("request") if record.has("request") else None
+    if request is not None and request.has("body"):
+        request = request.part("body")
+    response = record.part("response") if record.has("response") else record
+    return (response.part("body") if response.has("body") else response), request
+
+
+def _settings(record: FileRecord, request: FileRecord | None) -> RecordedSettings:
+    """Returns what a record says by numdev's names, else what the request does."""
+    settings = settings_of(record)
+    for asked in (request, record):
+        if asked is None:
+            continue
+        settings = settings_of(record, settings_of(asked, settings))
+        if asked.has("sampling_params"):
+            asked_for = settings_of(asked.part("sampling_params"))
+            settings = settings_of(record, settings_of(asked, asked_for))
+    return settings
+
+
+def _add_prompt(tokens: ResponseTokens, choice: FileRecord, response: FileRecord) -> bool:
+    """Adds the prompt's tokens, with their log-probabilities where they were asked for,
+    and returns whether they were recorded."""
+    of_ids = choice if choice.has("prompt_token_ids") else response
+    ids = of_ids.get("prompt_token_ids")
+    of_values = choice if choice.has("prompt_logprobs") else response
+    values = of_values.get("prompt_logprobs")
+    if not isinstance(ids, list):
+        if values is not None:
+            raise of_values.error("prompt_token_ids", "the prompt's tokens", "none")
+        return False
+    if values is None:
+        tokens.add(ids, is_response=False)
+        return True
+    if not isinstance(values, list) or len(values) != len(ids):
+        got = str(len(values)) if isinstance(values, list) else "no list"
+        raise of_values.error("prompt_logprobs", f"{len(ids)} entries", got)
+    logprobs: Values = []
+    tops: list[Pairs | None] = []
+    for at, (token, entry) in enumerate(zip(ids, values, strict=True)):
+        pairs = _prompt_entry(of_values, f"prompt_logprobs[{at}]", entry)
+        logprobs.append(
+            None if pairs is None else dict(zip(*pairs, strict=True)).get(token)
+        )
+        tops.append(pairs)
+    tokens.add(ids, logprobs, tops, is_response=False)
+    return True
+
+
+def _prompt_entry(record: FileRecord, name: str, entry: object) -> Pairs | None:
+    """Returns ids and values of one position of `prompt_logprobs`; None for null."""
+    if entry is None:
+        return None
+    if not isinstance(entry, Mapping):
+        raise record.error(name, "an object or null", type(entry).__name__)
+    ids: Values = []
+    values: Values = []
+    for key, value in entry.items():
+        if not str(key).isdecimal() or len(str(key)) > 10:
+            raise record.error(name, "token ids as keys", repr(str(key)[:40]))
+        ids.append(int(key))
+        values.append(value.get("logprob") if isinstance(value, Mapping) else value)
+    return ids, values
+
+
+def _add_response(tokens: ResponseTokens, choice: FileRecord) -> None:
+    """Adds a choice's tokens with their log-probabilities. Where the prompt came back
+    with them (`echo`), the values are those of the prompt too."""
+    ids = choice.get("token_ids")
+    if not choice.has("logprobs"):
+        tokens.add(ids if isinstance(ids, list) else [], is_response=True)
+        return
+    texts, values, tops = _values(choice.part("logprobs"))
+    if not isinstance(ids, list):
+        ids = [_token_id(choice, text) for text in texts]
+        if tokens.ids and values and values[0] is None:
+            ids = ids[len(tokens.ids) :]
+    if len(tokens.ids) + len(ids) == len(values):
+        tokens.drop_values()
+    elif len(ids) != len(values):
+        raise choice.error("logprobs", f"{len(ids)}, one a token", str(len(values)))
+    tokens.ids += ids
+    tokens.is_response += [True] * len(ids)
+    tokens.add_values(len(ids), values, tops)
+
+
+def _values(
+    logprobs: FileRecord,
+) -> tuple[Values, Values, list[Pairs | None] | None]:
+    """Returns texts, values and alternatives of the tokens in a choice's `logprobs`, of
+    chat or of completions. Alternatives without ids are None."""
+    if logprobs.has("content"):
+        entries = [entry.fields for entry in logprobs.parts("content")]
+        texts = [entry.get("token") for entry in entries]
+        values = [entry.get("logprob") for entry in entries]
+        rows = [_chat_alternatives(entry.get("top_logprobs")) for entry in entries]
+        return texts, values, rows
+    texts, values = _list(logprobs, "tokens"), _list(logprobs, "token_logprobs")
+    if len(texts) != len(values):
+        raise logprobs.error("token_logprobs", f"{len(texts)} values", str(len(values)))
+    if not logprobs.has("top_logprobs"):
+        return texts, values, None
+    alternatives = _list(logprobs, "top_logprobs")
+    if len(alternatives) != len(values):
+        got = str(len(alternatives))
+        raise logprobs.error("top_logprobs", f"{len(values)} entries", got)
+    return texts, values, [_alternatives(entry) for entry in alternatives]
+
+
+def _chat_alternatives(entries: object) -> Pairs | None:
+    """Returns ids and values of chat's alternatives; None where they have no ids."""
+    if not isinstance(entries, list):
+        return None
+    objects = [entry for entry in entries if isinstance(entry, Mapping)]
+    return _alternatives({entry.get("token"): entry.get("logprob") for entry in objects})
+
+
+def _alternatives(entry: object) -> Pairs | None:
+    """Returns ids and values of completions' alternatives, an object with tokens as keys;
+    None where they have no ids."""
+    if not isinstance(entry, Mapping) or not entry:
+        return None
+    matches = [TOKEN.fullmatch(str(key)) for key in entry]
+    if not all(matches):
+        return None
+    return [int(match[1]) for match in matches if match], list(entry.values())
+
+
+def _token_id(choice: FileRecord, text: object) -> int:
+    """Returns the id in `token_id:N`. Raises MeasurementError for a token's text, from
+    which its id cannot be told."""
+    match = TOKEN.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        what = f"{choice.place}: token_ids: expected the tokens' ids, got their texts"
+        raise MeasurementError(what, hint=ASK_FOR_IDS)
+    return int(match[1])
+
+
+def _list(record: FileRecord, name: str) -> Values:
+    """Returns a field that must be a list."""
+    value = record.get(name)
+    if not isinstance(value, list):
+        got = "none" if value is None else type(value).__name__
+        raise record.error(name, "a list", got)
+    return value
+
+
+def is_sglang(record: FileRecord) -> bool:
+    """Whether a record is a response of SGLang's `/generate`, or wraps one."""
+    inner = record.get("response")
+    return record.has("meta_info") or (
+        isinstance(inner, Mapping) and "meta_info" in inner
+    )
+
+
+def sglang_sequences(record: FileRecord) -> Sequences:
+    """Yields the sequence of SGLang's response: triples of value, id and text, the first
+    value of a prompt null. A prompt is whole where as many tokens came back as it has, or
+    where the request beside the response has `input_ids`."""
+    response, request = _unwrapped(record)
+    meta = response.part("meta_info")
+    ids, values = _triples(meta, "input_token_logprobs")
+    asked = next((r for r in (request, record) if r and r.has("input_ids")), None)
+    prompt_length = meta.whole("prompt_tokens")
+    tokens = ResponseTokens()
+    prompt = _list(asked, "input_ids") if asked else ids
+    has_prompt = bool(prompt) and (asked is not None or len(ids) == prompt_length)
+    before = len(prompt) - len(ids)  # those from logprob_start_len on came back
+    if before < 0:
+        got = f"{len(ids)} in input_token_logprobs"
+        raise meta.error("input_ids", f"at most {len(prompt)} tokens", got)
+    tops = _top_triples(meta, "input_top_logprobs", len(ids))
+    tokens.add(prompt[:before], is_response=False)
+    tokens.add(ids, values, tops, is_response=False)
+    ids, values = _triples(meta, "output_token_logprobs")
+    tops = _top_triples(meta, "output_top_logprobs", len(ids))
+    tokens.add(ids, values, tops, is_response=True)
+    if not tokens.ids:
+        wanted = "values of tokens (return_logprob=true)"
+        raise meta.error("output_token_logprobs", wanted, "none")
+    versions = versions_of(meta, "weight_version")
+    settings = _settings(record, request)
+    if settings.weights_version is None and len(versions) == 1:
+        settings = replace(settings, weights_version=versions[0])
+    uid = record.text("uid") or meta.text("id")
+    sequence = tokens.sequence(meta, uid, settings)
+    yield "", replace(sequence, has_prompt=has_prompt, weights_versions=versions)
+
+
+def _triples(meta: FileRecord, name: str) -> Pairs:
+    """Returns ids and values of a list of [value, id, text]; two empty lists where there
+    is none."""
+    if not meta.has(name):
+        return [], []
+    entries = _list(meta, name)
+    for at, entry in enumerate(entries):
+        if not isinstance(entry, list) or not 2 <= len(entry) <= 3:
+            raise meta.error(f"{name}[{at}]", "[value, id, text]", type(entry).__name__)
+    return [entry[1] for entry in entries], [entry[0] for entry in entries]
+
+
+def _top_triples(meta: FileRecord, name: str, n: int) -> list[Pairs | None] | None:
+    """Returns ids and values of the alternatives of n tokens; None where there are
+    none."""
+    if not meta.has(name):
+        return None
+    rows = _list(meta, name)
+    if len(rows) != n:
+        raise meta.error(name, f"{n} entries, one a token", str(len(rows)))
+    return [None if not row else _triples_of(meta, name, row) for row in rows]
+
+
+def _triples_of(meta: FileRecord, name: str, row: object) -> Pairs:
+    """Returns ids and values of one position's alternatives."""
+    return _triples(FileRecord({name: row}, meta.place, meta.budget), name)
+
+
+def _with_infinities(x: Numbers) -> Numbers:
+    """Returns values with minus infinity for vLLM's stand-in for it."""
+    return np.where(x == STAND_IN, -np.inf, x)

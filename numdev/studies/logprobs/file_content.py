@@ -1,0 +1,247 @@
+"""The records of a file, one after the other: JSON, parquet, safetensors, torch.save.
+
+A line of JSON is a record, and so is a row of parquet; the other two hold one record, or
+a list of them. Lines are read one at a time, and nothing is unpickled but tensors and
+plain values. What a record means is a matter of `layouts`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
+from numdev.studies.logprobs.file_records import FileRecord, ReadBudget
+
+LONGEST_LINE = 1 << 28  # bytes; a line is in memory several times
+ROWS = 64  # of parquet that are read at once
+EXTRA = "pip install 'numdev[logprobs]'"
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".safetensors", ".pt", ".pth")
+PACKED = (".gz", ".zst")
+
+
+def read_records(path: Path) -> Iterator[FileRecord]:
+    """Yields the records of a file in their order.
+
+    Raises UsageError for a file of another kind, by its name, and MeasurementError, with
+    the file and the line or record, for a damaged one and for one whose content is out of
+    proportion to its size."""
+    kind = suffix_of(path)
+    budget = ReadBudget.of(path)
+    if kind == ".parquet":
+        yield from _parquet_rows(path, budget)
+    elif kind == ".safetensors":
+        yield _safetensors_record(path, budget)
+    elif kind in (".pt", ".pth"):
+        yield from _saved_records(path, budget)
+    else:
+        yield from _json_records(path, kind == ".json", budget)
+
+
+def suffix_of(path: Path) -> str:
+    """Returns what kind of file a path names, one of SUFFIXES. Raises UsageError for
+    another one."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    packed = bool(suffixes) and suffixes[-1] in PACKED
+    kind = "".join(suffixes[-2:-1] if packed else suffixes[-1:])
+    if kind not in SUFFIXES or (packed and kind not in SUFFIXES[:3]):
+        wanted = f"{', '.join(SUFFIXES)}; JSON also with {' or '.join(PACKED)}"
+        hint = "numdev.dump_logprobs writes one from the program that has the values"
+        got = "".join(suffixes[-2:]) or "a name without a suffix"
+        raise UsageError(f"{path}: expected a file {wanted}, got {got}", hint=hint)
+    return kind
+
+
+def _json_records(
+    path: Path, is_document: bool, budget: ReadBudget
+) -> Iterator[FileRecord]:
+    """Yields the objects of a file of JSON: one a line, or those of a list; a file named
+    `.json` may be one object or list over many lines."""
+    lines = _lines(path, budget)
+    first = next(lines, None)
+    if first is None:
+        raise MeasurementError(f"{path}: expected records, got an empty file")
+    number, line = first
+    try:
+        value = _parsed(path, number, line)
+    except MeasurementError:
+        if not is_document:
+            raise
+        whole = b"".join([line, *(line for _, line in lines)])
+        value = _parsed(path, 0, whole)
+    yield from _as_records(value, _place(path, number), budget)
+    for number, line in lines:
+        value = _parsed(path, number, line)
+        yield from _as_records(value, _place(path, number), budget)
+
+
+def _as_records(value: object, place: str, budget: ReadBudget) -> Iterator[FileRecord]:
+    """Yields an object as a record, and a list as the records in it."""
+    values = value if isinstance(value, list | tuple) else [value]
+    for number, item in enumerate(values):
+        where = f"{place} record {number + 1}" if value is values else place
+        if not isinstance(item, Mapping):
+            got = type(item).__name__ if item is not None else "null"
+            raise MeasurementError(f"{where}: expected an object, got {got}")
+        yield FileRecord(cast(Mapping[str, object], item), where, budget)
+
+
+def _place(path: Path, number: int) -> str:
+    """Returns where a line stands; of a whole document, number 0, the file alone."""
+    return f"{path} line {number}" if number else str(path)
+
+
+def _parsed(path: Path, number: int, line: bytes) -> object:
+    """Returns the value of one line of JSON; `number` 0 means the whole file."""
+    place = _place(path, number)
+    try:
+        return _loads()(line)
+    except (ValueError, RecursionError):
+        pass  # the standard library's messages are better, and it reads NaN and Infinity
+    try:
+        return json.loads(line)
+    except RecursionError:
+        got = "lists or objects in one another too deep to be read"
+    except ValueError as error:
+        got = one_line(error).partition(": ")[2]
+    raise MeasurementError(f"{place}: expected a JSON object, got invalid JSON: {got}")
+
+
+def _loads() -> Callable[[bytes], object]:
+    """Returns orjson's parser, six times as fast, where it is installed."""
+    try:
+        import orjson
+    except ImportError:
+        return json.loads
+    return cast(Callable[[bytes], object], orjson.loads)
+
+
+def _lines(path: Path, budget: ReadBudget) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a text file, which may be compressed, with their numbers from 1
+    on; those without content are left out."""
+    number = 0
+    with _reading(path), _opened(path) as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            number += 1
+            budget.spend(len(line))
+            if len(line) > LONGEST_LINE:
+                wanted = f"lines of at most {LONGEST_LINE >> 20} MiB"
+                raise MeasurementError(
+                    f"{path} line {number}: expected {wanted}, got more"
+                )
+            if line.strip():
+                yield number, line
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Enters a context that names the file in errors of the system and of damaged
+    compression."""
+    try:
+        yield
+    except (NumdevError, GeneratorExit, KeyboardInterrupt):
+        raise
+    except OSError as error:  # also what gzip says of a file that is none
+        what = error.strerror or one_line(error)
+        raise MeasurementError(f"{path}: cannot be read: {what}") from error
+    except Exception as error:  # zlib.error, EOFError, ZstdError
+        got = one_line(error)
+        raise MeasurementError(f"{path}: is damaged or cut: {got}") from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Opens a file for reading, by its suffix as it is, gzip or Zstandard."""
+    if path.suffix.lower() == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if path.suffix.lower() != ".zst":
+        return path.open("rb")
+    try:
+        from compression import zstd  # Python 3.14
+    except ImportError:
+        try:
+            from backports import zstd
+        except ImportError:
+            what = f"{path}: needs the package backports.zstd"
+            raise UsageError(what, hint=f"{EXTRA}, or decompress it") from None
+    return cast(IO[bytes], zstd.open(path, "rb"))
+
+
+def _parquet_rows(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
+    """Yields the rows of a parquet file; lists of numbers are arrays, with NaN for null
+    in those of floats."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        hint = f"{EXTRA}, or write JSON lines"
+        raise UsageError(f"{path}: needs the package pyarrow", hint=hint) from None
+    number = 0
+    with _reading(path), parquet.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            columns = file.metadata.row_group(group)
+            sizes = [columns.column(i).num_values for i in range(columns.num_columns)]
+            budget.spend(sum(sizes))  # a byte a value at least
+        for batch in file.iter_batches(batch_size=ROWS):
+            names = batch.schema.names
+            columns = [_column(batch.column(name)) for name in names]
+            for row in range(batch.num_rows):
+                number += 1
+                fields = {
+                    name: column[row] for name, column in zip(names, columns, strict=True)
+                }
+                yield FileRecord(fields, f"{path} row {number}", budget)
+
+
+def _column(column: object) -> list[object]:
+    """Returns the values of a column of Arrow: lists of numbers as arrays, all else as
+    Python's values."""
+    import pyarrow as arrow
+
+    array = cast(arrow.Array, column)
+    kind = array.type
+    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+    is_number = is_list and (
+        arrow.types.is_floating(kind.value_type)
+        or arrow.types.is_integer(kind.value_type)
+    )
+    if not is_number:
+        return cast(list[object], array.to_pylist())
+    offsets = array.offsets.to_pylist()
+    values = array.values.to_numpy(zero_copy_only=False)
+    missing = array.is_null().to_pylist()
+    return [
+        None if missing[i] else values[offsets[i] : offsets[i + 1]]
+        for i in range(len(missing))
+    ]
+
+
+def _safetensors_record(path: Path, budget: ReadBudget) -> FileRecord:
+    """Returns the tensors of a safetensors file, and the texts of its metadata, as one
+    record."""
+    from numdev.sources.files import open_safetensors
+
+    with open_safetensors(path) as file:
+        metadata = cast(dict[str, str], file.metadata() or {})
+        fields = {name: _plain_value(text) for name, text in metadata.items()}
+        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            fields[name] = file.get_tensor(name)
+    return FileRecord(fields, str(path), budget)
+
+
+def _plain_value(text: str) -> object:
+    """Returns the number that a text is, as metadata holds it; any other text as it
+    is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, int | float) else text
+
+
+def _saved_records(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
+    """Yields the dict that torch.save wrote as a record, or those of a list."""
+    from numdev.sources.files import unpickled
+
+    yield from _as_records(unpickled(path), str(path), budget)

@@ -1,0 +1,358 @@
+"""One record of a file of log-probabilities, and its fields as checked arrays.
+
+Files are foreign data. A field is read with the type, length and range that it must have,
+or refused in one line: file, line or record, field, what was expected, what came. What
+is read is held to a budget in proportion to the file's size, so that a small file cannot
+fill the memory, be it compressed, repeated by reference or strided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from numdev.errors import MeasurementError, NumdevError
+from numdev.studies.logprobs.records import Flags, Integers, Numbers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_ID = 2**31 - 1  # of a token; no vocabulary is that large
+LEAST_BUDGET = 1 << 28  # bytes that any file may come to
+BYTES_PER_BYTE = 200  # and how many times its size a larger one may
+MAX_DEPTH = 3  # dimensions of an array: tokens, layers, experts
+SHOWN = 40  # characters of a value in a message
+REALS: frozenset[type] = frozenset([float, int, type(None)])
+FLAGS: frozenset[type] = frozenset([bool, int, float])
+
+
+@dataclass
+class ReadBudget:
+    """How many bytes reading a file may still come to."""
+
+    path: Path
+    left: int
+
+    @classmethod
+    def of(cls, path: Path) -> ReadBudget:
+        """Returns the whole budget of a file, by its size on the disk."""
+        return cls(path, max(LEAST_BUDGET, BYTES_PER_BYTE * path.stat().st_size))
+
+    def spend(self, size: int) -> None:
+        """Takes `size` bytes off. Raises MeasurementError where fewer are left."""
+        self.left -= size
+        if self.left < 0:
+            what = (
+                f"{self.path}: expected content in proportion to the file's "
+                f"{self.path.stat().st_size:,} bytes, got more than {BYTES_PER_BYTE} "
+                "times as much"
+            )
+            raise MeasurementError(what, hint="is it what the program wrote?")
+
+
+@dataclass
+class FileRecord:
+    """The fields of one record by their names, and its `place`, as `a.jsonl line 3`.
+
+    `read` has the fields that were asked for: what is not among them is ignored, and the
+    side's notes say so."""
+
+    fields: Mapping[str, object]
+    place: str
+    budget: ReadBudget
+    read: set[str] = field(default_factory=set)
+
+    def get(self, name: str) -> object:
+        """Returns a field as the file has it; None where there is none."""
+        self.read.add(name)
+        return self.fields.get(name)
+
+    def has(self, *names: str) -> bool:
+        """Whether each of these fields is there, and not null."""
+        return all(self.fields.get(name) is not None for name in names)
+
+    def error(self, name: str, expected: str, got: str) -> NumdevError:
+        """Returns the error of a field that is not as it must be."""
+        return MeasurementError(f"{self.place}: {name}: expected {expected}, got {got}")
+
+    def part(self, name: str, suffix: str = "") -> FileRecord:
+        """Returns the object in a field as a record; `suffix` is added to its place.
+        Raises MeasurementError where the field is no object."""
+        return self.record_of(self.get(name), name, suffix)
+
+    def record_of(self, value: object, name: str, suffix: str = "") -> FileRecord:
+        """Returns an object, that stands under `name`, as a record."""
+        if not isinstance(value, Mapping):
+            raise self.error(name, "an object", _kind(value))
+        return FileRecord(value, self.place + suffix, self.budget)
+
+    def parts(self, name: str) -> Iterator[FileRecord]:
+        """Yields the objects of a list as records, named by their number in it."""
+        values = self.get(name)
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+            raise self.error(name, "a list of objects", _kind(values))
+        for number, value in enumerate(values):
+            yield self.record_of(value, f"{name}[{number}]", f" {name}[{number}]")
+
+    def text(self, name: str) -> str | None:
+        """Returns a text or a whole number as a text; None where there is none."""
+        value = self.get(name)
+        if value is None or isinstance(value, str):
+            return value or None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(name, "a text or a whole number", _shown(value))
+        return _digits(value)
+
+    def number(self, name: str) -> float | None:
+        """Returns a finite number, at least 0; None where there is none."""
+        value = _scalar(self.get(name))
+        if value is None:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= cast(float, value) < math.inf:
+            raise self.error(name, "a number of at least 0", _shown(value))
+        return float(cast(float, value))
+
+    def whole(self, name: str, least: int = 0, most: int = 2**62) -> int | None:
+        """Returns a whole number from `least` to `most`; None where there is none."""
+        value = _scalar(self.get(name))
+        if value is None:
+            return None
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not least <= cast(int, value) <= most:
+            wanted = f"a whole number of at least {least}"
+            raise self.error(name, wanted, _shown(value))
+        return cast(int, value)
+
+    def token_ids(self, name: str, length: int | None = None) -> Integers:
+        """Returns int64 [n], n at least 1 or `length`, of tokens of a vocabulary. Raises
+        MeasurementError where the field is missing."""
+        ids = self.integers(name, length)
+        if ids is None or not len(ids):
+            raise self.error(name, "at least one token", "none")
+        return ids
+
+    def integers(
+        self,
+        name: str,
+        length: int | None = None,
+        *,
+        least: int = 0,
+        most: int = LARGEST_ID,
+    ) -> Integers | None:
+        """Returns int64 [length] of whole numbers from `least` to `most`; None where
+        there is none."""
+        value = self.get(name)
+        return (
+            None if value is None else self.integers_of(name, value, length, least, most)
+        )
+
+    def integers_of(
+        self,
+        name: str,
+        value: object,
+        length: int | None,
+        least: int = 0,
+        most: int = LARGEST_ID,
+        depth: int = 1,
+    ) -> Integers:
+        """Returns a value that stands under `name` as int64 of `depth` dimensions."""
+        if isinstance(value, list | tuple):
+            x = self._array(name, value, np.int64, frozenset([int]), depth)
+        else:
+            x = self._numpy(name, value, depth)
+            if x.dtype.kind == "f" and x.size and np.isnan(x).any():
+                raise self.error(name, "whole numbers", "NaN or null")
+            if x.dtype.kind not in "iu" and x.size:
+                raise self.error(name, "whole numbers", f"an array of {x.dtype}")
+        self._check_length(name, x, length)
+        if x.size and not (least <= x.min() and x.max() <= most):
+            at = int(np.argmax((x < least) | (x > most)))
+            wanted = f"{least} to {most}"
+            raise self.error(f"{name}[{at}]", wanted, str(x.reshape(-1)[at]))
+        return x.astype(np.int64, copy=False)
+
+    def numbers(
+        self, name: str, length: int | None = None, depth: int = 1
+    ) -> Numbers | None:
+        """Returns float64 [length], with NaN for null, and minus infinity where it was
+        recorded; None where there is none. Raises MeasurementError for plus infinity."""
+        value = self.get(name)
+        return None if value is None else self.numbers_of(name, value, length, depth)
+
+    def numbers_of(
+        self, name: str, value: object, length: int | None, depth: int = 1
+    ) -> Numbers:
+        """Returns a value that stands under `name` as float64 of `depth` dimensions."""
+        if isinstance(value, list | tuple):
+            x = self._array(name, value, np.float64, REALS, depth)
+        else:
+            x = self._numpy(name, value, depth)
+            if x.dtype.kind not in "fiu" and x.size:
+                raise self.error(name, "numbers", f"an array of {x.dtype}")
+        self._check_length(name, x, length)
+        x = x.astype(np.float64, copy=False)
+        # The largest alone would be NaN where one value is.
+        if x.size and np.isposinf(x).any():
+            at = int(np.argmax(np.isposinf(x)))
+            raise self.error(f"{name}[{at}]", "a finite number, -inf or null", "inf")
+        return x
+
+    def flags(self, name: str, length: int | None = None) -> Flags | None:
+        """Returns bool [length] of true and false, or of 0 and 1; None where there is
+        none."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, list | tuple):
+            x = self._array(name, value, np.float64, FLAGS, 1)
+        else:
+            x = self._numpy(name, value, 1)
+        self._check_length(name, x, length)
+        if wrong := np.flatnonzero((x != 0) & (x != 1)).tolist():
+            raise self.error(f"{name}[{wrong[0]}]", "0 or 1", str(x[wrong[0]]))
+        return x.astype(np.bool_)
+
+    def _array(
+        self,
+        name: str,
+        values: Sequence[object],
+        dtype: type[np.generic],
+        types: frozenset[type],
+        depth: int,
+    ) -> np.ndarray:
+        """Returns nested lists as an array; all lists of one depth must be as long."""
+        self.budget.spend(8 * len(values))
+        if depth > 1:
+            return self._stacked(name, values, dtype, types, depth)
+        if wrong := set(map(type, values)) - types:
+            at = next(i for i, x in enumerate(values) if type(x) in wrong)
+            expected = "whole numbers" if dtype is np.int64 else "numbers"
+            raise self.error(f"{name}[{at}]", expected, _shown(values[at]))
+        try:
+            return np.array(values, dtype=dtype)
+        except OverflowError:
+            is_large = (isinstance(x, int) and abs(x) >= 2**63 for x in values)
+            at = next(i for i, large in enumerate(is_large) if large)
+            got = _shown(values[at])
+            raise self.error(f"{name}[{at}]", "a number of 64 bits", got) from None
+
+    def _stacked(
+        self,
+        name: str,
+        values: Sequence[object],
+        dtype: type[np.generic],
+        types: frozenset[type],
+        depth: int,
+    ) -> np.ndarray:
+        """Returns lists of lists, or of arrays, as one array."""
+        rows: list[np.ndarray] = []
+        for at, row in enumerate(values):
+            inner = f"{name}[{at}]"
+            if isinstance(row, list | tuple):
+                rows.append(self._array(inner, row, dtype, types, depth - 1))
+            else:
+                rows.append(self._numpy(inner, row, depth - 1))
+            if rows[-1].shape != rows[0].shape:
+                expected = f"as many as in {name}[0], {list(rows[0].shape)}"
+                raise self.error(inner, expected, str(list(rows[-1].shape)))
+        return np.stack(rows) if rows else np.empty((0,) * depth, dtype)
+
+    def _numpy(self, name: str, value: object, depth: int) -> np.ndarray:
+        """Returns a dense tensor or an array of numbers as an array; 16 bit floats are
+        widened. Its size is counted before it is copied: a stored tensor may be strided
+        so that a few bytes stand for any number of values."""
+        if isinstance(value, np.ndarray):
+            x = value
+        elif (tensor := _dense_tensor(value)) is not None:
+            self.budget.spend(8 * tensor.numel())
+            # numpy has no bfloat16
+            is_wide = tensor.dtype.itemsize >= 4 or not tensor.is_floating_point()
+            x = (tensor if is_wide else tensor.float()).numpy()
+        else:
+            raise self.error(name, _LISTS[depth], _kind(value))
+        self.budget.spend(8 * x.size)
+        if x.dtype.kind not in "biuf":
+            raise self.error(name, _LISTS[depth], f"an array of {x.dtype}")
+        if x.ndim != depth:
+            raise self.error(name, _LISTS[depth], f"an array of shape {list(x.shape)}")
+        return x
+
+    def _check_length(self, name: str, x: np.ndarray, length: int | None) -> None:
+        """Raises MeasurementError unless an array has `length` rows, or that is None."""
+        if length is not None and len(x) != length:
+            raise self.error(name, f"{length} values, one a token", str(len(x)))
+
+    def unread(self) -> Iterable[str]:
+        """Returns the names of fields that nobody asked for."""
+        return [name for name in self.fields if name not in self.read]
+
+
+_LISTS = {
+    1: "a list of numbers",
+    2: "a list of lists of numbers",
+    3: "three nested lists of numbers",
+}
+
+
+def _dense_tensor(value: object) -> Tensor | None:
+    """Returns a tensor of real numbers, detached; None for anything else, also for
+    a subclass, whose code would run."""
+    import torch  # a second that reading JSON need not wait for
+
+    if type(value) is not torch.Tensor or value.layout is not torch.strided:
+        return None
+    if value.is_nested or value.is_quantized or value.is_meta or value.is_complex():
+        return None
+    return value.detach()
+
+
+def _scalar(value: object) -> object:
+    """Returns the number in a list, tensor or array of one element; anything else as it
+    is."""
+    if isinstance(value, list) and len(value) == 1:
+        return value[0]
+    if value is None or isinstance(value, int | float | str | list | Mapping):
+        return value
+    x = value if isinstance(value, np.ndarray) else _dense_tensor(value)
+    if isinstance(x, np.ndarray):
+        return x.item() if x.size == 1 else value
+    return x.item() if x is not None and x.numel() == 1 else value
+
+
+def _digits(value: int) -> str:
+    """Returns a whole number in digits; of one with thousands, how many bits it has."""
+    return (
+        str(value)
+        if value.bit_length() < 200
+        else f"a number of {value.bit_length()} bits"
+    )
+
+
+def _shown(value: object) -> str:
+    """Returns a value as a message can show it: short, on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return _digits(value)
+    if isinstance(value, float):
+        return str(value)
+    if isinstance(value, str):
+        text = value.encode(errors="replace").decode()[:SHOWN]
+        return repr(text + "…" if len(value) > SHOWN else text)
+    return _kind(value)
+
+
+def _kind(value: object) -> str:
+    """Returns in words what a value is."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return _shown(value) if isinstance(value, int | float | str) else type(value).__name__

@@ -1,0 +1,273 @@
+"""Two sides as pairs of sequences.
+
+Sequences are paired by `uid`; those that have none, or one that the other side lacks, by
+equal tokens; what is left by one being a part of the other, and last by their order,
+where both sides have as many. That tokens differ is what the join finds, not an error:
+it takes what both sides share, and counts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import itemgetter
+
+import numpy as np
+
+from numdev.studies.logprobs.records import (
+    Integers,
+    JoinCounts,
+    Joined,
+    Joining,
+    RecordedSequence,
+    SequencePair,
+    Side,
+)
+
+MOST_TRIES = 64  # matches of bytes that begin within a token
+LEAST_SHARED = 0.5  # of the shorter sequence, for two to be paired by order alone
+
+
+def join(a: Side, b: Side) -> Joined:
+    """Returns the pairs of two sides, in the order of a's sequences, with what is on one
+    side alone, counts and findings. Pure; raises nothing."""
+    left = _Unpaired(dict(enumerate(a.sequences)), dict(enumerate(b.sequences)))
+    pairs: dict[int, SequencePair] = {}
+    pairs |= left.pair_by("uid", lambda sequence: sequence.uid)
+    pairs |= left.pair_by("token_ids", lambda sequence: sequence.token_ids.tobytes())
+    pairs |= left.pair_parts()
+    if len(a.sequences) == len(b.sequences):
+        pairs |= left.pair_by_order()
+    in_order = tuple(pairs[i] for i in sorted(pairs))
+    counts = _counted(a, b, in_order, left)
+    return Joined(
+        a=a,
+        b=b,
+        pairs=in_order,
+        alone_in_a=tuple(left.a.values()),
+        alone_in_b=tuple(left.b.values()),
+        counts=counts,
+        findings=tuple(_findings(a, b, counts)),
+    )
+
+
+@dataclass
+class _Unpaired:
+    """The sequences of both sides that have no partner yet, by their number."""
+
+    a: dict[int, RecordedSequence]
+    b: dict[int, RecordedSequence]
+
+    def pair_by(
+        self, by: Joining, key: Callable[[RecordedSequence], Hashable]
+    ) -> dict[int, SequencePair]:
+        """Pairs sequences of one key, the first of a with the first of b; those whose key
+        is None are left."""
+        partners: defaultdict[Hashable, deque[int]] = defaultdict(deque)
+        for j, sequence in self.b.items():
+            partners[key(sequence)].append(j)
+        partners.pop(None, None)
+        pairs = {}
+        for i, sequence in list(self.a.items()):
+            if queue := partners.get(key(sequence)):
+                pairs[i] = self._paired(i, queue.popleft(), by)
+        return pairs
+
+    def pair_parts(self) -> dict[int, SequencePair]:
+        """Pairs sequences of which one is the beginning of the other, and was cut, or its
+        end, and is a response without its prompt."""
+        pairs = {}
+        for step in (1, -1) if self.a and self.b else ():
+            keys = sorted((_key(x, step), j) for j, x in self.b.items())
+            for i, sequence in list(self.a.items()):
+                j = _partner(_key(sequence, step), keys, self.b)
+                if j is not None:
+                    pairs[i] = self._paired(i, j, "token_ids")
+        return pairs
+
+    def pair_by_order(self) -> dict[int, SequencePair]:
+        """Pairs the sequences of one number that share most of the shorter one."""
+        pairs = {}
+        for i in [i for i in self.a if i in self.b]:
+            x, y = self.a[i].token_ids, self.b[i].token_ids
+            shared = len(shared_run(x, y)[0])
+            if shared >= max(LEAST_SHARED * min(len(x), len(y)), 1):
+                pairs[i] = self._paired(i, i, "order")
+        return pairs
+
+    def _paired(self, i: int, j: int, by: Joining) -> SequencePair:
+        """Returns a pair, whose sequences are unpaired no more."""
+        x, y = self.a.pop(i), self.b.pop(j)
+        at_a, at_b = shared_run(x.token_ids, y.token_ids)
+        return SequencePair(a=x, b=y, at_a=at_a, at_b=at_b, joined_by=by)
+
+
+def _key(sequence: RecordedSequence, step: int) -> bytes:
+    """Returns tokens, with `step` -1 from the last to the first, as bytes that are in
+    order as the tokens are."""
+    return sequence.token_ids[::step].astype(">i8").tobytes()
+
+
+def _partner(
+    key: bytes, keys: Sequence[tuple[bytes, int]], free: Container[int]
+) -> int | None:
+    """Returns the number of the first free one of `keys`, which are sorted, that begins
+    with `key`; else of the longest that `key` begins with; None without either."""
+    place = bisect_left(keys, (key, -1))
+    for longer, j in islice(keys, place, None):
+        if not longer.startswith(key):
+            break
+        if j in free:
+            return j
+    place -= 1
+    while place >= 0 and key:
+        shorter, j = keys[place]
+        if key.startswith(shorter):
+            if j in free:
+                return j
+            place -= 1
+            continue
+        # What begins this key can share with the next lower one no more than both do.
+        key = key[: _same_bytes(shorter, key)]
+        place = min(bisect_right(keys, key, key=itemgetter(0)), place) - 1
+    return None
+
+
+def _same_bytes(x: bytes, y: bytes) -> int:
+    """Returns with how many equal bytes two begin."""
+    m = min(len(x), len(y))
+    differ = np.frombuffer(x[:m], np.uint8) != np.frombuffer(y[:m], np.uint8)
+    return int(differ.argmax()) if differ.any() else m
+
+
+def shared_run(x: Integers, y: Integers) -> tuple[Integers, Integers]:
+    """Returns where two runs of tokens are the same, int64 [m] in each: where one is a
+    part of the other, all of it; else from their beginning to the first difference, since
+    after it the same token has another context."""
+    m = min(len(x), len(y))
+    differ = np.flatnonzero(x[:m] != y[:m])
+    if not len(differ):
+        return np.arange(m), np.arange(m)
+    start = _part_of(x, y) if len(x) < len(y) else _part_of(y, x)
+    if start is None:
+        return np.arange(differ[0]), np.arange(differ[0])
+    inner, outer = np.arange(m), np.arange(start, start + m)
+    return (inner, outer) if len(x) < len(y) else (outer, inner)
+
+
+def _part_of(short: Integers, long: Integers) -> int | None:
+    """Returns where the shorter run begins in the longer one, at its end if it is there,
+    else at the first place; None where it is nowhere."""
+    n = len(short)
+    if n == len(long):
+        return None
+    if np.array_equal(long[-n:], short):
+        return len(long) - n
+    part, whole, at = short.tobytes(), long.tobytes(), -1
+    for _ in range(MOST_TRIES):
+        at = whole.find(part, at + 1)
+        if at % short.itemsize == 0:
+            return at // short.itemsize
+        if at < 0:
+            break
+    return None
+
+
+def _counted(
+    a: Side, b: Side, pairs: Sequence[SequencePair], left: _Unpaired
+) -> JoinCounts:
+    """Returns what a join came to."""
+    by = Counter(pair.joined_by for pair in pairs)
+    tokens = np.zeros(10, np.int64)
+    for pair in pairs:
+        tokens += _token_counts(pair)
+    shared, in_a, in_b, counted, both, no_a, no_b, neither, inf_a, inf_b = tokens.tolist()
+    counts = JoinCounts(
+        pairs=len(pairs),
+        by_uid=by["uid"],
+        by_token_ids=by["token_ids"],
+        by_order=by["order"],
+        unequal=sum(not pair.is_equal for pair in pairs),
+        cut=sum(pair.is_cut for pair in pairs),
+        alone_in_a=len(left.a),
+        alone_in_b=len(left.b),
+        repeated_in_a=_repeated(a),
+        repeated_in_b=_repeated(b),
+    )
+    return replace(
+        counts,
+        tokens_of_a=sum(len(pair.a) for pair in pairs),
+        tokens_of_b=sum(len(pair.b) for pair in pairs),
+        shared=shared,
+        counted_in_a_alone=in_a,
+        counted_in_b_alone=in_b,
+        counted=counted,
+        comparable=both,
+        missing_in_a=no_a,
+        missing_in_b=no_b,
+        missing_in_both=neither,
+        infinite_in_a=inf_a,
+        infinite_in_b=inf_b,
+    )
+
+
+def _token_counts(pair: SequencePair) -> Integers:
+    """Returns int64 [10] of a pair's shared tokens: all; that count on a alone, on b
+    alone, on both; of the last, with both values, without a's, b's and either's alone;
+    with minus infinity on a, and on b, of those with both."""
+    (mask_a, mask_b), (x, y) = pair.masks, pair.logprobs
+    counted, no_x, no_y = mask_a & mask_b, np.isnan(x), np.isnan(y)
+    both = pair.comparable
+    flags = (
+        np.ones_like(counted),
+        mask_a & ~mask_b,
+        mask_b & ~mask_a,
+        counted,
+        both,
+        counted & no_x & ~no_y,
+        counted & no_y & ~no_x,
+        counted & no_x & no_y,
+        both & np.isneginf(x),
+        both & np.isneginf(y),
+    )
+    return np.array([np.count_nonzero(flag) for flag in flags], np.int64)
+
+
+def _repeated(side: Side) -> int:
+    """Returns how many sequences have the tokens of an earlier one."""
+    different = {sequence.token_ids.tobytes() for sequence in side.sequences}
+    return len(side.sequences) - len(different)
+
+
+def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
+    """Yields sentences on what does not match, the gravest first."""
+    if n.unequal > n.cut:
+        yield (
+            f"{n.unequal - n.cut} of {n.pairs} pairs have other tokens on {b.name} than "
+            f"on {a.name}; what comes before the first difference is compared."
+        )
+    for name, other, alone in (
+        (a.name, b.name, n.alone_in_a),
+        (b.name, a.name, n.alone_in_b),
+    ):
+        if alone:
+            yield f"{alone} sequences are on {name} alone, with no partner on {other}."
+    if n.cut:
+        yield f"{n.cut} of {n.pairs} pairs are whole on one side and a part on the other."
+    if n.by_order:
+        yield f"{n.by_order} of {n.pairs} pairs were joined by their order alone."
+    for where, missing in (
+        (f"{a.name} alone", n.missing_in_a),
+        (f"{b.name} alone", n.missing_in_b),
+        ("both sides", n.missing_in_both),
+    ):
+        if missing:
+            yield f"{missing} of {n.counted} tokens have no value on {where}."
+    for side, count in (
+        (a.name, n.counted_in_a_alone),
+        (b.name, n.counted_in_b_alone),
+    ):
+        if count:
+            yield f"{count} of {n.shared} shared tokens count on {side} alone."

@@ -1,0 +1,308 @@
+"""numdev's own layout of log-probabilities: one record a sequence, or one of many in
+rectangles or flat arrays. `numdev.dump_logprobs` writes the former."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from numdev.studies.logprobs.file_records import FileRecord
+from numdev.studies.logprobs.records import (
+    NO_TOKEN,
+    Integers,
+    Numbers,
+    RecordedSequence,
+    RecordedSettings,
+)
+
+Sequences = Iterator[tuple[str, RecordedSequence]]  # with a side's name; "" is the file's
+ROLLOUT, TRAINER = "rollout", "trainer"
+LENGTHS = ("lengths", "input_lengths")
+OFFSETS = ("offsets", "cu_seqlens")
+LARGEST = 2**62  # of whole numbers that are no tokens
+
+
+def is_plain(record: FileRecord) -> bool:
+    """Whether a record has tokens and log-probabilities by numdev's names."""
+    names = ("logprobs", f"{ROLLOUT}_logprobs", f"{TRAINER}_logprobs")
+    return record.has("token_ids") and any(map(record.has, names))
+
+
+def plain_sequences(record: FileRecord) -> Sequences:
+    """Yields the sequences of a record in numdev's layout, one a side that it has.
+
+    Of many sequences, `token_ids` has a row each, cut to `lengths` or to where
+    `attention_mask` is 1; or all of them one after the other, from `offsets[i]` up to
+    `offsets[i + 1]`. Other fields are cut as `token_ids` is."""
+    for row in rows(record):
+        yield from _sides_of_row(row)
+
+
+def rows(record: FileRecord) -> Iterator[FileRecord]:
+    """Yields the record of each sequence of a record that may have many."""
+    ids = record.get("token_ids")
+    count = _length(ids)
+    if record.has("offsets") or record.has("cu_seqlens"):
+        yield from _flat_rows(record, count)
+    elif count and _length(cast(Any, ids)[0]) is not None:
+        yield from _rectangle_rows(record, count)
+    else:
+        yield record
+
+
+def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
+    """Yields the record of each sequence where all follow one another."""
+    name = next(filter(record.has, OFFSETS))
+    offsets = record.integers(name, most=LARGEST)
+    ends = [] if offsets is None else offsets.tolist()
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != total or ends != sorted(set(ends)):
+        got = f"{len(ends)} from {ends[0]} to {ends[-1]}" if ends else "none"
+        raise record.error(name, f"numbers that go up from 0 to {total}", got)
+    others = {key: value for key, value in record.fields.items() if key != name}
+    for i in range(len(ends) - 1):
+        fields = {
+            key: cast(Any, value)[ends[i] : ends[i + 1]]
+            if _length(value) == total
+            else _row(value, i, len(ends) - 1)
+            for key, value in others.items()
+        }
+        yield _row_record(record, fields, i)
+
+
+def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
+    """Yields the record of each row, without the padding that lengths or an attention
+    mask tell of."""
+    name = next(filter(record.has, LENGTHS), "")
+    lengths = record.integers(name, count, least=1, most=LARGEST) if name else None
+    others = {key: value for key, value in record.fields.items() if key != name}
+    for i in range(count):
+        fields = {key: _row(value, i, count) for key, value in others.items()}
+        row = _row_record(record, fields, i)
+        width = _length(fields["token_ids"])
+        start, end = _attended(row, width or 0)
+        if lengths is not None:
+            start, end = 0, int(lengths[i])
+        if width is None or end > width:
+            wanted = f"at most {width}, the tokens of row {i}"
+            raise record.error(f"{name}[{i}]", wanted, str(end))
+        cut = {
+            key: cast(Any, value)[start:end] if _length(value) == width else value
+            for key, value in fields.items()
+            if key != "attention_mask"
+        }
+        yield _row_record(record, cut, i)
+
+
+def _attended(row: FileRecord, width: int) -> tuple[int, int]:
+    """Returns from where to where the attention mask of a row is 1; the whole row where
+    there is none."""
+    mask = row.flags("attention_mask", width)
+    if mask is None:
+        return 0, width
+    at = np.flatnonzero(mask)
+    if not len(at) or at[-1] - at[0] + 1 != len(at):
+        raise row.error("attention_mask", "1 from one place to another", "gaps or no 1")
+    return int(at[0]), int(at[-1]) + 1
+
+
+def _row_record(record: FileRecord, fields: dict[str, object], i: int) -> FileRecord:
+    """Returns a row of a record of many, as a record."""
+    return FileRecord(fields, f"{record.place} row {i + 1}", record.budget, record.read)
+
+
+def _row(value: object, i: int, count: int) -> object:
+    """Returns row i of what has a row for each of `count` sequences; anything else as it
+    is: it is the same for all."""
+    return cast(Any, value)[i] if _length(value) == count else value
+
+
+def _length(value: object) -> int | None:
+    """Returns the number of rows of a list, array or tensor; None for anything else."""
+    if isinstance(value, list | tuple):
+        return len(value)
+    shape = getattr(value, "shape", None)
+    return int(shape[0]) if shape else None
+
+
+def _sides_of_row(record: FileRecord) -> Sequences:
+    """Yields one sequence as each side of a record has it."""
+    ids = record.token_ids("token_ids")
+    shared = shared_fields(record, ids)
+    if record.has("logprobs"):
+        name = record.text("side") or ""
+        logprobs = record.numbers("logprobs", len(ids))
+        yield name, replace(shared, logprobs=cast(Numbers, logprobs))
+        return
+    for name in (ROLLOUT, TRAINER):
+        logprobs = record.numbers(f"{name}_logprobs", len(ids))
+        if logprobs is not None:
+            settings = shared.settings
+            if record.has(f"{name}_settings"):
+                settings = settings_of(record.part(f"{name}_settings"), settings)
+            yield name, replace(shared, logprobs=logprobs, settings=settings)
+
+
+def shared_fields(record: FileRecord, ids: Integers) -> RecordedSequence:
+    """Returns a sequence with all fields of numdev's names but the log-probabilities,
+    which are NaN."""
+    n = len(ids)
+    mask = record.flags("mask", n)
+    top_ids, top_logprobs = _alternatives(record, n)
+    kept_ids, kept_offsets = _kept_sets(record, n)
+    sequence = RecordedSequence(
+        token_ids=ids,
+        logprobs=np.full(n, np.nan),
+        mask=np.ones(n, np.bool_) if mask is None else mask,
+        uid=record.text("uid"),
+        settings=settings_of(record),
+        weights_versions=versions_of(record, "weights_version"),
+        place=record.place,
+    )
+    return replace(
+        sequence,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        kept_ids=kept_ids,
+        kept_offsets=kept_offsets,
+        position_ids=record.integers("position_ids", n, most=LARGEST),
+        sequence_lengths=_pack_lengths(record, n),
+        routed_experts=_experts(record, n),
+        entropy=record.numbers("entropy", n),
+        turn=record.integers("turn", n, most=LARGEST),
+    )
+
+
+def _experts(record: FileRecord, n: int) -> Integers | None:
+    """Returns the experts of each token and layer; -1 where a token has none."""
+    value = record.get("routed_experts")
+    if value is None:
+        return None
+    return record.integers_of("routed_experts", value, n, least=-1, depth=3)
+
+
+def settings_of(
+    record: FileRecord, default: RecordedSettings | None = None
+) -> RecordedSettings:
+    """Returns what a record says of how its values came about, and `default`'s values
+    where it says nothing. With several versions of the weights, none is named."""
+    versions = versions_of(record, "weights_version")
+    says = RecordedSettings(
+        temperature=record.number("temperature"),
+        top_p=record.number("top_p"),
+        top_k=record.whole("top_k", least=-1),
+        min_p=record.number("min_p"),
+        dtype=record.text("dtype"),
+        logprobs_mode=record.text("logprobs_mode"),
+        engine=record.text("engine"),
+        weights_version=versions[0] if len(versions) == 1 else None,
+        step=record.whole("step"),
+    )
+    # What is None in one record may be said in the other
+    changes = {name: value for name, value in vars(says).items() if value is not None}
+    return replace(default or RecordedSettings(), **changes)
+
+
+def versions_of(record: FileRecord, name: str) -> tuple[str, ...]:
+    """Returns the versions of the weights in a field, each once, in their order: of one
+    value, of a list of them or of one a token."""
+    value = record.get(name)
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    values = value if isinstance(value, list | tuple) else [value]
+    record.budget.spend(8 * len(values))
+    versions = []
+    for x in dict.fromkeys(x for x in values if x is not None):
+        inner = FileRecord({name: x}, record.place, record.budget)
+        versions.append(inner.text(name) or "")
+    return tuple(versions)
+
+
+def _alternatives(record: FileRecord, n: int) -> tuple[Integers | None, Numbers | None]:
+    """Returns ids and log-probabilities of each position's likeliest tokens."""
+    ids, logprobs = record.get("top_ids"), record.get("top_logprobs")
+    if ids is None and logprobs is None:
+        return None, None
+    if ids is None or logprobs is None:
+        missing = "top_ids" if ids is None else "top_logprobs"
+        raise record.error(missing, "as many as of the other", "none")
+    if isinstance(ids, list) and isinstance(logprobs, list):
+        return padded(record, "top", ids, logprobs, n)
+    x = record.integers_of("top_ids", ids, n, least=NO_TOKEN, depth=2)
+    y = record.numbers_of("top_logprobs", logprobs, n, depth=2)
+    if x.shape != y.shape:
+        raise record.error("top_logprobs", f"shape {list(x.shape)}", f"{list(y.shape)}")
+    return x, y
+
+
+def padded(
+    record: FileRecord, name: str, ids: list[Any], logprobs: list[Any], n: int
+) -> tuple[Integers, Numbers]:
+    """Returns lists of alternatives of any length as rectangles [n, k], with NO_TOKEN and
+    NaN where a position has fewer than k; a position may have null."""
+    for what, lists in (("ids", ids), ("logprobs", logprobs)):
+        if len(lists) != n:
+            wanted = f"{n} lists, one a token"
+            raise record.error(f"{name}_{what}", wanted, str(len(lists)))
+    counts = [0 if row is None else _length(row) for row in ids]
+    wide = max((count or 0 for count in counts), default=0)
+    record.budget.spend(16 * n * wide)
+    x = np.full((n, wide), NO_TOKEN, np.int64)
+    y = np.full((n, wide), np.nan)
+    for at, count in enumerate(counts):
+        if count == 0 and logprobs[at] is None:
+            continue
+        x[at, :count] = record.integers_of(f"{name}_ids[{at}]", ids[at], None)
+        y[at, :count] = record.numbers_of(f"{name}_logprobs[{at}]", logprobs[at], count)
+    return x, y
+
+
+def _kept_sets(record: FileRecord, n: int) -> tuple[Integers | None, Integers | None]:
+    """Returns the tokens that a filter left, flat, and where each position's begin."""
+    ids, offsets = record.get("kept_ids"), record.get("kept_offsets")
+    if ids is None and offsets is None:
+        return None, None
+    if offsets is None and isinstance(ids, list | tuple):
+        if len(ids) != n:
+            raise record.error("kept_ids", f"{n} lists, one a token", str(len(ids)))
+        lists = [
+            record.integers_of(f"kept_ids[{at}]", [] if row is None else row, None)
+            for at, row in enumerate(ids)
+        ]
+        flat = np.concatenate(lists).astype(np.int64)
+        return flat, np.cumsum([0, *map(len, lists)], dtype=np.int64)
+    return kept_sets(record, "kept_ids", "kept_offsets", n)
+
+
+def kept_sets(
+    record: FileRecord, ids_name: str, offsets_name: str, n: int
+) -> tuple[Integers, Integers]:
+    """Returns flat kept tokens and their offsets, n + 1 numbers that go up from 0 to how
+    many tokens there are."""
+    ids = record.integers(ids_name)
+    offsets = record.integers(offsets_name, most=LARGEST)
+    if ids is None or offsets is None:
+        missing = ids_name if ids is None else offsets_name
+        raise record.error(missing, "what belongs to the other field", "none")
+    is_sound = len(offsets) == n + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+    if not is_sound or (np.diff(offsets) < 0).any():
+        wanted = f"{n + 1} numbers that go up from 0 to {len(ids)}"
+        ends = f" from {offsets[0]} to {offsets[-1]}" if len(offsets) else ""
+        raise record.error(offsets_name, wanted, f"{len(offsets)}{ends}")
+    return ids, offsets
+
+
+def _pack_lengths(record: FileRecord, n: int) -> Integers | None:
+    """Returns the lengths of the sequences that are packed into one, from the lengths or
+    from a number a token."""
+    packs = record.integers("pack_ids", n, least=-LARGEST, most=LARGEST)
+    if packs is not None:
+        starts = np.flatnonzero(np.diff(packs)) + 1
+        return np.diff(np.concatenate([[0], starts, [n]])).astype(np.int64)
+    name = "seq_lens" if record.has("seq_lens") else "sequence_lengths"
+    lengths = record.integers(name, least=1, most=LARGEST)
+    if lengths is not None and lengths.sum() != n:
+        raise record.error(name, f"lengths that sum to {n}", str(lengths.sum()))
+    return lengths

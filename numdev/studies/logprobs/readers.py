@@ -1,0 +1,246 @@
+"""Files of log-probabilities as sides: one of a serving engine or a trainer, or both of
+one file.
+
+The first record says which layout a file has, and all its records must have it. What a
+reader must know and no record says, as how many values are minus infinity, is in the
+notes of a side."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from numdev.errors import MeasurementError, UsageError
+from numdev.studies.logprobs.engine_layouts import (
+    is_response,
+    is_sglang,
+    response_sequences,
+    sglang_sequences,
+)
+from numdev.studies.logprobs.file_content import (
+    PACKED,
+    SUFFIXES,
+    read_records,
+    suffix_of,
+)
+from numdev.studies.logprobs.file_records import FileRecord
+from numdev.studies.logprobs.plain_layout import (
+    ROLLOUT,
+    Sequences,
+    is_plain,
+    plain_sequences,
+)
+from numdev.studies.logprobs.records import RecordedSequence, Side
+from numdev.studies.logprobs.trainer_layouts import (
+    is_nemo_rl,
+    is_prime_rl,
+    is_slime,
+    nemo_rl_sequences,
+    prime_rl_sequences,
+    slime_sequences,
+)
+
+STABLE = "STABLE"  # the file that prime-rl writes into a step's folder when it is whole
+SHOWN = 6  # field names in a message or note
+HINT = "numdev.dump_logprobs writes what this command reads"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How records of one kind are told, and what they mean."""
+
+    name: str
+    fits: Callable[[FileRecord], bool]
+    sequences: Callable[[FileRecord], Sequences]
+
+
+# The most particular first: NeMo-RL's and prime-rl's records have `token_ids` too.
+LAYOUTS = (
+    Layout("prime-rl token export", is_prime_rl, prime_rl_sequences),
+    Layout("NeMo-RL train data", is_nemo_rl, nemo_rl_sequences),
+    Layout("slime debug dump", is_slime, slime_sequences),
+    Layout("SGLang response", is_sglang, sglang_sequences),
+    Layout("vLLM response", is_response, response_sequences),
+    Layout("numdev", is_plain, plain_sequences),
+)
+
+
+@dataclass
+class _Reading:
+    """What was read of one or several files so far."""
+
+    layout: Layout | None = None
+    sequences: dict[str, list[RecordedSequence]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    unread: dict[str, None] = field(default_factory=dict)  # names, in their order
+
+
+def read_sides(path: str | Path) -> tuple[Side, ...]:
+    """Returns the one or two sides in a file or a folder of files, the rollout first.
+
+    Raises UsageError for a path that is none of the kinds in `file_content.SUFFIXES`, and
+    MeasurementError, in one line with file and line or record, for what cannot be read: a
+    damaged file, an unknown or mixed layout, and fields of a wrong type, length or
+    range."""
+    path = Path(path)
+    files, notes = _files_of(path)
+    reading = _Reading()
+    for file in files:
+        for record in read_records(file):
+            _read_record(reading, record)
+    if reading.layout is None or not reading.sequences:
+        raise MeasurementError(f"{path}: expected at least one sequence, got none")
+    names = sorted(reading.sequences, key=lambda name: (name != ROLLOUT, name))
+    if len(names) > 2:
+        got = ", ".join(name or "none" for name in names[:SHOWN])
+        raise MeasurementError(f"{path}: side: expected at most two sides, got {got}")
+    if reading.unread and reading.layout.name == "numdev":
+        notes = (*notes, f"Fields that are not read: {_listed(reading.unread)}.")
+    return tuple(
+        Side(
+            name=name or _stem(path),
+            path=path,
+            layout=reading.layout.name,
+            sequences=tuple(reading.sequences[name]),
+            notes=(*notes, *_notes(reading.layout.name, reading.sequences[name])),
+        )
+        for name in names
+    )
+
+
+def _read_record(reading: _Reading, record: FileRecord) -> None:
+    """Adds a record's sequences to those of the file."""
+    layout = next((layout for layout in LAYOUTS if layout.fits(record)), None)
+    if layout is None:
+        wanted = "token_ids with logprobs, or a record of a program that numdev knows"
+        got = _listed(record.fields) or "an empty object"
+        what = f"{record.place}: expected {wanted}, got {got}"
+        raise MeasurementError(what, hint=HINT)
+    if reading.layout is not None and layout is not reading.layout:
+        what = f"expected another {reading.layout.name}, got a {layout.name}"
+        raise MeasurementError(f"{record.place}: {what}", hint="give each its file")
+    reading.layout = layout
+    for side, sequence in layout.sequences(record):
+        reading.sequences[side].append(sequence)
+    reading.unread.update(dict.fromkeys(map(str, record.unread())))
+
+
+def _files_of(path: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """Returns the files that a path names, in their order, and notes on what is left out:
+    of a folder all that can be read, of prime-rl's folders those of steps that are
+    whole."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    if not path.is_dir():
+        suffix_of(path)
+        if not path.is_file():
+            raise UsageError(f"{path}: expected a file or a folder, got neither")
+        return [path], ()
+    steps = [step for step in _in_order(path.glob("step_*")) if step.is_dir()]
+    folders = [path] if any(path.glob("rank_*.jsonl*")) else steps
+    if not folders:
+        files = [file for file in _in_order(path.iterdir()) if _is_readable(file)]
+        if not files:
+            raise UsageError(f"{path}: expected a file {', '.join(SUFFIXES)}, got none")
+        return files, ()
+    whole = [folder for folder in folders if (folder / STABLE).exists()]
+    if not whole:
+        what = f"{path}: expected a file {STABLE}, which marks a step as whole, got none"
+        hint = "give the files by name to read them nonetheless"
+        raise MeasurementError(what, hint=hint)
+    files = [file for folder in whole for file in _in_order(folder.glob("rank_*.jsonl*"))]
+    left_out = [folder.name for folder in folders if folder not in whole]
+    note = f"Not read, since they have no file {STABLE}: {_listed(left_out)}."
+    return files, ((note,) if left_out else ())
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether a name is one of a file that is read."""
+    name = path.name.lower()
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return path.is_file() and name.endswith(SUFFIXES) and not name.startswith(".")
+
+
+def _in_order(paths: Iterable[Path]) -> list[Path]:
+    """Returns paths by their names, numbers in them by size: step_2 before step_10."""
+
+    def key(path: Path) -> list[tuple[int, str]]:
+        """Returns a name in parts, each a number or a text."""
+        parts = re.findall(r"\d+|\D+", path.name)
+        return [(int(x[:18]), "") if x.isdecimal() else (-1, x) for x in parts]
+
+    return sorted(paths, key=key)
+
+
+def _stem(path: Path) -> str:
+    """Returns a file's name without its suffixes; of a folder its whole name."""
+    name = path.resolve().name
+    for suffix in (*PACKED, *SUFFIXES):
+        name = name.removesuffix(suffix)
+    return name
+
+
+def _notes(layout: str, sequences: Sequence[RecordedSequence]) -> Iterator[str]:
+    """Yields sentences on what a reader of a side must know."""
+    counts = [_counts(sequence) for sequence in sequences]
+    tokens, missing, infinite, positive = (
+        sum(column) for column in zip(*counts, strict=True)
+    )
+    if missing:
+        yield f"{missing} of {tokens} counted tokens have no log-probability."
+    if infinite:
+        yield f"{infinite} of {tokens} log-probabilities are minus infinity."
+    if positive:
+        place, at, value = _first_positive(sequences)
+        yield (
+            f"{place}: logprobs[{at}]: expected at most 0, got {value:.6g}; "
+            f"{positive} of {tokens} are above 0."
+        )
+    if cut := sum(not sequence.has_prompt for sequence in sequences):
+        yield f"{cut} of {len(sequences)} sequences have no prompt."
+    if mixed := sum(len(sequence.weights_versions) > 1 for sequence in sequences):
+        yield (
+            f"{mixed} of {len(sequences)} sequences were sampled under several versions "
+            "of the weights."
+        )
+    if layout.startswith("prime-rl"):
+        yield (
+            "The file does not have the sampling temperature; prime-rl applies it on "
+            "both sides."
+        )
+
+
+def _counts(sequence: RecordedSequence) -> tuple[int, int, int, int]:
+    """Returns how many tokens count, and of these how many have no value, minus infinity
+    and one above 0."""
+    x = sequence.logprobs[sequence.mask]
+    return (
+        len(x),
+        int(np.isnan(x).sum()),
+        int(np.isneginf(x).sum()),
+        int((x > 0).sum()),
+    )
+
+
+def _first_positive(sequences: Sequence[RecordedSequence]) -> tuple[str, int, float]:
+    """Returns where the first counted value above 0 stands, and the value."""
+    for sequence in sequences:
+        at = np.flatnonzero(sequence.mask & (sequence.logprobs > 0))
+        if len(at):
+            return sequence.place, int(at[0]), float(sequence.logprobs[at[0]])
+    raise AssertionError("none is above 0")
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Returns the first names, and how many more there are."""
+    from numdev.sources.files import some
+
+    texts = [str(name).encode(errors="replace").decode()[:60] for name in names]
+    return some([repr(x) if not x.isprintable() else x for x in texts], SHOWN)
