@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numdev.kernels import kernel as kernel
     from numdev.sources.captured_calls import save_cases as save_cases
     from numdev.sources.captured_calls import varlen_cases as varlen_cases
+    from numdev.studies.logprobs.dump import dump_logprobs as dump_logprobs
     from numdev.testing import CheckFailed as CheckFailed
     from numdev.testing import check as check
     from numdev.testing import check_attention as check_attention
@@ -28,6 +29,7 @@ _HOMES = {
     "check": "testing",
     "check_attention": "testing",
     "compare": "api",
+    "dump_logprobs": "studies.logprobs.dump",
     "kernel": "kernels",
     "measure": "api",
     "save_cases": "sources.captured_calls",

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import IO, cast
 
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
@@ -158,6 +159,12 @@ def _opened(path: Path) -> IO[bytes]:
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix.lower() != ".zst":
         return path.open("rb")
+    return cast(IO[bytes], zstandard(path).open(path, "rb"))
+
+
+def zstandard(path: Path) -> ModuleType:
+    """Returns the module that reads and writes Zstandard. Raises UsageError, which names
+    the file, where it is not installed."""
     try:
         from compression import zstd  # Python 3.14
     except ImportError:
@@ -165,8 +172,8 @@ def _opened(path: Path) -> IO[bytes]:
             from backports import zstd
         except ImportError:
             what = f"{path}: needs the package backports.zstd"
-            raise UsageError(what, hint=f"{EXTRA}, or decompress it") from None
-    return cast(IO[bytes], zstd.open(path, "rb"))
+            raise UsageError(what, hint=f"{EXTRA}, or do not compress it") from None
+    return cast(ModuleType, zstd)
 
 
 def _parquet_rows(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:

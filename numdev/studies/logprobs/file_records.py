@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -250,17 +251,29 @@ class FileRecord:
         depth: int,
     ) -> np.ndarray:
         """Returns lists of lists, or of arrays, as one array."""
-        rows: list[np.ndarray] = []
-        for at, row in enumerate(values):
-            inner = f"{name}[{at}]"
-            if isinstance(row, list | tuple):
-                rows.append(self._array(inner, row, dtype, types, depth - 1))
-            else:
-                rows.append(self._numpy(inner, row, depth - 1))
-            if rows[-1].shape != rows[0].shape:
-                expected = f"as many as in {name}[0], {list(rows[0].shape)}"
-                raise self.error(inner, expected, str(list(rows[-1].shape)))
-        return np.stack(rows) if rows else np.empty((0,) * depth, dtype)
+        if not values:
+            return np.empty((0,) * depth, dtype)
+        if not all(isinstance(row, list | tuple) for row in values):
+            rows = [
+                self._numpy(f"{name}[{i}]", x, depth - 1) for i, x in enumerate(values)
+            ]
+            sizes = [list(row.shape) for row in rows]
+            self._check_same(name, sizes)
+            return np.stack(rows)
+        lists = cast(Sequence[Sequence[object]], values)
+        self._check_same(name, [len(row) for row in lists])
+        self.budget.spend(8 * len(lists) * len(lists[0]))
+        flat = self._array(
+            name, list(chain.from_iterable(lists)), dtype, types, depth - 1
+        )
+        return flat.reshape(len(lists), len(lists[0]), *flat.shape[1:])
+
+    def _check_same(self, name: str, sizes: Sequence[object]) -> None:
+        """Raises MeasurementError unless the rows of an array are of one size."""
+        at = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
+        if at is not None:
+            wanted = f"{sizes[0]}, as many as in {name}[0]"
+            raise self.error(f"{name}[{at}]", wanted, str(sizes[at]))
 
     def _numpy(self, name: str, value: object, depth: int) -> np.ndarray:
         """Returns a dense tensor or an array of numbers as an array; 16 bit floats are

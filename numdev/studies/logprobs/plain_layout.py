@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -246,17 +247,37 @@ def padded(
         if len(lists) != n:
             wanted = f"{n} lists, one a token"
             raise record.error(f"{name}_{what}", wanted, str(len(lists)))
-    counts = [0 if row is None else _length(row) for row in ids]
-    wide = max((count or 0 for count in counts), default=0)
+    counts = _row_lengths(record, f"{name}_ids", ids)
+    if (other := _row_lengths(record, f"{name}_logprobs", logprobs)) != counts:
+        at = next(i for i in range(n) if other[i] != counts[i])
+        raise record.error(
+            f"{name}_logprobs[{at}]", f"{counts[at]} values", str(other[at])
+        )
+    wide = max(counts, default=0)
     record.budget.spend(16 * n * wide)
     x = np.full((n, wide), NO_TOKEN, np.int64)
     y = np.full((n, wide), np.nan)
-    for at, count in enumerate(counts):
-        if count == 0 and logprobs[at] is None:
-            continue
-        x[at, :count] = record.integers_of(f"{name}_ids[{at}]", ids[at], None)
-        y[at, :count] = record.numbers_of(f"{name}_logprobs[{at}]", logprobs[at], count)
+    filled = np.arange(wide) < np.array(counts)[:, None]
+    x[filled] = record.integers_of(f"{name}_ids", _joined(ids), None, least=NO_TOKEN)
+    y[filled] = record.numbers_of(f"{name}_logprobs", _joined(logprobs), None)
     return x, y
+
+
+def _row_lengths(record: FileRecord, name: str, rows: list[Any]) -> list[int]:
+    """Returns the lengths of lists, 0 for null. Raises MeasurementError for what is
+    neither."""
+    for at, row in enumerate(rows):
+        if row is not None and not isinstance(row, list | tuple):
+            got = type(row).__name__
+            raise record.error(f"{name}[{at}]", "a list or null", got)
+    lengths = [0 if row is None else len(row) for row in rows]
+    record.budget.spend(8 * sum(lengths))
+    return lengths
+
+
+def _joined(rows: list[Any]) -> list[Any]:
+    """Returns lists, each of which may be null, as one."""
+    return list(chain.from_iterable(row for row in rows if row is not None))
 
 
 def _kept_sets(record: FileRecord, n: int) -> tuple[Integers | None, Integers | None]:
@@ -267,12 +288,9 @@ def _kept_sets(record: FileRecord, n: int) -> tuple[Integers | None, Integers | 
     if offsets is None and isinstance(ids, list | tuple):
         if len(ids) != n:
             raise record.error("kept_ids", f"{n} lists, one a token", str(len(ids)))
-        lists = [
-            record.integers_of(f"kept_ids[{at}]", [] if row is None else row, None)
-            for at, row in enumerate(ids)
-        ]
-        flat = np.concatenate(lists).astype(np.int64)
-        return flat, np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        lengths = _row_lengths(record, "kept_ids", list(ids))
+        flat = record.integers_of("kept_ids", _joined(list(ids)), None)
+        return flat, np.cumsum([0, *lengths], dtype=np.int64)
     return kept_sets(record, "kept_ids", "kept_offsets", n)
 
 
