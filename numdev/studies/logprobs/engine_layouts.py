@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from numdev.errors import MeasurementError
-from numdev.studies.logprobs.file_records import FileRecord
+from numdev.studies.logprobs.file_records import FileRecord, kind_of
 from numdev.studies.logprobs.plain_layout import (
     Sequences,
     padded,
@@ -183,7 +183,7 @@ def _prompt_entry(record: FileRecord, name: str, entry: object) -> Pairs | None:
     if entry is None:
         return None
     if not isinstance(entry, Mapping):
-        raise record.error(name, "an object or null", type(entry).__name__)
+        raise record.error(name, "an object or null", kind_of(entry))
     ids: Values = []
     values: Values = []
     for key, value in entry.items():
@@ -271,8 +271,7 @@ def _list(record: FileRecord, name: str) -> Values:
     """Returns a field that must be a list."""
     value = record.get(name)
     if not isinstance(value, list):
-        got = "none" if value is None else type(value).__name__
-        raise record.error(name, "a list", got)
+        raise record.error(name, "a list", kind_of(value))
     return value
 
 
@@ -326,7 +325,7 @@ def _triples(meta: FileRecord, name: str) -> Pairs:
     entries = _list(meta, name)
     for at, entry in enumerate(entries):
         if not isinstance(entry, list) or not 2 <= len(entry) <= 3:
-            raise meta.error(f"{name}[{at}]", "[value, id, text]", type(entry).__name__)
+            raise meta.error(f"{name}[{at}]", "[value, id, text]", kind_of(entry))
     return [entry[1] for entry in entries], [entry[0] for entry in entries]
 
 

@@ -15,9 +15,11 @@ from types import ModuleType
 from typing import IO, cast
 
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
-from numdev.studies.logprobs.file_records import FileRecord, ReadBudget
+from numdev.sources.unsupported_files import refuse_pointer
+from numdev.studies.logprobs.file_records import FileRecord, ReadBudget, kind_of
 
 LONGEST_LINE = 1 << 28  # bytes; a line is in memory several times
+BYTES_PER_LINE = 100  # what a line costs beside its bytes: many may be empty
 ROWS = 64  # of parquet that are read at once
 EXTRA = "pip install 'numdev[logprobs]'"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".safetensors", ".pt", ".pth")
@@ -31,6 +33,7 @@ def read_records(path: Path) -> Iterator[FileRecord]:
     the file and the line or record, for a damaged one and for one whose content is out of
     proportion to its size."""
     kind = suffix_of(path)
+    refuse_pointer(path)
     budget = ReadBudget.of(path)
     if kind == ".parquet":
         yield from _parquet_rows(path, budget)
@@ -85,7 +88,7 @@ def _as_records(value: object, place: str, budget: ReadBudget) -> Iterator[FileR
     for number, item in enumerate(values):
         where = f"{place} record {number + 1}" if value is values else place
         if not isinstance(item, Mapping):
-            got = type(item).__name__ if item is not None else "null"
+            got = kind_of(item)
             raise MeasurementError(f"{where}: expected an object, got {got}")
         yield FileRecord(cast(Mapping[str, object], item), where, budget)
 
@@ -127,7 +130,7 @@ def _lines(path: Path, budget: ReadBudget) -> Iterator[tuple[int, bytes]]:
     with _reading(path), _opened(path) as file:
         while line := file.readline(LONGEST_LINE + 1):
             number += 1
-            budget.spend(len(line))
+            budget.spend(len(line) + BYTES_PER_LINE)
             if len(line) > LONGEST_LINE:
                 wanted = f"lines of at most {LONGEST_LINE >> 20} MiB"
                 raise MeasurementError(

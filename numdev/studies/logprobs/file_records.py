@@ -7,7 +7,7 @@ fill the memory, be it compressed, repeated by reference or strided."""
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_ID = 2**31 - 1  # of a token; no vocabulary is that large
-LEAST_BUDGET = 1 << 28  # bytes that any file may come to
-BYTES_PER_BYTE = 200  # and how many times its size a larger one may
+LEAST_BUDGET = 1 << 25  # bytes that any file may come to
+BYTES_PER_BYTE = 100  # and how many times its size a larger one may
+BYTES_PER_SEQUENCE = 2000  # of Python's objects for one, beside its arrays
 MAX_DEPTH = 3  # dimensions of an array: tokens, layers, experts
 SHOWN = 40  # characters of a value in a message
 REALS: frozenset[type] = frozenset([float, int, type(None)])
@@ -33,10 +34,11 @@ FLAGS: frozenset[type] = frozenset([bool, int, float])
 
 @dataclass
 class ReadBudget:
-    """How many bytes reading a file may still come to."""
+    """How many bytes reading a file may come to, and has come to."""
 
     path: Path
-    left: int
+    limit: int
+    spent: int = 0
 
     @classmethod
     def of(cls, path: Path) -> ReadBudget:
@@ -44,13 +46,12 @@ class ReadBudget:
         return cls(path, max(LEAST_BUDGET, BYTES_PER_BYTE * path.stat().st_size))
 
     def spend(self, size: int) -> None:
-        """Takes `size` bytes off. Raises MeasurementError where fewer are left."""
-        self.left -= size
-        if self.left < 0:
+        """Counts `size` bytes. Raises MeasurementError beyond the limit."""
+        self.spent += size
+        if self.spent > self.limit:
             what = (
-                f"{self.path}: expected content in proportion to the file's "
-                f"{self.path.stat().st_size:,} bytes, got more than {BYTES_PER_BYTE} "
-                "times as much"
+                f"{self.path}: expected content of at most {self.limit >> 20} MiB, by "
+                f"the file's {self.path.stat().st_size:,} bytes, got more"
             )
             raise MeasurementError(what, hint="is it what the program wrote?")
 
@@ -88,14 +89,14 @@ class FileRecord:
     def record_of(self, value: object, name: str, suffix: str = "") -> FileRecord:
         """Returns an object, that stands under `name`, as a record."""
         if not isinstance(value, Mapping):
-            raise self.error(name, "an object", _kind(value))
+            raise self.error(name, "an object", kind_of(value))
         return FileRecord(value, self.place + suffix, self.budget)
 
     def parts(self, name: str) -> Iterator[FileRecord]:
         """Yields the objects of a list as records, named by their number in it."""
         values = self.get(name)
         if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-            raise self.error(name, "a list of objects", _kind(values))
+            raise self.error(name, "a list of objects", kind_of(values))
         for number, value in enumerate(values):
             yield self.record_of(value, f"{name}[{number}]", f" {name}[{number}]")
 
@@ -114,7 +115,7 @@ class FileRecord:
         if value is None:
             return None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= cast(float, value) < math.inf:
+        if not is_number or not 0 <= cast(float, value) <= sys.float_info.max:
             raise self.error(name, "a number of at least 0", _shown(value))
         return float(cast(float, value))
 
@@ -173,7 +174,7 @@ class FileRecord:
         self._check_length(name, x, length)
         if x.size and not (least <= x.min() and x.max() <= most):
             at = int(np.argmax((x < least) | (x > most)))
-            wanted = f"{least} to {most}"
+            wanted = f"{least} to {most}" if most == LARGEST_ID else f"at least {least}"
             raise self.error(f"{name}[{at}]", wanted, str(x.reshape(-1)[at]))
         return x.astype(np.int64, copy=False)
 
@@ -287,7 +288,7 @@ class FileRecord:
             is_wide = tensor.dtype.itemsize >= 4 or not tensor.is_floating_point()
             x = (tensor if is_wide else tensor.float()).numpy()
         else:
-            raise self.error(name, _LISTS[depth], _kind(value))
+            raise self.error(name, _LISTS[depth], kind_of(value))
         self.budget.spend(8 * x.size)
         if x.dtype.kind not in "biuf":
             raise self.error(name, _LISTS[depth], f"an array of {x.dtype}")
@@ -324,6 +325,19 @@ def _dense_tensor(value: object) -> Tensor | None:
     return value.detach()
 
 
+def row_count(value: object) -> int | None:
+    """Returns the number of rows of a list, array or dense tensor; None for anything
+    else."""
+    if isinstance(value, list | tuple):
+        return len(value)
+    if value is None or isinstance(value, int | float | str | Mapping):
+        return None
+    shape = value.shape if isinstance(value, np.ndarray) else None
+    if shape is None and (tensor := _dense_tensor(value)) is not None:
+        shape = tuple(tensor.shape)
+    return shape[0] if shape else None
+
+
 def _scalar(value: object) -> object:
     """Returns the number in a list, tensor or array of one element; anything else as it
     is."""
@@ -357,11 +371,11 @@ def _shown(value: object) -> str:
     if isinstance(value, str):
         text = value.encode(errors="replace").decode()[:SHOWN]
         return repr(text + "…" if len(value) > SHOWN else text)
-    return _kind(value)
+    return kind_of(value)
 
 
-def _kind(value: object) -> str:
-    """Returns in words what a value is."""
+def kind_of(value: object) -> str:
+    """Returns in words what a value is: a number or text itself, else its kind."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

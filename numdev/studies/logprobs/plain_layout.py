@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from numdev.studies.logprobs.file_records import FileRecord
+from numdev.studies.logprobs.file_records import FileRecord, kind_of, row_count
 from numdev.studies.logprobs.records import (
     NO_TOKEN,
     Integers,
@@ -45,10 +45,10 @@ def plain_sequences(record: FileRecord) -> Sequences:
 def rows(record: FileRecord) -> Iterator[FileRecord]:
     """Yields the record of each sequence of a record that may have many."""
     ids = record.get("token_ids")
-    count = _length(ids)
+    count = row_count(ids)
     if record.has("offsets") or record.has("cu_seqlens"):
         yield from _flat_rows(record, count)
-    elif count and _length(cast(Any, ids)[0]) is not None:
+    elif count and row_count(cast(Any, ids)[0]) is not None:
         yield from _rectangle_rows(record, count)
     else:
         yield record
@@ -66,7 +66,7 @@ def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
     for i in range(len(ends) - 1):
         fields = {
             key: cast(Any, value)[ends[i] : ends[i + 1]]
-            if _length(value) == total
+            if row_count(value) == total
             else _row(value, i, len(ends) - 1)
             for key, value in others.items()
         }
@@ -82,15 +82,15 @@ def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
     for i in range(count):
         fields = {key: _row(value, i, count) for key, value in others.items()}
         row = _row_record(record, fields, i)
-        width = _length(fields["token_ids"])
+        width = row_count(fields["token_ids"])
         start, end = _attended(row, width or 0)
         if lengths is not None:
             start, end = 0, int(lengths[i])
         if width is None or end > width:
-            wanted = f"at most {width}, the tokens of row {i}"
+            wanted = f"at most {width}, the row's tokens"
             raise record.error(f"{name}[{i}]", wanted, str(end))
         cut = {
-            key: cast(Any, value)[start:end] if _length(value) == width else value
+            key: cast(Any, value)[start:end] if row_count(value) == width else value
             for key, value in fields.items()
             if key != "attention_mask"
         }
@@ -117,15 +117,7 @@ def _row_record(record: FileRecord, fields: dict[str, object], i: int) -> FileRe
 def _row(value: object, i: int, count: int) -> object:
     """Returns row i of what has a row for each of `count` sequences; anything else as it
     is: it is the same for all."""
-    return cast(Any, value)[i] if _length(value) == count else value
-
-
-def _length(value: object) -> int | None:
-    """Returns the number of rows of a list, array or tensor; None for anything else."""
-    if isinstance(value, list | tuple):
-        return len(value)
-    shape = getattr(value, "shape", None)
-    return int(shape[0]) if shape else None
+    return cast(Any, value)[i] if row_count(value) == count else value
 
 
 def _sides_of_row(record: FileRecord) -> Sequences:
@@ -214,10 +206,11 @@ def versions_of(record: FileRecord, name: str) -> tuple[str, ...]:
         value = value.tolist()
     values = value if isinstance(value, list | tuple) else [value]
     record.budget.spend(8 * len(values))
-    versions = []
-    for x in dict.fromkeys(x for x in values if x is not None):
-        inner = FileRecord({name: x}, record.place, record.budget)
-        versions.append(inner.text(name) or "")
+    versions: dict[str, None] = {}
+    for x in values:
+        text = FileRecord({name: x}, record.place, record.budget).text(name)
+        if text is not None:
+            versions[text] = None
     return tuple(versions)
 
 
@@ -227,8 +220,9 @@ def _alternatives(record: FileRecord, n: int) -> tuple[Integers | None, Numbers 
     if ids is None and logprobs is None:
         return None, None
     if ids is None or logprobs is None:
-        missing = "top_ids" if ids is None else "top_logprobs"
-        raise record.error(missing, "as many as of the other", "none")
+        names = ("top_ids", "top_logprobs")
+        missing, other = names if ids is None else names[::-1]
+        raise record.error(missing, f"a list beside {other}", "none")
     if isinstance(ids, list) and isinstance(logprobs, list):
         return padded(record, "top", ids, logprobs, n)
     x = record.integers_of("top_ids", ids, n, least=NO_TOKEN, depth=2)
@@ -268,8 +262,7 @@ def _row_lengths(record: FileRecord, name: str, rows: list[Any]) -> list[int]:
     neither."""
     for at, row in enumerate(rows):
         if row is not None and not isinstance(row, list | tuple):
-            got = type(row).__name__
-            raise record.error(f"{name}[{at}]", "a list or null", got)
+            raise record.error(f"{name}[{at}]", "a list or null", kind_of(row))
     lengths = [0 if row is None else len(row) for row in rows]
     record.budget.spend(8 * sum(lengths))
     return lengths
@@ -302,8 +295,9 @@ def kept_sets(
     ids = record.integers(ids_name)
     offsets = record.integers(offsets_name, most=LARGEST)
     if ids is None or offsets is None:
-        missing = ids_name if ids is None else offsets_name
-        raise record.error(missing, "what belongs to the other field", "none")
+        names = (ids_name, offsets_name)
+        missing, other = names if ids is None else names[::-1]
+        raise record.error(missing, f"a list beside {other}", "none")
     is_sound = len(offsets) == n + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
     if not is_sound or (np.diff(offsets) < 0).any():
         wanted = f"{n + 1} numbers that go up from 0 to {len(ids)}"

@@ -28,7 +28,7 @@ from numdev.studies.logprobs.file_content import (
     read_records,
     suffix_of,
 )
-from numdev.studies.logprobs.file_records import FileRecord
+from numdev.studies.logprobs.file_records import BYTES_PER_SEQUENCE, FileRecord
 from numdev.studies.logprobs.plain_layout import (
     ROLLOUT,
     Sequences,
@@ -123,10 +123,11 @@ def _read_record(reading: _Reading, record: FileRecord) -> None:
         what = f"{record.place}: expected {wanted}, got {got}"
         raise MeasurementError(what, hint=HINT)
     if reading.layout is not None and layout is not reading.layout:
-        what = f"expected another {reading.layout.name}, got a {layout.name}"
+        what = f"expected a record of {reading.layout.name}, got one of {layout.name}"
         raise MeasurementError(f"{record.place}: {what}", hint="give each its file")
     reading.layout = layout
     for side, sequence in layout.sequences(record):
+        record.budget.spend(BYTES_PER_SEQUENCE)
         reading.sequences[side].append(sequence)
     reading.unread.update(dict.fromkeys(map(str, record.unread())))
 
@@ -240,7 +241,7 @@ def _first_positive(sequences: Sequence[RecordedSequence]) -> tuple[str, int, fl
 
 def _listed(names: Iterable[str]) -> str:
     """Returns the first names, and how many more there are."""
-    from numdev.sources.files import some
-
     texts = [str(name).encode(errors="replace").decode()[:60] for name in names]
-    return some([repr(x) if not x.isprintable() else x for x in texts], SHOWN)
+    shown = [text if text.isprintable() else repr(text) for text in texts[:SHOWN]]
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return ", ".join(shown) + more
