@@ -18,15 +18,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
-import triton_functions
 from torch import Tensor
-from triton_functions import Version, by_design, versions
 
 import numdev
+
+if TYPE_CHECKING:
+    from functions_triton.kernels import Version
 
 FOLDER = Path(__file__).resolve().parent
 TOO_LONG_S = 10.0
@@ -34,6 +34,10 @@ TOO_LONG_S = 10.0
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
     return x @ y
+
+
+def rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-6))
 
 
 def checked(version: Version, fmt: str, seed: int, device: str) -> Any:
@@ -89,7 +93,7 @@ def cold(reference: str, shape: str, fmt: str) -> None:
     """Prints what a check from the command line takes, imports included, and its
     verdict."""
     beside = f"{FOLDER / 'functions_gpu.py'}:{reference}"
-    target = f"{FOLDER / 'triton_functions.py'}:{reference}"
+    target = f"{FOLDER / 'functions_triton' / 'kernels.py'}:{reference}"
     command = [sys.executable, "-m", "numdev", "check", target, "--reference", beside,
                "--shape", shape, "--format", fmt, "--device", "cuda"]  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -105,10 +109,6 @@ def cold(reference: str, shape: str, fmt: str) -> None:
         print("\n".join((done.stdout + done.stderr).splitlines()[:25]))
 
 
-def rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    return triton_functions.rms_norm_reference(x, w)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
@@ -116,6 +116,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name begins so")
     parser.add_argument("--no-times", action="store_true")
     asked = parser.parse_args()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("functions_gpu.py: expected a CUDA GPU, got none")
+    import triton
+    from functions_triton.kernels import by_design, versions
+
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     where = "interpreter" if interpreted else torch.cuda.get_device_name()
     print(f"{where}, torch {torch.__version__}, Triton {triton.__version__}")

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from numdev.exact.dtypes import is_floating
 from numdev.formats import Format, format_named
 from numdev.gate.rules import Threshold, default_rules_for_functions
-from numdev.operations.function.function_runs import FunctionRun, private
+from numdev.operations.function.faults import faults_of_inputs, faults_of_outputs
+from numdev.operations.function.function_runs import FunctionRun, private, run
 from numdev.operations.function.inputs import Make, calls_of
 from numdev.operations.function.judged import DRAWS, FunctionCall
 from numdev.operations.function.reference import FunctionReference
-from numdev.operations.function.trees import as_real
+from numdev.operations.function.trees import Values, as_real
 from numdev.report import BesideReference
 from numdev.studies.audit.functions import Asked, is_few, planned, run_all
 from numdev.studies.audit.isolation import Failure
@@ -44,6 +48,7 @@ class Judged:
 class Bench:
     """The calls of a seed, with all that a function is judged by."""
 
+    reference: Function
     calls: Sequence[FunctionCall]
     draws: Sequence[Any]
     backward: bool
@@ -92,7 +97,13 @@ class Bench:
             )
             for i, name in enumerate(plan.names)
         ]
-        return cls(calls=calls, draws=plan.draws, backward=backward, format=asked.format)
+        return cls(
+            reference=reference,
+            calls=calls,
+            draws=plan.draws,
+            backward=backward,
+            format=asked.format,
+        )
 
     def runs_of(self, function: Function) -> list[FunctionRun]:
         """What a version comes to on all draws. Raises RuntimeError where it raises."""
@@ -115,30 +126,49 @@ class Bench:
                     rule = "finiteness"
                 yield Judged(call=call.name, tensor=name, numbers=numbers, rule=rule)
 
-    def changed(
-        self, change: Callable[[Tensor], Tensor], runs: Sequence[FunctionRun]
-    ) -> Iterator[Judged]:
-        """As `judged`, of runs whose floating-point outputs are changed, without
-        gradients."""
-        other = [
-            dataclasses.replace(
-                ran,
-                outputs={
-                    n: change(x) if x.is_floating_point() else x
-                    for n, x in ran.outputs.items()
-                },
-            )
-            for ran in runs
-        ]
-        yield from self.judged(other)
+    def with_outputs(self, outputs: Sequence[Values]) -> list[FunctionRun]:
+        """The reference's own runs with other outputs by name, one for each draw."""
+        pairs = zip(self.plain(), outputs, strict=True)
+        return [dataclasses.replace(ran, outputs=x) for ran, x in pairs]
+
+    def outputs_break(self, runs: Sequence[FunctionRun]) -> str:
+        """The first rule that an output breaks in some call; empty where none does."""
+        names = set(self.plain()[0].outputs)
+        return next(
+            (x.rule for x in self.judged(runs) if x.rule and x.tensor in names), ""
+        )
 
     def plain(self) -> list[FunctionRun]:
         """The reference's own runs, as PyTorch runs it."""
         return [draw.plain for call in self.calls for draw in call.draws]
 
-    def passes_allclose(
-        self, runs: Sequence[FunctionRun], tolerance: float, names: Sequence[str] = ()
-    ) -> bool:
+    def wrong_versions(self) -> Iterator[tuple[str, list[FunctionRun]]]:
+        """Runs of known-wrong versions, with what is wrong in words. A change that
+        changes no bit of an output is left out."""
+        plain = self.plain()
+        for fault in faults_of_outputs():
+            change = partial(tree_map, partial(_if_floating, fault.change))
+            runs = self.with_outputs([change(ran.outputs) for ran in plain])
+            if not _same_outputs(runs, plain):
+                yield fault.words, runs
+        for words in [f.words for f in faults_of_inputs(self.draws[0].arguments)]:
+            outputs = []
+            for drawn in self.draws:
+                faults = {f.words: f for f in faults_of_inputs(drawn.arguments)}
+                if words in faults:
+                    changed = faults[words].applied(drawn.arguments)
+                    ran = run(private(self.reference), changed, seed=drawn.seed)
+                    outputs.append(ran.outputs)
+            if len(outputs) < len(self.draws):
+                continue
+            runs = [
+                dataclasses.replace(p, outputs=x)
+                for p, x in zip(plain, outputs, strict=True)
+            ]
+            if not _same_outputs(runs, plain):
+                yield words, runs
+
+    def passes_allclose(self, runs: Sequence[FunctionRun], tolerance: float) -> bool:
         """Whether torch.allclose with this absolute and relative tolerance passes all
         outputs of the first call, beside the reference as PyTorch runs it."""
         first = self.calls[0]
@@ -151,6 +181,15 @@ class Bench:
                 if not torch.allclose(a, b, atol=tolerance, rtol=tolerance):
                     return False
         return True
+
+
+def _if_floating(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    return change(x) if is_floating(x) else x
+
+
+def _same_outputs(a: Sequence[FunctionRun], b: Sequence[FunctionRun]) -> bool:
+    pairs = [(q.outputs, r.outputs) for q, r in zip(a, b, strict=True)]
+    return all(all(x.equal(s[n]) for n, x in r.items()) for r, s in pairs)
 
 
 def broken(numbers: BesideReference) -> str:

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Function = Callable[..., Any]
-FUNCTIONS: dict[str, tuple[Function, Callable[[torch.Generator], tuple[Any, ...]]]] = {}
+Registry = dict[str, tuple[Function, Callable[[torch.Generator], tuple[Any, ...]]]]
+FUNCTIONS: Registry = {}
 
 
-def function(*shapes: Any) -> Callable[[Function], Function]:
+def function(*shapes: Any, into: Registry = FUNCTIONS) -> Callable[[Function], Function]:
     """Registers a function with its arguments: normal values of these shapes, or other
     objects."""
 
@@ -26,7 +27,7 @@ def function(*shapes: Any) -> Callable[[Function], Function]:
                 x(generator) if callable(x) else _drawn(x, generator) for x in shapes
             )
 
-        FUNCTIONS[f.__name__] = (f, inputs)
+        into[f.__name__] = (f, inputs)
         return f
 
     return register

@@ -34,7 +34,7 @@ QUICK = {
     ),
     "benchmarks/functions.py": (
         "--seeds 1 --only mean --no-faults",
-        "accused 0 of 3 sound runs",
+        "accused 0 of 10 sound runs",
     ),
     "benchmarks/gate_speed.py": ("--rows 100 --repeats 1", "| 100 |"),
     "benchmarks/heavy_tails.py": ("--length 100 --samples 2", "every 32nd"),
@@ -49,6 +49,10 @@ QUICK = {
     ),
     "benchmarks/narrow_sums.py": ("--only nothing", "0 rows"),
     "benchmarks/power.py": ("--one 0 --small --to {tmp}/units", ""),
+    "benchmarks/public_problems.py": (
+        "benchmarks/problems --every 10",
+        "| problems/attention | 0 | 0.",
+    ),
     "benchmarks/sampling_coverage.py": (
         "--length 300 --samples 2",
         "two bad rows, causal",
@@ -93,6 +97,10 @@ THOROUGH = {  # several runs of numdev
 RUNS = {**QUICK, **SLOW, **THOROUGH}
 # What a run needs that a machine may lack, and its line then.
 NEEDS = {
+    "benchmarks/functions_gpu.py": (
+        "",
+        "functions_gpu.py: expected a CUDA GPU, got none",
+    ),
     "benchmarks/reference.py": ("", "reference.py: expected a CUDA GPU, got none"),
     "scripts/screenshots.py": (
         "{tmp}/images {tmp}/report.html",
@@ -100,6 +108,8 @@ NEEDS = {
     ),
 }
 ELSEWHERE = {  # what runs it
+    "benchmarks/judged_functions.py": "benchmarks/functions.py",
+    "benchmarks/more_functions.py": "benchmarks/functions.py",
     "benchmarks/power_tables.py": "benchmarks/power.py",
     "benchmarks/small_functions.py": "tests/test_exact.py",
     "scripts/altered_comparisons.py": "tests/test_compare.py",

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import HERE, python
+from interpreted import HERE, ROOT, python
 from oracles import step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -64,6 +64,19 @@ def test_in_the_interpreter(cases: str, marked: str) -> None:
     )
     done = python(*arguments, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_functions_in_the_interpreter() -> None:
+    """A sound SwiGLU passes beside its reference, two faulty ones do not; its rows of
+    1,000 numbers fill no block."""
+    arguments = ("--device", "cpu", "--seeds", "1", "--only", "swiglu")
+    done = python(
+        str(ROOT / "benchmarks/functions_gpu.py"), *arguments, TRITON_INTERPRET="1"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-1000:]
+    assert "judged wrongly: 0 of 3" in done.stdout
 
 
 def build(*arguments: str) -> dict[str, Any]:
