@@ -152,8 +152,8 @@ def _modules(
 ) -> tuple[Callable[..., object], RunAll]:
     """Returns the reference, and what runs the solution: both with the same state, the
     problem's with what is all 0 or all 1 redrawn, where theirs has the same names and
-    shapes, else each with its own. Parameters are then no arguments, and have no
-    gradients. `build`: how a module is made of a class."""
+    shapes, else each with its own. Where they differ the parameters are no arguments of
+    the reference, and have no gradients. `build`: how a module is made of a class."""
     target = f"{solution}:{SOLUTION}"
     if process is not None:
         [answer] = process.answers(
@@ -163,9 +163,8 @@ def _modules(
     else:
         make = import_callable(target, "solution")
         forms = forms_of(build.module(make))
-    model = build.module(problem.model)
-    reference: Callable[..., object] = model.forward
-    if forms == forms_of(model):
+    reference = build.module(problem.model).requires_grad_(False)
+    if forms == forms_of(reference):
         plain = dataclasses.replace(build, dtype=None).module(problem.model)
         build = dataclasses.replace(build, state=redrawn_state(plain)[0])
         reference = build.module(problem.model)

@@ -121,12 +121,12 @@ def test_another_form_is_told_in_words(name: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("other_eps", "it computes with 0.1 in place of 1e-06"),
+        ("other_eps", "eps is 0.1 in place of 1e-06"),
         ("scaled", "it is 1.01 times what it should be"),
         ("shifted", "0.01 is added to it"),
         ("cut", "sums leave out the last 1/4 of their terms"),
         ("without_weight", "w is taken for 1"),
-        ("stale_row", "row 17 of axis 0 hold row 18"),
+        ("stale_row", "row 17 of axis 0 holds row 18"),
         ("remembered", "it is the result of an earlier call"),
         ("alias", "it is the argument x"),
     ],
@@ -204,7 +204,16 @@ def test_a_scalar_is_judged_over_several_seeds() -> None:
     assert sound.passed, str(sound)
     [record] = [c for c in sound.report.cases if c.case == "seed 0"]
     assert record.extents()["output"].width == 8
-    assert checked(examples.smoothed_loss, **same).verdict == "FAIL"
+    wrong = checked(examples.smoothed_loss, formats="float32", **same)
+    assert wrong.verdict == "FAIL"
+    assert "error" in rules_broken(wrong)
+
+
+def test_a_scalar_is_not_named_by_a_number_that_fits_it() -> None:
+    """Any scalar is some number times another, also one that passes."""
+    same = {"reference": examples.loss, "inputs": examples.loss_inputs}
+    rows = checked(examples.smoothed_loss, formats="float32", **same).report.rows
+    assert [row.suspicion for row in rows if row.role == "kernel"] == [None, None]
 
 
 def test_integers_are_the_references() -> None:
@@ -436,6 +445,31 @@ def test_other_names_of_parameters_start_from_the_same_seed(tmp_path: Path) -> N
     text = (PROBLEM / "solution.py").read_text().replace("self.up", "self.linear")
     (tmp_path / "renamed.py").write_text(text)
     assert check_problem(tmp_path / "renamed.py", problem=PROBLEM / "problem.py").passed
+
+
+def test_a_reference_of_another_state_is_copied_for_each_run(tmp_path: Path) -> None:
+    """As a module it is: runs of a bound method would write into its running statistics,
+    by which the next run errs."""
+    problem = (
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.NORM = torch.nn.BatchNorm1d(8, momentum=0.9)\n"
+        "    def forward(self, x):\n"
+        "        self.NORM(x)\n"
+        "        return x + self.NORM.running_mean\n"
+        "get_inputs = lambda: [torch.randn(16, 8) + 3]\n"
+        "get_init_inputs = lambda: []\n"
+    )
+    (tmp_path / "problem.py").write_text(problem.replace("NORM", "norm"))
+    solution = problem.replace("NORM", "other").replace("Model", "ModelNew")
+    fresh = solution.replace("        self.other(x)\n", "        self.other.reset_running_stats()\n        self.other(x)\n")  # fmt: skip
+    (tmp_path / "copied_solution.py").write_text(fresh)
+    result = check_problem(
+        tmp_path / "copied_solution.py", problem=tmp_path / "problem.py"
+    )
+    assert result.passed, str(result)
 
 
 def test_cuda_in_a_generator_of_inputs_is_the_device_at_hand() -> None:

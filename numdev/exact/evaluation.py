@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -102,6 +102,7 @@ class Evaluation(NamedTuple, Generic[T]):
 def evaluate(
     function: Callable[..., T], *arguments: object, rounding: Rounding = UNROUNDED,
     seed: int | None = None, cotangent: Cotangent | None = None,
+    within: AbstractContextManager[object] | None = None,
 ) -> Evaluation[T]:  # fmt: skip
     """Runs a function or module on these arguments, any tree of tensors and other
     objects, in fp64, rounded as `rounding` says, and returns its output, the arguments
@@ -111,14 +112,15 @@ def evaluate(
     output that requires one, of its shape. With it autograd computes the gradients of all
     arguments and parameters that require one, by name: `[0]`, `[1]['x']` or
     `layer.weight`; None for one that no output depends on. They are rounded as the run
-    is. Without it there are none. `seed`: see `computing`.
+    is. Without it there are none. `seed`: see `computing`. `within`: a context of the run
+    that meets its operations first, as a dispatch mode does; None: none.
 
     Raises Unsupported for what has no exact result, UsageError where `cotangent` returns
     another shape, and whatever the function raises."""
     inputs = wide_arguments(arguments)
     if isinstance(function, nn.Module):
         function = wide_module(function)
-    with computing(rounding, seed=seed):
+    with computing(rounding, seed=seed), within or nullcontext():
         leaves = _gradient_leaves(function, inputs)
         with torch.set_grad_enabled(cotangent is not None or torch.is_grad_enabled()):
             try:

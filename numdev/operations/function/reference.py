@@ -4,6 +4,7 @@ PyTorch runs it here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -123,11 +124,13 @@ class FunctionReference:
         rounding: Rounding,
         arguments: Arguments | None = None,
         cotangents: Cotangents | None = None,
+        within: AbstractContextManager[object] | None = None,
     ) -> Values:
         """Returns the results of a run, rounded as `rounding` says, by name: outputs,
         arguments written into, and with `backward` gradients; of the last two those that
-        `plain` has. `arguments`, `cotangents`: None: the call's. Raises what the
-        reference raises, and Unsupported for what has no exact result."""
+        `plain` has. `arguments`, `cotangents`: None: the call's; `within`: a context of
+        the run that meets its operations first. Raises what the reference raises, and
+        Unsupported for what has no exact result."""
         inputs = (arguments or self.arguments).copied(gradients=self.backward)
         cotangents = cotangents or self.cotangents
         by_path = {f"[{i}]{path}": name for i, path, name in _paths(inputs)}
@@ -137,6 +140,7 @@ class FunctionReference:
             rounding=rounding,
             seed=self.seed,
             cotangent=cotangents.of if cotangents is not None else None,
+            within=within,
         )
         values = outputs_of(done.output)
         # The tree of arguments that `Arguments.tree` is.

@@ -478,9 +478,15 @@ def _causes(
     reference: FunctionReference, ran: FunctionRun, names: Sequence[str], earlier: Values
 ) -> Mapping[str, OtherFunction]:
     """Returns the functions that explain the outputs `names` of a run, by name; empty
-    where it has none of them, or nothing explains them."""
+    where it has none of them, nothing explains them, or the reference does not run once
+    more."""
     outputs = {name: as_real(ran.tensors[name]) for name in names if name in ran.tensors}
-    return causes_of(reference, outputs, earlier) if outputs else {}
+    if not outputs:
+        return {}
+    try:
+        return causes_of(reference, outputs, earlier)
+    except Exception:  # the reference is foreign code; what errs is shown without a name
+        return {}
 
 
 def _causes_in_float32(
@@ -493,11 +499,7 @@ def _causes_in_float32(
     [ran] = run([Draw(call=0, seed=reference.seed, arguments=wide)])
     if isinstance(ran, Failure):
         return {}
-    finer = dataclasses.replace(reference, arguments=wide)
-    try:
-        return _causes(finer, ran, names, {})
-    except Exception:  # the reference is foreign code
-        return {}
+    return _causes(dataclasses.replace(reference, arguments=wide), ran, names, {})
 
 
 def _is_far_off(row: DeviationRow) -> bool:

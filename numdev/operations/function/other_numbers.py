@@ -1,0 +1,220 @@
+"""The numbers that a reference computes with (an eps, a scale, a slope), and which other
+one explains an output: looked for among those that people write, then fitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch._ops import OpOverload
+
+from numdev.exact.rounding import Unrounded
+from numdev.operations.function.other_operations import (
+    Notes,
+    OtherOperations,
+    with_argument,
+)
+from numdev.operations.function.other_references import changed, options_of
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.trees import Values
+
+TIMES = (0.0, 2.0, 0.5, 10.0, 0.1, -1.0)  # of a number that the reference computes with
+LARGEST_EPS = 1e-2  # of a number that may be an eps, for which there are others
+DECADES = [10.0**-k for k in (5, 6, 8, 3, 4, 12, 7, 10, 2, 1)]
+STEP = 1e-3  # of a number: how far it is moved for a slope
+ITERATIONS = 8
+LARGEST_STEP = 3.0  # in factors of e, or of itself
+PROMISING = 1.3  # times less of the error: from there on a number is fitted
+AS_GOOD = 1.05  # times the error that the best number leaves
+# What an operation does with its number, in words
+CLAUSES = {
+    "mul": "it multiplies by {other} in place of {value}",
+    "div": "it divides by {other} in place of {value}",
+    "add": "it adds {other} in place of {value}",
+    "sub": "it subtracts {other} in place of {value}",
+    "rsub": "it subtracts from {other} in place of {value}",
+    "pow": "the exponent is {other} in place of {value}",
+    "masked_fill": "masked places are {other} in place of {value}",
+}
+UNNAMED = frozenset(("other", "self", "alpha", "value", "exponent", "min", "max"))
+GENERAL = "it computes with {other} in place of {value}"
+Residual = Callable[[Values], float]
+"""Returns the rms error that results leave of an output; infinite where they lack it."""
+
+
+class OtherNumber(Unrounded):
+    """Rounds nothing; puts `other` in place of the number `value` (None: of none)
+    wherever an operator reads it. `met` has the operators that read each number, in the
+    order in which they first came."""
+
+    def __init__(self, value: float | None = None, other: float = 0.0) -> None:
+        self.value, self.other = value, other
+        self.met: dict[float, OpOverload] = {}
+
+    def number(
+        self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
+    ) -> float:
+        """Returns `other` in place of `value`, any other number as it is; notes the
+        number in `met`."""
+        self.met.setdefault(value, func)
+        return self.other if value == self.value else value
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NumberInUse:
+    """A number that a reference computes with; `default_of` says of which operator and
+    argument it is the default, if it is one."""
+
+    reference: FunctionReference
+    value: float
+    template: str
+    default_of: tuple[str, str] | None = None
+
+    def words(self, other: float) -> str:
+        """Returns in words that another number is there."""
+        return self.template.format(other=f"{other:.4g}", value=f"{self.value:.4g}")
+
+    def results(self, other: float) -> Values:
+        """Returns the exact results with another number in its place, by name; empty
+        where the reference raises."""
+        if self.default_of is not None:
+            operator, name = self.default_of
+            change = partial(with_argument, operator=operator, name=name, value=other)
+            return changed(self.reference, lambda: change)
+        try:
+            return self.reference.computed(OtherNumber(self.value, other))
+        except Exception:  # the reference is foreign, and this is no run of its own
+            return {}
+
+    def others(self) -> list[float]:
+        """Returns the numbers that may stand in its place: multiples, and powers of ten
+        for an eps."""
+        others = [self.value * times for times in TIMES]
+        if 0 < self.value <= LARGEST_EPS:
+            others += DECADES
+        different = [other for other in dict.fromkeys(others) if other != self.value]
+        return [other for other in different if math.isfinite(other)]
+
+
+def numbers_of(reference: FunctionReference) -> Iterator[NumberInUse]:
+    """Yields the finite numbers that the reference computes with, 0 excepted, in the
+    order in which it reads them; none where it raises."""
+    read, notes = OtherNumber(), Notes()
+    try:
+        reference.computed(read, within=OtherOperations(notes))
+    except Exception:  # the reference is foreign, and may not run twice
+        return
+    options = options_of(reference)
+    for value, func in read.met.items():
+        if value and math.isfinite(value):
+            names = notes.numbers.get(value, set())
+            template = _template(value, func, options, names)
+            yield NumberInUse(reference=reference, value=value, template=template)
+    for (operator, name), value in notes.defaults.items():
+        if value and name not in UNNAMED:
+            yield NumberInUse(
+                reference=reference,
+                value=value,
+                template=f"{name} is {{other}} in place of {{value}}",
+                default_of=(operator, name),
+            )
+
+
+def _template(
+    value: float, func: OpOverload, options: Mapping[str, object], names: set[str]
+) -> str:
+    """Returns how to say that another number stands in place of `value`: by the name of
+    the reference's only option of that value, by the only name of the operators'
+    arguments that it comes as, else by what the operator does."""
+    of_reference = [n for n, x in options.items() if isinstance(x, float) and x == value]
+    if len(of_reference) == 1:
+        return f"{of_reference[0]} is {{other}} in place of {{value}}"
+    if len(names) == 1 and not names & UNNAMED:
+        return f"{min(names)} is {{other}} in place of {{value}}"
+    return CLAUSES.get(func.overloadpacket.__name__.rstrip("_"), GENERAL)
+
+
+def fitted(
+    number: NumberInUse, residual: Residual, error: float, spend: Callable[[], bool]
+) -> tuple[float, float]:
+    """Returns the number that leaves least of an output's error, in as few digits as
+    leave as little, and what it leaves; (value, error) where none leaves less. `error`:
+    what the number itself leaves; `spend`: whether one more run may be made."""
+    best, least = number.value, error
+
+    def tried(other: float) -> float:
+        """Returns what another number leaves, and takes it where that is the least."""
+        nonlocal best, least
+        if not spend():
+            return math.inf
+        left = residual(number.results(other))
+        if left < least:
+            best, least = other, left
+        return left
+
+    for other in number.others():
+        tried(other)
+    _refine(tried, lambda: (best, least))
+    if least < error:
+        best, least = _in_few_digits(best, least, tried)
+    return best, least
+
+
+def _refine(
+    tried: Callable[[float], float], best: Callable[[], tuple[float, float]]
+) -> None:
+    """Moves a number, and its logarithm where it is positive, to the lowest point of a
+    parabola through three points of the squared error, until that gains less than a
+    hundredth. `tried`: what a number leaves; `best`: the best so far, and what it
+    leaves."""
+    for _ in range(ITERATIONS):
+        before = best()[1]
+        for move in (_moved, _moved_logarithm):
+            at, left = best()
+            if at and left and (at > 0 or move is _moved):
+                go = _to_lowest(at, left, move, tried)
+                tried(move(at, max(-LARGEST_STEP, min(LARGEST_STEP, go))))
+        if not best()[1] < 0.99 * before:
+            return
+
+
+def _to_lowest(
+    at: float,
+    left: float,
+    move: Callable[[float, float], float],
+    tried: Callable[[float], float],
+) -> float:
+    """Returns how far it is, in the steps of `move`, from a number that leaves `left` to
+    the lowest point of the parabola; 0 where there is none."""
+    up, down = (tried(move(at, sign * STEP)) for sign in (1, -1))
+    if not math.isfinite(up + down):
+        return 0.0
+    slope = (up**2 - down**2) / 2
+    bend = up**2 + down**2 - 2 * left**2
+    return -slope / bend * STEP if bend > 0 else 0.0
+
+
+def _moved(value: float, by: float) -> float:
+    """Returns a number moved by so many times itself."""
+    return value * (1 + by)
+
+
+def _moved_logarithm(value: float, by: float) -> float:
+    """Returns a number whose logarithm is moved."""
+    return value * math.exp(by)
+
+
+def _in_few_digits(
+    value: float, least: float, tried: Callable[[float], float]
+) -> tuple[float, float]:
+    """Returns the shortest decimal near a number that leaves at most AS_GOOD times as
+    much, and what it leaves; the number itself where none of up to 4 digits does."""
+    for digits in range(4):
+        short = float(f"{value:.{digits}e}")
+        left = least if short == value else tried(short)
+        if left <= AS_GOOD * least:
+            return short, left
+    return value, least

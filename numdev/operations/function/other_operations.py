@@ -1,0 +1,409 @@
+"""Other operations in place of those that a reference calls: what stands in its sums,
+which function, in which format.
+
+Each is a function of one call of an operator, in plain PyTorch on the tensors of an exact
+run; the gradient of a changed operator is still that of the operator itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from numdev.exact.dtypes import is_floating
+from numdev.exact.unsupported_operations import operator_argument
+from numdev.exact.wide_tensors import Wide, widened
+from numdev.formats import Format, round_to
+
+aten = torch.ops.aten
+PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
+# With the dimensions they go along as an argument
+REDUCTIONS = frozenset(
+    """sum mean nansum amax amin prod logsumexp var std
+    linalg_vector_norm""".split()  # noqa: SIM905
+)
+SOFTMAXES = frozenset(("_softmax", "_log_softmax"))
+NORMS = frozenset(("native_layer_norm", "native_group_norm", "native_batch_norm"))
+SUMS = PRODUCTS | REDUCTIONS | SOFTMAXES | NORMS | {"convolution"}
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorCall:
+    """One call of an operator."""
+
+    func: OpOverload
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+    @property
+    def name(self) -> str:
+        """Returns the operator's name without overload and without the `_` of one that
+        writes."""
+        name: str = self.func.overloadpacket.__name__
+        return name.rstrip("_")
+
+    def argument(self, name: str) -> object:
+        """Returns the value of an argument; None where there is none of the name."""
+        return operator_argument(self.func, self.args, self.kwargs, name)
+
+    def tensor(self, i: int) -> Tensor:
+        """Returns the i-th argument, a tensor."""
+        return cast(Tensor, self.args[i])
+
+    def on(self, *first: object) -> object:
+        """Returns what the operator gives of other first arguments."""
+        return self.func(*first, *self.args[len(first) :], **self.kwargs)
+
+    def result(self) -> object:
+        """Returns what the operator gives."""
+        return self.on()
+
+
+Change = Callable[[OperatorCall], object]
+"""Returns what comes in place of an operation's result; NotImplemented: nothing does."""
+
+
+class OtherOperations(TorchDispatchMode):
+    """A mode in which `change` may put something else in place of each operation."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.change = change
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False, so that PyTorch does not load its compiler."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        operation = OperatorCall(func, args, kwargs or {})
+        other = self.change(operation)
+        return operation.result() if other is NotImplemented else other
+
+
+class Notes:
+    """Changes nothing, and notes what is called: `calls` counts by operator those that
+    return one floating-point tensor or several; `numbers` has the names of the arguments
+    that a number comes as (`beta`, of `2 * x` `other`); `defaults` the numbers that came
+    by default, by operator and argument."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self.numbers: dict[float, set[str]] = {}
+        self.defaults: dict[tuple[str, str], float] = {}
+
+    def __call__(self, operation: OperatorCall) -> object:
+        """Returns the operation's result, and notes it."""
+        result = operation.result()
+        for i, parameter in enumerate(operation.func._schema.arguments):
+            name, value = parameter.name, operation.argument(parameter.name)
+            if isinstance(value, bool) or not isinstance(value, float | int):
+                continue
+            self.numbers.setdefault(float(value), set()).add(name)
+            came = i < len(operation.args) or name in operation.kwargs
+            if not came and str(parameter.type) in ("float", "number"):
+                self.defaults[operation.name, name] = float(value)
+        first = result[0] if isinstance(result, tuple) and result else result
+        if is_floating(first) and not operation.func.is_view:
+            self.calls[operation.name] = self.calls.get(operation.name, 0) + 1
+        return result
+
+
+class OfCall:
+    """Puts `change` in place of one call of an operator alone, the `number`-th from 0. It
+    counts calls: make one for each run."""
+
+    def __init__(self, name: str, number: int, change: Change) -> None:
+        self.name, self.number, self.change = name, number, change
+        self.count = 0
+
+    def __call__(self, operation: OperatorCall) -> object:
+        """Returns what `change` returns for its call; NotImplemented for any other."""
+        if operation.name != self.name:
+            return NotImplemented
+        self.count += 1
+        return self.change(operation) if self.count == self.number + 1 else NotImplemented
+
+
+def with_argument(
+    operation: OperatorCall, operator: str, name: str, value: object
+) -> object:
+    """Returns what an operator gives with another value of an argument; NotImplemented
+    for any other operator."""
+    if operation.name != operator:
+        return NotImplemented
+    names = [parameter.name for parameter in operation.func._schema.arguments]
+    if name not in names:
+        return NotImplemented
+    i, args = names.index(name), list(operation.args)
+    if i < len(args):
+        args[i] = value
+        return operation.on(*args)
+    return operation.func(*args, **{**operation.kwargs, name: value})
+
+
+# --- left out -------------------------------------------------------------------------
+
+
+def left_out(operation: OperatorCall, argument: int = 0) -> object:
+    """Returns an argument of an operation in place of its result, cast to its dtype;
+    NotImplemented for an operation that makes no floating-point tensor of the argument's
+    shape."""
+    if operation.func.is_view or len(operation.args) <= argument:
+        return NotImplemented
+    x = operation.args[argument]
+    if not is_floating(x):
+        return NotImplemented
+    like = operation.result()
+    if not is_floating(like) or like.shape != x.shape or like is x:
+        return NotImplemented
+    return x.to(like.dtype) if x.dtype != like.dtype else x.clone()
+
+
+# --- sums without some terms ----------------------------------------------------------
+
+Cut = Callable[[int], int]
+"""Returns how many of n terms are left out; more than 0: the last, less: the first."""
+
+
+def shorter(operation: OperatorCall, cut: Cut, *, counts: bool = True) -> object:
+    """Returns what a sum, product, softmax, norm or convolution gives without some of
+    its terms; NotImplemented for another operation, and where none or all of the terms
+    would go. `counts`: whether a mean divides by the number of those that stay."""
+    name = operation.name
+    if name in PRODUCTS:
+        return _shorter_product(operation, cut)
+    if name in SOFTMAXES:
+        x, dim = operation.tensor(0), cast(int, operation.args[1])
+        hidden = _ends(x.shape[dim], cut)
+        if hidden is None:
+            return NotImplemented
+        masked = x.clone()
+        gone = x.shape[dim] - hidden[1]
+        masked.narrow(dim, 0 if hidden[0] else hidden[1], gone).fill_(-math.inf)
+        return operation.on(masked)
+    if name in REDUCTIONS:
+        return _shorter_reduction(operation, cut, counts=counts)
+    if name in NORMS:
+        return normalised(operation, cut=cut)
+    if name == "convolution" and not operation.args[6] and operation.args[8] == 1:
+        x, weight = operation.tensor(0), operation.tensor(1)
+        ends = _ends(x.shape[1], cut)
+        if ends is None:
+            return NotImplemented
+        return operation.on(x.narrow(1, *ends), weight.narrow(1, *ends))
+    return NotImplemented
+
+
+def _ends(count: int, cut: Cut) -> tuple[int, int] | None:
+    """Returns where the terms that stay begin, and how many they are; None where all or
+    none stay."""
+    gone = cut(count)
+    if not 0 < abs(gone) < count:
+        return None
+    return (0 if gone > 0 else -gone), count - abs(gone)
+
+
+def _shorter_product(operation: OperatorCall, cut: Cut) -> object:
+    """Returns a matrix product without some of its terms."""
+    first = 0 if operation.name in ("mm", "bmm") else 1
+    x, y = operation.tensor(first), operation.tensor(first + 1)
+    ends = _ends(x.shape[-1], cut)
+    if ends is None:
+        return NotImplemented
+    factors = x.narrow(-1, *ends), y.narrow(-2, *ends)
+    return operation.on(*operation.args[:first], *factors)
+
+
+def _shorter_reduction(operation: OperatorCall, cut: Cut, *, counts: bool) -> object:
+    """Returns a sum, a mean, a maximum, ... without some of its terms: along the last of
+    its dimensions, or of the flattened tensor where it goes over all."""
+    x, dims = operation.tensor(0), operation.argument("dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    if isinstance(dims, Sequence) and dims:
+        ends = _ends(x.shape[dims[-1]], cut)
+        part = x if ends is None else x.narrow(dims[-1], *ends)
+    else:
+        ends = _ends(x.numel(), cut)
+        part = x if ends is None else x.reshape(-1).narrow(0, *ends)
+    if ends is None:
+        return NotImplemented
+    result = cast(Tensor, operation.on(part))
+    share = part.numel() / x.numel()
+    return result * share if operation.name == "mean" and not counts else result
+
+
+def divided_by_less(operation: OperatorCall) -> object:
+    """Returns a mean of n numbers that divides by n - 1, or a variance of the other kind
+    (sample for population); NotImplemented for another operation."""
+    name = operation.name
+    if name in NORMS:
+        return normalised(operation, less=1)
+    if name not in ("mean", "var", "std"):
+        return NotImplemented
+    result = cast(Tensor, operation.result())
+    count = operation.tensor(0).numel() / max(1, result.numel())
+    if count < 2:
+        return NotImplemented
+    if name == "mean":
+        return result * (count / (count - 1))
+    correction = operation.argument("correction")
+    less = 1.0 if correction is None else float(cast(float, correction))
+    factor = (count - less) / (count - (0.0 if less else 1.0))
+    return result * (factor if name == "var" else math.sqrt(factor))
+
+
+# --- norms ----------------------------------------------------------------------------
+
+
+def normalised(
+    operation: OperatorCall,
+    *,
+    cut: Cut | None = None,
+    less: int = 0,
+    centred: bool = True,
+    outside: bool = False,
+) -> object:
+    """Returns the results of a layer, group or batch norm computed otherwise: with
+    statistics of fewer places (`cut`), a variance of n - `less`, without taking the mean
+    away (not `centred`), or eps added to the root instead of under it (`outside`).
+    NotImplemented for another operation, and where nothing would be cut."""
+    if operation.name not in NORMS:
+        return NotImplemented
+    x = operation.tensor(0)
+    groups, shape, eps = _norm_groups(operation)
+    if groups is None:
+        return NotImplemented
+    part = groups
+    if cut is not None:
+        ends = _ends(groups.shape[-1], cut)
+        if ends is None:
+            return NotImplemented
+        part = groups.narrow(-1, *ends)
+    mean = part.mean(-1, keepdim=True) if centred else torch.zeros_like(part[..., :1])
+    count = part.shape[-1]
+    variance = (part - mean).square().sum(-1, keepdim=True) / max(1, count - less)
+    root = variance.sqrt() + eps if outside else (variance + eps).sqrt()
+    out = _ungrouped((groups - mean) / root, operation, shape)
+    weight, bias = (_affine(operation, name) for name in ("weight", "bias"))
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    like = cast(tuple[Tensor, Tensor, Tensor], operation.result())
+    return (
+        out.to(x.dtype),
+        mean.reshape(like[1].shape).to(like[1].dtype),
+        (1 / root).reshape(like[2].shape).to(like[2].dtype),
+    )
+
+
+def _norm_groups(operation: OperatorCall) -> tuple[Tensor | None, torch.Size, float]:
+    """Returns the input of a norm as [groups, numbers of one statistic], its shape before
+    that, and eps; None for a batch norm that takes running statistics."""
+    x, eps = operation.tensor(0), cast(float, operation.argument("eps"))
+    if operation.name == "native_layer_norm":
+        size = math.prod(cast(Sequence[int], operation.args[1]))
+        return x.reshape(-1, size), x.shape, eps
+    if operation.name == "native_group_norm":
+        groups = cast(int, operation.argument("group"))
+        return x.reshape(x.shape[0] * groups, -1), x.shape, eps
+    if not operation.argument("training"):
+        return None, x.shape, eps
+    moved = x.transpose(0, 1)
+    return moved.reshape(x.shape[1], -1), moved.shape, eps
+
+
+def _ungrouped(groups: Tensor, operation: OperatorCall, shape: torch.Size) -> Tensor:
+    """Returns what `_norm_groups` grouped in its own shape again."""
+    x = groups.reshape(shape)
+    return x.transpose(0, 1) if operation.name == "native_batch_norm" else x
+
+
+def _affine(operation: OperatorCall, name: str) -> Tensor | None:
+    """Returns the weight or bias of a norm, shaped to follow its input; None without
+    one."""
+    value = operation.argument(name)
+    if not isinstance(value, Tensor):
+        return None
+    if operation.name == "native_layer_norm":
+        return value
+    return value.reshape(1, -1, *[1] * (operation.tensor(0).ndim - 2))
+
+
+# --- narrower, and by blocks ----------------------------------------------------------
+
+
+def rounded(x: Tensor, fmt: Format) -> Tensor:
+    """Returns a tensor of an exact run rounded once to a format, under its own dtype."""
+    with _disable_current_modes():  # rounding is no operation of the run
+        return Wide.of(round_to(widened(x), fmt), x.dtype)
+
+
+def narrow_factors(operation: OperatorCall, fmt: Format, which: Sequence[int]) -> object:
+    """Returns a matrix product or convolution with these of its factors (0: left, 1:
+    right) rounded to a format; NotImplemented for another operation."""
+    if operation.name not in PRODUCTS and operation.name != "convolution":
+        return NotImplemented
+    first = 1 if operation.name in ("addmm", "baddbmm") else 0
+    args = list(operation.args)
+    for i in which:
+        args[first + i] = rounded(cast(Tensor, args[first + i]), fmt)
+    return operation.on(*args)
+
+
+def rounded_result(operation: OperatorCall, fmt: Format) -> object:
+    """Returns an operation's floating-point result rounded to a format; NotImplemented
+    for a view, and for one that writes."""
+    if operation.func.is_view or operation.func._schema.is_mutable:
+        return NotImplemented
+    result = operation.result()
+    return rounded(result, fmt) if is_floating(result) else NotImplemented
+
+
+MAX_STEPS = 256  # blocks of a sum, above which it is not computed block by block
+
+
+def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object:
+    """Returns a sum, a mean or a matrix product whose terms are added up block by block,
+    each sum so far rounded to a format; NotImplemented for another operation, and for
+    fewer than two or more than MAX_STEPS blocks."""
+    name = operation.name
+    if name in PRODUCTS:
+        first = 0 if name in ("mm", "bmm") else 1
+        x, y = operation.tensor(first), operation.tensor(first + 1)
+        pairs = zip(x.split(block, -1), y.split(block, -2), strict=True)
+        if not 1 < math.ceil(x.shape[-1] / block) <= MAX_STEPS:
+            return NotImplemented
+        total = _running_sum([a @ b for a, b in pairs], fmt)
+        return total if not first else total + operation.tensor(0)
+    dims = operation.argument("dim") if name in ("sum", "mean") else None
+    if not isinstance(dims, Sequence) or len(dims) != 1:
+        return NotImplemented
+    x, dim = operation.tensor(0), dims[0]
+    if not 1 < math.ceil(x.shape[dim] / block) <= MAX_STEPS:
+        return NotImplemented
+    parts = [part.sum(dim, keepdim=True) for part in x.split(block, dim)]
+    total = _running_sum(parts, fmt)
+    total = total / x.shape[dim] if name == "mean" else total
+    like = cast(Tensor, operation.result())
+    return total.reshape(like.shape).to(like.dtype)
+
+
+def _running_sum(parts: Sequence[Tensor], fmt: Format) -> Tensor:
+    """Returns the sum of at least one part, rounded to a format after each."""
+    total = rounded(parts[0], fmt)
+    for part in parts[1:]:
+        total = rounded(total + part, fmt)
+    return total

@@ -1,0 +1,360 @@
+"""Other functions made from a reference: of changed arguments and parameters, with other
+operations, in other formats.
+
+Each is an `OtherReference`: words, and what computes its exact results. Those that say
+less and cost less come first, since only as many are tried as the inputs' size allows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from numdev.exact.wide_tensors import UNROUNDED
+from numdev.formats import FORMATS, Format, format_named
+from numdev.operations.function.faults import NARROWER, faults_of_inputs
+from numdev.operations.function.other_operations import (
+    PRODUCTS,
+    SUMS,
+    Change,
+    Notes,
+    OfCall,
+    OperatorCall,
+    OtherOperations,
+    divided_by_less,
+    left_out,
+    narrow_factors,
+    rounded_result,
+    shorter,
+    summed_in_blocks,
+)
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.trees import Arguments, Values
+from numdev.operations.function.twins import EpsOutside, to_base_two, twins
+
+MAX_CALLS = 8  # of an operator, of which one alone is changed
+BLOCKS = (16, 32, 64, 128, 256, 8, 4, 2, 1)  # terms of a sum, that are added at once
+SHARES = (16, 8, 4, 2)
+PARTIAL = (16, 32, 64, 128)
+ADDED = (1.0, -1.0)  # to an argument: a weight that is stored less 1
+
+
+class OtherReference(NamedTuple):
+    """A function in words, and what computes its results: by name, empty where it has
+    none."""
+
+    words: str
+    results: Callable[[], Values]
+
+
+def simplest_references(reference: FunctionReference) -> Iterator[OtherReference]:
+    """Yields functions that scale some results, and say more than the scale."""
+    words = "means divide by n - 1, or a sample variance by n"
+    yield OtherReference(words, _with(reference, divided_by_less))
+    yield OtherReference("logarithms are to the base 2", _with(reference, to_base_two))
+
+
+def other_references(reference: FunctionReference) -> Iterator[OtherReference]:
+    """Yields functions made from the reference, those of other numbers excepted. Runs it
+    once on its own arguments; where that raises, those of changed operations are left
+    out."""
+    calls = calls_of_operators(reference)
+    yield from _of_other_sums(reference, calls)
+    yield from _of_other_inputs(reference)
+    yield from _of_other_parameters(reference)
+    yield from _of_other_options(reference)
+    yield from _of_missing_operations(reference, calls)
+    for words, change in twins(calls):
+        yield OtherReference(words, _with(reference, change))
+    words = "eps is added to the root, not under it"
+    yield OtherReference(words, partial(changed, reference, EpsOutside))
+    yield from _of_narrow_operations(reference, calls)
+    yield from _of_other_calls(reference, calls)
+
+
+def changed(reference: FunctionReference, make: Callable[[], Change]) -> Values:
+    """Returns the exact results of the reference with other operations, by name; empty
+    where it raises. `make`: makes the change for this run."""
+    try:
+        return reference.computed(UNROUNDED, within=OtherOperations(make()))
+    except Exception:  # the reference is foreign, and this is no run of its own
+        return {}
+
+
+def _with(reference: FunctionReference, change: Change) -> Callable[[], Values]:
+    """Returns what computes the exact results of the reference with other operations, of
+    a change that needs not be made anew."""
+    return partial(changed, reference, lambda: change)
+
+
+def calls_of_operators(reference: FunctionReference) -> Mapping[str, int]:
+    """Returns how often the reference calls each operator that makes floating-point
+    tensors, by name; empty where it raises."""
+    notes = Notes()
+    changed(reference, lambda: notes)
+    return notes.calls
+
+
+# --- other arguments ------------------------------------------------------------------
+
+
+def _of_other_inputs(reference: FunctionReference) -> Iterator[OtherReference]:
+    """Yields the reference on each wrong input of `faults_of_inputs`, and on others: 1
+    added or taken away, another layout, two arguments exchanged, indices off by one."""
+    arguments = reference.arguments
+    for fault in faults_of_inputs(arguments):
+        wrong = fault.applied(arguments)
+        yield OtherReference(fault.words, partial(reference.computed_exactly, wrong))
+    leaves = arguments.leaves()
+    for name, x in leaves.items():
+        for words, other in _other_values(name, x):
+            wrong = arguments.mapped(partial(_replaced, values={name: other}))
+            yield OtherReference(words, partial(reference.computed_exactly, wrong))
+    names = list(leaves)
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            x, y = leaves[first], leaves[second]
+            if (x.shape, x.dtype) == (y.shape, y.dtype):
+                swap = {first: y, second: x}
+                wrong = arguments.mapped(partial(_replaced, values=swap))
+                yield OtherReference(
+                    f"{first} and {second} are exchanged",
+                    partial(reference.computed_exactly, wrong),
+                )
+
+
+def _replaced(name: str, x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """Returns the tensor of that name among `values`; `x` where there is none."""
+    return values.get(name, x)
+
+
+def _other_values(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields (words, tensor of the same shape and dtype) for what may be read in place of
+    an argument."""
+    if x.is_floating_point() and x.numel():
+        for added in ADDED:
+            yield f"{added:+g} is added to {name}", x + added
+        yield f"{name} is read with the other sign", -x
+        if x.ndim >= 2 and 1 not in x.shape[-2:] and x.shape[-1] != x.shape[-2]:
+            words = f"{name} is read as if its last two axes were exchanged in memory"
+            yield words, x.mT.reshape(x.shape)
+        if x.ndim >= 2:
+            for axis in range(x.ndim - 1):
+                if x.shape[axis] > 1:
+                    same = x.narrow(axis, 0, 1).expand_as(x)
+                    yield f"place 0 of axis {axis} of {name} is read for all", same
+    elif x.dtype in (torch.int32, torch.int64) and x.numel():
+        largest = int(x.max())
+        for step in (1, -1):
+            yield f"{step:+d} is added to {name}", (x + step).clamp(0, largest)
+
+
+def _of_other_parameters(reference: FunctionReference) -> Iterator[OtherReference]:
+    """Yields the reference with each floating-point parameter and buffer of a module
+    filled with 0 and with 1 where it is not that already; nothing where the reference is
+    no module."""
+    module = reference.function
+    if not isinstance(module, nn.Module):
+        return
+    for name, x in module.state_dict().items():
+        for value in (0.0, 1.0):
+            if x.is_floating_point() and not bool((x == value).all()):
+                other = copy.deepcopy(module)
+                other.state_dict()[name].fill_(value)
+                run = partial(_of_function, reference, other)
+                yield OtherReference(f"{name} is taken for {value:g}", run)
+
+
+def _of_function(reference: FunctionReference, other: Callable[..., object]) -> Values:
+    """Returns the exact results of another function on the reference's call, by name;
+    empty where it raises."""
+    return dataclasses.replace(reference, function=other).computed_exactly(
+        reference.arguments
+    )
+
+
+def _of_other_options(reference: FunctionReference) -> Iterator[OtherReference]:
+    """Yields the reference with another value of each option that is a bool or an
+    integer: an argument, or a parameter's default."""
+    for name, value in options_of(reference).items():
+        for other in _other_options(value):
+            words = f"{name} is {other} in place of {value}"
+            wrong = with_option(reference.arguments, name, other)
+            yield OtherReference(words, partial(reference.computed_exactly, wrong))
+
+
+def options_of(reference: FunctionReference) -> dict[str, object]:
+    """Returns the arguments that are no tensors, and the defaults of parameters, by
+    name; empty where the signature cannot be read."""
+    called = reference.function
+    called = called.forward if isinstance(called, nn.Module) else called
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    arguments = reference.arguments
+    options: dict[str, object] = {
+        p.name: p.default for p in parameters if p.default is not p.empty
+    }
+    options |= dict(zip(arguments.names, arguments.positional, strict=False))
+    options |= arguments.named
+    return {n: x for n, x in options.items() if isinstance(x, bool | int | float)}
+
+
+def _other_options(value: object) -> list[object]:
+    """Returns what an option may be taken for: a bool the other way round, an integer
+    one more and one less; nothing for any other."""
+    if isinstance(value, bool):
+        return [not value]
+    return [value + 1, value - 1] if isinstance(value, int) else []
+
+
+def with_option(arguments: Arguments, name: str, value: object) -> Arguments:
+    """Returns the arguments with another value of the option `name`, by place where it
+    stands by place."""
+    if name in arguments.names[: len(arguments.positional)]:
+        i = arguments.names.index(name)
+        positional = list(arguments.positional)
+        positional[i] = value
+        return dataclasses.replace(arguments, positional=tuple(positional))
+    return dataclasses.replace(arguments, named={**arguments.named, name: value})
+
+
+# --- other operations -----------------------------------------------------------------
+
+
+def cuts() -> Iterator[tuple[str, Callable[[int], int]]]:
+    """Yields what a sum leaves out, in words, and how many of n terms that are: more than
+    0 the last, less the first."""
+    yield "their last term", lambda n: 1
+    yield "their first term", lambda n: -1
+    for share in SHARES:
+        yield f"the last 1/{share} of their terms", partial(_share, of=share)
+    for block in PARTIAL:
+        words = f"what fills no block of {block} terms"
+        yield words, partial(_partial_block, of=block)
+
+
+def _share(n: int, of: int) -> int:
+    """Returns the `of`-th part of n, rounded down."""
+    return n // of
+
+
+def _partial_block(n: int, of: int) -> int:
+    """Returns how many of n terms fill no block of `of`: n modulo `of`."""
+    return n % of
+
+
+def _of_other_sums(
+    reference: FunctionReference, calls: Mapping[str, int]
+) -> Iterator[OtherReference]:
+    """Yields the reference with means that divide by n - 1, and with sums without some
+    of their terms, of which a mean may count all or those that stay."""
+    if not SUMS & calls.keys():
+        return
+
+    for what, cut in cuts():
+        words = f"sums leave out {what}"
+        yield OtherReference(words, _with(reference, partial(shorter, cut=cut)))
+        if "mean" in calls:
+            whole = partial(shorter, cut=cut, counts=False)
+            words += ", and means count them"
+            yield OtherReference(words, _with(reference, whole))
+    names = [name for name in calls if name in SUMS]
+    for name in names if len(names) > 1 else ():
+        for what, cut in cuts():
+            words = f"{name} leaves out {what.replace('their', 'the')}"
+            change = partial(of_operator, name=name, change=partial(shorter, cut=cut))
+            yield OtherReference(words, _with(reference, change))
+
+
+def of_operator(operation: OperatorCall, name: str, change: Change) -> object:
+    """Returns what `change` returns of the operator `name`; NotImplemented for any
+    other."""
+    return change(operation) if operation.name == name else NotImplemented
+
+
+def _of_missing_operations(
+    reference: FunctionReference, calls: Mapping[str, int]
+) -> Iterator[OtherReference]:
+    """Yields the reference with all calls of an operator left out, where there are a
+    few."""
+    for name, count in calls.items():
+        if count <= MAX_CALLS:
+            change = partial(of_operator, name=name, change=left_out)
+            run = _with(reference, change)
+            yield OtherReference(f"{name} is left out", run)
+
+
+def narrow_formats(dtype: torch.dtype) -> list[Format]:
+    """Returns the formats that code in a dtype may compute in by mistake: those of 16
+    bits, TF32, and one coarser than its own."""
+    names = ["bfloat16", "float16"]
+    if dtype == torch.float32:
+        names = ["tf32", *names]
+    elif str(dtype).removeprefix("torch.") in NARROWER:
+        names.append(NARROWER[str(dtype).removeprefix("torch.")])
+    return [format_named(name) for name in names]
+
+
+def _of_narrow_operations(
+    reference: FunctionReference, calls: Mapping[str, int]
+) -> Iterator[OtherReference]:
+    """Yields the reference with products of factors in narrower formats, sums that are
+    rounded to 16 bits block by block, and results of one operator in 16 bits."""
+    dtypes = [x.dtype for x in reference.arguments.leaves().values()]
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    formats = narrow_formats(floats[0] if floats else torch.float32)
+
+    if PRODUCTS & calls.keys() or "convolution" in calls:
+        for fmt in formats:
+            for what, which in (("", (0, 1)), ("left ", (0,)), ("right ", (1,))):
+                words = f"the {what}factors of products are in {fmt.name}"
+                change = partial(narrow_factors, fmt=fmt, which=which)
+                yield OtherReference(words, _with(reference, change))
+    if (PRODUCTS | {"sum", "mean"}) & calls.keys():
+        for name in ("bfloat16", "float16"):
+            for block in BLOCKS:
+                words = f"sums are accumulated in {name}, {block} terms at a time"
+                summed = partial(summed_in_blocks, fmt=FORMATS[name], block=block)
+                yield OtherReference(words, _with(reference, summed))
+    for fmt in formats:
+        words = f"every operation is rounded to {fmt.name}"
+        yield OtherReference(words, _with(reference, partial(rounded_result, fmt=fmt)))
+    for operator in calls:
+        for fmt in formats:
+            words = f"{operator} is rounded to {fmt.name}"
+            rounding = partial(rounded_result, fmt=fmt)
+            change = partial(of_operator, name=operator, change=rounding)
+            yield OtherReference(words, _with(reference, change))
+
+
+def _of_other_calls(
+    reference: FunctionReference, calls: Mapping[str, int]
+) -> Iterator[OtherReference]:
+    """Yields the reference with one call of an operator alone left out, its second
+    argument taken for its result, or its sum cut; of operators that are called more than
+    once, and up to MAX_CALLS times."""
+    for name, count in calls.items():
+        for i in range(count if 1 < count <= MAX_CALLS else 0):
+            which = f"call {i + 1} of {count} of {name}"
+            ways: list[tuple[str, Change]] = [(f"{which} is left out", left_out)]
+            if name in SUMS:
+                ways += [
+                    (f"{which} leaves out {what.replace('their', 'the')}",
+                     partial(shorter, cut=cut)) for what, cut in cuts()
+                ]  # fmt: skip
+            for words, change in ways:
+                make = partial(OfCall, name, i, change)
+                yield OtherReference(words, partial(changed, reference, make))
+    for name in ("add", "sub", "mul", "div"):
+        for i in range(min(calls.get(name, 0), MAX_CALLS)):
+            make = partial(OfCall, name, i, partial(left_out, argument=1))
+            words = f"the first argument of call {i + 1} of {name} is left out"
+            yield OtherReference(words, partial(changed, reference, make))

@@ -1,0 +1,183 @@
+"""What comes out in place of an exact result, made from that result alone: scaled, moved,
+averaged, other places in the places of some, another call's, an argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from numdev.operations.function.faults import mean_along_last, transposed
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.trees import Values
+from numdev.operations.row_places import in_words
+
+MAX_ENTRIES = 64  # of an axis that err, up to which others are looked for in their places
+LEAST_WIDTH = 16  # numbers of an entry: fewer may be another's by luck
+FAR = 100.0  # times the median's squared error: an entry that is another
+TILES = (16, 32, 64, 128)
+MAX_TILES = 4096
+DIGITS = 4
+TINY = 1e-300
+OtherResult = tuple[str, Tensor]  # in words, and what would come out
+
+
+def other_results(
+    name: str, x: Tensor, reference: FunctionReference, earlier: Values
+) -> Iterator[OtherResult]:
+    """Yields alternatives to an output, (words, fp64 tensor of its shape): the exact
+    result changed, the result of an earlier call, and arguments of the same shape. Of an
+    output `x` that is 0 wherever it is finite only 0 itself."""
+    truth = reference.truth[name]
+    finite = truth.isfinite() & x.isfinite()
+    t, o = (torch.where(finite, y, 0.0) for y in (truth, x))
+    yield "it is 0 everywhere", torch.zeros_like(truth)
+    if not bool(o.any()):
+        return
+    yield from _linear(o, t, truth, int(finite.sum()))
+    yield "it is one constant", torch.full_like(truth, float(o.sum() / finite.sum()))
+    if name in earlier and earlier[name].shape == truth.shape:
+        yield "it is the result of an earlier call", earlier[name].double()
+    for argument, value in reference.arguments.leaves().items():
+        if value.shape == truth.shape:
+            yield f"it is the argument {argument}", value.detach().double()
+    yield from _rearranged(truth)
+    for axis in range(truth.ndim):
+        yield from _other_entries(o, truth, axis)
+    yield from _other_tiles(o, truth)
+
+
+def _linear(o: Tensor, t: Tensor, truth: Tensor, count: int) -> Iterator[OtherResult]:
+    """Yields the exact result scaled, and moved, by what fits the output `o` best, in as
+    few digits as fit as well. `t`: the exact result; both 0 where either is not finite,
+    which all but `count` elements are."""
+    power = float((t * t).sum())
+    scale = float((o * t).sum()) / max(power, TINY)
+    left = float((o - scale * t).square().sum())
+    scale = _in_few_digits(scale, power, left)
+    yield f"it is {scale:.4g} times what it should be", scale * truth
+    offset = float((o - t).sum()) / max(1, count)
+    left = float((o - t - offset).square().sum())
+    offset = _in_few_digits(offset, count, left)
+    yield f"{offset:.4g} is added to it", truth + offset
+
+
+def _in_few_digits(value: float, power: float, left: float) -> float:
+    """Returns the shortest decimal near the best factor of something of the squared size
+    `power`, that leaves at most a tenth more than the squared error `left` of the best;
+    the factor itself where none of DIGITS does."""
+    for digits in range(DIGITS):
+        short = float(f"{value:.{digits}e}")
+        if (short - value) ** 2 * power <= 0.1 * left:
+            return short
+    return value
+
+
+def _rearranged(truth: Tensor) -> Iterator[OtherResult]:
+    """Yields the exact result averaged, shifted, reversed or constant along an axis,
+    and with axes exchanged, in its shape or in memory."""
+    if truth.ndim:
+        yield "it is the mean along its last axis", mean_along_last(truth)
+    for axis in range(truth.ndim):
+        if truth.shape[axis] < 2:
+            continue
+        if axis < truth.ndim - 1:
+            mean = truth.mean(axis, keepdim=True).expand_as(truth)
+            yield f"it is the mean along axis {axis}", mean
+        what = f"places along axis {axis}" if axis else "rows"
+        for step in (1, -1):
+            yield f"its {what} are shifted by one", truth.roll(step, axis)
+        yield f"its {what} are in reverse order", truth.flip(axis)
+        if truth.ndim > 1:
+            first = truth.narrow(axis, 0, 1).expand_as(truth)
+            yield f"its {what} all hold place 0", first
+    if truth.ndim >= 2 and truth.shape[-1] == truth.shape[-2] > 1:
+        yield "its last two axes are exchanged", transposed(truth)
+    elif truth.ndim >= 2 and 1 not in truth.shape[-2:]:
+        words = "its last two axes are exchanged in memory"
+        yield words, truth.mT.reshape(truth.shape)
+    for i in range(truth.ndim - 1):
+        for j in range(i + 1, truth.ndim):
+            is_last = (i, j) == (truth.ndim - 2, truth.ndim - 1)
+            if truth.shape[i] == truth.shape[j] > 1 and not is_last:
+                yield f"its axes {i} and {j} are exchanged", truth.transpose(i, j)
+
+
+def _other_entries(x: Tensor, truth: Tensor, axis: int) -> Iterator[OtherResult]:
+    """Yields at most one alternative: the exact result in which each entry of an axis
+    that errs most is replaced by the exact entry nearest to what stands in its place, or
+    by 0 where that is as near. Nothing for fewer than two axes, for entries of fewer than
+    LEAST_WIDTH numbers, and where none or more than MAX_ENTRIES err by FAR times the
+    median's squared error. A tile that was not written, or written twice, leaves such
+    entries."""
+    if truth.ndim < 2 or not truth.shape[axis]:
+        return
+    entries, out = (y.movedim(axis, 0).flatten(1) for y in (truth, x))
+    noun = "row" if axis == 0 else "place"
+    changed = _with_others(entries, out, noun)
+    if changed is not None:
+        words, other = changed
+        shape = truth.movedim(axis, 0).shape
+        at = words.replace(" hold", f" of axis {axis} hold")
+        yield at, other.reshape(shape).movedim(0, axis)
+
+
+def _other_tiles(x: Tensor, truth: Tensor) -> Iterator[OtherResult]:
+    """Yields, for square tiles of TILES places of the last two axes, the exact result in
+    which each tile that errs most is replaced by the nearest exact one, or by 0. Nothing
+    where tiles do not fill the axes, or are more than MAX_TILES."""
+    if truth.ndim < 2:
+        return
+    for size in TILES:
+        height, width = truth.shape[-2:]
+        if height % size or width % size or height * width == size * size:
+            continue
+        if truth.numel() // size**2 > MAX_TILES:
+            continue
+        shape = (-1, height // size, size, width // size, size)
+        tiles, out = (y.reshape(shape).transpose(2, 3) for y in (truth, x))
+        changed = _with_others(
+            tiles.reshape(-1, size**2), out.reshape(-1, size**2), "tile"
+        )
+        if changed is not None:
+            words, other = changed
+            whole = other.reshape(tiles.shape).transpose(2, 3).reshape(truth.shape)
+            yield words.replace(" hold", f" of {size} × {size} places hold"), whole
+
+
+def _with_others(entries: Tensor, out: Tensor, noun: str) -> OtherResult | None:
+    """Returns (words, exact entries [n, width] in which those that err are replaced by
+    the nearest other or 0), None where there is nothing to replace. `out`: the output's
+    entries; `noun`: what one is called."""
+    if len(entries) < 2 or entries.shape[1] < LEAST_WIDTH:
+        return None
+    entries = torch.where(entries.isfinite(), entries, 0.0)
+    off = (out - entries).square().sum(dim=1)
+    typical = float(off.median())
+    wrong = (off > FAR * max(typical, TINY)).nonzero().flatten().tolist()
+    if not wrong or len(wrong) > MAX_ENTRIES:
+        return None
+    changed, sources = entries.clone(), []
+    for i in wrong:
+        distance = (entries - out[i]).square().sum(dim=1)
+        distance[i] = math.inf
+        source = int(distance.argmin())
+        is_nothing = float(out[i].square().sum()) <= float(distance[source])
+        sources.append("0" if is_nothing else f"{noun} {source}")
+        changed[i] = 0.0 if is_nothing else entries[source]
+    what = _sources_in_words(sources, wrong, noun)
+    holds = "holds" if len(wrong) == 1 else "hold"
+    return f"{in_words(torch.tensor(wrong), noun)} {holds} {what}", changed
+
+
+def _sources_in_words(sources: Sequence[str], wrong: Sequence[int], noun: str) -> str:
+    """Returns what stands in wrong places: one source of all, the neighbour of each, or
+    `others`."""
+    if len(set(sources)) == 1:
+        return sources[0]
+    for step, words in ((-1, "before"), (1, "after")):
+        if all(s == f"{noun} {i + step}" for s, i in zip(sources, wrong, strict=True)):
+            return f"the {noun} {words}"
+    return "others"

@@ -1,0 +1,221 @@
+"""What a function computes in place of its reference: named where it explains the error
+tenfold, with the number that fits, and not named where nothing does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from numdev.formats import FORMATS, round_to
+from numdev.operations.function.causes import causes_of
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.trees import arguments_of
+
+Function = Callable[..., Tensor]
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def cause(reference: Function, wrong: Function, *arguments: object) -> str | None:
+    """What is named of a wrong function, which is computed in float64 and rounded once."""
+    of = FunctionReference(
+        function=reference, arguments=arguments_of(arguments, reference), seed=0,
+        backward=False,
+    )  # fmt: skip
+    floats = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
+    wide = [x.double() if any(x is y for y in floats) else x for x in arguments]
+    output = wrong(*wide).to(floats[0].dtype)
+    named = causes_of(of, {"output": output}, {})
+    return named["output"].words if named else None
+
+
+def layer_norm(x: Tensor, w: Tensor, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, eps=eps)
+
+
+def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    return w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.0884) -> Tensor:
+    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * scale).masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def gelu_by_hand(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+
+
+SMALL = [x * 1e-3 for x in drawn((48, 128))] + drawn((128,))
+
+
+@pytest.mark.parametrize(
+    ("reference", "wrong", "arguments", "words"),
+    [
+        (rms_norm, lambda x, w: rms_norm(x, w, 1e-5), SMALL,
+         "eps is 1e-05 in place of 1e-06"),
+        (layer_norm, lambda x, w: layer_norm(x, w, 3e-5), SMALL,
+         "eps is 3e-05 in place of 1e-05"),
+        (attention, lambda q, k, v: attention(q, k, v, 0.125),
+         drawn((2, 24, 32), (2, 24, 32), (2, 24, 32)),
+         "scale is 0.125 in place of 0.0884"),
+        (lambda x: F.softplus(x, beta=1.5), lambda x: F.softplus(x, beta=1.7),
+         drawn((48, 128)), "beta is 1.7 in place of 1.5"),
+        (lambda x: F.leaky_relu(x, 0.01), lambda x: F.leaky_relu(x, 0.2),
+         drawn((48, 128)), "negative_slope is 0.2 in place of 0.01"),
+        (lambda x: x * 0.37 + x.square(), lambda x: x * 0.41 + x.square(),
+         drawn((48, 128)), "it multiplies by 0.41 in place of 0.37"),
+    ],
+)  # fmt: skip
+def test_the_number_that_stands_in_place_of_another_is_fitted(
+    reference: Function, wrong: Function, arguments: list[Tensor], words: str
+) -> None:
+    assert cause(reference, wrong, *arguments) == words
+
+
+@pytest.mark.parametrize(
+    ("reference", "wrong", "shapes", "words"),
+    [
+        (F.gelu, lambda x: F.gelu(x, approximate="tanh"), [(48, 128)],
+         "it computes GELU by tanh in place of gelu"),
+        (gelu_by_hand, lambda x: F.gelu(x, approximate="tanh"), [(48, 128)],
+         "it computes the tanh of GELU by tanh in place of erf"),
+        (F.gelu, F.silu, [(48, 128)], "it computes SiLU in place of gelu"),
+        (layer_norm, lambda x, w: rms_norm(x, w, 1e-5), [(48, 12), (12,)],
+         "native_layer_norm does not take the mean away, as RMSNorm"),
+        (lambda x: x.var(-1), lambda x: x.var(-1, correction=0), [(48, 32)],
+         "means divide by n - 1, or a sample variance by n"),
+        (lambda x: x.log_softmax(-1), lambda x: x.log_softmax(-1) / math.log(2),
+         [(48, 32)], "logarithms are to the base 2"),
+        (lambda x: x.softmax(-1), lambda x: x.softmax(0), [(48, 32)],
+         "softmax goes along axis 0"),
+        (lambda x: x.cumsum(-1), lambda x: x.cumsum(-1) - x, [(48, 32)],
+         "cumsum leaves out the place itself"),
+        (attention, lambda q, k, v: (q @ k.mT * 0.0884).softmax(-1) @ v,
+         [(2, 24, 32)] * 3, "masked_fill is left out"),
+        (lambda x, y: x + F.silu(y), lambda x, y: x + y, [(48, 32)] * 2,
+         "silu is left out"),
+        (lambda x, y: x - y / 3, lambda x, y: y - x / 3, [(48, 32)] * 2,
+         "x and y are exchanged"),
+        (lambda x, w: x * w, lambda x, w: x * (1 + w), [(48, 32), (32,)],
+         "+1 is added to w"),
+        (lambda x: x.mean(-1), lambda x: x.mean(-1) * 32 / 31, [(48, 32)],
+         "means divide by n - 1, or a sample variance by n"),
+        (torch.matmul, lambda x, y: (x @ y).mean(0, keepdim=True).expand(24, 32),
+         [(24, 40), (40, 32)], "it is the mean along axis 0"),
+    ],
+)  # fmt: skip
+def test_a_known_twin_is_named(
+    reference: Function, wrong: Function, shapes: list[tuple[int, ...]], words: str
+) -> None:
+    assert cause(reference, wrong, *drawn(*shapes)) == words
+
+
+def in_blocks(x: Tensor, y: Tensor) -> Tensor:
+    total = torch.zeros(x.shape[0], y.shape[1], dtype=torch.float64)
+    for a, b in zip(x.split(32, 1), y.split(32), strict=True):
+        total = round_to(total + a @ b, FORMATS["bfloat16"])
+    return total
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtype", "words"),
+    [
+        (in_blocks, torch.float32, "sums are accumulated in bfloat16, 32 terms at a time"),
+        (in_blocks, torch.bfloat16,
+         "sums are accumulated in bfloat16, 32 terms at a time"),
+        (lambda x, y: round_to(x, FORMATS["tf32"]) @ round_to(y, FORMATS["tf32"]),
+         torch.float32, "the factors of products are in tf32"),
+        (lambda x, y: round_to(x, FORMATS["float16"]) @ y, torch.float32,
+         "argument_0 is read in tf32"),
+        (lambda x, y: x[:, :-1] @ y[:-1], torch.bfloat16,
+         "sums leave out their last term"),
+        (lambda x, y: x[:, 1:] @ y[1:], torch.bfloat16, "sums leave out their first term"),
+    ],
+)  # fmt: skip
+def test_coarser_sums_and_factors_are_named(
+    wrong: Function, dtype: torch.dtype, words: str
+) -> None:
+    """In bfloat16 the output's own rounding hides most of the error, and the alternative
+    is compared rounded too."""
+    arguments = drawn((32, 256), (256, 48), dtype=dtype)
+    assert cause(torch.matmul, wrong, *arguments) == words
+
+
+def with_places(change: Callable[[Tensor], None]) -> Function:
+    def wrong(x: Tensor, y: Tensor) -> Tensor:
+        out = x @ y
+        change(out)
+        return out
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda out: out[3].copy_(out[2]), "row 3 of axis 0 holds row 2"),
+        (lambda out: out[60:].zero_(), "rows 60 to 63 of axis 0 hold 0"),
+        (lambda out: out[15::16].copy_(out[14::16].clone()),
+         "every 16th row from 15 of axis 0 hold the row before"),
+        (lambda out: out[:, 5].copy_(out[:, 9]), "place 5 of axis 1 holds place 9"),
+        (lambda out: out[16:32, 32:48].copy_(out[:16, :16]),
+         "tile 6 of 16 × 16 places holds tile 0"),
+    ],
+)  # fmt: skip
+def test_stale_places_are_named(change: Callable[[Tensor], None], words: str) -> None:
+    arguments = drawn((64, 40), (40, 64), dtype=torch.bfloat16)
+    assert cause(torch.matmul, with_places(change), *arguments) == words
+
+
+def test_a_batch_entry_that_is_anothers_is_named() -> None:
+    def wrong(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat((x[:3] @ y[:3], x[:1] @ y[:1]))
+
+    arguments = drawn((4, 24, 32), (4, 32, 16))
+    assert cause(torch.bmm, wrong, *arguments) == "row 3 of axis 0 holds row 0"
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 1.0])
+def test_noise_and_sound_results_have_no_cause(size: float) -> None:
+    def noisy(x: Tensor, w: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(9)
+        noise = torch.randn(x.shape, generator=generator)
+        return rms_norm(x, w) * (1 + size * noise)
+
+    arguments = drawn((48, 128), (128,), dtype=torch.bfloat16)
+    assert cause(rms_norm, noisy, *arguments) is None
+    assert cause(rms_norm, rms_norm, *arguments) is None
+
+
+def test_an_alternative_that_is_not_finite_explains_nothing() -> None:
+    """x to the power 0.2 is NaN for half of the numbers, and no explanation of them."""
+    arguments = drawn((48, 128))
+    named = cause(lambda x: x**2 + 1, lambda x: x.abs() ** 1.5 + 1.3, *arguments)
+    assert named is None
+
+
+def test_a_reference_that_does_not_run_again_costs_the_name_alone() -> None:
+    runs = []
+
+    def reference(x: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) > 2:
+            raise RuntimeError("once only")
+        return x * 3 + x.exp()
+
+    [x] = drawn((16, 16))
+    of = FunctionReference(
+        function=reference, arguments=arguments_of((x,), reference), seed=0,
+        backward=False,
+    )  # fmt: skip
+    assert causes_of(of, {"output": x * 3}, {}) == {}
