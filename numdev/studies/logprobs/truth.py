@@ -1,0 +1,367 @@
+"""The exact log-probability of every recorded token, and what a format's own roundings
+change of it.
+
+Exact is the model in fp64 with every cast of its own taken out: transformers casts norms,
+the softmax and rotary angles to float32 also where the model is fp64. Predicted noise is
+the same model with each operation rounded to nearest. Values are those of the whole
+vocabulary, or of what a temperature and a filter of tokens leave of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from numdev.config import AuditRequest, demo_checkpoint
+from numdev.errors import MeasurementError, UsageError
+from numdev.exact.evaluation import computing
+from numdev.exact.wide_tensors import Wide
+from numdev.formats import format_named
+from numdev.sources.case_sources import CheckpointSource
+from numdev.studies.audit.isolation import attempt
+from numdev.studies.effects.model_runs import Subject
+from numdev.studies.effects.output_error import outputs_by_name
+from numdev.studies.effects.rounding_sites import SITES
+from numdev.studies.logprobs.records import RecordedSequence
+from numdev.system import System
+
+Attention = Literal["sdpa", "eager"]
+FP64 = "float64"
+# Inverse temperatures between which the log of the partition function is interpolated:
+# Chebyshev's nodes in log(beta). With 32 of them, between temperatures of 0.25 and 4, it
+# is 3e-6 off at random tokens of the demo model and less elsewhere, where bfloat16
+# errs by 3e-2.
+COLDEST, HOTTEST, NODES = 4.0, 0.25, 32
+
+
+class Support(NamedTuple):
+    """Which tokens a distribution has, and at which temperature. A filter that is None
+    leaves all tokens. Filters follow the temperature, as samplers apply them: top_k, then
+    top_p of what is left, then min_p."""
+
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no filter leaves a token out."""
+        return (self.top_p or 1.0) >= 1.0 and not self.top_k and not self.min_p
+
+    @property
+    def words(self) -> str:
+        """Returns `temperature 0.6, top_p 0.95`, or `temperature 1, all tokens`."""
+        filters = [("top_p", self.top_p), ("top_k", self.top_k), ("min_p", self.min_p)]
+        named = [f"{name} {value:g}" for name, value in filters if value]
+        which = ", ".join(named if not self.is_full else ["all tokens"])
+        return f"temperature {self.temperature:g}, {which}"
+
+
+@dataclass(frozen=True, eq=False)
+class ExactValues:
+    """What is exactly so for the n tokens of a sequence, each after the tokens before it.
+    NaN at tokens that nothing comes before: the first of every sequence of a pack."""
+
+    logprobs: np.ndarray  # float64 [n], under the support; -inf for a token outside it
+    token_logits: np.ndarray  # float64 [n], the token's raw logit
+    log_partition: np.ndarray  # float64 [n, NODES], log sum exp(beta * logit) at `NODES`
+    entropy: np.ndarray  # float64 [n], nats, at the support's temperature, of all tokens
+    # By a support tried beside the sequence's own: log of the probability it keeps, [n]
+    log_mass: dict[Support, np.ndarray] = field(default_factory=dict)
+    recorded_mass: np.ndarray | None = None  # [n]: the same of the recorded kept tokens
+    top_logits: np.ndarray | None = None  # [n, k], raw, of the recorded alternatives
+
+    def at_temperature(self, temperature: float) -> np.ndarray:
+        """Returns the log-probability of each token, float64 [n], among all tokens at a
+        temperature between 0.25 and 4. Raises UsageError for one outside."""
+        if not HOTTEST <= 1 / temperature <= COLDEST:
+            raise UsageError(
+                f"temperature: expected 0.25 to 4 to be tried, got {temperature:g}"
+            )
+        weights = _interpolation_weights(1 / temperature)
+        partition = self.log_partition @ weights
+        return np.asarray(self.token_logits / temperature - partition)
+
+
+def inverse_temperatures() -> np.ndarray:
+    """Returns the inverse temperatures at which `log_partition` is stored, float64
+    [NODES], ascending."""
+    angles = (2 * np.arange(NODES)[::-1] + 1) * math.pi / (2 * NODES)
+    middle = (math.log(COLDEST) + math.log(HOTTEST)) / 2
+    half = (math.log(COLDEST) - math.log(HOTTEST)) / 2
+    return np.asarray(np.exp(middle + half * np.cos(angles)))
+
+
+def _interpolation_weights(beta: float) -> np.ndarray:
+    """Returns the weights, float64 [NODES], by which values at `inverse_temperatures` are
+    summed for the value at `beta`: barycentric interpolation in log(beta) at Chebyshev's
+    nodes of the first kind."""
+    nodes = np.log(inverse_temperatures())
+    distance = math.log(beta) - nodes
+    exact = np.abs(distance) < 1e-14
+    if exact.any():
+        return np.asarray(exact, dtype=np.float64)
+    angles = (2 * np.arange(NODES)[::-1] + 1) * math.pi / (2 * NODES)
+    signs = np.where(np.arange(NODES) % 2, -1.0, 1.0)
+    terms = signs * np.sin(angles) / distance
+    return np.asarray(terms / terms.sum())
+
+
+class ExactModel:
+    """A checkpoint that gives exact log-probabilities, and those that a format's
+    roundings make of them. One model is in memory for each format asked for."""
+
+    def __init__(
+        self, checkpoint: str, *, device: str = "auto", stream: bool = False
+    ) -> None:
+        """`checkpoint`: a directory, a state dict, or `demo`. Raises UsageError where it
+        does not exist, MeasurementError where its model cannot be built or has no logits
+        over tokens."""
+        path = demo_checkpoint() if checkpoint == "demo" else Path(checkpoint)
+        if not path.exists():
+            raise UsageError(f"--model {checkpoint}: no such file or directory")
+        self.name = checkpoint if checkpoint == "demo" else path.name
+        request = AuditRequest(
+            target=self.name, checkpoint=str(path), model_dtype=FP64, stream=stream,
+            device=device, sequences=1, length=8,
+        )  # fmt: skip
+        self.system = System.probe(device)
+        self.source = CheckpointSource(request, self.system)
+        self._subjects: dict[tuple[str, Attention], Subject] = {}
+
+    def describe(self) -> dict[str, object]:
+        """Returns what a report says of the checkpoint, without the prompt that no study
+        of log-probabilities reads."""
+        described = self.source.describe()
+        return {k: v for k, v in described.items() if not k.startswith("prompt")}
+
+    def _subject(self, fmt: str, attention: Attention) -> Subject:
+        """Returns the model in a format, loaded once for each attention."""
+        key = fmt, attention
+        if key not in self._subjects:
+            subject = Subject(self.source, format_named(fmt), attempt, self.system)
+            if fmt == FP64:
+                _widen_rotary_tables(subject.wide)
+            choose = getattr(subject.wide, "set_attn_implementation", None)
+            if attention == "eager" and choose is not None:
+                choose("eager")
+            self._subjects[key] = subject
+        return self._subjects[key]
+
+    def exact_logits(self, token_ids: np.ndarray) -> Tensor:
+        """Returns the exact logits, fp64 [sequences, n, vocabulary], of token ids, int64
+        [sequences, n]. Raises MeasurementError for an id that the model has no token
+        for."""
+        self._check_ids(token_ids)
+        subject = self._subject(FP64, "sdpa")
+        return _logits(subject.run_exactly(_inputs(token_ids)))
+
+    def _check_ids(self, token_ids: np.ndarray) -> None:
+        """Raises MeasurementError for an id beyond the model's embedding."""
+        model: Any = self.source.model
+        table, largest = model.get_input_embeddings(), int(token_ids.max(initial=0))
+        if largest >= table.num_embeddings:
+            what = f"expected token ids below {table.num_embeddings:,}, got {largest:,}"
+            raise MeasurementError(
+                f"{self.name}: {what}", hint="is it the model that was sampled?"
+            )
+
+    def rounded_logits(
+        self, token_ids: np.ndarray, fmt: str, attention: Attention = "sdpa", *,
+        wide_head: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Returns the logits, fp64 [sequences, n, vocabulary], where each operation is
+        rounded to nearest in a format. `sdpa`: attention rounds as FlashAttention-2;
+        `eager`: as the model's own code. `wide_head`: the logits stay unrounded."""
+        subject = self._subject(fmt, attention)
+        if attention == "sdpa" and not wide_head:
+            return _logits(subject.run_rounded(_inputs(token_ids), ()))
+        sites = [site for site in SITES if not (wide_head and site == "logits")]
+        return _logits(subject.run_exactly(_inputs(token_ids), None, sites=sites))
+
+
+def _widen_rotary_tables(model: nn.Module) -> None:
+    """Computes the frequencies of rotary embeddings again in fp64, in place: transformers
+    has them in float32 whatever the model's dtype, 1e-7 off at short sequences and more
+    with every position. Tables of a class that cannot be built from its `config` stay."""
+    for module in model.modules():
+        names = [n for n in module._buffers if n.endswith("inv_freq")]
+        config: object = getattr(module, "config", None)
+        if not names or config is None:
+            continue
+        with computing(), suppress(TypeError):
+            fresh = type(module)(config)
+            for name in names:
+                exact = getattr(fresh, name)
+                if isinstance(exact, Wide):
+                    home = module._buffers[name]
+                    assert home is not None
+                    values = exact.exact.to(home.device)
+                    module._buffers[name] = Wide.of(values, home.dtype)
+
+
+def _inputs(token_ids: np.ndarray) -> dict[str, Tensor]:
+    """Returns the model's inputs of token ids, int64 [sequences, n]."""
+    return {"input_ids": torch.from_numpy(np.ascontiguousarray(token_ids))}
+
+
+def _logits(answer: object) -> Tensor:
+    """Returns the logits of a model's answer, fp64 [sequences, n, vocabulary]. Raises
+    MeasurementError where it returns hidden states."""
+    if hasattr(answer, "last_hidden_state"):
+        raise MeasurementError("the model returns hidden states, and no logits of tokens")
+    return outputs_by_name(answer)[""]
+
+
+def segments_of(sequence: RecordedSequence) -> list[slice]:
+    """Returns the sequences that a record packs, as slices of its tokens: by
+    `sequence_lengths`, else wherever `position_ids` begin again at 0; a single one where
+    it has neither."""
+    n = len(sequence)
+    if sequence.sequence_lengths is not None:
+        ends = np.cumsum(sequence.sequence_lengths)
+        starts = [0, *ends[:-1].tolist()]
+    elif sequence.position_ids is not None:
+        starts = np.flatnonzero(sequence.position_ids == 0).tolist()
+        starts = starts if starts[:1] == [0] else [0, *starts]
+    else:
+        starts = [0]
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], n], strict=True) if a < b]
+
+
+def next_logits(logits: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yields (positions, logits) in parts of at most 2^22 numbers: `positions` are those
+    of the tokens predicted, 1 to n - 1; logits, fp64 [positions, vocabulary], are what
+    predicts them. `logits`: [n, vocabulary]."""
+    step = max(1, (1 << 22) // logits.shape[-1])
+    for start in range(1, n, step):
+        stop = min(n, start + step)
+        yield slice(start, stop), logits[start - 1 : stop - 1]
+
+
+def token_logprobs(logits: Tensor, token_ids: np.ndarray, support: Support) -> np.ndarray:
+    """Returns the log-probability of each token under a support, float64 [n]; NaN for the
+    first, -inf for one outside. `logits`: [n, vocabulary], those after each token."""
+    out = np.full(len(token_ids), np.nan)
+    ids = torch.from_numpy(np.ascontiguousarray(token_ids))[:, None].to(logits.device)
+    for where, part in next_logits(logits, len(token_ids)):
+        values = (part / support.temperature).log_softmax(dim=-1)
+        chosen = values.gather(1, ids[where])[:, 0]
+        if not support.is_full:
+            kept = kept_tokens(values, support)
+            chosen = chosen - values.masked_fill(~kept, -torch.inf).logsumexp(dim=-1)
+            chosen = chosen.masked_fill(~kept.gather(1, ids[where])[:, 0], -torch.inf)
+        out[where] = chosen.cpu().numpy()
+    return out
+
+
+def kept_tokens(logprobs: Tensor, support: Support) -> Tensor:
+    """Returns which tokens the filters of a support leave, bool [positions, vocabulary].
+    `logprobs`: alike, at the support's temperature. The likeliest token always stays. Of
+    top_p those stay before which less than top_p has been kept."""
+    ordered, order = logprobs.sort(dim=-1, descending=True)
+    kept = torch.ones_like(ordered, dtype=torch.bool)
+    if support.top_k:
+        kept[:, support.top_k :] = False
+    if support.top_p is not None and support.top_p < 1:
+        probability = ordered.masked_fill(~kept, -torch.inf).softmax(dim=-1)
+        kept &= probability.cumsum(dim=-1) - probability < support.top_p
+    if support.min_p:
+        kept &= ordered >= ordered[:, :1] + math.log(support.min_p)
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter(1, order, kept)
+
+
+def exact_values(
+    model: ExactModel, sequence: RecordedSequence, support: Support,
+    others: Sequence[Support] = (),
+) -> ExactValues:  # fmt: skip
+    """Returns the exact values of a sequence under a support, and the probability that
+    each of the supports `others` keeps."""
+    values = _without_values(sequence, others)
+    for part in segments_of(sequence):
+        ids = sequence.token_ids[part]
+        logits = model.exact_logits(ids[None])[0]
+        values.logprobs[part] = token_logprobs(logits, ids, support)
+        for where, rows in next_logits(logits, len(ids)):
+            at = slice(part.start + where.start, part.start + where.stop)
+            _fill_values(values, sequence, at, rows, support)
+    return values
+
+
+def _without_values(sequence: RecordedSequence, others: Sequence[Support]) -> ExactValues:
+    """Returns the values of a sequence before any is set: all NaN."""
+
+    def empty(*more: int) -> np.ndarray:
+        """Returns NaN, float64 [n, *more]."""
+        return np.full((len(sequence), *more), np.nan)
+
+    top = sequence.top_ids
+    return ExactValues(
+        logprobs=empty(),
+        token_logits=empty(),
+        log_partition=empty(NODES),
+        entropy=empty(),
+        log_mass={other: empty() for other in others},
+        recorded_mass=None if sequence.kept_ids is None else empty(),
+        top_logits=None if top is None else empty(top.shape[1]),
+    )
+
+
+def _fill_values(
+    values: ExactValues, sequence: RecordedSequence, at: slice, logits: Tensor,
+    support: Support,
+) -> None:  # fmt: skip
+    """Sets all but the log-probabilities of `values` at the tokens `at`, in place.
+    `logits`: [tokens, vocabulary], of what predicts them."""
+    ids = torch.from_numpy(np.ascontiguousarray(sequence.token_ids[at]))
+    values.token_logits[at] = (
+        logits.gather(1, ids[:, None].to(logits.device))[:, 0].cpu().numpy()
+    )
+    for i, beta in enumerate(inverse_temperatures()):
+        values.log_partition[at, i] = (logits * beta).logsumexp(dim=-1).cpu().numpy()
+    scaled = (logits / support.temperature).log_softmax(dim=-1)
+    values.entropy[at] = -(scaled.exp() * scaled).sum(dim=-1).cpu().numpy()
+    for other, mass in values.log_mass.items():
+        tempered = (logits / other.temperature).log_softmax(dim=-1)
+        kept = kept_tokens(tempered, other)
+        left = tempered.masked_fill(~kept, -torch.inf).logsumexp(dim=-1)
+        mass[at] = left.cpu().numpy()
+    if values.recorded_mass is not None:
+        assert sequence.kept_ids is not None
+        assert sequence.kept_offsets is not None
+        for row, i in enumerate(range(at.start, at.stop)):
+            begin, end = sequence.kept_offsets[i : i + 2]
+            kept_ids = torch.from_numpy(sequence.kept_ids[begin:end].copy())
+            if len(kept_ids):
+                chosen = scaled[row, kept_ids.to(scaled.device)]
+                values.recorded_mass[i] = float(chosen.logsumexp(dim=0))
+    if values.top_logits is not None and sequence.top_ids is not None:
+        top = torch.from_numpy(np.ascontiguousarray(sequence.top_ids[at]))
+        raw = logits.gather(1, top.clamp_min(0).to(logits.device)).cpu().numpy()
+        values.top_logits[at] = np.where(sequence.top_ids[at] >= 0, raw, np.nan)
+
+
+def predicted_errors(
+    model: ExactModel, sequence: RecordedSequence, exact: np.ndarray, support: Support,
+    fmt: str, attention: Attention,
+) -> np.ndarray:  # fmt: skip
+    """Returns what rounding each operation to nearest changes of the log-probabilities
+    `exact`, float64 [n]; NaN at tokens that nothing comes before, and where a rounded
+    filter leaves another set of tokens without the token."""
+    errors = np.full(len(sequence), np.nan)
+    for part in segments_of(sequence):
+        ids = sequence.token_ids[part]
+        logits = model.rounded_logits(ids[None], fmt, attention)[0]
+        rounded = token_logprobs(logits, ids, support)
+        with np.errstate(invalid="ignore"):  # -inf less -inf, where both leave it out
+            errors[part] = rounded - exact[part]
+    return np.where(np.isfinite(errors), errors, np.nan)
