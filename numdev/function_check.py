@@ -31,6 +31,7 @@ from numdev.operations.function.problem_files import (
 from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.trees import Arguments, outputs_of
 from numdev.report import FunctionReport, Outcome
+from numdev.studies.audit.function_kind import inputs_not_judged
 from numdev.studies.audit.functions import (
     Asked,
     FormatPart,
@@ -198,12 +199,14 @@ def _judged_result(
 def _result_of_report(report: FunctionReport, judgement: Judgement) -> CheckResult:
     """Returns the result of a check, its verdict in words; `passed`: whether the
     judgement's outcome is PASSED."""
+    open_ones = tuple(inputs_not_judged(report.inputs))
     return CheckResult(
         kernel=str(report.request["target"]),
         passed=judgement.outcome is Outcome.PASSED,
         report=report,
         judgement=judgement,
-        notes=report.tested,
+        notes=tuple(note for note in report.tested if note not in open_ones),
+        skipped=open_ones,
         words=filled_text(_verdict_lines(report), (), report.tested),
     )
 

@@ -194,6 +194,13 @@ def shuffled(arguments: Arguments, seed: int) -> Arguments:
     return arguments.mapped(shuffle)
 
 
+def reordered(x: Tensor, seed: int) -> Tensor:
+    """Returns the elements of a tensor in a random order, of a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(x.numel(), generator=generator).to(x.device)
+    return x.flatten()[order].reshape(x.shape)
+
+
 def differ(a: Arguments, b: Arguments) -> bool:
     """Whether the tensors of two calls have the same names and shapes, and a
     floating-point one of them other values; NaN counts as another value than NaN."""

@@ -289,6 +289,13 @@ def _distance(
     other = stacked([x[name] for x in others])
     if other.shape != truth.shape:
         return None
+    return distance(other, errors)
+
+
+def distance(other: Tensor, errors: Errors) -> float:
+    """Returns the rms distance of another exact result, of the truth's shape, from the
+    truth over the rms error that rounding explains, at most 1e300. Elements that are not
+    finite in one of them count as without a distance."""
     apart_by = torch.where(errors.usable & other.isfinite(), other - errors.truth, 0.0)
     count = max(1, int(errors.usable.sum()))
     rms: float = (float(apart_by.square().sum()) / count) ** 0.5

@@ -109,13 +109,17 @@ class FunctionReference:
         return self.computed(Arithmetic(noise=seed, seed=seed))
 
     def computed_exactly(
-        self, arguments: Arguments, cotangents: Cotangents | None = None
+        self,
+        arguments: Arguments,
+        cotangents: Cotangents | None = None,
+        *,
+        backward: bool | None = None,
     ) -> Values:
         """Returns the exact results, by name, of other arguments, and of other gradients
         that come back (None: the call's own); empty where the reference raises an
-        exception."""
+        exception. `backward`: whether gradients are among them; None: as in the call."""
         try:
-            return self.computed(UNROUNDED, arguments, cotangents)
+            return self.computed(UNROUNDED, arguments, cotangents, backward=backward)
         except Exception:  # the reference is foreign, and these are not its data
             return {}
 
@@ -125,14 +129,17 @@ class FunctionReference:
         arguments: Arguments | None = None,
         cotangents: Cotangents | None = None,
         within: AbstractContextManager[object] | None = None,
+        *,
+        backward: bool | None = None,
     ) -> Values:
         """Returns the results of a run, rounded as `rounding` says, by name: outputs,
         arguments written into, and with `backward` gradients; of the last two those that
-        `plain` has. `arguments`, `cotangents`: None: the call's; `within`: a context of
-        the run that meets its operations first. Raises what the reference raises, and
-        Unsupported for what has no exact result."""
-        inputs = (arguments or self.arguments).copied(gradients=self.backward)
-        cotangents = cotangents or self.cotangents
+        `plain` has. `arguments`, `cotangents`, `backward`: None: the call's; `within`: a
+        context of the run that meets its operations first. Raises what the reference
+        raises, and Unsupported for what has no exact result."""
+        backward = self.backward if backward is None else backward
+        inputs = (arguments or self.arguments).copied(gradients=backward)
+        cotangents = (cotangents or self.cotangents) if backward else None
         by_path = {f"[{i}]{path}": name for i, path, name in _paths(inputs)}
         done = evaluate(
             _Spread(self.function),

@@ -22,6 +22,7 @@ from numdev.report.records.rows import (
     CaseRecord,
     DeviationRow,
     FunctionCallRecord,
+    InputRecord,
     OfKernel,
     ProfileRow,
     Record,
@@ -341,6 +342,13 @@ class FunctionReport(AuditReport):
     """The result of a check of a function beside its reference."""
 
     kind: Literal["function"] = "function"  # type: ignore[assignment]
+    inputs: tuple[InputRecord, ...] = ()
+
+    def tables(self) -> Mapping[str, Sequence[Record]]:
+        """Returns the tables that are written as CSV, by name: `rows`, and `inputs` where
+        any was tried."""
+        inputs = {"inputs": self.inputs} if self.inputs else {}
+        return {**super().tables(), **inputs}
 
 
 class SweepReport(Report):

@@ -152,6 +152,28 @@ class BesideReference(Record):
     conditioning: float | None = None
 
 
+class InputRecord(Record):
+    """How far one input of a function moves what its reference returns, when it alone
+    gets other numbers: in the call where that is most. An input that moves too little is
+    not judged: what reads it wrong would pass."""
+
+    format: str
+    input: str  # an argument's name, or that of a parameter or buffer
+    case: str
+    # Times what rounding explains, of the tensor that moves most; null: `reason` says why
+    moved: float | None
+    tensor: str | None = None
+    changed: Count | None = None  # integers of the results that become others
+    needed: float  # what `moved` has to be
+    reason: str | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a function that reads the input wrong could be told from a right
+        one."""
+        return bool(self.changed) or (self.moved or 0.0) >= self.needed
+
+
 class OfKernel(Record):
     role: Role
     kernel: str

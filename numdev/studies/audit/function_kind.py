@@ -11,7 +11,7 @@ from numdev.gate.row_checks import check_whole
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
 from numdev.gate.thresholds import tests_of_rows
 from numdev.grouping import grouped
-from numdev.report import DeviationRow, Finding, FunctionReport
+from numdev.report import DeviationRow, Finding, FunctionReport, InputRecord
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.number_text import ratio, si, three
@@ -22,6 +22,7 @@ SOUND = 1.1  # times the floor: as exact as the format allows
 MOSTLY_EXPLAINED = 1.3  # times what the reference's operations explain
 NO_YARDSTICK = 3.0
 SENSITIVE = 3.0  # times what rounding explains, that inputs moved by half an ulp move
+SHOWN = 8  # inputs that are not judged
 NARROW = 10.0  # times what rounding explains: data that move the result less judge little
 
 
@@ -45,7 +46,31 @@ def findings(
     """Returns the findings of a judgement, and sentences on what was tested, on the
     reference and the inputs, and what the report doubts."""
     wrong, tested = findings_in(judgement, report.rows, report.words)
-    return wrong, (*tested, *remarks(report.rows), *report.doubts)
+    words = (*remarks(report.rows), *inputs_not_judged(report.inputs))
+    return wrong, (*tested, *words, *report.doubts)
+
+
+def inputs_not_judged(inputs: Sequence[InputRecord]) -> Iterator[str]:
+    """Yields a sentence for each format in which inputs are not judged, with the reason
+    for each of the first SHOWN; nothing where all are."""
+    open_ones = [record for record in inputs if not record.is_judged]
+    for fmt, of_format in grouped(open_ones, lambda record: record.format).items():
+        names = [_too_little(record) for record in of_format[:SHOWN]]
+        names += [f"and {len(of_format) - SHOWN} more"] * (len(of_format) > SHOWN)
+        yield (
+            f"Inputs that are not judged ({fmt}), since a function that reads them wrong "
+            f"would pass: {', '.join(names)}."
+        )
+
+
+def _too_little(record: InputRecord) -> str:
+    """Returns an input's name with the reason why it is not judged in brackets."""
+    if record.moved is None:
+        return f"{record.input} ({record.reason})"
+    if not record.moved:
+        return f"{record.input} (leaving it out changes nothing)"
+    needed = f"needed: {record.needed:g}×"
+    return f"{record.input} (moves {record.tensor} by {three(record.moved)}×; {needed})"
 
 
 def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:

@@ -33,6 +33,7 @@ from numdev.operations.function.function_runs import (
     private,
     run,
 )
+from numdev.operations.function.input_influence import LEAST_MOVED, influences_of
 from numdev.operations.function.inputs import (
     Make,
     prepared,
@@ -48,7 +49,7 @@ from numdev.operations.function.judged import (
 from numdev.operations.function.problem_files import ModuleBuild, forms_of
 from numdev.operations.function.process import Answer, FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
-from numdev.operations.function.trees import Arguments, Values, as_real
+from numdev.operations.function.trees import Arguments, Values, as_real, identifier
 from numdev.report import (
     AuditSummary,
     BesideReference,
@@ -56,6 +57,7 @@ from numdev.report import (
     Extent,
     FunctionCallRecord,
     FunctionReport,
+    InputRecord,
     PlannedKernel,
     PlanRecord,
     Role,
@@ -608,8 +610,10 @@ def judge_function_runs(
     watch = Stopwatch(system.device)
     rows: list[DeviationRow] = []
     records: dict[str, FunctionCallRecord] = {}
+    inputs: list[InputRecord] = []
     for part in parts:
         earlier: Values = {}
+        influences: dict[str, InputRecord] = {}
         for call, runs in _calls(part):
             ref = CaseRef(case=call.name, source="inputs", module=part.asked.name)
             rows += rows_of(
@@ -617,6 +621,9 @@ def judge_function_runs(
             )
             records.setdefault(call.name, _record(call, part.format))
             earlier = _exact(call)
+            with watch("reference"):
+                _update_influences(influences, call, part)
+        inputs += influences.values()
     report = FunctionReport(
         provenance=provenance(system, {"tensors": request.get("inputs")}, "numdev.check"),
         request=dict(request),
@@ -624,12 +631,40 @@ def judge_function_runs(
         plan=_plan_record(parts),
         cases=tuple(records.values()),
         rows=tuple(rows),
+        inputs=tuple(inputs),
         timings=watch.seconds(),
         doubts=tuple(_doubts(parts[0].plan)),
     )
     report = report.model_copy(update={"rules": rules_as_data(rules)})
     judgement = judgement_of(report, rules)
     return with_conclusions(report, judgement), judgement
+
+
+def _update_influences(
+    influences: dict[str, InputRecord], call: FunctionCall, part: FormatPart
+) -> None:
+    """Puts a record of each input of a call into `influences`, by name, where it moves
+    what the reference returns by more than it did before. Inputs that calls before have
+    shown to be judged are not tried again; nothing is tried where a single output is
+    judged, or the reference raises."""
+    if not part.asked.again:
+        return
+    left = [name for name, record in influences.items() if not record.is_judged]
+    if influences and not left:
+        return
+    try:
+        every = list(influences_of(call, left))
+    except Exception:  # rows say why
+        return
+    for one in every:
+        record = InputRecord(
+            format=part.format.name, input=identifier(one.name), case=call.name,
+            moved=one.moved, tensor=one.tensor, changed=one.changed,
+            needed=LEAST_MOVED, reason=one.why,
+        )  # fmt: skip
+        before = influences.get(one.name)
+        if before is None or record.is_judged or (before.moved or 0) < (one.moved or 0):
+            influences[one.name] = record
 
 
 def _calls(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:

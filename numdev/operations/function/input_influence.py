@@ -1,0 +1,181 @@
+"""How much each input of a call decides, taken one by one.
+
+An input is an argument, or a parameter or buffer of a module. It alone gets other
+numbers; where the exact result then moves by little beside what rounding explains, a
+function that reads that input wrong, or not at all, would pass. Other numbers are those
+of other data, else its own elements in another order, else, of one number repeated,
+itself times 1/2 to 3/2. Of an input that is all 0 or all 1 and has no other data nothing
+is computed: code that leaves it out returns the same."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from numdev.metrics.checksums import same
+from numdev.operations.function.inputs import TRIVIAL, reordered
+from numdev.operations.function.judged import FunctionCall, distance, stacked
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.trees import Values
+
+WORK = 1 << 26  # numbers of inputs, times how many inputs are tried
+LEAST_TRIED = 8
+SEED = 1
+INFINITE = 1e300  # JSON has no infinity
+LEAST_MOVED = 3.0  # times what rounding explains, below which an input is not judged
+NOT_TRIED = "not tried: the inputs are large, and many"
+NO_OTHER = "no other value of it is at hand"
+RAISES = "the reference raises for other values of it"
+
+
+class Influence(NamedTuple):
+    """How far an input of a call moves what the reference returns."""
+
+    name: str
+    moved: float | None  # times what rounding explains, of the tensor that moves most
+    tensor: str | None = None
+    changed: int | None = None  # integers of the results that become others
+    why: str | None = None  # why `moved` is None
+
+
+def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Influence]:
+    """Yields the influence of each input of a call; of those in `names`, if there are
+    any. An empty input has none, and is left out. Of large inputs only some are tried.
+    Raises what the reference raises on the call's own arguments."""
+    inputs = _inputs_of(call.draws[0])
+    size = sum(x.numel() for x in inputs.values())
+    tries = max(LEAST_TRIED, WORK // max(size, 1))
+    for name, x in inputs.items():
+        if not x.numel() or (names and name not in names):
+            continue
+        changed = [_other_values(call, name, i) for i in range(len(call.draws))]
+        others = [y for y in changed if y is not None]
+        if len(others) < len(changed):
+            trivial = _is_trivial(x)
+            yield Influence(
+                name, 0.0 if trivial else None, why=None if trivial else NO_OTHER
+            )
+        elif not tries:
+            yield Influence(name, None, why=NOT_TRIED)
+        else:
+            tries -= 1
+            yield _measured(call, name, others)
+
+
+def parameters_of_module(function: Callable[..., object]) -> Values:
+    """Returns the parameters and buffers by name of a module, or of the one whose
+    `forward` a function is; empty for any other function."""
+    module = _module_of(function)
+    return {} if module is None else dict(module.state_dict())
+
+
+def _module_of(function: Callable[..., object]) -> nn.Module | None:
+    """Returns the module that a function is, or whose `forward` it is; None for any
+    other function."""
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _inputs_of(reference: FunctionReference) -> Values:
+    """Returns the inputs of a call by name: arguments, then parameters and buffers. One
+    that has the name of an argument is left out."""
+    return {
+        **parameters_of_module(reference.function),
+        **reference.arguments.leaves(),
+    }
+
+
+def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:
+    """Returns other numbers for an input of a draw, of its shape and dtype; None where
+    it is all 0 or all 1, or one integer repeated, and other data have none."""
+    x = _inputs_of(call.draws[draw])[name]
+    if draw < len(call.others):
+        other = call.others[draw].leaves().get(name)
+        same_form = other is not None and (other.shape, other.dtype) == (x.shape, x.dtype)
+        if other is not None and same_form and not same(other, x):
+            return other
+    shuffled = reordered(x, SEED)
+    if not same(shuffled, x):
+        return shuffled
+    if _is_trivial(x) or not x.is_floating_point():
+        return None
+    generator = torch.Generator().manual_seed(SEED)
+    factors = 0.5 + torch.rand(x.shape, generator=generator, dtype=torch.float64)
+    return (x.double() * factors.to(x.device)).to(x.dtype)
+
+
+def _is_trivial(x: Tensor) -> bool:
+    """Whether a tensor is 0 everywhere, or 1."""
+    return any(bool((x == value).all()) for value in TRIVIAL)
+
+
+def _measured(call: FunctionCall, name: str, others: Sequence[Tensor]) -> Influence:
+    """Returns the influence of an input. `others`: other numbers for it, one tensor for
+    each draw. Only outputs, and what is written, count: what moves no output may still
+    move a gradient, for which the reference is run once more."""
+    for backward in dict.fromkeys((False, call.draws[0].backward)):
+        results = [
+            _exact_with(draw, name, other, backward=backward)
+            for draw, other in zip(call.draws, others, strict=True)
+        ]
+        influence = _largest(call, name, results)
+        if influence.moved is None or influence.changed:
+            break
+        if influence.moved >= LEAST_MOVED:
+            break
+    return influence
+
+
+def _largest(call: FunctionCall, name: str, results: Sequence[Values]) -> Influence:
+    """Returns the influence of an input, from the exact results of all draws with other
+    numbers in its place; `moved` is None where one of them is empty. An element that is
+    finite no more is moved as far as can be."""
+    if not all(results):
+        return Influence(name, None, why=RAISES)
+    moved: dict[str, float] = {}
+    changed = 0
+    for tensor, judge in call.judges.items():
+        if any(tensor not in values for values in results):
+            continue
+        other = stacked([values[tensor] for values in results])
+        if judge.errors is None:
+            differs = other.shape != judge.truth.shape or other != judge.truth
+            changed += int(torch.as_tensor(differs).sum())
+            continue
+        same_shape = other.shape == judge.truth.shape
+        lost = not same_shape or bool((judge.errors.usable & ~other.isfinite()).any())
+        moved[tensor] = INFINITE if lost else distance(other, judge.errors)
+    most = max(moved, key=lambda tensor: moved[tensor], default=None)
+    return Influence(name, moved[most] if most else 0.0, most, changed)
+
+
+def _exact_with(
+    reference: FunctionReference, name: str, other: Tensor, *, backward: bool
+) -> Values:
+    """Returns the exact results, by name, with other numbers in an input's place; empty
+    where the reference raises. Without `backward` gradients are left out."""
+    arguments = reference.arguments
+    if name in arguments.leaves():
+        arguments = arguments.mapped(lambda each, x: other if each == name else x)
+    else:
+        reference = dataclasses.replace(
+            reference, function=_with_parameter(reference.function, name, other)
+        )
+    return reference.computed_exactly(arguments, backward=backward)
+
+
+def _with_parameter(
+    function: Callable[..., object], name: str, other: Tensor
+) -> Callable[..., object]:
+    """Returns a module, or its `forward` as `function` is, with other numbers in a
+    parameter or buffer, in a copy."""
+    module = copy.deepcopy(_module_of(function))
+    assert module is not None
+    with torch.no_grad():
+        module.state_dict()[name].copy_(other)
+    return module if isinstance(function, nn.Module) else module.forward

@@ -1,0 +1,134 @@
+"""Input by input: what a check beside a reference says of those that decide nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import function_examples as examples
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from loaded import ROOT
+from torch import Tensor
+
+import numdev
+from numdev.cli.main import cli
+from numdev.function_check import check_problem
+from numdev.report import FunctionReport, InputRecord, read, write
+from numdev.testing import CheckResult
+
+PROBLEM = ROOT / "examples" / "problem"
+
+
+def affine(
+    x: Tensor, w: Tensor, b: Tensor, tiny: Tensor, mask: Tensor, rows: Tensor
+) -> Tensor:
+    """A norm whose last three inputs may decide nothing."""
+    y = F.layer_norm(x, x.shape[-1:]) * w + b + tiny
+    return torch.where(mask, y, 0)[rows]
+
+
+def data(seed: int) -> tuple[Tensor, ...]:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones(64, 32, dtype=torch.bool)
+    rows = torch.arange(16)
+    return x, torch.ones(32), torch.zeros(32), torch.full((32,), 1e-9), mask, rows
+
+
+def by_name(result: CheckResult) -> dict[str, InputRecord]:
+    assert isinstance(result.report, FunctionReport)
+    return {record.input: record for record in result.report.inputs}
+
+
+def test_each_input_is_judged_alone_or_told() -> None:
+    result = numdev.check(affine, reference=affine, inputs=data)
+    records = by_name(result)
+    judged = {name: record.is_judged for name, record in records.items()}
+    assert judged == {
+        "x": True, "w": True, "b": True, "tiny": False, "mask": False, "rows": True,
+    }  # fmt: skip
+    assert records["mask"].moved == 0
+    assert 0 < (records["tiny"].moved or 0) < 3
+    [sentence] = result.skipped
+    assert sentence.startswith("Inputs that are not judged (float32), since ")
+    assert "mask (leaving it out changes nothing)" in sentence
+    assert "tiny (moves output by 0.00" in sentence
+    assert sentence not in result.notes
+    assert result.passed  # of the inputs that are judged
+
+
+def test_a_bias_of_0_and_a_weight_of_1_are_judged_once_redrawn() -> None:
+    records = by_name(numdev.check(affine, reference=affine, inputs=data))
+    assert records["x"].case == "seed 0"
+    assert records["w"].case == records["b"].case == "seed 0 again"
+
+
+def test_an_input_that_cancels_is_told_though_it_is_random() -> None:
+    """A bias before the mean is taken away."""
+
+    def centred(x: Tensor, b: Tensor) -> Tensor:
+        y = x + b
+        return y - y.mean(dim=0)
+
+    result = numdev.check(centred, reference=centred, shapes="x=64x32,b=32")
+    assert [r.input for r in by_name(result).values() if not r.is_judged] == ["b"]
+
+
+def test_an_input_that_moves_gradients_alone_is_judged_backward() -> None:
+    def scaled_back(x: Tensor, w: Tensor) -> Tensor:
+        return x * w.detach() - (x * w).detach() + x.detach()
+
+    same = {"reference": scaled_back, "shapes": "x=64x32,w=32"}
+    forward = numdev.check(scaled_back, **same)
+    assert not by_name(forward)["w"].is_judged
+    backward = by_name(numdev.check(scaled_back, **same, backward=True))["w"]
+    assert (backward.is_judged, backward.tensor) == (True, "x_grad")
+
+
+def test_integers_that_move_or_a_reference_that_raises() -> None:
+    def chosen(x: Tensor, limit: Tensor) -> Tensor:
+        if int(limit) != 3:
+            raise ValueError("limit")
+        return x.topk(int(limit)).indices
+
+    def inputs(seed: int) -> tuple[Tensor, Tensor]:
+        return examples.top_inputs(seed), torch.tensor(3)
+
+    records = by_name(numdev.check(chosen, reference=chosen, inputs=inputs))
+    assert (records["x"].changed or 0) > 0
+    assert records["x"].is_judged
+    assert records["limit"].reason == "no other value of it is at hand"
+    assert not records["limit"].is_judged
+
+
+def test_parameters_that_are_not_redrawn_are_told(tmp_path: Path) -> None:
+    """Where the names of parameters differ each module keeps its own: a bias of 0."""
+    shared = by_name(
+        check_problem(PROBLEM / "solution.py", problem=PROBLEM / "problem.py")
+    )
+    assert all(record.is_judged for record in shared.values())
+    assert "norm.bias" in shared
+    text = (PROBLEM / "solution.py").read_text().replace("self.up", "self.linear")
+    (tmp_path / "other_names.py").write_text(text)
+    records = by_name(
+        check_problem(tmp_path / "other_names.py", problem=PROBLEM / "problem.py")
+    )
+    lacking = {name for name, record in records.items() if not record.is_judged}
+    assert lacking == {"norm.bias", "norm.weight"}
+
+
+def test_the_command_and_the_report_say_it(tmp_path: Path) -> None:
+    target = f"{Path(__file__)}:affine"
+    command = ["check", target, "--reference", target, "--inputs", f"{__file__}:data"]
+    command += ["--json", "-o", str(tmp_path)]
+    ran = CliRunner().invoke(cli, command, standalone_mode=False)
+    [sentence] = json.loads(ran.output)["not_tested"]
+    assert "mask (leaving it out changes nothing)" in sentence
+    report = read(tmp_path)
+    assert isinstance(report, FunctionReport)
+    assert sentence in report.tested
+    (tmp_path / "again").mkdir()
+    write(report, tmp_path / "again")
+    assert read(tmp_path / "again") == report
+    assert "mask" in (tmp_path / "inputs.csv").read_text()
