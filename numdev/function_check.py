@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from numdev.errors import UsageError
+from numdev.errors import MeasurementError, UsageError
 from numdev.formats import Format, dtype_of, format_named
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system
@@ -157,10 +157,7 @@ def _modules(
     the reference, and have no gradients. `build`: how a module is made of a class."""
     target = f"{solution}:{SOLUTION}"
     if process is not None:
-        [answer] = process.answers(
-            Work(target=target, draws=(), backward=backward, build=build)
-        )
-        forms = json.loads(str(answer))
+        forms = _forms_in(process, target, build)
     else:
         make = import_callable(target, "solution")
         forms = forms_of(build.module(make))
@@ -172,6 +169,21 @@ def _modules(
     if process is not None:
         return reference, in_process(process, target, backward=backward, build=build)
     return reference, partial(run_all, build.module(make), backward=backward)
+
+
+def _forms_in(
+    process: FunctionProcess, target: str, build: ModuleBuild
+) -> dict[str, list[int]]:
+    """Returns the shapes of the parameters and buffers, by name, of the module that a
+    process makes; empty where it ends: its runs will say why. Raises UsageError where it
+    cannot make it."""
+    work = Work(target=target, draws=(), backward=False, build=build)
+    try:
+        [answer] = process.answers(work)
+    except MeasurementError:
+        return {}
+    forms: dict[str, list[int]] = json.loads(str(answer))
+    return forms
 
 
 def _judged_result(

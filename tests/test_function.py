@@ -91,6 +91,7 @@ def test_what_is_rounded_once_is_as_exact_as_the_format_allows() -> None:
         ("writes", "form"),
         ("alias", "form"),
         ("reused", "form"),
+        ("column_major", "form"),
     ],
 )
 def test_faulty_functions_fail_by_a_rule(name: str, rule: str) -> None:
@@ -110,12 +111,58 @@ def test_faulty_functions_fail_by_a_rule(name: str, rule: str) -> None:
         ("writes", "it writes into its inputs (x)"),
         ("alias", "it returns memory of its input x"),
         ("reused", "it writes a later call's result into an earlier one's (output)"),
+        ("column_major", "its strides are [1, 32], not [256, 1]: it is not contiguous"),
     ],
 )
 def test_another_form_is_told_in_words(name: str, words: str) -> None:
     tests = checked(getattr(examples, name)).judgement.tests
     [test] = [t for t in tests if t.rule == "form"]
     assert words in str(test.observed)
+
+
+@pytest.mark.parametrize("name", ["writes", "writes_after"])
+def test_inputs_that_are_written_fail_backward_too(name: str) -> None:
+    """Autograd forbids to write into what requires a gradient, which is no reason not to
+    judge."""
+    result = checked(getattr(examples, name), backward=True)
+    assert result.verdict == "FAIL", str(result)
+    forms = [t for t in result.judgement.tests if t.rule == "form"]
+    assert "it writes into its inputs (x)" in str(forms[0].observed)
+
+
+def test_a_reference_that_writes_is_followed_backward() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        x.mul_(2)
+        return x * x
+
+    same = {"reference": doubled, "inputs": examples.top_inputs, "backward": True}
+    result = checked(doubled, **same)
+    assert result.passed, str(result)
+    assert {r.tensor for r in result.report.rows} == {"output", "x", "x_grad"}
+    assert checked(lambda x: 4 * x * x, **same).verdict == "FAIL"
+
+
+def test_other_strides_than_those_of_no_contiguous_reference_are_told() -> None:
+    def transposed(x: Tensor) -> Tensor:
+        return (x * 2).T
+
+    same = {"reference": transposed, "inputs": examples.top_inputs}
+    result = checked(lambda x: (x * 2).T.contiguous(), **same)
+    assert result.passed
+    assert any(
+        note.startswith("output has the strides [32, 1], not [1, 64]: ")
+        for note in result.notes
+    )
+    assert not any("strides" in note for note in checked(transposed, **same).notes)
+
+
+def test_reasons_are_told_once_and_integers_are_no_other_format() -> None:
+    same = {"reference": examples.top_but_last, "inputs": examples.top_inputs}
+    notes = checked(examples.top_but_last, **same).notes
+    [applied] = [note for note in notes if "Rules not applied" in note]
+    assert applied.count("integers are not rounded") == 1
+    assert "error, slice, element, slope, shift and inputs (partly: integers " in applied
+    assert not any("was requested" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -420,6 +467,30 @@ def solved(name: str, *options: str) -> tuple[int, dict[str, object]]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return int(result.return_value or 0), json.loads(result.output)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("ends", "(exit status 3)"), ("crashes", "(signal SIGKILL)")]
+)
+def test_a_process_that_ends_has_a_row_with_the_reason(name: str, how: str) -> None:
+    code, out = invoked(f"{EXAMPLES}:{name}", "--inputs", f"{EXAMPLES}:inputs", "--json")
+    data = json.loads(out)
+    assert (code, data["verdict"]) == (3, "NOT JUDGED")
+    sentence = data["findings"][0]["sentence"]
+    words = (
+        f"failed in 2 of 2 calls: the function's process ended without an answer {how}"
+    )
+    assert words in sentence
+    rows = [r for r in data["report"]["rows"] if r["role"] == "kernel"]
+    assert [row["status"] for row in rows] == ["failed"] * 2
+
+
+def test_a_solution_that_ends_its_process_has_a_row(tmp_path: Path) -> None:
+    text = "import os\nclass ModelNew:\n    def __init__(self, *a): os._exit(4)\n"
+    (tmp_path / "ending.py").write_text(text)
+    code, data = solved(str(tmp_path / "ending.py"))
+    assert (code, data["verdict"]) == (3, "NOT JUDGED")
+    assert "(exit status 4)" in json.dumps(data["findings"])
 
 
 def test_a_solution_is_checked_beside_its_problem() -> None:

@@ -786,14 +786,16 @@ def _tested_sentence(
     results = f"{max(judged.values())} results (one per {unit} and tensor)"
     what = f"{kernels} in {formats}, {results}"
     sentence = f"{start}: {what}; rules: {joined_words(applied)}."
-    lacking = []
+    lacking: dict[str, list[str]] = {}  # rules by what they lack
     for rule, of_rule in by_rule.items():
         reasons = list(dict.fromkeys(why for test in of_rule for why in test.reasons))
         why = f"{'partly: ' if judged[rule] else ''}{'; '.join(reasons[:2])}"
         if any(reason.startswith(NOTHING) for reason in reasons):
             why = "no result has the metric it needs"
-        lacking += [f"{rule} ({why})"] if reasons else []
-    yield sentence + (f" Rules not applied: {'; '.join(lacking)}." if lacking else "")
+        if reasons:
+            lacking.setdefault(why, []).append(rule)
+    parts = [f"{joined_words(rules)} ({why})" for why, rules in lacking.items()]
+    yield sentence + (f" Rules not applied: {'; '.join(parts)}." if parts else "")
 
 
 def _inferred_model_sentences(kernels: Sequence[DeviationRow]) -> Iterator[str]:
@@ -838,7 +840,9 @@ def remark_sentences(rows: Iterable[DeviationRow]) -> Iterator[str]:
         if r.role == "kernel"
         and (r.nulls or r.claim or r.overflow or r.came_in or r.out_format != r.format)
     ]
-    other = [r for r in kernels if (r.came_in or r.out_format) not in (None, r.format)]
+    # A function's dtypes are its reference's, by the rule `form`
+    attention = [r for r in kernels if r.beside_reference is None]
+    other = [r for r in attention if (r.came_in or r.out_format) not in (None, r.format)]
     returned = grouped(other, attrgetter("kernel", "out_format", "came_in", "format"))
     for (kernel, instead, wide, fmt), rows_of_format in returned.items():
         tensors = joined_words(dict.fromkeys(row.tensor for row in rows_of_format))

@@ -32,7 +32,8 @@ def _beside_reference(name: str) -> Callable[[DeviationRow], Value]:
 
 
 # Numbers beside the reference of a function
-BESIDE_REFERENCE = frozenset(BesideReference.model_fields) - {"slice_at", "element_at"}
+NO_METRICS = {"slice_at", "element_at", "layout"}  # in words
+BESIDE_REFERENCE = frozenset(BesideReference.model_fields) - NO_METRICS
 DERIVED: dict[str, Callable[[DeviationRow], Value]] = {
     "noise_ratio": noise_ratio,
     "lse_error": lse_error,

@@ -4,6 +4,7 @@ write it, and others, importable by name in another process."""
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import torch
@@ -153,3 +154,20 @@ def top_but_last(x: Tensor) -> tuple[Tensor, Tensor]:
     values, indices = x.topk(5, dim=-1)
     keep = [0, 1, 2, 4]
     return values[:, keep], indices[:, keep]
+
+
+def writes_after(x: Tensor, w: Tensor) -> Tensor:
+    """Right, but autograd cannot go back through what was written."""
+    out = rms_norm(x, w)
+    x.mul_(2)
+    return out
+
+
+def crashes(x: Tensor, w: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def column_major(x: Tensor, w: Tensor) -> Tensor:
+    """Of other strides, which no `.view()` in one axis survives."""
+    return rms_norm(x, w).T.contiguous().T

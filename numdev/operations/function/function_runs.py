@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from numdev.cases import strided_as
+from numdev.errors import one_line
 from numdev.exact.dtypes import is_floating
 from numdev.metrics.checksums import same
 from numdev.operations.function.trees import (
@@ -40,6 +41,9 @@ class FunctionRun:
     differentiable: tuple[str, ...] = ()  # outputs that gradients went back into
     alias: str | None = None  # an input in whose memory an output lies
     overwritten: tuple[str, ...] = ()  # outputs that a later call wrote into
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of outputs
+    # Why gradients could not be computed of a call that wrote into its inputs
+    backward_error: str | None = None
 
     @property
     def tensors(self) -> Values:
@@ -104,27 +108,36 @@ def run(
     `seed`: of PyTorch's generators, which are as before afterwards, on CUDA only where
     it was in use. With `cotangents` autograd computes the gradients of all
     floating-point arguments and parameters from the outputs that have one; without,
-    gradients are off. A module is not copied. Raises what the function raises."""
-    inputs = arguments.copied(gradients=cotangents is not None)
-    leaves = inputs.leaves()
+    gradients are off; where these fail for a function that wrote into its inputs,
+    `backward_error` says why. A module is not copied. Raises what the function raises."""
+    roots = arguments.copied(gradients=cotangents is not None)
+    before = arguments.leaves()
     with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
+        # Autograd lets nobody write into a tensor that requires a gradient itself
+        inputs = roots if cotangents is None else roots.mapped(_child)
+        leaves = inputs.leaves()
         returned = function(*inputs.positional, **dict(inputs.named))
         _wait(leaves)
         outputs = outputs_of(returned)
+        written = {
+            n: x for n, x in leaves.items() if not same(as_real(x), as_real(before[n]))
+        }
         gradients: Values = {}
         through: tuple[str, ...] = ()
+        why: str | None = None
         if cotangents is not None:
             through = _through(outputs)
-            parameters = _parameters(function)
-            gradients = _gradients(
-                {n: outputs[n] for n in through},
-                {n: x for n, x in {**leaves, **parameters}.items() if x.requires_grad},
-                cotangents,
-            )
-    before = arguments.leaves()
-    written = {
-        n: x for n, x in leaves.items() if not same(as_real(x), as_real(before[n]))
-    }
+            every = {**roots.leaves(), **_parameters(function)}
+            try:
+                gradients = _gradients(
+                    {n: outputs[n] for n in through},
+                    {n: x for n, x in every.items() if x.requires_grad},
+                    cotangents,
+                )
+            except Exception as error:
+                if not written:
+                    raise
+                why = one_line(error)
     return FunctionRun(
         outputs=_taken(outputs),
         gradients=_taken(gradients),
@@ -132,7 +145,15 @@ def run(
         differentiable=through,
         alias=_alias(outputs, leaves),
         raw={name: x.detach() for name, x in outputs.items()},
+        strides={name: x.stride() for name, x in outputs.items()},
+        backward_error=why,
     )
+
+
+def _child(name: str, x: Tensor) -> Tensor:
+    """Returns a copy of a tensor, laid out alike, into which code may write, and from
+    which a gradient goes back to the tensor; one that requires none as it is."""
+    return strided_as(x.clone(), x) if x.requires_grad else x
 
 
 def private(function: Callable[..., object]) -> Callable[..., object]:

@@ -112,7 +112,7 @@ class Judge:
         about = BesideReference(
             form=form, moved=self.moved, conditioning=self.conditioning
         )
-        lacking = set(BesideReference.model_fields) - {"form"}
+        lacking = set(BesideReference.model_fields) - {"form", "layout"}
         if x is None:
             return about, dict.fromkeys(lacking, "a tensor of another form has no errors")
         if self.errors is None:
@@ -255,9 +255,12 @@ class FunctionCall:
             every = [ran.tensors.get(name) for ran in runs]
             present = [x for x in every if x is not None]
             if len(present) < len(runs):
-                wrong[name] = "it is missing"
+                why = next(filter(None, (ran.backward_error for ran in runs)), None)
+                wrong[name] = "it is missing" + (f": {why}" if why else "")
             elif why := next(filter(None, map(form.difference, present)), None):
                 wrong[name] = why
+            elif name not in wrong and (breaks := self._broken_views(name, runs)):
+                wrong[name] = breaks
             comparable = len(present) == len(runs) and all(
                 tuple(x.shape) == form.shape and is_floating(x) == form.is_floating
                 for x in present
@@ -270,6 +273,48 @@ class FunctionCall:
                 first, f"it returns more tensors than the reference: {names}"
             )
         return tensors, wrong
+
+    def _broken_views(self, name: str, runs: Sequence[FunctionRun]) -> str | None:
+        """Returns in words that an output is not contiguous where the reference's is, so
+        that a `.view()` of it fails; None where it is, or has no strides."""
+        for draw, ran in zip(self.draws, runs, strict=True):
+            expected, strides = draw.plain.strides.get(name), ran.strides.get(name)
+            if expected is None or strides is None:
+                continue
+            shape = self.forms[name].shape
+            if is_contiguous(shape, expected) and not is_contiguous(shape, strides):
+                return (
+                    f"its strides are {list(strides)}, not {list(expected)}: it is not "
+                    "contiguous, and a .view() of it may fail"
+                )
+        return None
+
+    def other_strides(self, runs: Sequence[FunctionRun]) -> dict[str, str]:
+        """Returns by name in words which outputs have other strides than the reference's,
+        which is not contiguous itself. Axes of one place do not count."""
+        words: dict[str, str] = {}
+        expected, strides = self.draws[0].plain.strides, runs[0].strides
+        for name, form in self.forms.items():
+            if name not in expected or len(strides.get(name, ())) != len(form.shape):
+                continue
+            pairs = zip(form.shape, expected[name], strides[name], strict=True)
+            differs = any(a != b for size, a, b in pairs if size > 1)
+            if differs and not is_contiguous(form.shape, expected[name]):
+                words[name] = f"{list(strides[name])}, not {list(expected[name])}"
+        return words
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements of these strides lie one after another, the last axis's first;
+    axes of one place do not count, and a tensor without elements is contiguous."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def stacked(draws: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class FunctionProcess:
     _pid: int = 0
     _to: int = -1
     _back: int = -1
-    _ended: bool = field(default=False, repr=False)
+    _fate: str = ""  # why it answers no more
 
     def __enter__(self) -> FunctionProcess:
         task, self._to = os.pipe()
@@ -87,10 +87,7 @@ class FunctionProcess:
         for end in (self._to, self._back):
             with contextlib.suppress(OSError):
                 os.close(end)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self._pid, signal.SIGKILL)
+        self._kill()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
@@ -99,7 +96,10 @@ class FunctionProcess:
         there is nothing. For a module without draws: one answer, the names and shapes of
         its state as JSON. Raises UsageError where the process cannot import the target or
         make its module, MeasurementError where it ends, answers nonsense, or does not
-        answer within `limit_s` seconds."""
+        answer within `limit_s` seconds; it is ended then, and each later call raises the
+        same."""
+        if self._fate:
+            raise MeasurementError(self._fate)
         buffer = io.BytesIO()
         torch.save(work, buffer)
         until = time.monotonic() + self.limit_s
@@ -110,7 +110,26 @@ class FunctionProcess:
                 raise UsageError(str(header[0]["usage"]))
             return [self._one(answer, until) for answer in header]
         except (OSError, EOFError, ValueError, *BAD_DATA) as error:
-            raise MeasurementError(f"the function's process {_fate(error)}") from error
+            self._fate = f"the function's process {self._fate_in_words(error)}"
+            self._kill()
+            raise MeasurementError(self._fate) from error
+
+    def _kill(self) -> None:
+        """Ends the process, and those that it began in its group; does nothing where none
+        was begun."""
+        if not self._pid:  # 0 would be this process's own group
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def _fate_in_words(self, error: Exception) -> str:
+        """Returns in words what an error says of the process: that it ended without an
+        answer, and by what, or that its answer is unusable, and why."""
+        if not isinstance(error, EOFError | BrokenPipeError):
+            return f"gave an unusable answer ({one_line(error)})"
+        return f"ended without an answer{_ending(self._pid)}"
 
     def _read_header(self, until: float) -> list[Mapping[str, object]]:
         """Returns the header of the process's answers, a mapping for each: the tensors of
@@ -140,12 +159,18 @@ class FunctionProcess:
                 str(name): self._tensor(str(dtype), shape, until)
                 for name, dtype, shape in map(_listed, _listed(answer[group]))
             }
-        alias = answer["alias"]
+        alias, why = answer["alias"], answer["backward_error"]
+        strides = {
+            str(name): tuple(int(str(n)) for n in _listed(each))
+            for name, each in map(_listed, _listed(answer["strides"]))
+        }
         return FunctionRun(
             **groups,
             alias=None if alias is None else str(alias),
             differentiable=tuple(map(str, _listed(answer["differentiable"]))),
             overwritten=tuple(map(str, _listed(answer["overwritten"]))),
+            strides=strides,
+            backward_error=None if why is None else str(why),
         )
 
     def _tensor(self, dtype_name: str, shape: object, until: float) -> Tensor:
@@ -192,12 +217,24 @@ def _listed(value: object) -> list[object]:
     return value
 
 
-def _fate(error: Exception) -> str:
-    """Returns in words what an error says of the process: that it ended without an
-    answer, or that its answer is unusable, and why."""
-    if isinstance(error, EOFError | BrokenPipeError):
-        return "ended without an answer"
-    return f"gave an unusable answer ({one_line(error)})"
+def _ending(pid: int) -> str:
+    """Returns in brackets how a child process ended: its exit status, or the signal's
+    name; empty where the system does not tell. The process is not reaped."""
+    if not pid or not hasattr(os, "waitid"):
+        return ""
+    how = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    ended = None
+    for _ in range(100):  # its pipe may be closed a moment before it has ended
+        with contextlib.suppress(ChildProcessError):
+            ended = os.waitid(os.P_PID, pid, how)
+        if ended is not None:
+            break
+        time.sleep(0.01)
+    if ended is None:
+        return ""
+    if ended.si_code == os.CLD_EXITED:
+        return f" (exit status {ended.si_status})"
+    return f" (signal {signal.Signals(ended.si_status).name})"
 
 
 def _started(run: RunWork, task: int, answer: int) -> int:
@@ -261,6 +298,8 @@ def _as_message(
             "alias": answer.alias,
             "differentiable": list(answer.differentiable),
             "overwritten": list(answer.overwritten),
+            "strides": [[name, list(x)] for name, x in answer.strides.items()],
+            "backward_error": answer.backward_error,
         }
         for name in GROUPS:
             values: Values = vars(answer)[name]

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import Rounding
@@ -31,17 +31,34 @@ SOUND = 2  # more of them, which stand for sound kernels
 
 
 class _Spread(nn.Module):
-    """A function of a tuple and a mapping that calls another one with them."""
+    """A function of a tuple and a mapping that calls another one with them. With `writes`
+    that gets copies of those that require a gradient, which autograd lets it write into,
+    and all are returned beside the output."""
 
-    def __init__(self, function: Callable[..., object]) -> None:
+    def __init__(self, function: Callable[..., object], *, writes: bool) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.writes = function, writes
 
     def forward(
         self, positional: Sequence[object], named: Mapping[str, object]
     ) -> object:
-        """Returns what the function returns of these arguments."""
-        return self.function(*positional, **named)
+        """Returns what the function returns of these arguments; with `writes` a pair of
+        that and the arguments afterwards, detached."""
+        if not self.writes:
+            return self.function(*positional, **named)
+        tree = tree_map(_writable, (positional, named))
+        output = self.function(*tree[0], **tree[1])
+        return output, tree_map(_detached, tree)
+
+
+def _writable(x: object) -> object:
+    """Returns a copy of a tensor that requires a gradient; anything else as it is."""
+    return x.clone() if isinstance(x, Tensor) and x.requires_grad else x
+
+
+def _detached(x: object) -> object:
+    """Returns a tensor apart from autograd; anything else as it is."""
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,19 +158,22 @@ class FunctionReference:
         inputs = (arguments or self.arguments).copied(gradients=backward)
         cotangents = (cotangents or self.cotangents) if backward else None
         by_path = {f"[{i}]{path}": name for i, path, name in _paths(inputs)}
+        writes = backward and bool(self.plain.written)
         done = evaluate(
-            _Spread(self.function),
+            _Spread(self.function, writes=writes),
             *inputs.tree,
             rounding=rounding,
             seed=self.seed,
             cotangent=cotangents.of if cotangents is not None else None,
             within=within,
         )
-        values = outputs_of(done.output)
+        output: object = done.output
+        tree: object = done.arguments
+        if writes:
+            output, tree = cast(tuple[object, object], done.output)
+        values = outputs_of(output)
         # The tree of arguments that `Arguments.tree` is.
-        positional, named = cast(
-            tuple[tuple[object, ...], Mapping[str, object]], done.arguments
-        )
+        positional, named = cast(tuple[tuple[object, ...], Mapping[str, object]], tree)
         after = Arguments(positional=positional, named=named, names=inputs.names)
         ran = after.leaves()
         values |= {name: ran[name] for name in self.plain.written}

@@ -128,6 +128,8 @@ class BesideReference(Record):
     number before it."""
 
     form: str | None = None  # in what its shape or dtype is not the reference's
+    # Its strides, where the reference's are others, and not contiguous
+    layout: str | None = None
     mismatches: Count | None = None  # of integers: how many are not the reference's
     reference_ratio: float | None = None  # rms error over what is explained
     reference_luck: float | None = None

@@ -236,14 +236,17 @@ def in_process(
     build: ModuleBuild | None = None,
 ) -> RunAll:
     """Returns a function that runs the function `target` on all draws in another
-    process; with `build` the module that it makes. That function raises UsageError where
-    the process cannot import or make it, MeasurementError where there is no usable
-    answer."""
+    process; with `build` the module that it makes. Where the process ends, or gives no
+    usable answer, each draw is a Failure that says so. That function raises UsageError
+    where the process cannot import or make it."""
 
     def run_draws(draws: Sequence[Draw]) -> Runs:
         pairs = tuple((draw.seed, draw.arguments) for draw in draws)
         work = Work(target=target, draws=pairs, backward=backward, build=build)
-        answers = process.answers(work)
+        try:
+            answers = process.answers(work)
+        except MeasurementError as error:
+            return [Failure("failed", str(error)) for _ in draws]
         return [Failure("failed", x) if isinstance(x, str) else x for x in answers]
 
     return run_draws
@@ -443,6 +446,7 @@ def rows_of(
         _with_numbers_beside_reference(row, judges, tensors, wrong)
         for row in measured.rows
     ]
+    completed = [_with_layout(row, call.other_strides(ran)) for row in completed]
     with watch("names"):
         yield from _named(completed, call, ran[0], earlier, run)
 
@@ -563,6 +567,14 @@ def _with_numbers_beside_reference(
     if overflow:
         changes["overflow"] = overflow
     return row.model_copy(update=changes)
+
+
+def _with_layout(row: DeviationRow, layouts: Mapping[str, str]) -> DeviationRow:
+    """Returns a row with its tensor's entry in `layouts`; without one, as it is."""
+    if row.tensor not in layouts or row.beside_reference is None:
+        return row
+    beside = row.beside_reference.model_copy(update={"layout": layouts[row.tensor]})
+    return row.model_copy(update={"beside_reference": beside})
 
 
 def _without_numbers(
