@@ -51,6 +51,16 @@ class FunctionRun:
         gradients."""
         return {**self.outputs, **self.written, **self.gradients}
 
+    def moved_to(self, device: str) -> FunctionRun:
+        """Returns the run with all that came of the call on a device."""
+        outputs, gradients, written = (
+            {name: x.to(device) for name, x in group.items()}
+            for group in (self.outputs, self.gradients, self.written)
+        )
+        return dataclasses.replace(
+            self, outputs=outputs, gradients=gradients, written=written
+        )
+
     def misdeeds(self, like: FunctionRun) -> list[str]:
         """Returns clauses on what the run did that `like`, the reference's, did not:
         write into inputs, return an input's memory, let no gradient back; and outputs

@@ -81,8 +81,7 @@ class FunctionReference:
     def device(self) -> str:
         """Returns the device of the first argument that is a tensor, as text; `cpu`
         where none is."""
-        leaves = self.arguments.leaves().values()
-        return next((str(x.device) for x in leaves), "cpu")
+        return self.arguments.device
 
     @property
     def other_cotangents(self) -> Cotangents | None:

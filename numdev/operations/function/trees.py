@@ -38,6 +38,11 @@ class Arguments:
         """Returns the arguments in order, and those by name in a new mapping."""
         return self.positional, dict(self.named)
 
+    @property
+    def device(self) -> str:
+        """Returns the device of the first tensor, as text; `cpu` without one."""
+        return next((str(x.device) for x in self.leaves().values()), "cpu")
+
     def leaves(self) -> Values:
         """Returns each tensor once, by name, those in order first. One whose parameter's
         name is not known is `argument_0`, by its place; one inside a tree has its path

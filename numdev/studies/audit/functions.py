@@ -247,7 +247,15 @@ def in_process(
             answers = process.answers(work)
         except MeasurementError as error:
             return [Failure("failed", str(error)) for _ in draws]
-        return [Failure("failed", x) if isinstance(x, str) else x for x in answers]
+        if len(answers) != len(draws):
+            why = f"the function's process gave {len(answers)} answers to {len(draws)}"
+            return [Failure("failed", why) for _ in draws]
+        return [
+            Failure("failed", x)
+            if isinstance(x, str)
+            else x.moved_to(draw.arguments.device)
+            for x, draw in zip(answers, draws, strict=True)
+        ]
 
     return run_draws
 
