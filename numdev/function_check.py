@@ -4,6 +4,7 @@ allows? `numdev.testing.check_function` asserts it."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -95,10 +96,10 @@ def check_beside(
     wanted = [
         dataclasses.replace(asked, format=x) for x in _formats_to_check(formats, inputs)
     ]
-    parts = [_run_format(each, run) for each in wanted]
+    parts = [run_format(each, run) for each in wanted]
     source = name_of(inputs) if callable(inputs) else inputs and str(inputs)
     request = {"target": asked.name, "inputs": source or shapes}
-    return _judged_result(parts, request, system, _rules_of(thresholds))
+    return judged_result(parts, request, system, rules_of(thresholds))
 
 
 def check_problem(
@@ -138,9 +139,9 @@ def check_problem(
             seeds=seeds,
             device=system.device,
         )
-        parts.append(_run_format(asked, run))
+        parts.append(run_format(asked, run))
     request = {"target": str(solution), "inputs": f"{read.path.name}:get_inputs"}
-    return _judged_result(parts, request, system, _rules_of(thresholds))
+    return judged_result(parts, request, system, rules_of(thresholds))
 
 
 def _modules(
@@ -186,7 +187,7 @@ def _forms_in(
     return forms
 
 
-def _judged_result(
+def judged_result(
     parts: Sequence[FormatPart],
     source: Mapping[str, object],
     system: System,
@@ -198,20 +199,24 @@ def _judged_result(
     check_system(system.as_dict(), rules)
     asked = parts[0].asked
     request = {
-        **source,
         "reference": name_of(asked.reference),
+        **source,
         "formats": [part.format.name for part in parts],
         "seeds": list(asked.seeds),
         "backward": asked.backward,
         "rules": rules.name,
     }
-    return _result_of_report(*judge_function_runs(parts, rules, request, system))
+    report, judgement = judge_function_runs(parts, rules, request, system)
+    return _result_of_report(report, judgement, asked.remarks)
 
 
-def _result_of_report(report: FunctionReport, judgement: Judgement) -> CheckResult:
+def _result_of_report(
+    report: FunctionReport, judgement: Judgement, not_run: Sequence[str]
+) -> CheckResult:
     """Returns the result of a check, its verdict in words; `passed`: whether the
-    judgement's outcome is PASSED."""
-    open_ones = tuple(inputs_not_judged(report.inputs))
+    judgement's outcome is PASSED. `not_run`: sentences of the report on what was not
+    run."""
+    open_ones = (*not_run, *inputs_not_judged(report.inputs))
     return CheckResult(
         kernel=str(report.request["target"]),
         passed=judgement.outcome is Outcome.PASSED,
@@ -229,14 +234,17 @@ def match(
     """Returns a judge of single outputs, for task files that call one with a task's data
     and the output of a submission: (data, output) -> (whether it is right, the verdict
     in one line). `data` is a tuple of the reference's arguments, or anything else as its
-    only one. Raises UsageError for what are no rules."""
-    rules = _rules_of(thresholds)
+    only one; of a reference of one argument a tuple of several is that. The output alone
+    is judged, not what was written into the data. Raises UsageError for what are no
+    rules."""
+    rules = rules_of(thresholds)
 
     def judge(data: object, output: object) -> tuple[bool, str]:
         """Returns whether the output is what the reference computes of the data, and the
         verdict in one line. Raises MeasurementError for rules made for another
         system."""
-        arguments = data if isinstance(data, tuple) else (data,)
+        whole = not isinstance(data, tuple) or (len(data) > 1 and takes_one(reference))
+        arguments = (data,) if whole else data
         system = System.probe(_device_of(arguments))
         asked = Asked(
             name="the output",
@@ -244,12 +252,28 @@ def match(
             make=calls_of(lambda: arguments, reference),
             device=system.device,
             again=False,
+            outputs_only=True,
         )
-        part = _run_format(asked, lambda draws: [FunctionRun(outputs=outputs_of(output))])
-        result = _judged_result([part], {"target": asked.name}, system, rules)
+        outputs = outputs_of(output)
+        strides = {name: x.stride() for name, x in outputs.items()}
+        ran = FunctionRun(outputs=outputs, strides=strides)
+        part = run_format(asked, lambda draws: [ran])
+        result = judged_result([part], {"target": asked.name}, system, rules)
         return result.passed, result.in_short
 
     return judge
+
+
+def takes_one(function: Callable[..., object]) -> bool:
+    """Whether a function takes exactly one argument without a default, in order, and no
+    more that have none; False where its signature cannot be read."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return False
+    return sum(p.default is p.empty for p in parameters) == 1
 
 
 def _device_of(tree: object) -> str:
@@ -276,7 +300,7 @@ def _runner(
     return partial(run_all, function, backward=backward)
 
 
-def _run_format(asked: Asked, run: RunAll) -> FormatPart:
+def run_format(asked: Asked, run: RunAll) -> FormatPart:
     """Runs the function on all calls, before anything of the reference is computed, and
     returns both; where a result is few numbers, and with `asked.again`, those of a
     second run, of DRAWS draws for each call."""
@@ -303,7 +327,7 @@ def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format
     return [format_named(name) for name in asked]
 
 
-def _rules_of(thresholds: Thresholds) -> Rules:
+def rules_of(thresholds: Thresholds) -> Rules:
     """Returns the rules of a gate file or of its content; None: those for functions.
     Raises UsageError, naming the key, for what are no rules."""
     if thresholds is None:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numdev.argument_checks import checked
 from numdev.cases import AttentionCase
@@ -41,6 +41,11 @@ from numdev.studies.audit.reproducer_script import name_of
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 from numdev.yamlfile import validated
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from numdev.task_check import BuiltSolution
 
 Thresholds = str | Path | Mapping[str, object] | None
 Cases = Named | Sequence[Named] | None
@@ -365,6 +370,48 @@ def match(
     from numdev.function_check import match as judge
 
     return judge(reference, thresholds=thresholds)
+
+
+class Evaluator:
+    """A judge of outputs beside the reference of a definition.
+
+    By itself: `Evaluator("definition.json")(inputs, outputs)` returns whether the outputs
+    are right, and the verdict in one line. As a mixin before an evaluator class of
+    flashinfer-bench, `class Exact(Evaluator, DefaultEvaluator)`, it decides correctness
+    there in place of a tolerance."""
+
+    def __init__(self, definition: str | Path, *, thresholds: Thresholds = None) -> None:
+        from numdev.task_check import output_judge
+
+        self._judge = output_judge(definition, thresholds)
+
+    def __call__(self, inputs: Sequence[object], outputs: object) -> tuple[bool, str]:
+        """Returns whether outputs (one, a tuple in order, or a mapping by name) are what
+        the reference computes of the inputs, in order, and the verdict in one line."""
+        return self._judge(inputs, outputs)
+
+    @classmethod
+    def can_evaluate(cls, definition: object) -> bool:
+        """Returns True: any definition with a reference can be judged."""
+        return True
+
+    @classmethod
+    def check_correctness(
+        cls,
+        definition: BaseModel,
+        sol_runnable: BuiltSolution,
+        inputs: Sequence[Sequence[object]],
+        ref_outputs: object,
+        cfg: object,
+        log_path: str,
+        device: str,
+    ) -> tuple[object, object]:
+        """Returns what flashinfer-bench asks of an evaluator: the numbers of the worst
+        trial, and an evaluation where the solution raises or is not what the reference
+        computes, else None. A check that cannot judge is no pass."""
+        from numdev.task_check import bench_correctness
+
+        return bench_correctness(definition, sol_runnable, inputs, log_path, device)
 
 
 def check_attention(

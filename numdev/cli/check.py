@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,24 @@ REFERENCE = (
 )
 INPUTS = (
     "With --reference: FILE.py:function of a seed that returns the arguments, or a "
-    "safetensors file of them by name."
+    "safetensors file of them by name. With --definition also a .jsonl of workloads."
 )
 PROBLEM = (
     "Problem file: a class Model, get_inputs and get_init_inputs. TARGET is then a file "
-    "with a class ModelNew."
+    "with a class ModelNew. Both files are run."
 )
-SHAPE = "With --reference, in place of --inputs: normal numbers, x=256x1024,w=1024."
+TASK = (
+    "Task folder: task.yml, and reference.py with generate_input and ref_kernel. TARGET "
+    "is then a file with custom_kernel. Its files are run."
+)
+DEFINITION = (
+    "Definition file: JSON with axes, inputs, outputs and the source of a reference. "
+    "TARGET is then a solution, JSON with sources or FILE.py:function. Both are run."
+)
+SHAPE = (
+    "With --reference, in place of --inputs: normal numbers, x=256x1024,w=1024. With "
+    "--task the arguments of generate_input, with --definition its axes: m=64,n=32."
+)
 OUTPUT = "Directory for failure scripts.  [default: a temporary folder]"
 DEVICE = "Where to run.  [default: auto]"
 CLAIM = (
@@ -73,6 +85,8 @@ CLAIM = (
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help=DEVICE)
 @click.option("--reference", metavar="FILE:NAME", help=REFERENCE)
 @click.option("--problem", type=FILE, metavar="FILE", help=PROBLEM)
+@click.option("--task", type=FILE, metavar="DIR", help=TASK)
+@click.option("--definition", type=FILE, metavar="FILE", help=DEFINITION)
 @click.option("--inputs", metavar="FILE[:NAME]", help=INPUTS)
 @click.option("--shape", "shapes", default="", metavar="NAME=AxB,...", help=SHAPE)
 @click.option(
@@ -92,6 +106,8 @@ def check(
     device: str,
     reference: str | None,
     problem: Path | None,
+    task: Path | None,
+    definition: Path | None,
     inputs: str | None,
     shapes: str,
     as_json: bool,
@@ -107,15 +123,15 @@ def check(
     gc.disable()  # a tenth of the time, most of it while torch is imported
     from numdev.report.renderers import terminal
 
-    if reference is not None or problem is not None:
+    beside = CheckedAgainst(
+        reference=reference, problem=problem, task=task, definition=definition
+    )
+    if beside.options():
         if cases or claims:
             raise UsageError("--case and --claim are of attention alone")
-        if reference is not None and problem is not None:
-            raise UsageError("expected one of --reference and --problem, got both")
-        if problem is not None and (inputs or shapes):
-            raise UsageError("--inputs and --shape: a problem has inputs of its own")
+        beside.check_options(inputs, shapes, formats, backward)
         result = check_function(
-            target, reference, problem, inputs, shapes=shapes, formats=formats,
+            target, beside, inputs, shapes=shapes, formats=formats,
             backward=backward, device=device, seeds=seeds or 0, thresholds=thresholds,
             output=output,
         )  # fmt: skip
@@ -169,10 +185,46 @@ def check_attention_kernel(
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckedAgainst:
+    """What a target is checked beside: one of these, or where all are None, nothing."""
+
+    reference: str | None
+    problem: Path | None
+    task: Path | None
+    definition: Path | None
+
+    def options(self) -> list[str]:
+        """Returns the options that are set, as they are written."""
+        return [f"--{name}" for name, value in vars(self).items() if value is not None]
+
+    def check_options(
+        self,
+        inputs: str | None,
+        shapes: str,
+        formats: tuple[str, ...],
+        backward: bool | None,
+    ) -> None:
+        """Raises UsageError unless one option is set, and for other options of the
+        command that go with none of it."""
+        several = self.options()
+        if len(several) > 1:
+            raise UsageError(f"expected one of {' and '.join(several)}, got both")
+        if self.problem is not None and (inputs or shapes):
+            raise UsageError("--inputs and --shape: a problem has inputs of its own")
+        if self.task is not None and inputs:
+            raise UsageError("--inputs: a task has inputs of its own; --shape sizes them")
+        has_formats = self.task is not None or self.definition is not None
+        if has_formats and (formats or backward):
+            raise UsageError(
+                f"--format and --backward: what {several[0]} names has formats of its "
+                "own, and no gradients"
+            )
+
+
 def check_function(
     target: str,
-    reference: str | None,
-    problem: Path | None,
+    beside: CheckedAgainst,
     inputs: str | None,
     *,
     shapes: str,
@@ -183,48 +235,61 @@ def check_function(
     thresholds: Path | None,
     output: Path | None,
 ) -> CheckResult:
-    """Returns the check of a function beside its reference, or of a solution of a
-    problem, and writes its report into the directory `output`, if there is one. The
-    function is imported and run in a process of its own, in which nothing of the
+    """Returns the check of a function beside its reference, or of what solves a problem,
+    a task or a definition, and writes its report into the directory `output`, if there is
+    one. The function is imported and run in a process of its own, in which nothing of the
     reference is."""
-    from numdev import report as reports
     from numdev.function_check import check_beside, check_problem
     from numdev.kernels import import_callable
     from numdev.operations.function.process import FunctionProcess
-    from numdev.report.renderers import html
     from numdev.studies.audit.functions import served
+    from numdev.task_check import check_definition, check_task
 
     on_cpu = device == "cpu" or (device == "auto" and not _has_cuda())
     with (
         FunctionProcess(run=served, forks=on_cpu) as process,
         contextlib.redirect_stdout(sys.stderr),
     ):
-        if problem is not None:
+        is_function = inputs is not None and ":" in inputs
+        source = (
+            import_callable(str(inputs), "function of inputs") if is_function else inputs
+        )
+        if beside.problem is not None:
             result = check_problem(
-                target, problem=problem, formats=formats, backward=bool(backward),
+                target, problem=beside.problem, formats=formats, backward=bool(backward),
+                seeds=seeds, device=device, thresholds=thresholds, process=process,
+            )  # fmt: skip
+        elif beside.task is not None:
+            result = check_task(
+                target, task=beside.task, shapes=shapes, seeds=seeds, device=device,
+                thresholds=thresholds, process=process,
+            )  # fmt: skip
+        elif beside.definition is not None:
+            result = check_definition(
+                target, definition=beside.definition, inputs=source, shapes=shapes,
                 seeds=seeds, device=device, thresholds=thresholds, process=process,
             )  # fmt: skip
         else:
-            is_function = inputs is not None and ":" in inputs
+            reference = import_callable(str(beside.reference), "reference")
             result = check_beside(
-                target,
-                reference=import_callable(str(reference), "reference"),
-                inputs=import_callable(str(inputs), "function of inputs")
-                if is_function
-                else inputs,
-                shapes=shapes,
-                formats=formats,
-                backward=backward,
-                seeds=seeds,
-                device=device,
-                thresholds=thresholds,
-                process=process,
-            )
+                target, reference=reference, inputs=source, shapes=shapes,
+                formats=formats, backward=backward, seeds=seeds, device=device,
+                thresholds=thresholds, process=process,
+            )  # fmt: skip
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        reports.write(result.report, output)
-        html.write(result.report, output)
+        write_report(result, output)
     return result
+
+
+def write_report(result: CheckResult, output: Path) -> None:
+    """Writes the report of a check into a directory, and makes that where it is not
+    there."""
+    from numdev import report as reports
+    from numdev.report.renderers import html
+
+    output.mkdir(parents=True, exist_ok=True)
+    reports.write(result.report, output)
+    html.write(result.report, output)
 
 
 def _has_cuda() -> bool:

@@ -50,6 +50,9 @@ PHRASES = {
     "no rule registered for HigherOrderOperator": OF_FUNCTIONS,
 }
 HERE, TORCH = (str(Path(path).parent) for path in (__file__, torch.__file__))
+# What calls a user's function stands above it, what stands in for a GPU below
+CALLERS = str(Path(__file__).parent.parent / "operations" / "function")
+NOT_THE_USERS = (HERE, CALLERS, TORCH, "<frozen")
 
 
 class Unsupported(MeasurementError):
@@ -113,7 +116,7 @@ def source_location(frames: Iterable[tuple[str, int]]) -> str:
     if torch._C._current_graph_task_id() != -1:
         return " in the backward pass"
     for path, line in frames:
-        if not path.startswith((HERE, TORCH, "<frozen")) and path != contextlib.__file__:
+        if not path.startswith(NOT_THE_USERS) and path != contextlib.__file__:
             source = linecache.getline(path, line).strip()
             return f" at {path}:{line}" + (f" ({source})" if source else "")
     return ""

@@ -45,13 +45,14 @@ class Influence(NamedTuple):
 
 def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Influence]:
     """Yields the influence of each input of a call; of those in `names`, if there are
-    any. An empty input has none, and is left out. Of large inputs only some are tried.
-    Raises what the reference raises on the call's own arguments."""
+    any. An empty input, and memory for an output, have none and are left out. Of large
+    inputs only some are tried. Raises what the reference raises on the call's own
+    arguments."""
     inputs = _inputs_of(call.draws[0])
     size = sum(x.numel() for x in inputs.values())
     tries = max(LEAST_TRIED, WORK // max(size, 1))
     for name, x in inputs.items():
-        if not x.numel() or (names and name not in names):
+        if not x.numel() or (names and name not in names) or _is_unwritten(x):
             continue
         changed = [_other_values(call, name, i) for i in range(len(call.draws))]
         others = [y for y in changed if y is not None]
@@ -107,6 +108,17 @@ def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(SEED)
     factors = 0.5 + torch.rand(x.shape, generator=generator, dtype=torch.float64)
     return (x.double() * factors.to(x.device)).to(x.dtype)
+
+
+def _is_unwritten(x: Tensor) -> bool:
+    """Whether a tensor of several elements is NaN everywhere, or of integers the largest:
+    memory for an output, into which nobody has written
+    (`surroundings.uninitialised_is_nan`)."""
+    if x.numel() < 2 or x.dtype == torch.bool or x.is_complex():
+        return False
+    if x.is_floating_point():
+        return bool(x.isnan().all())
+    return bool((x == torch.iinfo(x.dtype).max).all())
 
 
 def _is_trivial(x: Tensor) -> bool:

@@ -17,7 +17,8 @@ from torch import Tensor
 from numdev.errors import UsageError, one_line
 from numdev.exact.dtypes import is_floating
 from numdev.formats import Format, dtype_of, round_to
-from numdev.operations.function.trees import Arguments, arguments_of
+from numdev.metrics.checksums import same
+from numdev.operations.function.trees import Arguments, Values, arguments_of
 
 Make = Callable[[int], Sequence[Arguments]]  # the calls of a seed
 SHAPE = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+(?:x\d+)*|)\s*")
@@ -202,9 +203,14 @@ def reordered(x: Tensor, seed: int) -> Tensor:
 
 
 def differ(a: Arguments, b: Arguments) -> bool:
-    """Whether the tensors of two calls have the same names and shapes, and a
-    floating-point one of them other values; NaN counts as another value than NaN."""
+    """Whether the tensors of two calls have the same names, shapes and dtypes, and one of
+    them other bits."""
+
+    def forms(values: Values) -> dict[str, tuple[object, ...]]:
+        """Returns shape and dtype of each tensor, by name."""
+        return {name: (x.shape, x.dtype) for name, x in values.items()}
+
     first, second = a.leaves(), b.leaves()
-    if {n: x.shape for n, x in first.items()} != {n: x.shape for n, x in second.items()}:
+    if forms(first) != forms(second):
         return False
-    return any(is_floating(x) and not x.equal(second[n]) for n, x in first.items())
+    return any(not same(x, second[name]) for name, x in first.items())

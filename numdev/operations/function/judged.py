@@ -174,14 +174,19 @@ class FunctionCall:
     draws: Sequence[FunctionReference]
     others: Sequence[Arguments] = field(default_factory=tuple)
     """Data of other seeds of the same shapes, one for each draw."""
+    outputs_only: bool = False  # what is written into arguments is no result by itself
 
     @cached_property
     def forms(self) -> dict[str, Form]:
         """Returns the form of each tensor in the first draw, by name: outputs, then
-        arguments written into, then gradients. Raises what the reference raises."""
+        arguments written into (not with `outputs_only`, where there is an output), then
+        gradients. Raises what the reference raises."""
+        ran = self.draws[0].plain
+        left_out = ran.written if self.outputs_only and ran.outputs else {}
         return {
             name: Form(shape=tuple(x.shape), dtype=x.dtype)
-            for name, x in self.draws[0].plain.tensors.items()
+            for name, x in ran.tensors.items()
+            if name in ran.outputs or name not in left_out
         }
 
     @cached_property

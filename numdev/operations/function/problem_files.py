@@ -151,11 +151,21 @@ def on_device(device: str) -> Iterator[None]:
         return
     generator = torch.Generator
 
-    def anywhere(*_: object, **__: object) -> torch.Generator:
-        """Returns a generator on the device, whichever device is asked for."""
-        return generator(device)
+    class GeneratorType(type):
+        """Of a class whose instances are PyTorch's generators."""
 
-    torch.Generator = anywhere  # type: ignore[assignment, misc]
+        def __instancecheck__(cls, x: object) -> bool:
+            """Whether x is a generator of PyTorch's."""
+            return isinstance(x, generator)
+
+    class GeneratorOnDevice(metaclass=GeneratorType):
+        """A generator on the device, whichever device is asked for."""
+
+        def __new__(cls, *_: object, **__: object) -> torch.Generator:  # type: ignore[misc]
+            """Returns a generator of PyTorch's on the device."""
+            return generator(device)
+
+    torch.Generator = GeneratorOnDevice  # type: ignore[misc]
     try:
         with _Elsewhere(device):
             yield

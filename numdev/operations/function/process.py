@@ -27,6 +27,7 @@ from torch import Tensor
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.problem_files import ModuleBuild
+from numdev.operations.function.surroundings import Surroundings
 from numdev.operations.function.trees import Arguments, Values
 
 LIMIT_S = 600.0  # for all draws of a call for the function, its compilation included
@@ -51,8 +52,10 @@ class Work:
     build: ModuleBuild | None = None
     """How the function is made of the target, where that is a class; without draws the
     answer is what its state looks like, as JSON."""
+    surroundings: Surroundings | None = None  # in which the target is imported and run
 
 
+Message = tuple[list[dict[str, object]], list[Tensor]]  # header, and what it names
 RunWork = Callable[[Work], Sequence[Answer]]
 
 
@@ -97,14 +100,13 @@ class FunctionProcess:
         its state as JSON. Raises UsageError where the process cannot import the target or
         make its module, MeasurementError where it ends, answers nonsense, or does not
         answer within `limit_s` seconds; it is ended then, and each later call raises the
-        same."""
+        same. Raises MeasurementError for arguments that cannot be pickled, too."""
         if self._fate:
             raise MeasurementError(self._fate)
-        buffer = io.BytesIO()
-        torch.save(work, buffer)
+        message = _packed(work)
         until = time.monotonic() + self.limit_s
         try:
-            _write(self._to, buffer.getvalue())
+            _write(self._to, message)
             header = self._read_header(until)
             if header and "usage" in header[0]:
                 raise UsageError(str(header[0]["usage"]))
@@ -210,6 +212,35 @@ class FunctionProcess:
         return b"".join(parts)
 
 
+def _packed(work: Work) -> bytes:
+    """Returns a task as bytes: its surroundings apart, since arguments may be of classes
+    that are only found there. Raises MeasurementError for arguments that cannot be
+    pickled."""
+    inner, outer = io.BytesIO(), io.BytesIO()
+    try:
+        torch.save(work, inner)
+        torch.save((work.surroundings, inner.getvalue()), outer)
+    except Exception as error:  # of foreign objects
+        why = f"cannot be given the arguments ({one_line(error)})"
+        raise MeasurementError(f"the function's process {why}") from error
+    return outer.getvalue()
+
+
+def _answered(run: RunWork, message: bytes) -> Message:
+    """Returns the header and the tensors that answer a task, which is unpacked and run in
+    its surroundings."""
+    around, inner = torch.load(io.BytesIO(message), weights_only=False)
+    with contextlib.ExitStack() as stack:
+        if around is not None:
+            stack.enter_context(around.entered())
+        with around.on_its_device() if around is not None else contextlib.nullcontext():
+            work = torch.load(io.BytesIO(inner), weights_only=False)
+        try:
+            return _as_message(run(work))
+        except UsageError as error:
+            return [{"usage": str(error)}], []
+
+
 def _listed(value: object) -> list[object]:
     """Returns the value if it is a list. Raises ValueError otherwise."""
     if not isinstance(value, list):
@@ -266,11 +297,7 @@ def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
             os.setsid()
         os.dup2(2, 1)  # what a foreign function prints
         for message in _messages(task):
-            work = torch.load(io.BytesIO(message), weights_only=False)
-            try:
-                header, tensors = _as_message(run(work))
-            except UsageError as error:
-                header, tensors = [{"usage": str(error)}], []
+            header, tensors = _answered(run, message)
             text = json.dumps(header).encode()
             os.write(answer, struct.pack("<q", len(text)))
             _write_all(answer, text)
@@ -283,9 +310,7 @@ def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
     os._exit(0)
 
 
-def _as_message(
-    answers: Sequence[Answer],
-) -> tuple[list[dict[str, object]], list[Tensor]]:
+def _as_message(answers: Sequence[Answer]) -> Message:
     """Returns the header, a mapping for each answer that JSON can hold, and the tensors
     that it names, in order."""
     header: list[dict[str, object]] = []

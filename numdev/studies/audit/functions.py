@@ -6,6 +6,7 @@ computed; then the reference says what is exact and what rounding explains
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import CaseRef
-from numdev.errors import MeasurementError, one_line
+from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.formats import FORMATS, Format, format_of
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import judgement_of, with_conclusions
@@ -49,6 +50,7 @@ from numdev.operations.function.judged import (
 from numdev.operations.function.problem_files import ModuleBuild, forms_of
 from numdev.operations.function.process import Answer, FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.surroundings import Surroundings
 from numdev.operations.function.trees import Arguments, Values, as_real, identifier
 from numdev.report import (
     AuditSummary,
@@ -122,6 +124,12 @@ class Asked:
     seeds: Sequence[int] = (0,)
     device: str
     again: bool = True  # whether a second call is judged
+    labels: Sequence[str] = ()  # of the calls of a seed, where they have names
+    # Whether arguments that are all 0 or all 1 are redrawn in the second call
+    redraws: bool = True
+    # Whether what the reference writes into its arguments is no result by itself
+    outputs_only: bool = False
+    remarks: Sequence[str] = ()  # on what is not judged
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,13 +152,13 @@ def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
         seeds = [seed + STRIDE * i for i in range(draws)]
         first, second = ([_data(asked, s + step) for s in seeds] for step in (0, 1))
         for i in range(len(first[0])):
-            name = f"seed {seed}" + (f" call {i}" if len(first[0]) > 1 else "")
+            name = _call_name(asked, seed, i, len(first[0]))
             at_first = [calls_of_seed[i] for calls_of_seed in first]
             later = [
                 other_data(x, others[i : i + 1], s)
                 for x, others, s in zip(at_first, second, seeds, strict=True)
             ]
-            names = trivial(later[0])
+            names = trivial(later[0]) if asked.redraws else []
             dull |= dict.fromkeys(names if asked.again else ())
             again = [redrawn(x, names, s) for x, s in zip(later, seeds, strict=True)]
             for called, chosen, others, step in (
@@ -169,6 +177,15 @@ def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
         others=tuple(tuple(others) for _, _, others in calls),
         redrawn=tuple(dull),
     )
+
+
+def _call_name(asked: Asked, seed: int, index: int, count: int) -> str:
+    """Returns the name of a call of a seed, by its index among `count`: its label, if
+    calls have any, beside the seed where several are asked for."""
+    if asked.labels:
+        several = len(asked.seeds) > 1
+        return asked.labels[index] + (f" + seed {seed}" if several else "")
+    return f"seed {seed}" + (f" call {index}" if count > 1 else "")
 
 
 def _data(asked: Asked, seed: int) -> list[Arguments]:
@@ -215,10 +232,15 @@ def run_all(
 
 def served(work: Work) -> list[Answer]:
     """Returns the results of a function on every draw, in a process of its own, which
-    imports it: a reason in words where a run failed. Where a module is built and there
-    is no draw, one answer, the names and shapes of its state as JSON. Raises UsageError
-    for a target that cannot be imported, or makes no module."""
-    function = import_callable(work.target, "function")
+    imports it in the work's surroundings: a reason in words where a run failed. Where a
+    module is built and there is no draw, one answer, the names and shapes of its state as
+    JSON. Raises UsageError for a target that cannot be imported, or makes no module."""
+    around = work.surroundings
+    function = (
+        import_callable(work.target, "function")
+        if around is None
+        else around.function_at(work.target)
+    )
     if work.build is not None:
         module = function = work.build.module(function)
         if not work.draws:
@@ -234,15 +256,19 @@ def in_process(
     *,
     backward: bool,
     build: ModuleBuild | None = None,
+    surroundings: Surroundings | None = None,
 ) -> RunAll:
     """Returns a function that runs the function `target` on all draws in another
-    process; with `build` the module that it makes. Where the process ends, or gives no
-    usable answer, each draw is a Failure that says so. That function raises UsageError
-    where the process cannot import or make it."""
+    process, in `surroundings` if there are any; with `build` the module that it makes.
+    Where the process ends, or gives no usable answer, each draw is a Failure that says
+    so. That function raises UsageError where the process cannot import or make it."""
 
     def run_draws(draws: Sequence[Draw]) -> Runs:
         pairs = tuple((draw.seed, draw.arguments) for draw in draws)
-        work = Work(target=target, draws=pairs, backward=backward, build=build)
+        work = Work(
+            target=target, draws=pairs, backward=backward, build=build,
+            surroundings=surroundings,
+        )  # fmt: skip
         try:
             answers = process.answers(work)
         except MeasurementError as error:
@@ -644,6 +670,7 @@ def judge_function_runs(
             with watch("reference"):
                 _update_influences(influences, call, part)
         inputs += influences.values()
+    doubts = (*parts[0].asked.remarks, *_doubts(parts[0].plan))
     report = FunctionReport(
         provenance=provenance(system, {"tensors": request.get("inputs")}, "numdev.check"),
         request=dict(request),
@@ -653,7 +680,7 @@ def judge_function_runs(
         rows=tuple(rows),
         inputs=tuple(inputs),
         timings=watch.seconds(),
-        doubts=tuple(_doubts(parts[0].plan)),
+        doubts=doubts,
     )
     report = report.model_copy(update={"rules": rules_as_data(rules)})
     judgement = judgement_of(report, rules)
@@ -674,9 +701,12 @@ def _update_influences(
         return
     try:
         every = list(influences_of(call, left))
+        written = call.draws[0].plain.written
     except Exception:  # rows say why
         return
     for one in every:
+        if one.name in written and not (one.moved or one.changed):
+            continue  # an output's memory
         record = InputRecord(
             format=part.format.name, input=identifier(one.name), case=call.name,
             moved=one.moved, tensor=one.tensor, changed=one.changed,
@@ -709,15 +739,20 @@ def _call_of(asked: Asked, plan: FunctionPlan, number: int) -> FunctionCall:
         for drawn in plan.of(number)
     ]
     others = plan.others[number]
-    return FunctionCall(name=plan.names[number], draws=references, others=others)
+    return FunctionCall(
+        name=plan.names[number], draws=references, others=others,
+        outputs_only=asked.outputs_only,
+    )  # fmt: skip
 
 
 def format_of_inputs(arguments: Arguments) -> Format:
-    """Returns the format of the first real floating-point argument; float32 where there
-    is none. Raises UsageError for a dtype of no format."""
-    leaves = arguments.leaves().values()
-    dtypes = (x.dtype for x in leaves if x.is_floating_point())
-    return format_of(next(dtypes, torch.float32))
+    """Returns the format of the first real floating-point argument whose dtype has one;
+    float32 where there is none."""
+    for x in arguments.leaves().values():
+        with contextlib.suppress(UsageError):  # a dtype of no format
+            if x.is_floating_point():
+                return format_of(x.dtype)
+    return FORMATS["float32"]
 
 
 def _exact(call: FunctionCall) -> Values:

@@ -1,0 +1,255 @@
+"""Task folders: `task.yml` with the sizes of tests, `reference.py` with `generate_input`
+and `ref_kernel`, of which a submission is a file with `custom_kernel`.
+
+Both functions take what `generate_input` returns, whatever that is, and what the first
+one returns is right. Memory for an output that a task hands over holds NaN until it is
+written. Smaller sizes than the tests' are not made up: a task may have constants."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from numdev.errors import UsageError, one_line
+from numdev.operations.function.inputs import Make
+from numdev.operations.function.surroundings import Surroundings, uninitialised_is_nan
+from numdev.operations.function.trees import Arguments
+
+GENERATE, REFERENCE, SUBMISSION = "generate_input", "ref_kernel", "custom_kernel"
+CHECK = "check_implementation"
+SEED = "seed"
+OWN = "@SUBMISSION@"  # in place of the path of a submission's file
+LARGEST = {"cpu": 1 << 24, "cuda": 1 << 28}  # numbers in the inputs of one test
+TOGETHER = {"cpu": 1 << 20, "cuda": 1 << 26}  # in those of all tests that run
+MOST_TESTS = 4
+Sizes = Mapping[str, object]  # arguments of `generate_input`
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFolder:
+    """A task folder, as `task.yml` tells of it."""
+
+    path: Path
+    tests: tuple[Sizes, ...]
+    files: Mapping[str, Path]  # by the names under which code imports them
+
+    @classmethod
+    def read(cls, path: Path) -> TaskFolder:
+        """Reads the task of a folder. Raises UsageError where it has no `task.yml` with
+        tests, or lacks a file, and for a task of several GPUs, of another language than
+        Python, or whose outputs are judged by their properties."""
+        text = path / "task.yml"
+        if not text.is_file():
+            raise UsageError(f"{path}: expected a folder with task.yml")
+        try:
+            data = yaml.safe_load(text.read_text())
+        except yaml.YAMLError as error:
+            raise UsageError(f"{text}: {one_line(error)}") from error
+        if not isinstance(data, Mapping):
+            raise UsageError(f"{text}: expected a mapping")
+        if data.get("multi_gpu"):
+            raise UsageError(f"{path}: the task runs on several GPUs, a check on one")
+        if data.get("lang", "py") != "py":
+            raise UsageError(f"{text}: lang: expected py, got {data['lang']}")
+        tests = data.get("tests") or data.get("benchmarks")
+        if not isinstance(tests, list) or not all(isinstance(t, dict) for t in tests):
+            raise UsageError(f"{text}: expected a list of tests")
+        files = dict(_files(path, data.get("files") or ()))
+        if not tests or "reference.py" not in files:
+            raise UsageError(f"{path}: expected tests and a reference.py")
+        _check_by_reference(files["reference.py"])
+        return cls(path=path, tests=tuple(tests), files=files)
+
+    def unpacked(self, folder: Path, device: str) -> Surroundings:
+        """Copies the task's files into a folder, under the names of their modules, and
+        returns what code finds around it there."""
+        for name, source in self.files.items():
+            shutil.copyfile(source, folder / name)
+        modules = tuple(Path(name).stem for name in self.files)
+        return Surroundings(folder=str(folder), modules=modules, device=device)
+
+    def by_size(self) -> list[Sizes]:
+        """Returns the tests, the smallest first, by the product of their numbers."""
+        return sorted(self.tests, key=_size)
+
+    def with_sizes(self, text: str) -> Sizes:
+        """Returns the arguments of `generate_input` in `m=64,n=32`; those that it does
+        not name are the smallest test's. Raises UsageError for another form and for a
+        name that no test has."""
+        sizes = dict(self.by_size()[0])
+        for part in filter(None, text.split(",")):
+            name, is_pair, value = (x.strip() for x in part.partition("="))
+            if not is_pair or name not in sizes:
+                names = ", ".join(sizes)
+                raise UsageError(f"shape: expected NAME=VALUE of {names}, got {part!r}")
+            try:
+                sizes[name] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                sizes[name] = value
+        return sizes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImportedTask:
+    """A task whose reference was imported."""
+
+    folder: TaskFolder
+    surroundings: Surroundings
+    generate: Callable[..., object]
+    reference: Callable[..., object]
+
+    @classmethod
+    def imported(cls, folder: TaskFolder, surroundings: Surroundings) -> ImportedTask:
+        """Imports the reference of a task, within its surroundings. Raises UsageError
+        where that fails."""
+        with surroundings.on_its_device():
+            try:  # by this name, since inputs may be of its classes
+                module = importlib.import_module("reference")
+            except Exception as error:
+                words = f"{folder.path}: reference.py cannot be imported"
+                raise UsageError(f"{words}: {one_line(error)}") from error
+        lacking = [n for n in (GENERATE, REFERENCE) if not callable(vars(module).get(n))]
+        if lacking:
+            raise UsageError(f"reference.py: expected a function {lacking[0]}, got none")
+        return cls(
+            folder=folder,
+            surroundings=surroundings,
+            generate=surroundings.on_device_of(vars(module)[GENERATE]),
+            reference=surroundings.on_device_of(vars(module)[REFERENCE]),
+        )
+
+    def inputs(self, sizes: Sizes, seed: int) -> Arguments:
+        """Returns the only argument of a call of these sizes, with a test's own seed
+        raised by `seed`. Raises UsageError where `generate_input` does not make it."""
+        takes = inspect.signature(self.generate).parameters
+        first = sizes.get(SEED)
+        named = dict(sizes)
+        if isinstance(first, int):
+            named[SEED] = first + seed
+        elif SEED in takes and SEED not in named:
+            named[SEED] = seed
+        with torch.random.fork_rng(devices=_devices()), uninitialised_is_nan():
+            torch.manual_seed(seed)
+            try:
+                data = self.generate(**named)
+            except Exception as error:
+                words = f"{GENERATE}({sizes_text(named)}) raised {one_line(error)}"
+                raise UsageError(words) from error
+        return Arguments(positional=(data,), names=("data",))
+
+    def chosen(self, shapes: str, device: str) -> tuple[list[Sizes], list[str]]:
+        """Returns the tests that a check runs, the smallest first, and a sentence on
+        those that are too large for it, if any are; with `shapes` (`m=64,n=32`) that call
+        alone. Raises UsageError where the smallest is too large. Inputs are made to be
+        counted."""
+        if shapes:
+            return [self.folder.with_sizes(shapes)], []
+        kind = "cuda" if device.startswith("cuda") else "cpu"
+        every = self.folder.by_size()
+        numbers = _numbers(self.inputs(every[0], 0))
+        if numbers > LARGEST[kind]:
+            raise UsageError(
+                f"the smallest test ({sizes_text(every[0])}) has {numbers} numbers in "
+                f"its inputs: at most {LARGEST[kind]} are run on this device",
+                hint="give sizes by --shape, or run on a GPU",
+            )
+        chosen, left = [every[0]], TOGETHER[kind] - numbers
+        for sizes in every[1:MOST_TESTS]:
+            # A size may stand for a square: what may be too large is not made
+            if numbers * (_size(sizes) / _size(chosen[-1])) ** 2 > LARGEST[kind]:
+                break
+            numbers = _numbers(self.inputs(sizes, 0))
+            left -= numbers
+            if left < 0:
+                break
+            chosen.append(sizes)
+        not_run = every[len(chosen) :]
+        if not not_run:
+            return chosen, []
+        first = sizes_text(not_run[0])
+        return chosen, [
+            f"Not run: {len(not_run)} of {len(every)} tests, the larger ones (from "
+            f"{first} on); --shape {first.replace(' ', '')} runs one."
+        ]
+
+    def calls(self, chosen: Sequence[Sizes]) -> Make:
+        """Returns a function that makes the calls of a seed: one for each of the
+        sizes."""
+        return lambda seed: [self.inputs(sizes, seed) for sizes in chosen]
+
+
+def sizes_text(sizes: Sizes) -> str:
+    """Returns the arguments of `generate_input` as text: `m=64, n=32, seed=1`."""
+    return ", ".join(f"{name}={value}" for name, value in sizes.items())
+
+
+def _size(sizes: Sizes) -> float:
+    """Returns the product of the whole numbers above 0 but the seed, at least 1."""
+    numbers = [
+        value for name, value in sizes.items()
+        if name != SEED and isinstance(value, int) and value > 0
+    ]  # fmt: skip
+    return float(math.prod(numbers))
+
+
+def _numbers(arguments: Arguments) -> int:
+    """Returns how many numbers all tensors of a call have."""
+    return sum(x.numel() for x in arguments.leaves().values())
+
+
+def _devices() -> Sequence[int]:
+    """Returns the indices of all CUDA devices; empty where CUDA has not been in use."""
+    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+
+
+def _files(path: Path, listed: Sequence[object]) -> Iterator[tuple[str, Path]]:
+    """Yields the names of a task's files with their paths: those of its folder, then
+    those that `task.yml` lists. Raises UsageError for a listed one that is not there, or
+    whose name has a folder."""
+    for file in sorted(path.glob("*.py")):
+        yield file.name, file
+    for entry in listed:
+        if not isinstance(entry, Mapping) or entry.get("source") in (OWN, None):
+            continue
+        name, source = str(entry.get("name")), path / str(entry["source"])
+        if Path(name).name != name or not source.is_file():
+            raise UsageError(f"{path / 'task.yml'}: {name}: no such file {source}")
+        yield name, source
+
+
+def _check_by_reference(file: Path) -> None:
+    """Raises UsageError where a task has no `ref_kernel`, or a `check_implementation`
+    that does not use it: other outputs than the reference's are right then."""
+    try:
+        body = ast.parse(file.read_text()).body
+    except SyntaxError as error:
+        raise UsageError(f"{file}: {one_line(error)}") from error
+    names: dict[str, set[str]] = {}  # of what is defined: the names that it uses
+    for node in body:
+        uses = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names[node.name] = uses
+        elif isinstance(node, ast.Assign):
+            names |= {t.id: uses for t in node.targets if isinstance(t, ast.Name)}
+    if REFERENCE not in names:
+        raise UsageError(f"{file}: expected a function {REFERENCE}, got none")
+    used, left = set[str](), [CHECK]
+    while left:
+        name = left.pop()
+        if name not in used:
+            used.add(name)
+            left += names.get(name, ())
+    if CHECK in names and REFERENCE not in used:
+        raise UsageError(
+            f"{file}: {CHECK} judges outputs by their properties, not by {REFERENCE}: "
+            "there is no reference to check beside"
+        )

@@ -1,0 +1,301 @@
+"""`check` of a submission beside its task's reference, and of a solution beside its
+definition's. Their files are code, which is run."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from numdev.errors import UsageError, one_line
+from numdev.function_check import judged_result, match, rules_of, run_format
+from numdev.operations.function.definitions import (
+    Definition,
+    DefinitionSurroundings,
+    Workload,
+    by_name,
+    calls_of_workloads,
+    read_definition,
+    read_solution,
+    reference_of,
+    workloads_of,
+)
+from numdev.operations.function.inputs import Make, calls_of, parsed_shapes
+from numdev.operations.function.process import FunctionProcess
+from numdev.operations.function.surroundings import Surroundings
+from numdev.operations.function.task_folders import (
+    SUBMISSION,
+    ImportedTask,
+    TaskFolder,
+    sizes_text,
+)
+from numdev.studies.audit.functions import Asked, RunAll, in_process, run_all
+from numdev.system import System
+from numdev.testing import CheckResult, Thresholds
+
+
+class BuildMetadata(Protocol):
+    """How flashinfer-bench calls a solution that it has built."""
+
+    destination_passing_style: bool
+
+
+class BuiltSolution(Protocol):
+    """A solution that flashinfer-bench has built."""
+
+    metadata: BuildMetadata
+
+    def __call__(self, *arguments: object) -> object:
+        """Runs the solution."""
+
+
+SHOWN = 3  # workloads of a file that a check runs
+
+
+def check_task(
+    submission: str | Path,
+    *,
+    task: str | Path,
+    shapes: str = "",
+    seeds: int | Sequence[int] = 0,
+    device: str = "auto",
+    thresholds: Thresholds = None,
+    process: FunctionProcess | None = None,
+) -> CheckResult:
+    """Returns the result of a check whether `custom_kernel` of a submission's file
+    computes what `ref_kernel` of a task's folder computes, as exactly as its formats
+    allow, on inputs of `generate_input`.
+
+    The smaller of the task's tests run, of `shapes` (`m=64,n=32`) that call alone. On a
+    CPU "cuda" in these files means the CPU, so that other numbers are drawn than on a
+    GPU. `seeds`: added to the tests' own. `process`: what runs the submission; None: this
+    process. Raises UsageError for wrong arguments and files, for tasks of several GPUs
+    and those that judge outputs by their properties, and where all tests are too large;
+    MeasurementError for rules made for another system."""
+    seeds = _seeds(seeds)
+    system = System.probe(device)
+    folder = TaskFolder.read(Path(task))
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        around = folder.unpacked(place, system.device)
+        stack.enter_context(around.entered())
+        read = ImportedTask.imported(folder, around)
+        chosen, remarks = read.chosen(shapes, system.device)
+        asked = Asked(
+            name=f"{Path(submission).stem}:{SUBMISSION}",
+            reference=read.reference,
+            make=read.calls(chosen),
+            seeds=seeds,
+            device=system.device,
+            labels=[sizes_text(sizes) for sizes in chosen],
+            redraws=False,
+            outputs_only=True,
+            remarks=remarks,
+        )
+        run = _runner(f"{submission}:{SUBMISSION}", around, process)
+        part = run_format(asked, run)
+        request = {
+            "target": str(submission),
+            "inputs": f"{folder.path / 'reference.py'}:generate_input",
+            "reference": f"{folder.path / 'reference.py'}:ref_kernel",
+        }
+        return judged_result([part], request, system, rules_of(thresholds))
+
+
+def check_definition(
+    solution: str | Path,
+    *,
+    definition: str | Path,
+    inputs: Callable[..., object] | str | Path | None = None,
+    shapes: str = "",
+    seeds: int | Sequence[int] = 0,
+    device: str = "auto",
+    thresholds: Thresholds = None,
+    process: FunctionProcess | None = None,
+) -> CheckResult:
+    """Returns the result of a check whether a solution computes what the reference of a
+    definition's file computes, as exactly as its formats allow. `solution`: a JSON file
+    with sources and an entry point, or `FILE.py:function`, which returns the outputs.
+
+    `inputs`: a file of workloads (.jsonl), of which the first SHOWN are run; or a
+    function of a seed, or a safetensors file, as of `check_beside`; None: normal numbers,
+    variable axes as in `shapes` (`M=64,N=32`). `seeds`: of these numbers. `process`: what
+    runs the solution; None: this process. Raises UsageError for wrong arguments and
+    files, for solutions that need a build, and for inputs whose meaning a definition does
+    not tell; MeasurementError for rules made for another system."""
+    seeds = _seeds(seeds)
+    system = System.probe(device)
+    read = read_definition(Path(definition))
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        target, passes_outputs = str(solution), False
+        if target.endswith(".json"):
+            form = read_solution(Path(solution))
+            target = form.unpacked(place)
+            passes_outputs = form.spec.destination_passing_style
+        around = DefinitionSurroundings(
+            folder=str(place), modules=(), device=system.device, definition=read,
+            passes_outputs=passes_outputs,
+        )  # fmt: skip
+        stack.enter_context(around.entered())
+        reference = _reference(read, around, place)
+        make, labels, remarks = _calls(read, inputs, shapes, reference, system.device)
+        asked = Asked(
+            name=f"{Path(solution).stem}" if passes_outputs else str(solution),
+            reference=reference,
+            make=make,
+            seeds=seeds,
+            device=system.device,
+            labels=labels,
+            redraws=False,
+            outputs_only=True,
+            remarks=remarks,
+        )
+        part = run_format(asked, _runner(target, around, process))
+        request = {
+            "target": str(solution),
+            "inputs": str(inputs or shapes or "normal numbers"),
+            "reference": f"{definition}:run",
+        }
+        return judged_result([part], request, system, rules_of(thresholds))
+
+
+def _reference(
+    definition: Definition, around: DefinitionSurroundings, folder: Path
+) -> Callable[..., object]:
+    """Returns a definition's reference, which returns its outputs by name."""
+    plain = Surroundings(folder=str(folder), modules=(), device=around.device)
+    run = plain.function_at(reference_of(definition, folder))
+
+    def reference(*inputs: object) -> object:
+        return by_name(definition, run(*inputs))
+
+    return reference
+
+
+def _calls(
+    definition: Definition,
+    inputs: Callable[..., object] | str | Path | None,
+    shapes: str,
+    reference: Callable[..., object],
+    device: str,
+) -> tuple[Make, Sequence[str], Sequence[str]]:
+    """Returns what makes the calls of a seed, the names of these, and a sentence on
+    workloads that are not run. Raises UsageError for inputs and shapes together."""
+    if inputs is not None and shapes:
+        raise UsageError(
+            "inputs: expected a function, a file or shapes, got two of these"
+        )
+    if inputs is not None and not str(inputs).endswith(".jsonl"):
+        return calls_of(inputs, reference), (), ()
+    sizes = definition.sizes({name: size for name, (size,) in _axes(shapes).items()})
+    every = [Workload(axes={name: sizes[name] for name in definition.variable})]
+    if inputs is not None:
+        every = workloads_of(Path(str(inputs)), definition)
+    chosen = every[:SHOWN]
+    remarks = [
+        f"Not run: {len(every) - SHOWN} of {len(every)} workloads, the later ones."
+    ]
+    return (
+        calls_of_workloads(definition, chosen, device),
+        [call.label for call in chosen],
+        remarks if len(every) > SHOWN else (),
+    )
+
+
+def _axes(shapes: str) -> dict[str, tuple[int, ...]]:
+    """Returns the sizes of axes in `M=64,N=32`, each a tuple of one; none in an empty
+    text. Raises UsageError for another form."""
+    sizes = parsed_shapes(shapes) if shapes else {}
+    for name, size in sizes.items():
+        if len(size) != 1:
+            raise UsageError(f"shape: expected one number for the axis {name}")
+    return sizes
+
+
+def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns seeds as a tuple. Raises UsageError for none."""
+    every = (seeds,) if isinstance(seeds, int) else tuple(seeds)
+    if not every:
+        raise UsageError("seeds: expected at least 1, got 0")
+    return every
+
+
+def _runner(target: str, around: Surroundings, process: FunctionProcess | None) -> RunAll:
+    """Returns what runs a target in its surroundings on the draws of a plan: in a process
+    of its own if there is one, else here."""
+    if process is not None:
+        return in_process(process, target, backward=False, surroundings=around)
+    return partial(run_all, around.function_at(target), backward=False)
+
+
+def output_judge(
+    definition: str | Path | Definition, thresholds: Thresholds = None
+) -> Callable[[Sequence[object], object], tuple[bool, str]]:
+    """Returns a judge of outputs beside a definition's reference, whose source is run:
+    (inputs in order, outputs) -> (whether they are right, the verdict in one line).
+    Raises UsageError for a file that is none, and for what are no rules."""
+    read = definition
+    if not isinstance(read, Definition):
+        read = read_definition(Path(read))
+    rules_of(thresholds)
+
+    def judge(inputs: Sequence[object], outputs: object) -> tuple[bool, str]:
+        """Returns whether outputs are what the reference computes, and the verdict."""
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        device = tensors[0].device.type if tensors else "cpu"
+        with tempfile.TemporaryDirectory() as place:
+            around = DefinitionSurroundings(
+                folder=place, modules=(), device=device, definition=read
+            )
+            reference = _reference(read, around, Path(place))
+            decide = match(reference, thresholds=thresholds)
+            return decide(tuple(inputs), by_name(read, outputs))
+
+    return judge
+
+
+def bench_correctness(
+    definition: BaseModel,
+    solution: BuiltSolution,
+    inputs: Sequence[Sequence[object]],
+    log_path: str,
+    device: str,
+) -> tuple[object, object]:
+    """Returns correctness and evaluation (None: passed) as flashinfer-bench's evaluators
+    do, of a solution on several inputs. `definition`, `solution`: that package's."""
+    make_eval = importlib.import_module("flashinfer_bench.bench.utils").make_eval
+    data = importlib.import_module("flashinfer_bench.data")
+    read = Definition.model_validate(definition.model_dump(mode="json"))
+    judge = output_judge(read)
+    around = DefinitionSurroundings(folder="", modules=(), device=device, definition=read)
+    for each in inputs:
+        memory: Sequence[object] = ()
+        if solution.metadata.destination_passing_style:
+            memory = around.memory(each)
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in each]
+        try:
+            with torch.no_grad():
+                returned = solution(*copies, *memory)
+        except Exception as error:  # it is foreign code
+            status = data.EvaluationStatus.RUNTIME_ERROR
+            return None, make_eval(
+                status=status, device=device, log_path=log_path,
+                extra_msg=one_line(error),
+            )  # fmt: skip
+        is_right, words = judge(each, memory or returned)
+        if not is_right:
+            wrong = data.Correctness(extra={"numdev": words})
+            return wrong, make_eval(
+                status=data.EvaluationStatus.INCORRECT_NUMERICAL, device=device,
+                log_path=log_path, correctness=wrong, extra_msg=words,
+            )  # fmt: skip
+    return data.Correctness(extra={"numdev": "passed"}), None
