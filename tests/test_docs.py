@@ -71,8 +71,21 @@ def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
     assert [*told] == [*shown, "report"]
     assert told["findings"][0].keys() == shown["findings"][0].keys()
     cause = told["findings"][0]["cause"]
-    for page in (README, guide, agents):
+    for page in (README, guide):
         assert cause in " ".join(page.split()), page
+    problem = ROOT / "examples" / "problem"
+    command = [
+        str(problem / "wrong_solution.py"),
+        "--problem",
+        str(problem / "problem.py"),
+    ]
+    code, out, _ = ran(capsys, "check", *command, "--json")
+    told = json.loads(out)
+    assert (code, [*told]) == (1, [*shown, "report"])
+    [finding], [expected] = told["findings"], shown["findings"]
+    begins, _, _ = expected.pop("sentence").partition(" (...)")
+    assert finding.pop("sentence").startswith(begins)
+    assert finding == expected
     keys = set(re.findall(r"^\| `(\w+)", SKILL.read_text(), re.M))
     assert {"verdict", "findings", "not_tested", "notes", "reproducer"} <= keys
     stored = read(ROOT / "tests" / "data" / "reports" / "audit.json")
