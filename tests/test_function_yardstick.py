@@ -277,3 +277,27 @@ def test_a_scalar_that_a_row_shares_counts_as_few_numbers() -> None:
     assert shared.luck_of_runs > 1.2
     assert free.luck_of_runs < 1.05
     assert (shared.beside(every[7]).luck or 0) == shared.luck_of_runs
+
+
+def test_each_run_is_set_beside_the_others() -> None:
+    """One run of eight has a row of its own: beside a D that the run is part of, the row
+    errs at most sqrt(5) times as much as is explained; beside D of the others as many
+    times as it really does."""
+    truth = drawn(32, 64).double()
+    every = [truth + drawn(32, 64, seed=i).double() for i in range(8)]
+    every[2][7] += 20 * drawn(64, seed=70).double()
+    errors = Errors.of(truth, BFLOAT16, every[:5], every[5:7], every[7])
+    z, largest = errors.of_runs
+    assert largest > 40
+    assert math.exp(z * math.sqrt(2 * math.log(32) / 64)) > 2 * math.sqrt(5)
+    sound = errors.beside(truth + drawn(32, 64, seed=50).double())
+    assert sound.element_luck == largest
+    assert sound.worst_slice is not None
+    assert sound.worst_slice.ratio < 1.3 * sound.worst_slice.luck
+
+
+def test_one_run_has_no_others() -> None:
+    truth = drawn(32, 64).double()
+    errors = Errors.of(truth, BFLOAT16, [truth + 1], [], truth)
+    assert errors.of_runs == (0.0, 0.0)
+    assert errors.luck_of_runs == 1.0

@@ -25,7 +25,7 @@ from numdev.formats import Format, round_to, ulp
 
 SHARE_OF_MEAN = 0.1  # of the mean of D, that is added everywhere
 OF_ALL = 1.5  # standard deviations that ln of the ratio over all may be above 0
-OF_RUNS = 3.0  # the same in standard deviations of the runs' own errors
+OF_RUNS = 5.0  # the same in standard deviations of the runs' own errors
 LEAST_Z = 1.0  # the same of the largest of m slices, in units of sqrt(2 ln m / n_eff)
 TIMES_SOUND = 2.0  # or so many times as many as sound runs have
 LEAST_EFFECTIVE = 4.0  # numbers that a slice has in effect, below which it is not judged
@@ -134,7 +134,12 @@ class Errors:
     def mean_square(self) -> Tensor:
         """Returns D of each element, what plain code errs, squared; 0 where an element
         is not usable."""
-        d = torch.stack([e.square() for e in self.runs]).mean(dim=0)
+        return self._mean_square_of(self.runs)
+
+    def _mean_square_of(self, errors: Sequence[Tensor]) -> Tensor:
+        """Returns D of each element by the errors of these runs, at least one; 0 where an
+        element is not usable."""
+        d = torch.stack([e.square() for e in errors]).mean(dim=0)
         d = torch.maximum(d, ulp(self.truth, self.format).square() / 12)
         d = torch.where(self.usable, d, 0.0)
         mean = d.sum() / self.usable.sum().clamp_min(1)
@@ -161,18 +166,22 @@ class Errors:
         return self.plain.square()
 
     @cached_property
-    def z_of_sound(self) -> float:
-        """Returns the largest `Slice.z` of the worst slices of all runs but the one that
-        rounds to nearest; 0 where none has a slice."""
-        slices = [_worst_slice(e, self, 0.0) for e in self.at_random]
-        return max((s.z for s in slices if s is not None), default=0.0)
-
-    @cached_property
-    def largest_of_sound(self) -> float:
-        """Returns the largest ratio of an element's error in the further runs to what is
-        allowed for it; 0 without such runs."""
-        elements = [_worst_element(e, self) for e in self.sound]
-        return max((element.ratio for element in elements), default=0.0)
+    def of_runs(self) -> tuple[float, float]:
+        """Returns the largest `Slice.z` of the worst slices, and the largest ratio of an
+        element's error to what is allowed for it, of all runs but the one that rounds to
+        nearest, each beside D of the others: 0 for fewer than two runs, and the first
+        also where none has a slice. A run beside a D that it is part of looks better
+        than a kernel will: where few draws stand behind a slice, by far."""
+        zs, ratios = [0.0], [0.0]
+        for run in self.at_random:
+            others = [e for e in self.runs if e is not run]
+            if not others:
+                continue
+            d = self._mean_square_of(others)
+            ratios.append(_worst_element(run, d, self.allowed_plain).ratio)
+            worst = _worst_slice(run, d, self.allowed_plain, 0.0)
+            zs += [] if worst is None else [worst.z]
+        return max(zs), max(ratios)
 
     @cached_property
     def at_random(self) -> tuple[Tensor, ...]:
@@ -218,7 +227,8 @@ class Errors:
         effective = total**2 / max(float(d.square().sum()), TINY)
         size, nulls = error.square().sum(), {}
         allowed = torch.maximum(d.sum(), self.allowed_plain.sum())
-        worst = _worst_slice(error, self, self.z_of_sound)
+        z, largest = self.of_runs
+        worst = _worst_slice(error, d, self.allowed_plain, z)
         if worst is None:
             nulls["slice_ratio"] = "no slice has enough numbers"
         slope = shift = None
@@ -233,8 +243,8 @@ class Errors:
             predicted=_root(size, d.sum()),
             effective=effective,
             worst_slice=worst,
-            worst_element=_worst_element(error, self),
-            element_luck=max(LEAST_ELEMENT, self.largest_of_sound),
+            worst_element=_worst_element(error, d, self.allowed_plain),
+            element_luck=max(LEAST_ELEMENT, largest),
             slope=slope,
             slope_luck=luck_of_slope,
             shift=shift,
@@ -248,12 +258,13 @@ def _root(numerator: Tensor, denominator: Tensor) -> float:
     return math.sqrt(float(numerator) / max(float(denominator), TINY))
 
 
-def _worst_element(error: Tensor, of: Errors) -> Element:
+def _worst_element(error: Tensor, mean_square: Tensor, plain: Tensor) -> Element:
     """Returns the element whose error is largest beside what is allowed for it, with its
-    indices; ratio 0 and no indices for an empty tensor."""
+    indices; ratio 0 and no indices for an empty tensor. `mean_square`: D; `plain`: the
+    squared errors that a reference may allow."""
     if not error.numel():
         return Element(0.0, ())
-    allowed = torch.maximum(of.mean_square, of.allowed_plain).clamp_min(TINY)
+    allowed = torch.maximum(mean_square, plain).clamp_min(TINY)
     ratios = error.abs() / allowed.sqrt()
     at = int(ratios.argmax())
     return Element(float(ratios.flatten()[at]), tuple(_place_of(at, error.shape)))
@@ -293,22 +304,24 @@ def _number(lean: Lean) -> float:
     return max(-1e300, min(1e300, lean.t))
 
 
-def _worst_slice(error: Tensor, of: Errors, z: float) -> Slice | None:
+def _worst_slice(
+    error: Tensor, mean_square: Tensor, plain: Tensor, z: float
+) -> Slice | None:
     """Returns the slice that is farthest beyond what is allowed for it, over all axes
     and blocks of these. In each family of slices those of at least LEAST_EFFECTIVE
-    numbers in effect are judged, where there are two; None where no family has two. `z`:
-    the largest of random runs; twice that, but at least LEAST_Z, is allowed."""
+    numbers in effect are judged, where there are two; None where no family has two.
+    `mean_square`: D; `plain`: the squared errors that a reference may allow. `z`: the
+    largest of random runs; twice that, but at least LEAST_Z, is allowed."""
     worst: Slice | None = None
     z = max(LEAST_Z, TIMES_SOUND * z)
-    fields = (error.square(), of.mean_square, of.mean_square.square(), of.allowed_plain)
-    for name, parts in _families(torch.stack(fields)):
-        square, d, d_square, plain = parts
+    fields = (error.square(), mean_square, mean_square.square(), plain)
+    for name, (square, d, d_square, allowed) in _families(torch.stack(fields)):
         effective = d.square() / d_square.clamp_min(TINY)
         judged = effective >= LEAST_EFFECTIVE
         count = int(judged.sum())
         if count < 2:
             continue
-        ratio = (square / torch.maximum(d, plain).clamp_min(TINY)).sqrt()
+        ratio = (square / torch.maximum(d, allowed).clamp_min(TINY)).sqrt()
         spread = (2 * math.log(count) / effective.clamp_min(1.0)).sqrt()
         beyond = torch.where(judged, ratio / (z * spread).exp(), -1.0)
         at = int(beyond.argmax())
