@@ -653,3 +653,19 @@ def test_no_option_is_passed_over(options: list[str], words: str) -> None:
     result = CliRunner().invoke(cli, ["check", *target, *options])
     assert isinstance(result.exception, UsageError) or result.exit_code == 2
     assert words in str(result.exception) + result.output
+
+
+@pytest.mark.slow  # it loads PyTorch's compiler
+@pytest.mark.parametrize("compiled", ["function", "reference"])
+def test_a_compiled_module_has_the_names_of_the_module(compiled: str) -> None:
+    """On either side; else the gradients of its parameters would be others."""
+    layer = torch.nn.Linear(16, 8)
+    other = torch.compile(layer, backend="eager")
+    function, reference = (other, layer) if compiled == "function" else (layer, other)
+    result = numdev.check(
+        function, reference=reference, backward=True, device="cpu",
+        inputs=lambda seed: torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)),
+    )  # fmt: skip
+    assert result.passed, result.words
+    tensors = {row.tensor for row in result.report.rows if row.role == "kernel"}
+    assert tensors >= {"output", "weight_grad", "bias_grad"}

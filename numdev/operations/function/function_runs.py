@@ -27,6 +27,7 @@ from numdev.operations.function.trees import (
     outputs_of,
 )
 
+OF_COMPILED = "_orig_mod."  # torch.compile puts it before names of a module's parameters
 POISONED = 4  # blocks of an output's size that are filled with NaN and given back
 
 
@@ -189,10 +190,11 @@ def _through(outputs: Values) -> tuple[str, ...]:
 
 
 def _parameters(function: Callable[..., object]) -> Values:
-    """Returns a module's parameters by name; empty for any other function."""
+    """Returns a module's parameters by name, of a compiled one by those of the module
+    that was compiled; empty for any other function."""
     if not isinstance(function, nn.Module):
         return {}
-    return {name: x for name, x in function.named_parameters()}
+    return {n.replace(OF_COMPILED, ""): x for n, x in function.named_parameters()}
 
 
 def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:

@@ -17,7 +17,13 @@ from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import Rounding
 from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
 from numdev.operations.function.arithmetic import Arithmetic
-from numdev.operations.function.function_runs import Cotangents, FunctionRun, private, run
+from numdev.operations.function.function_runs import (
+    OF_COMPILED,
+    Cotangents,
+    FunctionRun,
+    private,
+    run,
+)
 from numdev.operations.function.trees import (
     Arguments,
     Values,
@@ -177,7 +183,9 @@ class FunctionReference:
         ran = after.leaves()
         values |= {name: ran[name] for name in self.plain.written}
         for path, gradient in done.gradients.items():
-            name = gradient_name(by_path.get(path, path.removeprefix("function.")))
+            name = gradient_name(
+                by_path.get(path, path.removeprefix("function.").replace(OF_COMPILED, ""))
+            )
             if name in self.plain.gradients and gradient is not None:
                 values[name] = gradient
         return {name: as_real(widened(x)).detach() for name, x in values.items()}
