@@ -18,7 +18,6 @@ from numdev.errors import UsageError, closest
 from numdev.report.records.outcomes import Outcome
 from numdev.report.records.rows import (
     AttributionRow,
-    CallRecord,
     CaseRecord,
     DeviationRow,
     FunctionCallRecord,
@@ -297,12 +296,6 @@ def _renderer(name: str) -> ModuleType:
     return importlib.import_module(f"numdev.report.renderers.{name}")
 
 
-def words_of(cases: Sequence[CallRecord]) -> Words:
-    """Returns the words of the operation that these calls are of; attention's without
-    calls."""
-    return cases[0].words if cases else ATTENTION_WORDS
-
-
 class AuditReport(Report):
     """The result of `numdev audit`."""
 
@@ -319,7 +312,7 @@ class AuditReport(Report):
     def words(self) -> Words:
         """Returns the words of the operation that was called; attention's without
         calls."""
-        return words_of(self.cases)
+        return self.cases[0].words if self.cases else ATTENTION_WORDS
 
     @property
     def attention_calls(self) -> list[CaseRecord]:
