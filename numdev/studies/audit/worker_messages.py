@@ -40,7 +40,7 @@ DTYPES = {
 TEXTS = ("not_lse", "ran", "ran_backward")
 
 
-class Layout(TypedDict):
+class TensorLayout(TypedDict):
     """How a tensor lies in memory; of a worker's message, so that nothing of it is
     certain."""
 
@@ -269,7 +269,7 @@ def shapes_of(case: AttentionCase) -> dict[str, tuple[int, ...]]:
 def _read_tensor(
     channel: Channel,
     name: str,
-    layout: Layout,
+    layout: TensorLayout,
     shape: tuple[int, ...],
     deadline: float,
 ) -> Tensor:
