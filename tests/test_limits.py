@@ -62,6 +62,21 @@ def test_dense_comprehensions(code: str, count: int) -> None:
     assert len(lines_of(limits.dense_comprehensions, code)) == count
 
 
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("from typing import Any, cast\nx: dict[str, Any] = {}", [1, 2]),
+        ("import typing\nx: typing.Any = any(y)", [2]),
+        ('def f(x: Any) -> Any:\n    """Any value."""', [1, 1]),
+        ("AnyTree = object  # Any\nx = 'Any'", []),
+    ],
+)
+def test_the_word_any_counts_wherever_it_stands_in_code(
+    code: str, lines: list[int]
+) -> None:
+    assert lines_of(limits.untyped, code) == lines
+
+
 def test_a_figure_above_its_limit_is_an_error(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(limits, "places", cache(limits.places))  # the same tree twice
     tighter = tuple(limit._replace(limit=-1) for limit in limits.LIMITS)
