@@ -341,6 +341,14 @@ def test_positive_values_are_kept_and_told(tmp_path: Path) -> None:
     )
 
 
+def test_the_text_of_a_response_is_no_wrapped_response(tmp_path: Path) -> None:
+    """Many programs keep a response's text beside its tokens."""
+    record = {"response": "…", "samples": 2, "token_ids": [1], "logprobs": [-1.0]}
+    (side,) = read_sides(write_lines(tmp_path / "x.jsonl", [record]))
+    assert side.layout == "numdev"
+    assert side.notes == ("Fields that are not read: response, samples.",)
+
+
 def test_sides_of_one_file_may_be_records_apart(tmp_path: Path) -> None:
     """`side` sorts the records of one file."""
     records = [

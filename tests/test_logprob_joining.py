@@ -49,6 +49,20 @@ def test_uids_pair_in_any_order() -> None:
     assert result.findings == ()
 
 
+def test_one_uid_for_all_samples_of_a_prompt() -> None:
+    """Of several with one uid those of the same tokens belong together, in any order; what
+    is left of them pairs in its order."""
+    a = [sequence([1, n, n + 1], "p") for n in range(3)]
+    b = [sequence([1, 2, 3], "p"), sequence([1, 0, 9], "p"), sequence([1, 1, 2], "p")]
+    result = joined(a, b)
+    assert [pair.b.token_ids.tolist() for pair in result.pairs] == [
+        [1, 0, 9],
+        [1, 1, 2],
+        [1, 2, 3],
+    ]
+    assert (result.counts.by_uid, result.counts.unequal, result.counts.cut) == (3, 1, 0)
+
+
 def test_without_uids_equal_tokens_pair_the_first_with_the_first() -> None:
     """Two samples of one prompt may be the same tokens: they pair in their order. A uid
     that the other side lacks is no obstacle."""

@@ -104,7 +104,7 @@ class ResponseTokens:
 
 def is_response(record: FileRecord) -> bool:
     """Whether a record is a response of completions or chat, or wraps one."""
-    return record.has("choices") or record.has("response")
+    return record.has("choices") or isinstance(record.fields.get("response"), Mapping)
 
 
 def response_sequences(record: FileRecord) -> Sequences:
@@ -124,7 +124,8 @@ def response_sequences(record: FileRecord) -> Sequences:
         if not tokens.ids:
             raise choice.error("logprobs", "log-probabilities of tokens", "none")
         sequence = tokens.sequence(choice, one, settings)
-        yield "", replace(sequence, has_prompt=has_prompt)
+        versions = versions_of(record, "weights_version")
+        yield "", replace(sequence, has_prompt=has_prompt, weights_versions=versions)
 
 
 def _unwrapped(record: FileRecord) -> tuple[FileRecord, FileRecord | None]:
@@ -277,7 +278,7 @@ def _list(record: FileRecord, name: str) -> Values:
 
 def is_sglang(record: FileRecord) -> bool:
     """Whether a record is a response of SGLang's `/generate`, or wraps one."""
-    inner = record.get("response")
+    inner = record.fields.get("response")
     return record.has("meta_info") or (
         isinstance(inner, Mapping) and "meta_info" in inner
     )

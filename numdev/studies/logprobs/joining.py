@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import islice
 from operator import itemgetter
 
@@ -35,8 +36,10 @@ def join(a: Side, b: Side) -> Joined:
     side alone, counts and findings. Pure; raises nothing."""
     left = _Unpaired(dict(enumerate(a.sequences)), dict(enumerate(b.sequences)))
     pairs: dict[int, SequencePair] = {}
-    pairs |= left.pair_by("uid", lambda sequence: sequence.uid)
-    pairs |= left.pair_by("token_ids", lambda sequence: sequence.token_ids.tobytes())
+    # Some programs give all samples of one prompt the same uid.
+    pairs |= left.pair_by("uid", lambda x: None if x.uid is None else (x.uid, _digest(x)))
+    pairs |= left.pair_by("uid", lambda x: x.uid)
+    pairs |= left.pair_by("token_ids", _digest)
     pairs |= left.pair_parts()
     if len(a.sequences) == len(b.sequences):
         pairs |= left.pair_by_order()
@@ -102,6 +105,11 @@ class _Unpaired:
         x, y = self.a.pop(i), self.b.pop(j)
         at_a, at_b = shared_run(x.token_ids, y.token_ids)
         return SequencePair(a=x, b=y, at_a=at_a, at_b=at_b, joined_by=by)
+
+
+def _digest(sequence: RecordedSequence) -> bytes:
+    """Returns a hash of a sequence's tokens; two of the same hash are the same."""
+    return blake2b(sequence.token_ids.tobytes(), digest_size=16).digest()
 
 
 def _key(sequence: RecordedSequence, step: int) -> bytes:
@@ -237,8 +245,7 @@ def _token_counts(pair: SequencePair) -> Integers:
 
 def _repeated(side: Side) -> int:
     """Returns how many sequences have the tokens of an earlier one."""
-    different = {sequence.token_ids.tobytes() for sequence in side.sequences}
-    return len(side.sequences) - len(different)
+    return len(side.sequences) - len({*map(_digest, side.sequences)})
 
 
 def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
