@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -321,12 +322,20 @@ def sglang_sequences(record: FileRecord) -> Sequences:
 def _triples(meta: FileRecord, name: str) -> Pairs:
     """Returns ids and values of a list of [value, id, text]; two empty lists where there
     is none."""
-    if not meta.has(name):
-        return [], []
-    entries = _list(meta, name)
-    for at, entry in enumerate(entries):
-        if not isinstance(entry, list) or not 2 <= len(entry) <= 3:
-            raise meta.error(f"{name}[{at}]", "[value, id, text]", kind_of(entry))
+    return _of_triples(meta, name, _list(meta, name)) if meta.has(name) else ([], [])
+
+
+def _of_triples(meta: FileRecord, name: str, entries: Values) -> Pairs:
+    """Returns ids and values of triples, or pairs without a text. Raises MeasurementError
+    for anything else."""
+    is_sound = set(map(type, entries)) <= {list} and set(map(len, entries)) <= {2, 3}
+    if not is_sound:
+        at, wrong = next(
+            (i, entry)
+            for i, entry in enumerate(entries)
+            if not isinstance(entry, list) or not 2 <= len(entry) <= 3
+        )
+        raise meta.error(f"{name}[{at}]", "[value, id, text]", kind_of(wrong))
     return [entry[1] for entry in entries], [entry[0] for entry in entries]
 
 
@@ -338,12 +347,19 @@ def _top_triples(meta: FileRecord, name: str, n: int) -> list[Pairs | None] | No
     rows = _list(meta, name)
     if len(rows) != n:
         raise meta.error(name, f"{n} entries, one a token", str(len(rows)))
-    return [None if not row else _triples_of(meta, name, row) for row in rows]
-
-
-def _triples_of(meta: FileRecord, name: str, row: object) -> Pairs:
-    """Returns ids and values of one position's alternatives."""
-    return _triples(FileRecord({name: row}, meta.place, meta.budget), name)
+    if wrong := set(map(type, rows)) - {list, type(None)}:
+        at = next(i for i, row in enumerate(rows) if type(row) in wrong)
+        raise meta.error(f"{name}[{at}]", "a list or null", kind_of(rows[at]))
+    ids, values = _of_triples(
+        meta, name, list(chain.from_iterable(row or () for row in rows))
+    )
+    pairs: list[Pairs | None] = []
+    start = 0
+    for row in rows:
+        end = start + len(row or ())
+        pairs.append((ids[start:end], values[start:end]) if row else None)
+        start = end
+    return pairs
 
 
 def _with_infinities(x: Numbers) -> Numbers:

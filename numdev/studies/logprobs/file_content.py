@@ -6,6 +6,7 @@ plain values. What a record means is a matter of `layouts`."""
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -101,17 +102,31 @@ def _place(path: Path, number: int) -> str:
 def _parsed(path: Path, number: int, line: bytes) -> object:
     """Returns the value of one line of JSON; `number` 0 means the whole file."""
     place = _place(path, number)
-    try:
-        return _loads()(line)
-    except (ValueError, RecursionError):
-        pass  # the standard library's messages are better, and it reads NaN and Infinity
-    try:
-        return json.loads(line)
-    except RecursionError:
-        got = "lists or objects in one another too deep to be read"
-    except ValueError as error:
-        got = one_line(error).partition(": ")[2]
+    with _without_collection():
+        try:
+            return _loads()(line)
+        except (ValueError, RecursionError):
+            pass  # json's messages are better, and it reads NaN and Infinity
+        try:
+            return json.loads(line)
+        except RecursionError:
+            got = "lists or objects in one another too deep to be read"
+        except ValueError as error:
+            got = one_line(error).partition(": ")[2]
     raise MeasurementError(f"{place}: expected a JSON object, got invalid JSON: {got}")
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Enters a context without garbage collection, which goes through the new lists again
+    and again: most of the time of a document of millions of small ones."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _loads() -> Callable[[bytes], object]:

@@ -51,7 +51,7 @@ HINT = "numdev.dump_logprobs writes what this command reads"
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """How records of one kind are told, and what they mean."""
 
     name: str
@@ -61,12 +61,12 @@ class Layout:
 
 # The most particular first: NeMo-RL's and prime-rl's records have `token_ids` too.
 LAYOUTS = (
-    Layout("prime-rl token export", is_prime_rl, prime_rl_sequences),
-    Layout("NeMo-RL train data", is_nemo_rl, nemo_rl_sequences),
-    Layout("slime debug dump", is_slime, slime_sequences),
-    Layout("SGLang response", is_sglang, sglang_sequences),
-    Layout("vLLM response", is_response, response_sequences),
-    Layout("numdev", is_plain, plain_sequences),
+    FileLayout("prime-rl token export", is_prime_rl, prime_rl_sequences),
+    FileLayout("NeMo-RL train data", is_nemo_rl, nemo_rl_sequences),
+    FileLayout("slime debug dump", is_slime, slime_sequences),
+    FileLayout("SGLang response", is_sglang, sglang_sequences),
+    FileLayout("vLLM response", is_response, response_sequences),
+    FileLayout("numdev", is_plain, plain_sequences),
 )
 
 
@@ -74,7 +74,7 @@ LAYOUTS = (
 class _Reading:
     """What was read of one or several files so far."""
 
-    layout: Layout | None = None
+    layout: FileLayout | None = None
     sequences: dict[str, list[RecordedSequence]] = field(
         default_factory=lambda: defaultdict(list)
     )
