@@ -151,12 +151,74 @@ def test_parts_find_partners_of_which_they_are_parts(
         assert pair.is_equal or pair.is_cut
     assert len({id(pair.b) for pair in result.pairs}) == len(result.pairs)
     assert len(result.pairs) + len(result.alone_in_a) == len(a)
+    left = [*result.alone_in_a, *result.alone_in_b]
     for x in result.alone_in_a:
         for y in result.alone_in_b:
             short, long = sorted((x.token_ids.tolist(), y.token_ids.tolist()), key=len)
             n = len(short)
             assert long[:n] != short
-            assert long[-n:] != short
+            if long[-n:] == short:  # not the only ones of that end
+                ends = [z for z in (*a, *b, *left) if z.token_ids.tolist()[-n:] == short]
+                assert len(ends) > 2
+
+
+def test_a_response_takes_its_partners_prompt() -> None:
+    """A server's response alone is compared and asked of a model with the prompt that the
+    trainer has; its tokens there do not count. By uid or by its tokens."""
+    whole = sequence([5, 6, 7, 8, 9], "x")
+    response = replace(
+        sequence([7, 8], first=-3),
+        has_prompt=False,
+        top_ids=np.array([[7], [8]]),
+        top_logprobs=np.array([[-3.0], [-4.0]]),
+        kept_ids=np.array([7, 8]),
+        kept_offsets=np.array([0, 1, 2]),
+    )
+    end = replace(sequence([8, 9], first=-3), has_prompt=False)
+    for one, expected in (
+        (replace(response, uid="x"), [5, 6, 7, 8]),
+        (end, [5, 6, 7, 8, 9]),
+    ):
+        p = len(expected) - 2
+        for swapped in (False, True):
+            result = joined([one], [whole]) if swapped else joined([whole], [one])
+            (pair,) = result.pairs
+            side = result.a if swapped else result.b
+            (completed,) = side.sequences
+            assert completed is (pair.a if swapped else pair.b)
+            assert completed.token_ids.tolist() == expected
+            assert np.array_equal(
+                completed.logprobs, [*[np.nan] * p, -3, -4], equal_nan=True
+            )
+            assert completed.mask.tolist() == [False] * p + [True, True]
+            assert completed.has_prompt
+            assert pair.at_a.tolist() == pair.at_b.tolist() == [*range(len(expected))]
+            assert result.counts.comparable == 2
+            names = ("a", "b") if swapped else ("b", "a")
+            words = "1 responses on {} have no prompt: that on {} is taken."
+            assert words.format(*names) in result.findings
+    (pair,) = joined([whole], [replace(response, uid="x")]).pairs
+    assert pair.b.top_ids is not None
+    assert pair.b.top_ids.tolist() == [[-1], [-1], [7], [8]]
+    assert pair.b.top_ids.dtype == np.int64
+    assert pair.b.kept_offsets is not None
+    assert pair.b.kept_offsets.tolist() == [0, 0, 0, 1, 2]
+
+
+def test_a_response_that_fits_several_prompts_is_not_paired() -> None:
+    """The same short answer to two questions: which prompt is its own cannot be told, and
+    a wrong one would accuse a sound side. A cut sequence has one context wherever."""
+    response = replace(sequence([8, 9]), has_prompt=False)
+    questions = [sequence([1, 8, 9]), sequence([2, 8, 9])]
+    for a, b in ((questions, [response]), ([response], questions)):
+        result = joined(a, b)
+        assert result.pairs == ()
+        assert result.counts.ambiguous >= 1
+        assert any("is not known" in words for words in result.findings)
+    result = joined([sequence([1, 8, 9])], [response, response])
+    assert result.pairs == ()
+    cut = joined([sequence([4, 5])], [sequence([4, 5, 6]), sequence([4, 5, 7])])
+    assert (cut.counts.pairs, cut.counts.ambiguous) == (1, 0)
 
 
 def test_a_pair_by_order_shares_half_at_least() -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numdev.studies.logprobs.records import (
+    NO_TOKEN,
     Integers,
     JoinCounts,
     Joined,
@@ -27,6 +30,7 @@ from numdev.studies.logprobs.records import (
     Side,
 )
 
+Number = TypeVar("Number", bound=np.generic)
 MOST_TRIES = 64  # matches of bytes that begin within a token
 LEAST_SHARED = 0.5  # of the shorter sequence, for two to be paired by order alone
 
@@ -43,12 +47,18 @@ def join(a: Side, b: Side) -> Joined:
     pairs |= left.pair_parts()
     if len(a.sequences) == len(b.sequences):
         pairs |= left.pair_by_order()
-    in_order = tuple(pairs[i] for i in sorted(pairs))
-    counts = _counted(a, b, in_order, left)
+    pairs = {i: _with_prompts(pairs[i]) for i in sorted(pairs)}
+    whole_a = _replaced(a, {i: pair.a for i, pair in pairs.items()})
+    whole_b = _replaced(b, {left.partners[i]: pair.b for i, pair in pairs.items()})
+    counts = replace(
+        _counted(a, b, tuple(pairs.values()), left),
+        prompts_of_b=_differing(a, whole_a),
+        prompts_of_a=_differing(b, whole_b),
+    )
     return Joined(
-        a=a,
-        b=b,
-        pairs=in_order,
+        a=whole_a,
+        b=whole_b,
+        pairs=tuple(pairs.values()),
         alone_in_a=tuple(left.a.values()),
         alone_in_b=tuple(left.b.values()),
         counts=counts,
@@ -58,10 +68,13 @@ def join(a: Side, b: Side) -> Joined:
 
 @dataclass
 class _Unpaired:
-    """The sequences of both sides that have no partner yet, by their number."""
+    """The sequences of both sides that have no partner yet, by their number; `partners`
+    has the number in b of each of a's that has one."""
 
     a: dict[int, RecordedSequence]
     b: dict[int, RecordedSequence]
+    partners: dict[int, int] = field(default_factory=dict)
+    ambiguous: int = 0  # of a, that are the end of several of b, or one of several such
 
     def pair_by(
         self, by: Joining, key: Callable[[RecordedSequence], Hashable]
@@ -80,13 +93,21 @@ class _Unpaired:
 
     def pair_parts(self) -> dict[int, SequencePair]:
         """Pairs sequences of which one is the beginning of the other, and was cut, or its
-        end, and is a response without its prompt."""
+        end, and is a response without its prompt. Of a beginning any partner will do:
+        what they share has one context. Of an end, the only one."""
         pairs = {}
         for step in (1, -1) if self.a and self.b else ():
-            keys = sorted((_key(x, step), j) for j, x in self.b.items())
-            for i, sequence in list(self.a.items()):
-                j = _partner(_key(sequence, step), keys, self.b)
-                if j is not None:
+            keys_of_a = sorted((_key(x, step), i) for i, x in self.a.items())
+            keys_of_b = sorted((_key(x, step), j) for j, x in self.b.items())
+            for key, i in keys_of_a:
+                j = _partner(key, keys_of_b, self.b)
+                if j is None:
+                    continue
+                part = min(key, _key(self.b[j], step), key=len)
+                several = max(_count(keys_of_a, part), _count(keys_of_b, part)) > 1
+                if step == -1 and several:
+                    self.ambiguous += 1
+                else:
                     pairs[i] = self._paired(i, j, "token_ids")
         return pairs
 
@@ -102,6 +123,7 @@ class _Unpaired:
 
     def _paired(self, i: int, j: int, by: Joining) -> SequencePair:
         """Returns a pair, whose sequences are unpaired no more."""
+        self.partners[i] = j
         x, y = self.a.pop(i), self.b.pop(j)
         at_a, at_b = shared_run(x.token_ids, y.token_ids)
         return SequencePair(a=x, b=y, at_a=at_a, at_b=at_b, joined_by=by)
@@ -141,6 +163,12 @@ def _partner(
         key = key[: _same_bytes(shorter, key)]
         place = min(bisect_right(keys, key, key=itemgetter(0)), place) - 1
     return None
+
+
+def _count(keys: Sequence[tuple[bytes, int]], part: bytes) -> int:
+    """Returns how many of `keys`, which are sorted, begin with `part`."""
+    # No byte of a token below 2^31 is above all others at its place
+    return bisect_left(keys, (part + b"\xff", -1)) - bisect_left(keys, (part, -1))
 
 
 def _same_bytes(x: bytes, y: bytes) -> int:
@@ -183,6 +211,67 @@ def _part_of(short: Integers, long: Integers) -> int | None:
     return None
 
 
+def _with_prompts(pair: SequencePair) -> SequencePair:
+    """Returns a pair in which a response without its prompt has that of the other
+    side."""
+    a, b = pair.a, pair.b
+    if _lacks_prompt_of(a, b, pair.at_a, pair.at_b):
+        a = _completed(a, b.token_ids[: pair.at_b[0]])
+        return replace(pair, a=a, at_a=np.arange(len(a)), at_b=np.arange(len(a)))
+    if _lacks_prompt_of(b, a, pair.at_b, pair.at_a):
+        b = _completed(b, a.token_ids[: pair.at_a[0]])
+        return replace(pair, b=b, at_a=np.arange(len(b)), at_b=np.arange(len(b)))
+    return pair
+
+
+def _lacks_prompt_of(
+    x: RecordedSequence, y: RecordedSequence, at_x: Integers, at_y: Integers
+) -> bool:
+    """Whether x has no prompt, all of it is in y, and y has tokens before it."""
+    is_part = not x.has_prompt and len(at_x) == len(x) and y.has_prompt
+    return is_part and at_y[0] > 0 and x.position_ids is None and x.turn is None
+
+
+def _completed(x: RecordedSequence, prompt: Integers) -> RecordedSequence:
+    """Returns a sequence with a prompt before it, whose tokens do not count and have no
+    values."""
+    p = len(prompt)
+    whole = replace(
+        x,
+        token_ids=np.concatenate([prompt, x.token_ids]),
+        logprobs=np.concatenate([np.full(p, np.nan), x.logprobs]),
+        mask=np.concatenate([np.zeros(p, np.bool_), x.mask]),
+        has_prompt=True,
+    )
+    return replace(
+        whole,
+        top_ids=_after(x.top_ids, p, NO_TOKEN),
+        top_logprobs=_after(x.top_logprobs, p, np.nan),
+        kept_offsets=_after(x.kept_offsets, p, 0),
+        routed_experts=_after(x.routed_experts, p, -1),
+        entropy=_after(x.entropy, p, np.nan),
+    )
+
+
+def _after(x: NDArray[Number] | None, p: int, fill: float) -> NDArray[Number] | None:
+    """Returns an array after p rows of `fill`; None for None."""
+    if x is None:
+        return None
+    return np.concatenate([np.full((p, *x.shape[1:]), fill, x.dtype), x])
+
+
+def _replaced(side: Side, sequences: Mapping[int, RecordedSequence]) -> Side:
+    """Returns a side with other sequences at some numbers."""
+    whole = [sequences.get(i, x) for i, x in enumerate(side.sequences)]
+    return replace(side, sequences=tuple(whole))
+
+
+def _differing(before: Side, after: Side) -> int:
+    """Returns how many sequences of a side were replaced."""
+    pairs = zip(before.sequences, after.sequences, strict=True)
+    return sum(x is not y for x, y in pairs)
+
+
 def _counted(
     a: Side, b: Side, pairs: Sequence[SequencePair], left: _Unpaired
 ) -> JoinCounts:
@@ -201,6 +290,7 @@ def _counted(
         cut=sum(pair.is_cut for pair in pairs),
         alone_in_a=len(left.a),
         alone_in_b=len(left.b),
+        ambiguous=left.ambiguous,
         repeated_in_a=_repeated(a),
         repeated_in_b=_repeated(b),
     )
@@ -261,6 +351,17 @@ def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
     ):
         if alone:
             yield f"{alone} sequences are on {name} alone, with no partner on {other}."
+    if n.ambiguous:
+        yield (
+            f"{n.ambiguous} of these are the end of several sequences, or one of several "
+            "that are the same: which belong together is not known."
+        )
+    for side, other, count in (
+        (a.name, b.name, n.prompts_of_b),
+        (b.name, a.name, n.prompts_of_a),
+    ):
+        if count:
+            yield f"{count} responses on {side} have no prompt: that on {other} is taken."
     if n.cut:
         yield f"{n.cut} of {n.pairs} pairs are whole on one side and a part on the other."
     if n.by_order:

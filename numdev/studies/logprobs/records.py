@@ -157,6 +157,9 @@ class JoinCounts:
     cut: int = 0  # of these, those where one side is a part of the other
     alone_in_a: int = 0
     alone_in_b: int = 0
+    ambiguous: int = 0  # of these, those that fit several of the other side
+    prompts_of_a: int = 0  # responses of b without a prompt that have a's
+    prompts_of_b: int = 0  # and the other way round
     repeated_in_a: int = 0  # sequences with tokens that another of the side has too
     repeated_in_b: int = 0
     tokens_of_a: int = 0
@@ -175,7 +178,9 @@ class JoinCounts:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Two sides and their pairs, in the order of a's sequences. `findings` are whole
+    """Two sides and their pairs, in the order of a's sequences. A response that was
+    recorded without its prompt has that of its partner, in `a`, `b` and `pairs`, which is
+    what a model must be asked with. `findings` are whole
     sentences on what does not match, the gravest first; empty where everything does."""
 
     a: Side
