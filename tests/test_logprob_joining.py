@@ -205,6 +205,21 @@ def test_a_response_takes_its_partners_prompt() -> None:
     assert pair.b.kept_offsets.tolist() == [0, 0, 0, 1, 2]
 
 
+@pytest.mark.parametrize("uid", [None, "x"])
+def test_a_response_is_looked_for_at_the_end(uid: str | None) -> None:
+    """A text that repeats itself begins as its response does: the response is the end, and
+    never the beginning; one that differs shares nothing."""
+    whole = sequence([1, 2, 1, 2, 1, 2], uid)
+    response = replace(sequence([1, 2, 1, 2], uid), has_prompt=False)
+    (pair,) = joined([response], [whole]).pairs
+    assert pair.a.token_ids.tolist() == [1, 2, 1, 2, 1, 2]
+    assert pair.a.mask.tolist() == [False, False, True, True, True, True]
+    other = replace(sequence([1, 2, 9], uid), has_prompt=False)
+    result = joined([other], [whole])
+    assert result.counts.shared == 0
+    assert [len(pair.at_a) for pair in result.pairs] == ([0] if uid else [])
+
+
 def test_a_response_that_fits_several_prompts_is_not_paired() -> None:
     """The same short answer to two questions: which prompt is its own cannot be told, and
     a wrong one would accuse a sound side. A cut sequence has one context wherever."""

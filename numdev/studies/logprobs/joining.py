@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,25 @@ def join(a: Side, b: Side) -> Joined:
     )
 
 
+class SoughtPart(NamedTuple):
+    """A kind of part that sequences are looked up by: beginnings with `step` 1, ends with
+    -1, of sequences with a prompt or without one on each side."""
+
+    step: int
+    prompt_of_a: bool
+    prompt_of_b: bool
+
+
+# A response alone is no beginning of a whole sequence, though it may look like one
+PARTS = (
+    SoughtPart(1, True, True),
+    SoughtPart(1, False, False),
+    SoughtPart(-1, True, True),
+    SoughtPart(-1, True, False),
+    SoughtPart(-1, False, True),
+)
+
+
 @dataclass
 class _Unpaired:
     """The sequences of both sides that have no partner yet, by their number; `partners`
@@ -74,7 +93,8 @@ class _Unpaired:
     a: dict[int, RecordedSequence]
     b: dict[int, RecordedSequence]
     partners: dict[int, int] = field(default_factory=dict)
-    ambiguous: int = 0  # of a, that are the end of several of b, or one of several such
+    # Of a, those that are the end of several of b, or one of several that are the same
+    ambiguous: set[int] = field(default_factory=set)
 
     def pair_by(
         self, by: Joining, key: Callable[[RecordedSequence], Hashable]
@@ -96,27 +116,30 @@ class _Unpaired:
         end, and is a response without its prompt. Of a beginning any partner will do:
         what they share has one context. Of an end, the only one."""
         pairs = {}
-        for step in (1, -1) if self.a and self.b else ():
-            keys_of_a = sorted((_key(x, step), i) for i, x in self.a.items())
-            keys_of_b = sorted((_key(x, step), j) for j, x in self.b.items())
+        for part in PARTS if self.a and self.b else ():
+            keys_of_a = _keys(self.a, part.step, part.prompt_of_a)
+            keys_of_b = _keys(self.b, part.step, part.prompt_of_b)
             for key, i in keys_of_a:
                 j = _partner(key, keys_of_b, self.b)
                 if j is None:
                     continue
-                part = min(key, _key(self.b[j], step), key=len)
-                several = max(_count(keys_of_a, part), _count(keys_of_b, part)) > 1
-                if step == -1 and several:
-                    self.ambiguous += 1
-                else:
+                shorter = min(key, _key(self.b[j], part.step), key=len)
+                several = max(_count(keys_of_a, shorter), _count(keys_of_b, shorter)) > 1
+                if part.step == -1 and several:
+                    self.ambiguous.add(i)
+                    continue
+                _, shared = _shared(self.a[i], self.b[j])
+                if len(shared) == min(len(self.a[i]), len(self.b[j])):
                     pairs[i] = self._paired(i, j, "token_ids")
+        self.ambiguous &= self.a.keys()
         return pairs
 
     def pair_by_order(self) -> dict[int, SequencePair]:
         """Pairs the sequences of one number that share most of the shorter one."""
         pairs = {}
         for i in [i for i in self.a if i in self.b]:
-            x, y = self.a[i].token_ids, self.b[i].token_ids
-            shared = len(shared_run(x, y)[0])
+            x, y = self.a[i], self.b[i]
+            shared = len(_shared(x, y)[0])
             if shared >= max(LEAST_SHARED * min(len(x), len(y)), 1):
                 pairs[i] = self._paired(i, i, "order")
         return pairs
@@ -125,13 +148,22 @@ class _Unpaired:
         """Returns a pair, whose sequences are unpaired no more."""
         self.partners[i] = j
         x, y = self.a.pop(i), self.b.pop(j)
-        at_a, at_b = shared_run(x.token_ids, y.token_ids)
+        at_a, at_b = _shared(x, y)
         return SequencePair(a=x, b=y, at_a=at_a, at_b=at_b, joined_by=by)
 
 
 def _digest(sequence: RecordedSequence) -> bytes:
     """Returns a hash of a sequence's tokens; two of the same hash are the same."""
     return blake2b(sequence.token_ids.tobytes(), digest_size=16).digest()
+
+
+def _keys(
+    sequences: Mapping[int, RecordedSequence], step: int, has_prompt: bool
+) -> list[tuple[bytes, int]]:
+    """Returns the keys, in their order, and numbers of the sequences with a prompt, or of
+    those without."""
+    numbers = [i for i, x in sequences.items() if x.has_prompt is has_prompt]
+    return sorted((_key(sequences[i], step), i) for i in numbers)
 
 
 def _key(sequence: RecordedSequence, step: int) -> bytes:
@@ -178,10 +210,23 @@ def _same_bytes(x: bytes, y: bytes) -> int:
     return int(differ.argmax()) if differ.any() else m
 
 
+def _shared(x: RecordedSequence, y: RecordedSequence) -> tuple[Integers, Integers]:
+    """Returns where two sequences have the same tokens, int64 [m] in each. Where one has
+    no prompt, all of it at its place in the other, else nothing."""
+    if x.has_prompt == y.has_prompt:
+        return shared_run(x.token_ids, y.token_ids)
+    response, whole = (y, x) if x.has_prompt else (x, y)
+    start = _part_of(response.token_ids, whole.token_ids)
+    m = 0 if start is None else len(response)
+    inner, outer = np.arange(m), np.arange(start or 0, (start or 0) + m)
+    return (outer, inner) if x.has_prompt else (inner, outer)
+
+
 def shared_run(x: Integers, y: Integers) -> tuple[Integers, Integers]:
     """Returns where two runs of tokens are the same, int64 [m] in each: where one is a
-    part of the other, all of it; else from their beginning to the first difference, since
-    after it the same token has another context."""
+    part of the other, all of it, at the beginning if it is there; else from their
+    beginning to the first difference, since after it the same token has another
+    context."""
     m = min(len(x), len(y))
     differ = np.flatnonzero(x[:m] != y[:m])
     if not len(differ):
@@ -197,7 +242,7 @@ def _part_of(short: Integers, long: Integers) -> int | None:
     """Returns where the shorter run begins in the longer one, at its end if it is there,
     else at the first place; None where it is nowhere."""
     n = len(short)
-    if n == len(long):
+    if n > len(long):
         return None
     if np.array_equal(long[-n:], short):
         return len(long) - n
@@ -290,12 +335,12 @@ def _counted(
         cut=sum(pair.is_cut for pair in pairs),
         alone_in_a=len(left.a),
         alone_in_b=len(left.b),
-        ambiguous=left.ambiguous,
         repeated_in_a=_repeated(a),
         repeated_in_b=_repeated(b),
     )
     return replace(
         counts,
+        ambiguous=len(left.ambiguous),
         tokens_of_a=sum(len(pair.a) for pair in pairs),
         tokens_of_b=sum(len(pair.b) for pair in pairs),
         shared=shared,
