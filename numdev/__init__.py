@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from numdev.api import audit as audit
     from numdev.api import capture as capture
     from numdev.api import compare as compare
+    from numdev.api import logprobs as logprobs
     from numdev.api import measure as measure
     from numdev.kernels import kernel as kernel
     from numdev.sources.captured_calls import save_cases as save_cases
@@ -31,6 +32,7 @@ _HOMES = {
     "compare": "api",
     "dump_logprobs": "studies.logprobs.dump",
     "kernel": "kernels",
+    "logprobs": "api",
     "measure": "api",
     "save_cases": "sources.captured_calls",
     "varlen_cases": "sources.captured_calls",

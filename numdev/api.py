@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from numdev.gate import compare as comparing
 from numdev.gate.compare_report import CompareReport
 from numdev.kernels import Kernel, Output, kernel_of_function
 from numdev.report import AuditReport, DeviationRow, Report
-from numdev.report.io import refuse_other_kind
+from numdev.report.io import claim_directory, refuse_other_kind
 from numdev.report.renderers import html
 from numdev.sources import capture as capturing
 from numdev.sources.case_sources import (
@@ -41,6 +41,9 @@ from numdev.studies.audit.isolation import copied
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.reproducer_script import name_of
 from numdev.system import System
+
+if TYPE_CHECKING:
+    from numdev.studies.logprobs.report import LogprobsReport
 
 # Of a forward pass, by name or in order
 Inputs = Mapping[str, object] | Tensor | Sequence[Tensor]
@@ -292,6 +295,43 @@ def compare(
     return comparing.compare(
         *sides, allow=allow, by_date=by_date, command="numdev.compare"
     )
+
+
+@checked
+def logprobs(
+    *files: str | Path,
+    model: str | Path | None = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    **options: object,
+) -> LogprobsReport:
+    """Says whose log-probabilities are off, and why, as `numdev logprobs` does.
+
+    `files`: one with what both programs recorded, one of each (the rollout's first), or
+    with a `model` one alone. `model`: the checkpoint that was sampled and trained, or
+    `demo`. `output`: a directory for the report and its tables; None keeps nothing.
+    `options`: every other option of the command (`temperature`, `top_p`, `previous`).
+
+    Returns the report: one row for each sequence of each side (`report.rows`), both sides
+    together (`report.pairs`), the causes (`report.summary.sides`). Raises UsageError for
+    a request that cannot be run here, MeasurementError for files that cannot be read and
+    where no token can be compared."""
+    from numdev.config import logprobs_request
+    from numdev.studies.logprobs.study import logprobs_of_files
+
+    checkpoint = None if model is None else str(model)
+    flags = {**_nonempty_options(options), "model": checkpoint}
+    request = logprobs_request([str(file) for file in files], flags)
+    data = request.model_dump(mode="json")
+    if output is not None:
+        claim_directory(Path(output), "logprobs", data, overwrite=overwrite)
+    report = logprobs_of_files(request, command="numdev.logprobs")
+    if output is not None:
+        reports.write(report, Path(output))
+        html.write(report, Path(output))
+    if not report.measured:
+        raise MeasurementError(report.unmeasured)
+    return report
 
 
 @checked

@@ -8,7 +8,7 @@ help."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -30,6 +30,8 @@ from numdev.yamlfile import (
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0)]
+Temperature = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]  # of probability
 MaskKind = Literal[  # what `numdev.sources.input_regimes` can draw
     "all_true",
     "causal",
@@ -381,6 +383,54 @@ def effects_request(target: str, flags: Mapping[str, object]) -> EffectsRequest:
         name, path = target, target if target == "demo" else _cached_model(target)
     asked = {**_options_set(flags), "target": name, "checkpoint": path}
     return validated(asked, EffectsRequest, f"numdev effects {target}")
+
+
+class LogprobsRequest(Placed):
+    """A resolved study of log-probabilities that two programs recorded."""
+
+    target: str  # what it is called
+    files: tuple[str, ...]
+    model: Annotated[str | None, Option(metavar="CHECKPOINT")] = None
+    """Checkpoint that was sampled and trained, or `demo`: its exact log-probabilities
+    tell which side is off. Without it only the difference of two sides is known."""
+    previous: Annotated[str | None, Option(metavar="CHECKPOINT")] = None
+    """An earlier checkpoint, to tell stale weights."""
+    temperature: Annotated[Temperature | None, Option(metavar="T")] = None
+    """Temperature that the values are meant to be under, where a file does not say.
+    [1]"""
+    top_p: Annotated[Share | None, Option(metavar="P")] = None
+    """Filter that the values are meant to be renormalised by.  [none]"""
+    top_k: Annotated[Positive | None, Option(metavar="K")] = None
+    """The same, of the K likeliest tokens.  [none]"""
+    min_p: Annotated[Share | None, Option(metavar="P")] = None
+    """The same, of tokens with P times the likeliest one's probability.  [none]"""
+    format: Annotated[str, Option(metavar="NAME")] = "bfloat16"
+    """Format whose roundings are predicted, where a file does not say.  [bfloat16]"""
+    attention: Annotated[Literal["sdpa", "eager"], Option(metavar="NAME")] = "sdpa"
+    """How attention rounds: sdpa (as FlashAttention-2), or eager.  [sdpa]"""
+    clip_low: Annotated[float, Field(gt=0), Option(metavar="R")] = 0.8
+    """Importance ratio below which training clips.  [0.8]"""
+    clip_high: Annotated[float, Field(gt=0), Option(metavar="R")] = 1.2
+    """Importance ratio above which training clips.  [1.2]"""
+    sequences: Annotated[Positive | None, Option(metavar="N")] = None
+    """Compare only N sequences, evenly spread.  [all]"""
+    stream: Annotated[bool, Option()] = False
+    """Read the model's weights from disk layer by layer while it runs."""
+    show_text: Annotated[bool, Option()] = False
+    """Show the worst tokens as text; by default a report has their ids alone."""
+
+
+def logprobs_request(
+    files: Sequence[str], flags: Mapping[str, object]
+) -> LogprobsRequest:
+    """Returns the request of `numdev logprobs` on one file or two. `flags`: options by
+    field, None or () for those not on the command line. Raises UsageError for another
+    number of files, and for a wrong option."""
+    if not 1 <= len(files) <= 2:
+        raise UsageError(f"logprobs: expected one file or two, got {len(files)}")
+    paths = tuple(str(Path(file)) for file in files)
+    asked = {**_options_set(flags), "target": Path(files[0]).name, "files": paths}
+    return validated(asked, LogprobsRequest, f"numdev logprobs {' '.join(files)}")
 
 
 AXES: Mapping[str, str] = {

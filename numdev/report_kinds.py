@@ -30,6 +30,7 @@ REGISTERED: Mapping[str, str] = {
     "sweep": "numdev.studies.audit.kind:SWEEP",
     "effects": "numdev.studies.effects.kind:EFFECTS",
     "invariance": "numdev.studies.invariance.kind:INVARIANCE",
+    "logprobs": "numdev.studies.logprobs.kind:LOGPROBS",
     "compare": "numdev.gate.compare_kind:COMPARE",
     "train": "numdev.studies.training.kinds:TRAIN",
     "bounds": "numdev.studies.training.kinds:BOUNDS",

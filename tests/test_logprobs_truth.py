@@ -247,7 +247,7 @@ def test_masses_are_those_of_the_supports_tried() -> None:
     tried = Support(top_k=5)
     sequence = record(ids, kept_ids=kept, kept_offsets=np.array([0, 0, 2, 4, 6, 8, 10]))
     values = exact_values(model, sequence, Support(), (tried,))
-    logprobs = model.exact_logits(ids[None])[0][:-1].log_softmax(-1)
+    logprobs = model.exact_logits(ids)[:-1].log_softmax(-1)
     top = logprobs.topk(5).values.logsumexp(-1).numpy()
     assert values.log_mass[tried][1:] == pytest.approx(top, abs=1e-12)
     pairs = [logprobs[i, [int(ids[i + 1]), 7]].logsumexp(0).item() for i in range(5)]

@@ -45,6 +45,10 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "invariance",
             "Ask whether batch, chunks or decode change the numbers.",
         ),
+        "logprobs": (
+            "logprobs",
+            "Say why a trainer's and a server's log-probabilities differ.",
+        ),
         "train": (
             "train",
             "Train small networks side by side; measure how far they drift.",

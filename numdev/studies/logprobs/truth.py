@@ -9,7 +9,8 @@ vocabulary, or of what a temperature and a filter of tokens leave of it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,9 @@ from numdev.exact.evaluation import computing
 from numdev.exact.wide_tensors import Wide
 from numdev.formats import format_named
 from numdev.sources.case_sources import CheckpointSource
+from numdev.sources.files import naming
 from numdev.studies.audit.isolation import attempt
+from numdev.studies.audit.run import describe
 from numdev.studies.effects.model_runs import Subject
 from numdev.studies.effects.output_error import outputs_by_name
 from numdev.studies.effects.rounding_sites import SITES
@@ -34,6 +37,7 @@ from numdev.system import System
 
 Attention = Literal["sdpa", "eager"]
 FP64 = "float64"
+CACHE = 1 << 26  # logits in memory: half a gigabyte
 # Inverse temperatures between which the log of the partition function is interpolated:
 # Chebyshev's nodes in log(beta). With 32 of them, between temperatures of 0.25 and 4, it
 # is 3e-6 off at random tokens of the demo model and less elsewhere, where bfloat16
@@ -135,34 +139,87 @@ class ExactModel:
         )  # fmt: skip
         self.system = System.probe(device)
         self.source = CheckpointSource(request, self.system)
-        self._subjects: dict[tuple[str, Attention], Subject] = {}
+        self._subjects: dict[tuple[str, str], Subject] = {}
+        self._logits: OrderedDict[tuple[object, ...], Tensor] = OrderedDict()
+
+    @property
+    def vocabulary(self) -> int:
+        """Returns how many tokens the model has; 0 where its config does not say."""
+        return int(getattr(self.source.checkpoint, "vocab_size", None) or 0)
 
     def describe(self) -> dict[str, object]:
         """Returns what a report says of the checkpoint, without the prompt that no study
         of log-probabilities reads."""
-        described = self.source.describe()
+        described = describe(self.source)
         return {k: v for k, v in described.items() if not k.startswith("prompt")}
 
-    def _subject(self, fmt: str, attention: Attention) -> Subject:
-        """Returns the model in a format, loaded once for each attention."""
-        key = fmt, attention
+    def _subject(self, fmt: str, variant: str) -> Subject:
+        """Returns the model in a format, loaded once for each variant: an attention, or
+        an entry of `variants`."""
+        key = fmt, variant
         if key not in self._subjects:
             subject = Subject(self.source, format_named(fmt), attempt, self.system)
             if fmt == FP64:
                 _widen_rotary_tables(subject.wide)
             choose = getattr(subject.wide, "set_attn_implementation", None)
-            if attention == "eager" and choose is not None:
+            if variant == "eager" and choose is not None:
                 choose("eager")
+            for edit in (e for name, e in VARIANTS.items() if name[1] == variant):
+                edit(subject.wide)
             self._subjects[key] = subject
         return self._subjects[key]
 
-    def exact_logits(self, token_ids: np.ndarray) -> Tensor:
-        """Returns the exact logits, fp64 [sequences, n, vocabulary], of token ids, int64
-        [sequences, n]. Raises MeasurementError for an id that the model has no token
-        for."""
+    def variants(self) -> list[tuple[str, str]]:
+        """Returns (cause, dose) of the mistakes that this model can be computed with:
+        without a window or a cap that its config has, and with quantised weights."""
+        config: Any = getattr(self.source.model, "config", None)
+        return [
+            (cause, dose)
+            for cause, dose in VARIANTS
+            if cause != "window or cap" or getattr(config, KEYS[dose], None)
+        ]
+
+    def exact_logits(self, token_ids: np.ndarray, variant: str = "sdpa") -> Tensor:
+        """Returns the exact logits, fp64 [n, vocabulary], of token ids, int64 [n], by the
+        model or a dose of `variants`. Raises MeasurementError for an id that the model
+        has no token for."""
         self._check_ids(token_ids)
-        subject = self._subject(FP64, "sdpa")
-        return _logits(subject.run_exactly(_inputs(token_ids)))
+
+        def run() -> object:
+            """Returns the model's answer."""
+            subject = self._subject(FP64, variant)
+            return subject.run_exactly(_inputs(token_ids))
+
+        return self._cached((FP64, variant, token_ids.tobytes()), run)
+
+    def rounded_logits(
+        self, token_ids: np.ndarray, fmt: str, attention: Attention = "sdpa"
+    ) -> Tensor:
+        """Returns the logits, fp64 [n, vocabulary], where each operation is rounded to
+        nearest in a format. `sdpa`: attention rounds as FlashAttention-2; `eager`: as the
+        model's own code."""
+        self._check_ids(token_ids)
+
+        def run() -> object:
+            """Returns the model's answer."""
+            subject = self._subject(fmt, attention)
+            if attention == "sdpa":
+                return subject.run_rounded(_inputs(token_ids), ())
+            return subject.run_exactly(_inputs(token_ids), None, sites=SITES)
+
+        return self._cached((fmt, attention, token_ids.tobytes()), run)
+
+    def _cached(self, key: tuple[object, ...], run: Callable[[], object]) -> Tensor:
+        """Returns the logits that `run` gives, [n, vocabulary]; those of the last runs
+        are kept, up to CACHE numbers, since two sides have the same tokens."""
+        if key not in self._logits:
+            with naming(type(self.source.model).__name__, "failed on the tokens", ""):
+                self._logits[key] = _logits(run())[0]
+            while sum(x.numel() for x in self._logits.values()) > CACHE:
+                if len(self._logits) == 1:
+                    return self._logits.popitem()[1]
+                self._logits.popitem(last=False)
+        return self._logits[key]
 
     def _check_ids(self, token_ids: np.ndarray) -> None:
         """Raises MeasurementError for an id beyond the model's embedding."""
@@ -173,19 +230,6 @@ class ExactModel:
             raise MeasurementError(
                 f"{self.name}: {what}", hint="is it the model that was sampled?"
             )
-
-    def rounded_logits(
-        self, token_ids: np.ndarray, fmt: str, attention: Attention = "sdpa", *,
-        wide_head: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Returns the logits, fp64 [sequences, n, vocabulary], where each operation is
-        rounded to nearest in a format. `sdpa`: attention rounds as FlashAttention-2;
-        `eager`: as the model's own code. `wide_head`: the logits stay unrounded."""
-        subject = self._subject(fmt, attention)
-        if attention == "sdpa" and not wide_head:
-            return _logits(subject.run_rounded(_inputs(token_ids), ()))
-        sites = [site for site in SITES if not (wide_head and site == "logits")]
-        return _logits(subject.run_exactly(_inputs(token_ids), None, sites=sites))
 
 
 def _widen_rotary_tables(model: nn.Module) -> None:
@@ -209,8 +253,61 @@ def _widen_rotary_tables(model: nn.Module) -> None:
 
 
 def _inputs(token_ids: np.ndarray) -> dict[str, Tensor]:
-    """Returns the model's inputs of token ids, int64 [sequences, n]."""
-    return {"input_ids": torch.from_numpy(np.ascontiguousarray(token_ids))}
+    """Returns the model's inputs of one sequence of token ids, int64 [n]."""
+    return {"input_ids": torch.from_numpy(np.ascontiguousarray(token_ids))[None]}
+
+
+def _without(key: str) -> Callable[[nn.Module], None]:
+    """Returns a function that takes a window or a cap out of a model, in place: `key` of
+    its config, and of every module that has copied it."""
+
+    def edit(model: nn.Module) -> None:
+        """Takes it out of the model."""
+        value = ALL_KEYS if key == "sliding_window" else None
+        for holder in (model.config, *model.modules()):
+            if getattr(holder, key, None):
+                setattr(holder, key, value)
+
+    return edit
+
+
+def _quantised(bits: int) -> Callable[[nn.Module], None]:
+    """Returns a function that rounds the weights of a model's linear layers to integers
+    of so many bits with a scale for each row, in place; the head stays as it is."""
+
+    def edit(model: nn.Module) -> None:
+        """Rounds them."""
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            named = type(module).__name__
+            if named not in ("Linear", "Conv1D") or module is head:
+                continue
+            assert isinstance(weight, Wide)
+            over = 1 if named == "Linear" else 0  # a Conv1D's rows are its columns
+            scale = weight.exact.abs().amax(dim=over, keepdim=True) / (
+                2 ** (bits - 1) - 1
+            )
+            whole = (weight.exact / scale.clamp_min(1e-300)).round() * scale
+            with torch.no_grad():
+                weight.exact.copy_(whole)
+
+    return edit
+
+
+ALL_KEYS = 1 << 30  # a window that hides nothing
+# By the dose of a cause, the key of the config that it leaves out
+KEYS = {
+    "the sliding window": "sliding_window",
+    "the cap of scores": "attn_logit_softcapping",
+    "the cap of logits": "final_logit_softcapping",
+}
+# By cause and dose, what makes that mistake of a model, in place
+VARIANTS: Mapping[tuple[str, str], Callable[[nn.Module], None]] = {
+    **{("window or cap", dose): _without(key) for dose, key in KEYS.items()},
+    ("quantised weights", "int8"): _quantised(8),
+    ("quantised weights", "int4"): _quantised(4),
+}
 
 
 def _logits(answer: object) -> Tensor:
@@ -256,9 +353,9 @@ def token_logprobs(logits: Tensor, token_ids: np.ndarray, support: Support) -> n
         values = (part / support.temperature).log_softmax(dim=-1)
         chosen = values.gather(1, ids[where])[:, 0]
         if not support.is_full:
-            kept = kept_tokens(values, support)
-            chosen = chosen - values.masked_fill(~kept, -torch.inf).logsumexp(dim=-1)
-            chosen = chosen.masked_fill(~kept.gather(1, ids[where])[:, 0], -torch.inf)
+            left = kept_tokens(values, support)
+            chosen = chosen - values.masked_fill(~left, -torch.inf).logsumexp(dim=-1)
+            chosen = chosen.masked_fill(~left.gather(1, ids[where])[:, 0], -torch.inf)
         out[where] = chosen.cpu().numpy()
     return out
 
@@ -268,16 +365,23 @@ def kept_tokens(logprobs: Tensor, support: Support) -> Tensor:
     `logprobs`: alike, at the support's temperature. The likeliest token always stays. Of
     top_p those stay before which less than top_p has been kept."""
     ordered, order = logprobs.sort(dim=-1, descending=True)
-    kept = torch.ones_like(ordered, dtype=torch.bool)
+    first = _kept_in_order(ordered, support)
+    return torch.zeros_like(first).scatter(1, order, first)
+
+
+def _kept_in_order(ordered: Tensor, support: Support) -> Tensor:
+    """Returns which tokens the filters of a support leave, bool [positions, vocabulary],
+    of log-probabilities in descending order."""
+    stays = torch.ones_like(ordered, dtype=torch.bool)
     if support.top_k:
-        kept[:, support.top_k :] = False
+        stays[:, support.top_k :] = False
     if support.top_p is not None and support.top_p < 1:
-        probability = ordered.masked_fill(~kept, -torch.inf).softmax(dim=-1)
-        kept &= probability.cumsum(dim=-1) - probability < support.top_p
+        probability = ordered.masked_fill(~stays, -torch.inf).softmax(dim=-1)
+        stays &= probability.cumsum(dim=-1) - probability < support.top_p
     if support.min_p:
-        kept &= ordered >= ordered[:, :1] + math.log(support.min_p)
-    kept[:, 0] = True
-    return torch.zeros_like(kept).scatter(1, order, kept)
+        stays &= ordered >= ordered[:, :1] + math.log(support.min_p)
+    stays[:, 0] = True
+    return stays
 
 
 def exact_values(
@@ -285,11 +389,11 @@ def exact_values(
     others: Sequence[Support] = (),
 ) -> ExactValues:  # fmt: skip
     """Returns the exact values of a sequence under a support, and the probability that
-    each of the supports `others` keeps."""
+    each of the supports `others`, of the same temperature, keeps."""
     values = _without_values(sequence, others)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
-        logits = model.exact_logits(ids[None])[0]
+        logits = model.exact_logits(ids)
         values.logprobs[part] = token_logprobs(logits, ids, support)
         for where, rows in next_logits(logits, len(ids)):
             at = slice(part.start + where.start, part.start + where.stop)
@@ -330,10 +434,10 @@ def _fill_values(
         values.log_partition[at, i] = (logits * beta).logsumexp(dim=-1).cpu().numpy()
     scaled = (logits / support.temperature).log_softmax(dim=-1)
     values.entropy[at] = -(scaled.exp() * scaled).sum(dim=-1).cpu().numpy()
+    ordered = scaled.sort(dim=-1, descending=True).values if values.log_mass else scaled
     for other, mass in values.log_mass.items():
-        tempered = (logits / other.temperature).log_softmax(dim=-1)
-        kept = kept_tokens(tempered, other)
-        left = tempered.masked_fill(~kept, -torch.inf).logsumexp(dim=-1)
+        stays = _kept_in_order(ordered, other)
+        left = ordered.masked_fill(~stays, -torch.inf).logsumexp(dim=-1)
         mass[at] = left.cpu().numpy()
     if values.recorded_mass is not None:
         assert sequence.kept_ids is not None
@@ -360,8 +464,24 @@ def predicted_errors(
     errors = np.full(len(sequence), np.nan)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
-        logits = model.rounded_logits(ids[None], fmt, attention)[0]
+        logits = model.rounded_logits(ids, fmt, attention)
         rounded = token_logprobs(logits, ids, support)
         with np.errstate(invalid="ignore"):  # -inf less -inf, where both leave it out
             errors[part] = rounded - exact[part]
     return np.where(np.isfinite(errors), errors, np.nan)
+
+
+def exact_instead(
+    model: ExactModel, sequence: RecordedSequence, support: Support,
+    dose: str = "sdpa", *, as_one: bool = False,
+) -> np.ndarray:  # fmt: skip
+    """Returns the exact log-probabilities of a sequence, float64 [n], by another model,
+    or with the mistake `dose` of `ExactModel.variants`; `as_one`: a pack as one sequence,
+    whose parts see each other. NaN where `exact_values` has it."""
+    values = np.full(len(sequence), np.nan)
+    parts = segments_of(sequence)
+    for part in [slice(0, len(sequence))] if as_one else parts:
+        logits = model.exact_logits(sequence.token_ids[part], dose)
+        values[part] = token_logprobs(logits, sequence.token_ids[part], support)
+    values[[part.start for part in parts]] = np.nan
+    return values

@@ -1,0 +1,40 @@
+"""`numdev logprobs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from numdev.cli.gate import Verdict, gated
+from numdev.cli.options import options_of
+from numdev.cli.session import Session, command, command_line
+from numdev.config import LogprobsRequest, logprobs_request
+
+
+@command("logprobs rollout.jsonl trainer.jsonl --model path/to/checkpoint")
+@click.argument("files", nargs=-1, required=True, metavar="FILE [FILE]")
+@options_of(LogprobsRequest)
+@gated
+def logprobs(
+    files: tuple[str, ...], session: Session, verdict: Verdict | None, **flags: object
+) -> None:
+    """Say whose log-probabilities are off, the trainer's or the server's, and why.
+
+    FILE has what one program recorded, or both: JSON lines (also .zst), parquet,
+    safetensors or .pt, and the exports of prime-rl, slime, NeMo-RL, vLLM and SGLang as
+    they are; `numdev.dump_logprobs` writes one from any program. With --model each side
+    is set beside the exact log-probabilities of its tokens, in multiples of what its
+    format's own roundings explain. No text is shown or stored without --show-text."""
+    from numdev.studies.logprobs.study import logprobs_of_files as run
+
+    request = logprobs_request(files, flags)
+    data = request.model_dump(mode="json")
+    directory = session.claim_directory(f"logprobs-{Path(files[0]).stem}", data)
+    report = session.run_with_progress(
+        run,
+        request,
+        command=command_line(),
+        rules=verdict.limits if verdict else None,
+    )
+    session.hand_over(report, directory, verdict=verdict)

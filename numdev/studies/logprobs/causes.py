@@ -1,0 +1,488 @@
+"""What makes a program's log-probabilities differ from others of the same tokens: causes
+as functions of arrays, and the rule by which one is named.
+
+A cause has an effect, in nats a token: undone, an error d becomes d - effect. It is named
+where undoing it cuts the squared error tenfold; or, if the effect was computed without
+looking at the errors (the exact model under that cause, less the exact model), where the
+slope of the error on it is 1 within its interval and 0 is far outside. On a side that is
+at its prediction nothing is named. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from numdev.studies.logprobs.report import CauseRow, SequenceEstimate
+from numdev.studies.logprobs.statistics import jackknife
+
+if TYPE_CHECKING:
+    from numdev.studies.logprobs.records import RecordedSequence
+    from numdev.studies.logprobs.truth import ExactValues, Support
+
+TENFOLD = 10.0
+LEAST_CUT = 1.3  # of the squared error, by a cause that its slope names
+FAR = 6.0  # standard errors between a slope and 0
+NEAR_ONE = 0.05  # by which a slope's interval may miss 1
+CONFIDENCE = 0.99  # of the slope's interval
+# Below a quarter of the noise an effect is not resolved: a sixteenth of its square.
+RESOLVED = 1 / 16
+AT_PREDICTION = 1.5  # rms over predicted up to which nothing is named
+FEWEST_TOKENS = 32  # for a cause by the values' own form
+FORCED = -0.1  # an exact log-probability below which a recorded 0 is no rounding
+LN2, LN10 = math.log(2), math.log(10)
+PADDINGS = (8, 64, 128, 256)  # multiples that vocabularies are padded to
+CHANCE = 0.5  # share of differences on a grid from which they lie on it; by chance 1 %
+GRID = 2.0**-8
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """One sequence of n tokens as one side recorded it, beside what it is held to."""
+
+    sequence: int
+    record: RecordedSequence
+    values: np.ndarray  # float64 [n], as recorded
+    counts: np.ndarray  # bool [n], where value and reference are finite and count
+    # float64 [n]: the exact log-probability, or that of the other side
+    reference: np.ndarray
+    predicted: np.ndarray | None = None  # float64 [n], the predicted error
+    exact: ExactValues | None = None
+    vocabulary: int = 0
+    support: Support | None = None  # that `reference` is under
+    # float64 [n]: exact log-probabilities under a cause, by cause and dose
+    instead: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> np.ndarray:
+        """Returns value less reference, float64 [n]; NaN where the token does not
+        count."""
+        d = np.full(len(self.values), np.nan)
+        d[self.counts] = self.values[self.counts] - self.reference[self.counts]
+        return d
+
+
+class Effects(NamedTuple):
+    """A cause of one dose on every sequence."""
+
+    dose: str
+    effects: Sequence[np.ndarray]  # float64 [n] each; NaN where undoing leaves no value
+    scale: float = 1.0  # by which the cause multiplies the errors of the format
+    counts: Sequence[int] = ()  # tokens with the cause's own sign; by sequence
+    fitted: bool = False  # the dose was chosen by the errors themselves
+
+
+Sequences = Sequence[Observed]
+# The errors as far as other causes are undone, float64 [n] each
+Errors = Sequence[np.ndarray]
+
+
+class CauseKind(NamedTuple):
+    """A cause, and how it is looked for."""
+
+    name: str
+    words: str  # in a sentence on a side; {dose} stands for its dose
+    find: Callable[[Sequences, Errors], Sequence[Effects]]  # one for each dose tried
+    by_slope: bool = False  # the effect does not depend on the errors
+    counted: bool = False  # named by its own sign, wherever a token has it
+    stage: int = 1  # those of stage 0 are undone before others are looked for
+    is_size: bool = False  # known by its size alone: it cannot be undone
+
+
+def shifted(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effect of values that belong to the token before or after, in the
+    sequences where undoing that cuts the squared error tenfold; 0 in all others."""
+    effects, counts, names = [], [], set[str]()
+    for seen, d in zip(sequences, errors, strict=True):
+        best = np.zeros_like(d)
+        count = 0
+        for step in (1, -1):
+            values = np.full(len(d), np.nan)
+            inner = slice(1, -1)
+            values[inner] = np.roll(seen.values, step)[inner]
+            moved = values - seen.reference
+            both = np.isfinite(moved) & np.isfinite(d)
+            before, after = float((d[both] ** 2).sum()), float((moved[both] ** 2).sum())
+            enough = both.sum() >= FEWEST_TOKENS / 2 and before > both.sum() * FORCED**2
+            if enough and before > TENFOLD * after:
+                best, count = np.where(both, d - moved, np.nan), int(both.sum())
+                names.add("one token late" if step == -1 else "one token early")
+        effects.append(best)
+        counts.append(count)
+    return [Effects(" or ".join(sorted(names)), effects, counts=counts)]
+
+
+def forced(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effect of tokens whose value is exactly 0 where the reference is below
+    FORCED, or the other way round, and no cause undone before explains it (a filter that
+    leaves one token does): nobody sampled them, or they are masked. Undone they have no
+    value."""
+    signs = []
+    for seen, d in zip(sequences, errors, strict=True):
+        zero = (seen.values == 0) | (seen.reference == 0)
+        signs.append(seen.counts & zero & (np.abs(np.nan_to_num(d)) > -FORCED))
+    effects = [np.where(sign, np.nan, 0.0) for sign in signs]
+    return [Effects("", effects, counts=[int(sign.sum()) for sign in signs])]
+
+
+def other_base(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effects of probabilities in place of their logarithms, of logarithms
+    with another sign, and of those to the bases 2 and 10. Beside another side, which may
+    itself be the one that has them, also the inverse of each."""
+
+    def logarithm(values: np.ndarray) -> np.ndarray:
+        """Returns ln of positive values; NaN for others."""
+        return np.log(np.where(values > 0, values, np.nan))
+
+    forms: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "probabilities": logarithm,
+        "another sign": lambda values: -values,
+        "to the base 2": lambda values: values * LN2,
+        "to the base 10": lambda values: values * LN10,
+    }
+    if sequences[0].exact is None:
+        forms |= {
+            "logarithms of the other side's probabilities": np.exp,
+            "to the base e, the other side's to the base 2": lambda v: v / LN2,
+            "to the base e, the other side's to the base 10": lambda v: v / LN10,
+        }
+    tried = []
+    for name, form in forms.items():
+        with np.errstate(invalid="ignore", over="ignore"):  # of minus infinity
+            effects = [seen.values - form(seen.values) for seen in sequences]
+        tried.append(Effects(name, effects))
+    return tried
+
+
+def temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effect of another temperature, from the recorded alternatives by least
+    squares, and from the chosen tokens alone where there are none. Empty without exact
+    values of all tokens."""
+    usable = [seen for seen in sequences if seen.exact is not None]
+    if len(usable) < len(sequences) or any(not _is_full(seen) for seen in sequences):
+        return []
+    of_alternatives = slope_of_alternatives(sequences)
+    beta = of_alternatives or _chosen_slope(sequences, errors)
+    effects = []
+    for seen in sequences:
+        assert seen.exact is not None
+        assert seen.support is not None
+        if beta is None or not 0.25 <= seen.support.temperature / beta <= 4:
+            return []
+        at = seen.support.temperature / beta
+        effects.append(seen.exact.at_temperature(at) - seen.reference)
+    assert beta is not None
+    first = sequences[0].support
+    assert first is not None
+    dose, fitted = f"{first.temperature / beta:.3g}", of_alternatives is None
+    return [Effects(dose, effects, scale=beta, fitted=fitted)]
+
+
+def _is_full(seen: Observed) -> bool:
+    """Whether the reference of a sequence is under all tokens."""
+    return seen.support is not None and seen.support.is_full
+
+
+def slope_of_alternatives(sequences: Sequences) -> float | None:
+    """Returns the slope of recorded alternatives' log-probabilities on the exact ones,
+    each less its mean over the alternatives of a position: the inverse temperature over
+    that of the support. None without alternatives."""
+    product = square = 0.0
+    for seen in sequences:
+        top, exact = seen.record.top_logprobs, seen.exact
+        if top is None or exact is None or exact.top_logits is None:
+            continue
+        assert seen.support is not None
+        both = np.isfinite(top) & np.isfinite(exact.top_logits)
+        both &= (both.sum(axis=1) >= 2)[:, None]
+        y, x = (_centred(z, both) for z in (top, exact.top_logits))
+        product += float((x * y).sum())
+        square += float((x * x).sum()) / seen.support.temperature
+    return product / square if square else None
+
+
+def _centred(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Returns values less their mean over the valid ones of a row, 0 where they are not
+    valid; float64 [n, k]."""
+    count = np.maximum(1, valid.sum(axis=1, keepdims=True))
+    plain = np.where(valid, values, 0.0)
+    return np.where(valid, plain - plain.sum(axis=1, keepdims=True) / count, 0.0)
+
+
+def _chosen_slope(sequences: Sequences, errors: Errors) -> float | None:
+    """Returns the inverse temperature, over the support's, at which exact
+    log-probabilities of the chosen tokens are nearest to the recorded ones; None where
+    that is the end of what can be tried."""
+
+    def squares(log_beta: float) -> float:
+        """Returns the squared error at an inverse temperature."""
+        total = 0.0
+        for seen, d in zip(sequences, errors, strict=True):
+            assert seen.exact is not None
+            assert seen.support is not None
+            at = seen.support.temperature / math.exp(log_beta)
+            effect = seen.exact.at_temperature(at) - seen.reference
+            total += float(np.nansum((d - effect) ** 2))
+        return total
+
+    temperatures = [s.support.temperature for s in sequences if s.support is not None]
+    low, high = math.log(max(temperatures) / 3.9), math.log(min(temperatures) / 0.26)
+    tries = np.linspace(low, high, 23)
+    best = int(np.argmin([squares(x) for x in tries]))
+    if best in (0, len(tries) - 1):
+        return None
+    low, high = tries[best - 1], tries[best + 1]
+    ratio = (math.sqrt(5) - 1) / 2
+    for _ in range(24):  # golden section: to 1e-6
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, b) if squares(a) < squares(b) else (a, high)
+    return math.exp((low + high) / 2)
+
+
+def other_support(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effects of values renormalised over the tokens that a filter keeps: of
+    the recorded kept tokens, and of every support whose mass is known. Where the
+    reference is itself under a filter, that of all tokens."""
+    tried: list[Effects] = []
+    if all(s.exact is not None and s.exact.recorded_mass is not None for s in sequences):
+        masses = [s.exact.recorded_mass for s in sequences if s.exact is not None]
+        effects = [-m for m in masses if m is not None]
+        tried.append(Effects("the recorded kept tokens", effects))
+    first = sequences[0].exact
+    for support in first.log_mass if first is not None else ():
+        effects = [-s.exact.log_mass[support] for s in sequences if s.exact is not None]
+        if all(map(_is_full, sequences)):
+            tried.append(Effects(support.words.partition(", ")[2], effects))
+        elif support == sequences[0].support:
+            tried.append(Effects("all tokens", [-effect for effect in effects]))
+    return tried
+
+
+def padded_vocabulary(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effects of rows of padding with the logit 0 that count as tokens, for
+    each multiple that vocabularies are padded to."""
+    size = sequences[0].vocabulary
+    rows = {-size % multiple for multiple in PADDINGS} - {0} if size else set()
+    tried = []
+    for count in sorted(rows):
+        effects = []
+        for seen in sequences:
+            if seen.exact is None or not _is_full(seen):
+                return []
+            partition = seen.exact.token_logits - seen.exact.at_temperature(1.0)
+            effects.append(-np.log1p(count * np.exp(-partition)))
+        tried.append(Effects(f"{count} rows", effects))
+    return tried
+
+
+def instead_of(name: str) -> Callable[[Sequences, Errors], Sequence[Effects]]:
+    """Returns the function that gives the effects of a cause whose exact values were
+    computed (`Observed.instead`), for each of its doses."""
+
+    def find(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+        """Returns the effects by dose; a dose that a sequence lacks is left out."""
+        doses = [dose for cause, dose in sequences[0].instead if cause == name]
+        return [
+            Effects(dose, [s.instead[name, dose] - s.reference for s in sequences])
+            for dose in doses
+            if all((name, dose) in s.instead for s in sequences)
+        ]
+
+    return find
+
+
+def stored_in_16_bits(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns, where every value equals its own cast to bfloat16 or float16, what that
+    rounding errs: half a unit in the last place over the square root of 3, rms."""
+    for dose, bits in (("bfloat16", 8), ("float16", 11)):
+        if all(_is_cast(seen.values[seen.counts], bits) for seen in sequences):
+            effects = [_spacing(s.values, bits) / math.sqrt(12) for s in sequences]
+            counts = [int(seen.counts.sum()) for seen in sequences]
+            return [Effects(dose, effects, counts=counts)]
+    return [Effects("", [np.zeros_like(d) for d in errors])]
+
+
+def _spacing(values: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the distance between numbers of so many significant bits at each value;
+    NaN where it is not finite."""
+    finite = np.where(np.isfinite(values), values, np.nan)
+    exponent = np.frexp(np.abs(np.nan_to_num(finite)))[1]
+    return np.asarray(np.ldexp(1.0, exponent - bits) + finite * 0)
+
+
+def _is_cast(values: np.ndarray, bits: int) -> bool:
+    """Whether all values have at most so many significant bits; True without a value."""
+    mantissa = np.frexp(values)[0] * 2.0**bits
+    return bool((mantissa == np.rint(mantissa)).all())
+
+
+def share_on_grid(tops: Sequence[np.ndarray]) -> float | None:
+    """Returns the share of differences between alternatives of a position, each from the
+    first, that are multiples of 2^-8 within float32's resolution: logits in bfloat16 of
+    size 1/2 and more give 1, float32's some 0.01. None with fewer than FEWEST_TOKENS.
+    `tops`: float64 [n, k] each, NaN where there is none."""
+    differences = np.concatenate([(x[:, 1:] - x[:, :1]).ravel() for x in tops] or [[]])
+    differences = differences[np.isfinite(differences)]
+    if len(differences) < FEWEST_TOKENS:
+        return None
+    steps = differences / GRID
+    return float((np.abs(steps - np.rint(steps)) < 0.005).mean())
+
+
+_STRUCTURAL = (
+    CauseKind("shift", "values belong to the neighbouring token ({dose})", shifted,
+              counted=True, stage=0),
+    CauseKind("forced tokens", "tokens with the log-probability 0 count: forced, of the "
+              "prompt or of a tool", forced, counted=True),
+    CauseKind("other base", "values are {dose}", other_base, stage=0),
+)  # fmt: skip
+_OF_THE_DISTRIBUTION = (
+    CauseKind("temperature", "temperature {dose}", temperature, by_slope=True),
+    CauseKind("truncated support", "normalised over {dose}", other_support,
+              by_slope=True),
+    CauseKind("padded vocabulary", "{dose} of padding count as tokens", padded_vocabulary,
+              by_slope=True),
+)  # fmt: skip
+_OF_THE_MODEL = (
+    CauseKind("stale weights", "weights of {dose}", instead_of("stale weights"),
+              by_slope=True),
+    CauseKind("window or cap", "computed without {dose}", instead_of("window or cap"),
+              by_slope=True),
+    CauseKind("packing", "sequences of a pack see each other", instead_of("packing"),
+              by_slope=True),
+    CauseKind("quantised weights", "weights in {dose}", instead_of("quantised weights"),
+              by_slope=True),
+    CauseKind("stored in 16 bits", "values stored, or a softmax computed, in {dose}",
+              stored_in_16_bits, is_size=True),
+)  # fmt: skip
+SIDE_CAUSES = (*_STRUCTURAL, *_OF_THE_DISTRIBUTION, *_OF_THE_MODEL)
+# Without a model, what one side is beside the other
+PAIR_CAUSES = tuple(
+    kind for kind in SIDE_CAUSES if kind.name in ("shift", "forced tokens", "other base")
+)
+KINDS = {kind.name: kind for kind in SIDE_CAUSES}
+
+
+def cause_rows(
+    side: str, kind: CauseKind, sequences: Sequences, errors: Errors,
+    noise: Sequence[float], before: int = 0,
+) -> tuple[list[CauseRow], Effects] | None:  # fmt: skip
+    """Returns the rows of a cause, one for each sequence, of the dose that leaves least
+    squared error, and its effects; None where no dose of it can be tried. `noise`: by
+    sequence the sum of the predicted error's square; `before`: how many causes are
+    undone already."""
+    tried = kind.find(sequences, errors)
+    if not tried:
+        return None
+    each = [
+        _rows(side, kind, sequences, errors, noise, effects, before) for effects in tried
+    ]
+    best = min(range(len(each)), key=lambda i: _left(each[i]))
+    return each[best], tried[best]
+
+
+def _left(rows: Sequence[CauseRow]) -> float:
+    """Returns the squared error that undoing a cause leaves."""
+    return math.fsum(row.after for row in rows)
+
+
+def _rows(
+    side: str, kind: CauseKind, sequences: Sequences, errors: Errors,
+    noise: Sequence[float], effects: Effects, stage: int,
+) -> list[CauseRow]:  # fmt: skip
+    """Returns the rows of a cause of one dose. A token that has no value once it is
+    undone keeps its error, or has none where the cause is known by such tokens."""
+    rows = []
+    counts = effects.counts or [0] * len(sequences)
+    parts = zip(sequences, errors, effects.effects, noise, counts, strict=True)
+    for seen, d, effect, square, count in parts:
+        finite = np.isfinite(d)
+        lost = d if kind.counted else 0.0  # of a token that has no value then
+        change = np.where(np.isfinite(effect), effect, lost)[finite]
+        errors_left = d[finite] if kind.is_size else d[finite] - change
+        before, after = _squares(d[finite]), _squares(errors_left)
+        rows.append(
+            CauseRow(
+                side=side,
+                cause=kind.name,
+                dose=effects.dose,
+                sequence=seen.sequence,
+                tokens=int(finite.sum()),
+                count=count,
+                before=before,
+                after=after,
+                product=float((d[finite] * change).sum()),
+                effect=_squares(change),
+                noise=square,
+                noise_left=square * effects.scale**2,
+                fitted=effects.fitted,
+                stage=stage,
+            )
+        )
+    return rows
+
+
+def _squares(x: np.ndarray) -> float:
+    """Returns the sum of squares of an array."""
+    return float((x**2).sum())
+
+
+def undone(errors: Errors, effects: Effects) -> list[np.ndarray]:
+    """Returns the errors with a cause undone; a token that has no value then keeps NaN,
+    and counts no more."""
+    return [d - effect for d, effect in zip(errors, effects.effects, strict=True)]
+
+
+class Decision(NamedTuple):
+    """Whether a cause is named, by its rows."""
+
+    named: bool
+    cut: float  # the squared error over what undoing leaves; infinite for nothing left
+    slope: SequenceEstimate | None = None
+
+
+def decide(rows: Sequence[CauseRow]) -> Decision:
+    """Returns whether the cause of these rows is named: all of one side and one cause,
+    one for each sequence. Reads nothing else."""
+    kind = KINDS[rows[0].cause]
+    before, after, effect, noise = (
+        math.fsum(getattr(row, name) for row in rows)
+        for name in ("before", "after", "effect", "noise")
+    )
+    tokens, count = sum(row.tokens for row in rows), sum(row.count for row in rows)
+    cut = before / after if after else math.inf if before else 1.0
+    if kind.counted:
+        return Decision(count > 1, cut)
+    if noise and before <= AT_PREDICTION**2 * noise:
+        return Decision(False, cut)
+    if kind.is_size:
+        whole = count == tokens >= FEWEST_TOKENS and noise > 0
+        explained = before <= AT_PREDICTION**2 * (noise + effect)
+        return Decision(whole and explained, cut)
+    if effect <= RESOLVED * noise or tokens < FEWEST_TOKENS:
+        return Decision(False, cut)
+    slope = _slope(rows)
+    if cut >= TENFOLD:
+        return Decision(True, cut, slope)
+    by_slope = kind.by_slope and not any(row.fitted for row in rows)
+    return Decision(by_slope and cut >= LEAST_CUT and _is_one(slope), cut, slope)
+
+
+def _slope(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
+    """Returns the slope of the errors on the cause's effect, with its interval."""
+    sums = [{"product": row.product, "effect": row.effect} for row in rows]
+    return jackknife(sums, lambda s: s["product"] / s["effect"], CONFIDENCE)
+
+
+def _is_one(slope: SequenceEstimate | None) -> bool:
+    """Whether a slope is 1 within its interval, and 0 is FAR outside."""
+    if slope is None or slope.low is None or slope.high is None:
+        return False
+    if not slope.low - NEAR_ONE <= 1 <= slope.high + NEAR_ONE:
+        return False
+    half = (slope.high - slope.low) / 2
+    # The half of a 99 % interval is 2.6 standard errors and more.
+    return slope.mean > FAR / 2.576 * half

@@ -1,0 +1,572 @@
+"""`numdev logprobs`: sets what two programs recorded beside the exact model and beside
+each other, looks for causes, and makes the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numdev.config import LogprobsRequest, demo_checkpoint
+from numdev.errors import UsageError
+from numdev.formats import FORMATS
+from numdev.gate.judging import check_system, judged
+from numdev.gate.rules import Rules, default_rules
+from numdev.report import Provenance
+from numdev.sources.checkpoint import load_tokenizer
+from numdev.studies.logprobs import causes
+from numdev.studies.logprobs.causes import CauseKind, Observed
+from numdev.studies.logprobs.joining import join
+from numdev.studies.logprobs.readers import read_sides
+from numdev.studies.logprobs.records import Joined, RecordedSequence, Side
+from numdev.studies.logprobs.report import (
+    PAIR,
+    CauseRow,
+    LogprobsPlan,
+    LogprobsReport,
+    LogprobsSummary,
+    PairRow,
+    PlannedSide,
+    SideRow,
+    WorstToken,
+)
+from numdev.studies.logprobs.statistics import outside, pair_sums
+from numdev.studies.logprobs.token_bins import bins_of, worst_tokens
+from numdev.studies.logprobs.truth import (
+    ExactModel,
+    Support,
+    exact_instead,
+    exact_values,
+    predicted_errors,
+)
+from numdev.system import System
+
+Progress = Callable[[str, int, int], None]
+# Filters that are tried beside those that the files and the request say
+USUAL = (
+    *(Support(top_p=p) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)),
+    *(Support(top_k=k) for k in (10, 20, 40, 50, 100)),
+    *(Support(min_p=p) for p in (0.01, 0.05, 0.1)),
+)
+MOST_CAUSES = 4  # undone one after the other
+NO_TOKENS = "no token of it counts and has a value"
+# Why a cause was not looked for, where no dose of it could be tried
+NEEDS = {
+    "temperature": "the side is held to a filtered support",
+    "truncated support": "no filter is known that could be undone",
+    "padded vocabulary": "the vocabulary needs no padding, or is filtered",
+    "stale weights": "needs an earlier checkpoint: --previous",
+    "window or cap": "the model has no window and no cap",
+    "packing": "no record packs several sequences",
+    "quantised weights": "the side is held to a filtered support",
+}
+AT_PREDICTION = "the side is at its prediction"
+NEVER = {
+    "adapter": "not built: compare with --model of the merged checkpoint",
+    "routing of experts": "not built: recorded experts are not replayed",
+    "quantised cache": "not built",
+    "batch, chunks and decode": "not built: needs a repeat of one side",
+}
+
+
+def logprobs(
+    request: LogprobsRequest, sides: Sequence[Side], joined: Joined | None = None, *,
+    progress: Progress = lambda what, done, total: None, command: str = "",
+    rules: Rules | None = None, text_of: Callable[[int], str] | None = None,
+) -> LogprobsReport:  # fmt: skip
+    """Returns the report on one side or two, judged by `rules` (None: the default ones).
+    `joined`: both sides' sequences in pairs, where there are two. `text_of`: the text of
+    a token id, where the worst tokens are to be shown as text. Raises UsageError for
+    three sides, and for one without a model; what opening the model raises."""
+    rules, begun = rules or default_rules(), time.monotonic()
+    system = System.probe(request.device)
+    check_system(system.as_dict(), rules)
+    if not sides or len(sides) > 2:
+        raise UsageError(f"logprobs: expected one side or two, got {len(sides)}")
+    if len(sides) == 1 and request.model is None:
+        what = f"{sides[0].path}: has log-probabilities of one program alone"
+        raise UsageError(what, hint="give the other one's file too, or --model")
+    check_format(request.format)
+    study = LogprobsStudy(request, sides, joined)
+    measured = list(study.measured_sides(progress))
+    pairs = [pair_row(i, *study.pair_values(i), study) for i in range(study.pair_count)]
+    pair_causes = study.pair_cause_rows() if study.model is None else []
+    plan = LogprobsPlan(
+        sides=tuple(m.plan for m in measured),
+        pairs=study.pair_count,
+        model=request.model,
+        pair_causes=tuple(dict.fromkeys(row.cause for row in pair_causes)),
+        clip=study.clip,
+    )
+    source: dict[str, object] = study.model.describe() if study.model else {}
+    source |= {"records": ", ".join(Path(file).name for file in request.files)}
+    report = LogprobsReport(
+        provenance=Provenance.now(command, system.as_dict(), source),
+        request=request.model_dump(mode="json"),
+        timings={"total": time.monotonic() - begun},
+        plan=plan,
+        summary=LogprobsSummary(answer=()),
+        **study.measured_fields(measured, text_of),
+        pairs=tuple(pairs),
+        remarks=tuple(study.remarks()),
+    )
+    cause_rows = (*report.causes, *pair_causes)
+    report = report.model_copy(update={"causes": cause_rows})
+    return judged(report, rules)
+
+
+def logprobs_of_files(
+    request: LogprobsRequest, *, progress: Progress = lambda what, done, total: None,
+    command: str = "", rules: Rules | None = None,
+) -> LogprobsReport:  # fmt: skip
+    """Returns the report on the request's files: one with both sides, one of each, or one
+    of one side alone. Raises what reading them raises, and what `logprobs` does."""
+    sides = distinct_sides(
+        [side for file in request.files for side in read_sides(Path(file))]
+    )
+    joined = join(*sides) if len(sides) == 2 else None
+    return logprobs(
+        request,
+        sides,
+        joined,
+        progress=progress,
+        command=command,
+        rules=rules,
+        text_of=text_of_tokens(request.model) if request.show_text else None,
+    )
+
+
+def distinct_sides(sides: Sequence[Side]) -> list[Side]:
+    """Returns the sides, those that share a name, or are called as both together are,
+    named by their files and numbered."""
+    names = [side.name for side in sides]
+    return [
+        side
+        if names.count(side.name) == 1 and side.name != PAIR
+        else dataclasses.replace(side, name=f"{side.path.stem} ({number})")
+        for number, side in enumerate(sides, 1)
+    ]
+
+
+def text_of_tokens(checkpoint: str | None) -> Callable[[int], str]:
+    """Returns the function that gives the text of a token id by the tokenizer beside a
+    checkpoint. Raises UsageError where there is none."""
+    path = demo_checkpoint() if checkpoint == "demo" else Path(checkpoint or "")
+    tokenizer = load_tokenizer(path) if checkpoint else None
+    if tokenizer is None:
+        what = "--show-text: expected a checkpoint with a tokenizer"
+        raise UsageError(f"{what}, got {checkpoint or 'no --model'}")
+    return lambda token: str(tokenizer.decode([token]))
+
+
+def check_format(name: str) -> None:
+    """Raises UsageError for a format whose roundings cannot be predicted."""
+    if name not in FORMATS:
+        raise UsageError(f"--format: expected one of {', '.join(FORMATS)}, got {name!r}")
+
+
+def with_text(
+    tokens: Sequence[WorstToken], text_of: Callable[[int], str] | None
+) -> Iterator[WorstToken]:
+    """Yields the tokens, with their text where `text_of` gives it."""
+    for token in tokens:
+        text = text_of(token.token) if text_of is not None else None
+        yield token.model_copy(update={"text": text})
+
+
+class ComparedSide(NamedTuple):
+    """One side beside the truth."""
+
+    plan: PlannedSide
+    rows: list[SideRow]
+    causes: list[CauseRow]
+    sequences: list[Observed]  # those that have numbers
+
+
+class LogprobsStudy:
+    """Sides, their pairs and the exact model of one request."""
+
+    def __init__(
+        self, request: LogprobsRequest, sides: Sequence[Side], joined: Joined | None
+    ) -> None:
+        self.request, self.sides, self.joined = request, sides, joined
+        self.clip = (request.clip_low, request.clip_high)
+        self.model = self.previous = None
+        open_model = {"device": request.device, "stream": request.stream}
+        if request.model is not None:
+            self.model = ExactModel(request.model, **open_model)  # type: ignore[arg-type]
+        if request.model is not None and request.previous is not None:
+            self.previous = ExactModel(request.previous, **open_model)  # type: ignore[arg-type]
+
+    @property
+    def pair_count(self) -> int:
+        """Returns how many sequences both sides have."""
+        return len(self.joined.pairs) if self.joined is not None else 0
+
+    def chosen(self, side: Side) -> list[RecordedSequence]:
+        """Returns the sequences of a side that are compared with the model: as many as
+        the request says, evenly spread, else all."""
+        every, most = list(side.sequences), self.request.sequences
+        if most is None or most >= len(every):
+            return every
+        return [every[i * len(every) // most] for i in range(most)]
+
+    def support_of(self, record: RecordedSequence) -> Support:
+        """Returns what a record's values are meant to be under: the temperature that it
+        says, else the request's, else 1; and a filter only where the request says one, or
+        the record says that its values are processed. Values that it says are raw are at
+        temperature 1, of all tokens."""
+        says, request = record.settings, self.request
+        if says.logprobs_mode is not None and says.logprobs_mode.startswith("raw"):
+            return Support()
+        asked = Support(
+            request.temperature or 1.0, request.top_p, request.top_k, request.min_p
+        )
+        processed = (says.logprobs_mode or "").startswith("processed")
+        return Support(
+            temperature=says.temperature or asked.temperature,
+            top_p=asked.top_p or (says.top_p if processed else None),
+            top_k=asked.top_k or (says.top_k if processed else None),
+            min_p=asked.min_p or (says.min_p if processed else None),
+        )
+
+    def supports_tried(self, records: Sequence[RecordedSequence]) -> list[Support]:
+        """Returns the filters that are tried on every record of a side: those that its
+        records say, that of the request, and the usual ones; each at the records'
+        temperature, and only where all have one."""
+        temperatures = {self.support_of(record).temperature for record in records}
+        if len(temperatures) != 1:
+            return []
+        of_records = [
+            Support(1.0, r.settings.top_p, r.settings.top_k, r.settings.min_p)
+            for r in records
+        ]
+        meant = [self.support_of(record) for record in records]
+        filters = dict.fromkeys((*of_records, *meant, *USUAL))
+        (temperature,) = temperatures
+        return list(
+            dict.fromkeys(
+                support._replace(temperature=temperature)
+                for support in filters
+                if not support.is_full
+            )
+        )
+
+    def format_of(self, side: Side) -> str:
+        """Returns the format whose roundings are predicted for a side: what all of its
+        records say, where that is a known one, else the request's."""
+        dtype = str(common(side.sequences, "dtype"))
+        name = dtype.removeprefix("torch.")
+        return name if name in FORMATS else self.request.format
+
+    def measured_sides(self, progress: Progress) -> Iterator[ComparedSide]:
+        """Yields each side beside the truth; without a model, sides without numbers."""
+        for side in self.sides:
+            fmt = self.format_of(side)
+            records = self.chosen(side)
+            supports = dict.fromkeys(self.support_of(r).words for r in records)
+            plan = PlannedSide(
+                name=side.name,
+                file=side.path.name,
+                layout=side.layout,
+                sequences=len(records),
+                format=fmt,
+                attention=self.request.attention,
+                support="; ".join(supports),
+                engine=common(records, "engine"),
+                weights_version=common(records, "weights_version"),
+            )
+            if self.model is None:
+                yield ComparedSide(plan, [], [], [])
+                continue
+            tried, rows, observed = self.supports_tried(records), [], []
+            for i, record in enumerate(records):
+                progress(f"{side.name} sequence {i}", i, len(records))
+                row, seen = self.measure(side.name, i, record, fmt, tried)
+                rows.append(row)
+                observed += [seen] if seen is not None else []
+            cause_rows, untested = self.causes_of(side.name, observed)
+            searched = tuple(dict.fromkeys(row.cause for row in cause_rows))
+            plan = plan.model_copy(update={"causes": searched, "untested": untested})
+            yield ComparedSide(plan, rows, cause_rows, observed)
+
+    def measure(
+        self, side: str, number: int, record: RecordedSequence, fmt: str,
+        tried: Sequence[Support],
+    ) -> tuple[SideRow, Observed | None]:  # fmt: skip
+        """Returns the row of one sequence, and what causes are looked for in; None where
+        no token has numbers."""
+        assert self.model is not None
+        support = self.support_of(record)
+        about = {"side": side, "sequence": number, "uid": record.uid}
+        if len(record.weights_versions) > 1:
+            why = "it was sampled under several versions of the weights"
+            return SideRow(**about, status="skipped", reason=why), None  # type: ignore[arg-type]
+        exact = exact_values(self.model, record, support, tried)
+        predicted = predicted_errors(
+            self.model, record, exact.logprobs, support, fmt, self.request.attention
+        )
+        has_exact = np.isfinite(exact.logprobs) & np.isfinite(predicted)
+        counts = record.mask & np.isfinite(record.logprobs) & has_exact
+        outside_support = int((record.mask & np.isneginf(exact.logprobs)).sum())
+        infinite = record.mask & np.isneginf(record.logprobs) & has_exact
+        about |= {
+            "missing": int((record.mask & np.isnan(record.logprobs)).sum()),
+            "outside": outside_support,
+            "infinite": int(infinite.sum()),
+        }
+        if not counts.any():
+            return SideRow(**about, status="skipped", reason=NO_TOKENS), None  # type: ignore[arg-type]
+        seen = Observed(
+            sequence=number,
+            record=record,
+            values=record.logprobs,
+            counts=counts,
+            reference=exact.logprobs,
+            predicted=predicted,
+            exact=exact,
+            vocabulary=self.model.vocabulary,
+            support=support,
+        )
+        return side_row(about, seen, self.clip), seen
+
+    def causes_of(
+        self, side: str, sequences: list[Observed]
+    ) -> tuple[list[CauseRow], dict[str, str]]:
+        """Returns the rows of all causes that could be looked for on a side, and why
+        others could not. What a model must be run for is tried only where the side is not
+        at its prediction."""
+        untested = dict(NEVER)
+        if not sequences:
+            return [], dict.fromkeys((*causes.KINDS, *NEVER), NO_TOKENS)
+        search = CauseSearch(side, sequences)
+        search.undo_all([kind for kind in causes.SIDE_CAUSES if kind.stage == 0])
+        later = [kind for kind in causes.SIDE_CAUSES if kind.stage == 1]
+        if search.at_prediction:
+            untested |= dict.fromkeys(
+                ("stale weights", "window or cap", "packing", "quantised weights"),
+                AT_PREDICTION,
+            )
+        else:
+            search.sequences = [self.with_instead(seen) for seen in sequences]
+        search.undo_all(later)
+        done = {row.cause for row in search.rows}
+        for name in causes.KINDS.keys() - done:
+            untested.setdefault(name, NEEDS.get(name, "it could not be tried"))
+        return search.rows, dict(sorted(untested.items()))
+
+    def with_instead(self, seen: Observed) -> Observed:
+        """Returns a sequence with its exact values under every cause that the model must
+        be run for."""
+        assert self.model is not None
+        assert seen.support is not None
+        record, support = seen.record, seen.support
+        instead = {
+            (cause, dose): exact_instead(self.model, record, support, dose)
+            for cause, dose in self.model.variants()
+        }
+        if self.previous is not None:
+            values = exact_instead(self.previous, record, support)
+            instead["stale weights", self.previous.name] = values
+        if record.sequence_lengths is not None and len(record.sequence_lengths) > 1:
+            instead["packing", ""] = exact_instead(
+                self.model, record, support, as_one=True
+            )
+        return dataclasses.replace(seen, instead=instead)
+
+    def pair_values(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the comparable finite log-probabilities of a pair: of the second side
+        (the trainer), and of the first."""
+        assert self.joined is not None
+        pair = self.joined.pairs[number]
+        a, b = pair.logprobs
+        both = pair.comparable & np.isfinite(a) & np.isfinite(b)
+        return b[both], a[both]
+
+    def pair_cause_rows(self) -> list[CauseRow]:
+        """Returns the rows of the causes that two sides alone can tell: what one of them
+        is beside the other."""
+        if self.joined is None:
+            return []
+        search = CauseSearch(PAIR, list(self.observed_pairs()))
+        if search.sequences:
+            search.undo_all(list(causes.PAIR_CAUSES))
+        return search.rows
+
+    def observed_pairs(self) -> Iterator[Observed]:
+        """Yields the second side's sequences, with the first side's values for a
+        reference; those without a comparable token are left out."""
+        assert self.joined is not None
+        for number, pair in enumerate(self.joined.pairs):
+            a, b = pair.logprobs
+            counts = pair.comparable & np.isfinite(a) & np.isfinite(b)
+            if counts.any():
+                record = RecordedSequence(
+                    token_ids=pair.b.token_ids[pair.at_b], logprobs=b, mask=counts
+                )
+                yield Observed(
+                    sequence=number, record=record, values=b, counts=counts, reference=a
+                )
+
+    def worst(self, measured: Sequence[ComparedSide]) -> list[WorstToken]:
+        """Returns the tokens that are farthest off: of each side beside the truth, else
+        of the second side beside the first."""
+        if self.model is not None:
+            return [w for m in measured for w in worst_tokens(m.plan.name, m.sequences)]
+        return worst_tokens(PAIR, list(self.observed_pairs())) if self.joined else []
+
+    def measured_fields(
+        self, measured: Sequence[ComparedSide], text_of: Callable[[int], str] | None
+    ) -> dict[str, Any]:
+        """Returns the fields of a report that hold what was measured of sides."""
+        rows = [row for side in measured for row in side.rows]
+        cause_rows = [row for side in measured for row in side.causes]
+        bins = [b for side in measured for b in bins_of(side.plan.name, side.sequences)]
+        worst = with_text(self.worst(measured), text_of)
+        return {
+            "rows": tuple(rows),
+            "causes": tuple(cause_rows),
+            "bins": tuple(bins),
+            "worst": tuple(worst),
+        }
+
+    def remarks(self) -> Iterator[str]:
+        """Yields what the readers said, what does not match, and what values look like
+        without that anything follows."""
+        for side in self.sides:
+            yield from (f"{side.name}: {note}" for note in side.notes)
+        yield from self.joined.findings if self.joined is not None else ()
+        for side in self.sides:
+            tops = [s.top_logprobs for s in side.sequences if s.top_logprobs is not None]
+            share = causes.share_on_grid(tops)
+            if share is not None and share > causes.CHANCE:
+                yield (
+                    f"{side.name}: {100 * share:.0f} % of the differences between "
+                    "alternatives are multiples of 2^-8: its logits have 16 bits."
+                )
+
+
+def common(records: Sequence[RecordedSequence], name: str) -> str | None:
+    """Returns what all records say of a setting; None where they say nothing, or do not
+    agree."""
+    settings = {getattr(record.settings, name) for record in records}
+    return next(iter(settings)) if len(settings) == 1 else None
+
+
+def side_row(
+    about: dict[str, object], seen: Observed, clip: tuple[float, float]
+) -> SideRow:
+    """Returns the row of a sequence that has numbers, with the fields `about`."""
+    assert seen.predicted is not None
+    d, e = seen.errors[seen.counts], seen.predicted[seen.counts]
+    with np.errstate(over="ignore"):
+        ratios, predicted_ratios = np.exp(d), np.exp(e)
+    sums = {
+        "error": d.sum(),
+        "square": (d**2).sum(),
+        "largest": np.abs(d).max(),
+        "predicted": e.sum(),
+        "predicted_square": (e**2).sum(),
+        "product": (d * e).sum(),
+    }
+    return SideRow(
+        **about,  # type: ignore[arg-type]
+        tokens=len(d),
+        clipped=int(outside(ratios, clip).sum()),
+        predicted_clipped=int(outside(predicted_ratios, clip).sum()),
+        **{name: float(x) for name, x in sums.items()},  # type: ignore[arg-type]
+    )
+
+
+def pair_row(number: int, p: np.ndarray, q: np.ndarray, study: LogprobsStudy) -> PairRow:
+    """Returns the row of a pair of sequences. `p`, `q`: the comparable log-probabilities
+    of the second side and of the first."""
+    assert study.joined is not None
+    pair = study.joined.pairs[number]
+    mask_a, mask_b = pair.masks
+    a, b = pair.logprobs
+    without = mask_a & mask_b & (np.isnan(a) | np.isnan(b))
+    row = PairRow(
+        sequence=number,
+        uid=pair.a.uid or pair.b.uid,
+        tokens=len(p),
+        missing=int(without.sum()),
+        unshared=sum(pair.unshared),
+        cut=pair.is_cut,
+        mask=int((mask_a != mask_b).sum()),
+        equal=int((p == q).sum()),
+    )
+    if not len(p):
+        return row
+    numbers = {
+        "sums": pair_sums(p, q, study.clip),
+        "largest": float(np.abs(p - q).max()),
+        "largest_probability": float(np.abs(np.exp(p) - np.exp(q)).max()),
+    }
+    return row.model_copy(update=numbers)
+
+
+class CauseSearch:
+    """Looks for causes on one side, and undoes those that are named, the one that takes
+    away most first."""
+
+    def __init__(self, side: str, sequences: list[Observed]) -> None:
+        self.side, self.sequences = side, sequences
+        self.errors = [seen.errors for seen in sequences]
+        self.scale = 1.0  # by which causes undone so far multiply the format's errors
+        self.rows: list[CauseRow] = []
+        self.stage = 0
+
+    @property
+    def noise(self) -> list[float]:
+        """Returns by sequence the sum of the predicted error's square over tokens that
+        still count; 0 where none is predicted."""
+        return [
+            0.0
+            if seen.predicted is None
+            else float((seen.predicted[np.isfinite(d)] ** 2).sum()) * self.scale**2
+            for seen, d in zip(self.sequences, self.errors, strict=True)
+        ]
+
+    @property
+    def at_prediction(self) -> bool:
+        """Whether the error is at most AT_PREDICTION times the predicted one, rms."""
+        square = sum(float(np.nansum(d**2)) for d in self.errors)
+        return square <= causes.AT_PREDICTION**2 * sum(self.noise)
+
+    def undo_all(self, kinds: list[CauseKind]) -> None:
+        """Adds the rows of every kind that can be tried, each once: of one that is named
+        as it was when it was undone, of all others as they are in the end."""
+        kinds = list(kinds)
+        for _ in range(MOST_CAUSES):
+            tried = self._tried(kinds)
+            named = [t for t in tried if causes.decide(t[1]).named]
+            if not named:
+                break
+            # Those that are known by single tokens last: others may explain these.
+            kind, rows, effects = max(
+                named, key=lambda t: (not t[0].counted, causes.decide(t[1]).cut)
+            )
+            self.rows += rows
+            self.errors = causes.undone(self.errors, effects)
+            self.scale *= effects.scale
+            self.stage += 1
+            kinds.remove(kind)
+        self.rows += [row for _, rows, _ in self._tried(kinds) for row in rows]
+
+    def _tried(
+        self, kinds: Sequence[CauseKind]
+    ) -> list[tuple[CauseKind, list[CauseRow], causes.Effects]]:
+        """Returns (kind, its rows, its effects) for every kind that can be tried."""
+        results = []
+        for kind in kinds:
+            tried = causes.cause_rows(
+                self.side, kind, self.sequences, self.errors, self.noise, self.stage
+            )
+            if tried is not None:
+                results.append((kind, *tried))
+        return results

@@ -1,0 +1,200 @@
+"""Computes the summary of a report of log-probabilities from its rows: each side beside
+the truth, the causes that are named, the numbers of dashboards, and the answer. Needs no
+torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from numdev.grouping import grouped
+from numdev.report import Outcome
+from numdev.report.number_text import ratio
+from numdev.studies.logprobs.causes import KINDS, decide
+from numdev.studies.logprobs.report import (
+    PAIR,
+    CauseRow,
+    LogprobsReport,
+    LogprobsSummary,
+    NamedCause,
+    PlannedSide,
+    SequenceEstimate,
+    SideRow,
+    SideSummary,
+)
+from numdev.studies.logprobs.statistics import Sums, dashboard, jackknife, smallest_mean
+
+
+def recomputed_summary(report: LogprobsReport) -> LogprobsSummary:
+    """Returns the summary that the plan, rows and verdicts of a report give; its stored
+    one is not read."""
+    sides = tuple(side_summary(report, planned) for planned in report.plan.sides)
+    pair_causes = tuple(named_causes(report.causes, PAIR))
+    return LogprobsSummary(
+        answer=tuple(answer(report, sides, pair_causes)),
+        sides=sides,
+        pair_causes=pair_causes,
+        statistics=dashboard(report.pairs, report.plan.clip),
+        notes=report.remarks,
+    )
+
+
+def with_summary(report: LogprobsReport) -> LogprobsReport:
+    """Returns a copy of the report with the summary that its rows give."""
+    return report.model_copy(update={"summary": recomputed_summary(report)})
+
+
+def side_rows(report: LogprobsReport, side: str) -> list[SideRow]:
+    """Returns the rows of a side that have numbers."""
+    return [row for row in report.rows if row.side == side and row.status == "ok"]
+
+
+def side_sums(rows: Sequence[SideRow]) -> list[Sums]:
+    """Returns the sums of each row by name; of rows that have numbers."""
+    names = (
+        *("error", "square", "predicted", "predicted_square", "product"),
+        *("tokens", "clipped", "predicted_clipped"),
+    )
+    return [{name: float(getattr(row, name) or 0) for name in names} for row in rows]
+
+
+def _rms_over_predicted(sums: Sums) -> float:
+    """Returns the rms error over the predicted one, of sums over sequences."""
+    return math.sqrt(sums["square"] / sums["predicted_square"])
+
+
+def rms_ratio(
+    rows: Sequence[SideRow], confidence: float = 0.95
+) -> SequenceEstimate | None:
+    """Returns the rms error of a side over the predicted one, with its interval; None
+    without rows, or where nothing is predicted."""
+    if not rows:
+        return None
+    return jackknife(side_sums(rows), _rms_over_predicted, confidence)
+
+
+def side_summary(report: LogprobsReport, planned: PlannedSide) -> SideSummary:
+    """Returns one side over all its sequences; without numbers where none was
+    measured."""
+    rows = side_rows(report, planned.name)
+    plain = SideSummary(
+        name=planned.name,
+        format=planned.format,
+        sequences=len(rows),
+        tokens=sum(row.tokens for row in rows),
+        causes=tuple(named_causes(report.causes, planned.name)),
+    )
+    if not rows:
+        return plain
+    sums = side_sums(rows)
+    total = {name: math.fsum(row[name] for row in sums) for name in sums[0]}
+    tokens = total["tokens"]
+    mean = jackknife(sums, lambda s: s["error"] / s["tokens"])
+    shares = {name: total[name] / tokens for name in ("clipped", "predicted_clipped")}
+    spread = math.sqrt(total["square"] * total["predicted_square"])
+    return plain.model_copy(
+        update={
+            "rms": math.sqrt(total["square"] / tokens),
+            "ratio": rms_ratio(rows),
+            "mean": mean,
+            "expected_mean": -total["predicted_square"] / tokens / 2,
+            "correlation": total["product"] / spread if spread else None,
+            "resolved": smallest_mean(mean),
+            **shares,
+        }
+    )
+
+
+def named_causes(rows: Sequence[CauseRow], side: str) -> Iterator[NamedCause]:
+    """Yields the causes that are named on a side, in the order in which they were
+    undone."""
+    by_cause = grouped((row for row in rows if row.side == side), lambda row: row.cause)
+    for of_cause in sorted(by_cause.values(), key=lambda of: of[0].stage):
+        decision = decide(of_cause)
+        if decision.named:
+            kind, dose = KINDS[of_cause[0].cause], of_cause[0].dose
+            yield NamedCause(
+                side=side,
+                cause=kind.name,
+                dose=dose,
+                words=kind.words.format(dose=dose),
+                share=1 - 1 / decision.cut,
+                slope=decision.slope,
+                left=_left(of_cause, is_size=kind.is_size),
+            )
+
+
+def _left(rows: Sequence[CauseRow], *, is_size: bool) -> float | None:
+    """Returns the rms error over the predicted one that undoing a cause leaves, or that
+    is left where its size is predicted too; None where nothing is predicted."""
+    names = ("before", "after", "effect", "noise", "noise_left")
+    before, after, effect, noise, noise_left = (
+        math.fsum(getattr(row, name) for row in rows) for name in names
+    )
+    if not noise_left:
+        return None
+    return math.sqrt(before / (noise + effect) if is_size else after / noise_left)
+
+
+def answer(
+    report: LogprobsReport,
+    sides: Sequence[SideSummary],
+    pair_causes: Sequence[NamedCause],
+) -> Iterator[str]:
+    """Yields the sentences of the answer: verdict, every side's error in multiples of
+    what its format explains, and the causes; then what was not told."""
+    verdicts = {verdict.kernel: verdict.outcome for verdict in report.verdicts}
+    parts = list(_ratio_clauses(ordered(sides, verdicts)))
+    if report.outcome is not None:
+        why = causes_clause([c for side in sides for c in side.causes] or pair_causes)
+        yield f"{report.outcome.word} {'; '.join(parts)}.{f' {why}' if why else ''}"
+    if report.plan.model is None:
+        yield "No model: which side is off is not told; give --model for that."
+
+
+def ordered(
+    sides: Sequence[SideSummary], verdicts: dict[str, Outcome]
+) -> list[SideSummary]:
+    """Returns the sides, the one with the gravest verdict first."""
+    order = list(Outcome)
+    return sorted(
+        sides, key=lambda side: order.index(verdicts.get(side.name, Outcome.PASSED))
+    )
+
+
+def _ratio_clauses(sides: Sequence[SideSummary]) -> Iterator[str]:
+    """Yields `rollout: 6.12× what bfloat16 explains`, then `trainer 1.02×` where that is
+    of the same format."""
+    before = ""
+    for side in sides:
+        if side.ratio is not None and side.format == before:
+            yield f"{side.name} {ratio(side.ratio.mean)}×"
+        else:
+            yield f"{side.name}: {ratio_clause(side)}"
+        before = side.format if side.ratio is not None else ""
+
+
+def ratio_clause(side: SideSummary) -> str:
+    """Returns `6.12× what bfloat16 explains`; `not compared with a model` where that is
+    so."""
+    if side.ratio is None:
+        return "not compared with a model" if not side.tokens else "nothing is predicted"
+    return f"{ratio(side.ratio.mean)}× what {side.format} explains"
+
+
+def causes_clause(named: Sequence[NamedCause], *, with_side: bool = True) -> str:
+    """Returns `Cause: rollout: temperature 0.7; undoing it leaves 1.10×.`, or without the
+    side; empty without a cause."""
+    if not named:
+        return ""
+    texts = []
+    for cause in named:
+        side = "one side beside the other" if cause.side == PAIR else cause.side
+        undone = ""
+        if cause.left is not None:
+            what = "with its size" if KINDS[cause.cause].is_size else "undoing it leaves"
+            undone = f"; {what} {ratio(cause.left)}×"
+        texts.append(
+            f"{side}: {cause.words}{undone}" if with_side else cause.words + undone
+        )
+    return f"{'Cause' if len(texts) == 1 else 'Causes'}: {'. '.join(texts)}."

@@ -1,0 +1,85 @@
+"""Where in sequences a side is off: by position, by entropy and by probability, and the
+worst tokens. Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from numdev.studies.logprobs.causes import Observed
+from numdev.studies.logprobs.report import Bin, WorstToken
+
+MOST = 20  # worst tokens of a side
+POSITIONS = (0, 16, 64, 256, 1024, 4096, math.inf)
+ENTROPIES = (0, 0.1, 0.5, 1, 2, 4, math.inf)  # nats
+PROBABILITIES = (0, 1e-6, 1e-4, 0.01, 0.1, 0.5, 1.0)
+By = Literal["position", "entropy", "probability"]
+
+
+def bins_of(side: str, sequences: Sequence[Observed]) -> Iterator[Bin]:
+    """Yields the errors of one side by position, by entropy and by the exact
+    probability of the token; ranges without a token are left out."""
+    edges: dict[By, tuple[float, ...]] = {
+        "position": POSITIONS, "entropy": ENTROPIES, "probability": PROBABILITIES,
+    }  # fmt: skip
+    parts = [_columns(seen) for seen in sequences if seen.exact is not None]
+    if not parts:
+        return
+    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for by, ends in edges.items():
+        for low, high in itertools.pairwise(ends):
+            upper = table[by] <= high if high == ends[-1] else table[by] < high
+            chosen = (table[by] >= low) & upper
+            if chosen.any():
+                d, e = table["error"][chosen], table["predicted"][chosen]
+                yield Bin(
+                    side=side,
+                    by=by,
+                    label=f"{low:g} to {high:g}" if high < math.inf else f"from {low:g}",
+                    tokens=int(chosen.sum()),
+                    square=float((d**2).sum()),
+                    predicted_square=float((e**2).sum()),
+                )
+
+
+def _columns(seen: Observed) -> dict[str, np.ndarray]:
+    """Returns what tokens that count are sorted by, and their errors, by name; float64
+    [tokens] each."""
+    assert seen.exact is not None
+    assert seen.predicted is not None
+    counts = seen.counts
+    return {
+        "position": np.flatnonzero(counts).astype(np.float64),
+        "entropy": np.maximum(0.0, seen.exact.entropy[counts]),
+        "probability": np.minimum(1.0, np.exp(seen.reference[counts])),
+        "error": seen.errors[counts],
+        "predicted": seen.predicted[counts],
+    }
+
+
+def worst_tokens(side: str, sequences: Sequence[Observed]) -> list[WorstToken]:
+    """Returns the tokens with the largest |error| of all sequences, the largest first, at
+    most MOST."""
+    tokens = []
+    for seen in sequences:
+        size = np.where(seen.counts, np.abs(seen.errors), -1.0)
+        for at in np.argsort(-size, kind="stable")[:MOST].tolist():
+            if size[at] < 0:
+                break
+            entropy = None if seen.exact is None else float(seen.exact.entropy[at])
+            tokens.append(
+                WorstToken(
+                    side=side,
+                    sequence=seen.sequence,
+                    position=at,
+                    token=int(seen.record.token_ids[at]),
+                    error=float(seen.errors[at]),
+                    exact=float(seen.reference[at]),
+                    entropy=entropy,
+                )
+            )
+    return sorted(tokens, key=lambda token: -abs(token.error))[:MOST]

@@ -1,0 +1,325 @@
+"""Judges what two programs recorded: tests of each side beside the truth and of both
+sides together, from plan and rows. Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from numdev.gate.findings import run_findings
+from numdev.gate.judgement import Judgement, Test, TestFields
+from numdev.gate.rules import AtMost, Rules
+from numdev.gate.thresholds import run_test
+from numdev.grouping import grouped
+from numdev.report import Finding, Standing, Who
+from numdev.report.number_text import ratio, si, three
+from numdev.studies.logprobs.causes import decide
+from numdev.studies.logprobs.report import (
+    PAIR,
+    LogprobsReport,
+    NamedCause,
+    PlannedSide,
+    SideSummary,
+)
+from numdev.studies.logprobs.summary import (
+    causes_clause,
+    named_causes,
+    rms_ratio,
+    side_rows,
+    side_summary,
+    with_summary,
+)
+from numdev.yamlfile import Strict
+
+__all__ = ["LogprobsLimits", "findings", "passing", "tests", "with_summary"]
+
+NOISE, FINITE, CAUSE = "noise", "finite", "cause"
+SAME, COPY = "same tokens", "copy"
+SURELY = 10  # times the limit: exceeded without an interval
+CONFIDENCE = 0.99  # of the interval by which a side is accused
+FEWEST = 32  # tokens that make two equal sides a copy
+NO_MODEL = "no model: which side is off is not told (--model)"
+
+
+class LogprobsLimits(Strict):
+    """The limits of `numdev logprobs`; configs/gate/default.yaml says what each key
+    means."""
+
+    rms_over_predicted: AtMost
+    tokens: AtMost
+
+
+def tests(report: LogprobsReport, rules: Rules) -> Iterator[Test]:
+    """Yields the tests of a report. For each side: whether it was compared, its error
+    beside what its format explains, and whether a cause is named. For both together:
+    whether they have the same tokens, are no copy of each other, and, without a model,
+    whether a cause is named."""
+    limits: LogprobsLimits = rules.limits_of("logprobs")
+    for side in report.plan.sides:
+        who = subject(side.name, side.format)
+        yield _run_test(report, side, who, rules)
+        for fields in _side_tests(report, side, limits):
+            yield Test(**who, tensor="logprobs", **fields)
+    if len(report.plan.sides) == 2:
+        formats = dict.fromkeys(side.format for side in report.plan.sides)
+        who = subject(PAIR, ", ".join(formats))
+        count = {"ok": sum(row.tokens > 0 for row in report.pairs)}
+        count["failed"] = 0 if count["ok"] else 1
+        why = ["no token of the two sides can be compared"] if count["failed"] else []
+        yield run_test(who, rules, "logprobs", count, why, asked=True)
+        for fields in _pair_tests(report):
+            yield Test(**who, tensor="logprobs", **fields)
+
+
+def subject(name: str, fmt: str) -> Who:
+    """Returns the fields of a test on a side, or on both (PAIR)."""
+    return {"role": "kernel", "kernel": name, "options": {}, "format": fmt}
+
+
+def _run_test(report: LogprobsReport, side: PlannedSide, who: Who, rules: Rules) -> Test:
+    """Returns the test of how many sequences of a side were compared with the model, or
+    without one with the other side."""
+    if report.plan.model is None:
+        rows = [row for row in report.pairs if row.tokens]
+        return run_test(who, rules, "logprobs", {"ok": len(rows)}, (), asked=True)
+    of_side = [row for row in report.rows if row.side == side.name]
+    count = {name: sum(row.status == name for row in of_side) for name in ("ok",)}
+    count["skipped"] = len(of_side) - count["ok"]
+    reasons = [row.reason for row in of_side if row.reason]
+    return run_test(who, rules, "logprobs", count, reasons, asked=True)
+
+
+def _side_tests(
+    report: LogprobsReport, side: PlannedSide, limits: LogprobsLimits
+) -> Iterator[TestFields]:
+    """Yields the tests of a side's error and of its causes."""
+    if report.plan.model is None:
+        yield {"rule": NOISE, "standing": Standing.UNDECIDED, "reasons": (NO_MODEL,)}
+        return
+    yield _noise_test(report, side, limits)
+    yield _finite_test(report, side)
+    named = tuple(named_causes(report.causes, side.name))
+    searched = Standing.HELD if side.causes else Standing.NOT_APPLICABLE
+    yield {
+        "rule": CAUSE,
+        "standing": Standing.EXCEEDED if named else searched,
+        "metric": "causes",
+        "observed": float(len(named)),
+        "bound": 0.0,
+        "limit": "none",
+        "judged": len(side.causes),
+        "offending": len(named),
+        "beyond": named,
+    }
+
+
+def _noise_test(
+    report: LogprobsReport, side: PlannedSide, limits: LogprobsLimits
+) -> TestFields:
+    """Returns the test of a side's rms error over the predicted one. It is exceeded where
+    the lower end of its 99 % interval is, or without an interval from SURELY times the
+    limit on."""
+    rows, limit = side_rows(report, side.name), limits.rms_over_predicted
+    tokens = sum(row.tokens for row in rows)
+    estimate = rms_ratio(rows, CONFIDENCE)
+    test: TestFields = {
+        "rule": NOISE,
+        "standing": Standing.HELD,
+        "metric": "rms_over_predicted",
+        "bound": limit,
+        "limit": f"at most {three(limit)}",
+        "judged": tokens,
+    }
+    if estimate is None:
+        why = "nothing is predicted of it" if rows else "no sequence has numbers"
+        return test | {"standing": Standing.MISSING, "reasons": (why,)}
+    test["observed"] = estimate.mean
+    if estimate.low is not None and estimate.high is not None:
+        test["interval"] = (estimate.low, estimate.high)
+    surely = estimate.low is None and estimate.mean > SURELY * limit
+    if surely or (estimate.low is not None and estimate.low > limit):
+        return test | {"standing": Standing.EXCEEDED, "offending": tokens}
+    why = ""
+    if tokens < limits.tokens:
+        why = f"{tokens} tokens are too few: {three(limits.tokens)} or more would tell"
+    elif estimate.low is None:
+        why = "no interval: 3 sequences or more would tell"
+    elif estimate.mean > limit:
+        why = "more sequences would tell on which side of the limit it is"
+    if why:
+        why = f"{ratio(estimate.mean)}× what {side.format} explains; {why}"
+        return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
+    return test
+
+
+def _finite_test(report: LogprobsReport, side: PlannedSide) -> TestFields:
+    """Returns the test that a side says minus infinity of no token that counts and is
+    within its support in the exact model. Under a filter two sound programs keep other
+    tokens at its edge, so that it does not apply."""
+    rows = [row for row in report.rows if row.side == side.name]
+    infinite = sum(row.infinite for row in rows)
+    if infinite and any(name in side.support for name in ("top_p", "top_k", "min_p")):
+        why = f"{infinite:,} tokens have minus infinity, at the edge of the filter"
+        return {
+            "rule": FINITE, "standing": Standing.NOT_APPLICABLE, "reasons": (why,),
+        }  # fmt: skip
+    return {
+        "rule": FINITE,
+        "standing": Standing.EXCEEDED if infinite else Standing.HELD,
+        "metric": "infinite",
+        "observed": float(infinite),
+        "bound": 0.0,
+        "limit": "none",
+        "judged": infinite + sum(row.tokens for row in rows),
+        "offending": infinite,
+    }
+
+
+def _pair_tests(report: LogprobsReport) -> Iterator[TestFields]:
+    """Yields the tests of both sides together."""
+    other = [row for row in report.pairs if row.unshared and not row.cut]
+    yield {
+        "rule": SAME,
+        "standing": (Standing.EXCEEDED if other else Standing.HELD)
+        if report.pairs
+        else Standing.MISSING,
+        "metric": "unequal",
+        "observed": float(len(other)),
+        "bound": 0.0,
+        "limit": "none",
+        "judged": len(report.pairs),
+        "offending": len(other),
+        "reasons": () if report.pairs else ("no sequence is on both sides",),
+        "beyond": tuple(other),
+    }
+    tokens, equal = (
+        sum(getattr(r, n) for r in report.pairs) for n in ("tokens", "equal")
+    )
+    if tokens >= FEWEST and tokens == equal:
+        why = (
+            f"all {tokens:,} values are equal bit by bit: one is a copy of the other, or "
+            "of the same engine"
+        )
+        yield {"rule": COPY, "standing": Standing.UNDECIDED, "reasons": (why,)}
+    elif tokens:
+        yield {"rule": COPY, "standing": Standing.HELD, "judged": tokens}
+    if report.plan.model is None:
+        yield from _pair_cause_tests(report)
+
+
+def _pair_cause_tests(report: LogprobsReport) -> Iterator[TestFields]:
+    """Yields the test of what one side is beside the other, where that was looked for."""
+    by_cause = grouped(
+        (row for row in report.causes if row.side == PAIR), lambda row: row.cause
+    )
+    named = [rows for rows in by_cause.values() if decide(rows).named]
+    if by_cause:
+        yield {
+            "rule": CAUSE,
+            "standing": Standing.EXCEEDED if named else Standing.HELD,
+            "metric": "causes",
+            "observed": float(len(named)),
+            "bound": 0.0,
+            "limit": "none",
+            "judged": len(by_cause),
+            "offending": len(named),
+            "beyond": tuple(named_causes(report.causes, PAIR)),
+        }
+
+
+def findings(
+    judgement: Judgement, report: LogprobsReport
+) -> tuple[Sequence[Finding], Sequence[str]]:
+    """Returns a finding for each side, and for both together, that is beyond a limit or
+    has a cause; and notes on what was not looked for."""
+    wrong = [test for test in judgement.tests if test.standing is Standing.EXCEEDED]
+    sentences = []
+    for of_side in grouped(wrong, lambda test: test.kernel).values():
+        test = of_side[0]
+        clause = "; ".join(_finding_clauses(report, of_side))
+        named = ", ".join(cause.cause for cause in _causes_in(of_side))
+        observed = test.observed if isinstance(test.observed, float) else None
+        sentences.append(
+            Finding(
+                rule=test.rule,
+                severity="exceeded",
+                sentence=f"{test.kernel} ({test.format}) {clause}.",
+                kernel=test.kernel or "",
+                formats=(test.format or "",),
+                tensor=test.tensor,
+                metric=test.metric,
+                limit=test.bound,
+                count=test.offending,
+                observed=observed,
+                judged=test.judged,
+                cause=named or None,
+            )
+        )
+    return (*sentences, *run_findings(judgement.tests)), tuple(_not_tested(report))
+
+
+def _causes_in(tests_of_side: Sequence[Test]) -> list[NamedCause]:
+    """Returns the causes that tests name."""
+    naming = (test.beyond for test in tests_of_side if test.rule == CAUSE)
+    return list(itertools.chain.from_iterable(naming))
+
+
+def _finding_clauses(
+    report: LogprobsReport, tests_of_side: Sequence[Test]
+) -> Iterator[str]:
+    """Yields what the exceeded tests of one side say, as clauses that follow its name."""
+    for test in tests_of_side:
+        if test.rule == NOISE:
+            low, high = test.interval or (None, None)
+            ends = f"{three(low)} to {three(high)}; " if test.interval else ""
+            number = test.observed if isinstance(test.observed, float) else None
+            yield (
+                f"errs {ratio(number)}× what {test.format} explains "
+                f"({ends}limit {three(test.bound)}×)"
+            )
+        elif test.rule == FINITE:
+            count = f"{test.offending:,} tokens"
+            yield f"says minus infinity of {count} that the model can say"
+        elif test.rule == SAME:
+            yield f"has other tokens in {test.offending} of {test.judged} sequences"
+        else:
+            yield causes_clause(_causes_in(tests_of_side), with_side=False).rstrip(".")
+    if not _causes_in(tests_of_side) and any(t.rule == NOISE for t in tests_of_side):
+        yield "the cause is none of those that were looked for"
+
+
+def _not_tested(report: LogprobsReport) -> Iterator[str]:
+    """Yields a sentence on the causes that were not looked for, with the reasons."""
+    for side in report.plan.sides:
+        by_reason = grouped(side.untested.items(), lambda item: item[1])
+        if by_reason:
+            texts = [
+                f"{', '.join(cause for cause, _ in items)} ({reason})"
+                for reason, items in by_reason.items()
+            ]
+            yield f"{side.name}: not looked for: {'; '.join(texts)}."
+
+
+def passing(report: LogprobsReport, tests_of_side: Sequence[Test]) -> str | None:
+    """Returns what to say of a side that passed, as a clause; of both together, that
+    their tokens are the same."""
+    name = tests_of_side[0].kernel
+    planned = next((side for side in report.plan.sides if side.name == name), None)
+    if planned is None:
+        tokens = sum(row.tokens for row in report.pairs)
+        return f"the same tokens on both sides ({tokens:,} compared)"
+    return side_clause(side_summary(report, planned))
+
+
+def side_clause(side: SideSummary) -> str:
+    """Returns `1.02× what bfloat16 explains (0.97 to 1.07) at 9,120 tokens; mean 1e-4,
+    4e-4 expected; no cause named`."""
+    assert side.ratio is not None
+    ends = ""
+    if side.ratio.low is not None and side.ratio.high is not None:
+        ends = f" ({ratio(side.ratio.low)} to {ratio(side.ratio.high)})"
+    mean = side.mean.mean if side.mean is not None else None
+    return (
+        f"{ratio(side.ratio.mean)}× what {side.format} explains{ends}, {side.tokens:,} "
+        f"tokens; mean {si(mean)} beside {si(side.expected_mean)}; no cause named"
+    )

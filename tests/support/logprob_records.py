@@ -1,0 +1,90 @@
+"""Records of log-probabilities for tests: tokens of a tiny model, and what one program or
+another, sound or with a planted cause, would have recorded of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from numdev.studies.logprobs.records import (
+    Joined,
+    RecordedSequence,
+    RecordedSettings,
+    SequencePair,
+    Side,
+)
+from numdev.studies.logprobs.truth import Support, token_logprobs
+
+FULL = Support()
+BFLOAT16 = RecordedSettings(dtype="bfloat16")
+
+
+def drawn_tokens(
+    model: nn.Module, count: int, length: int, *, seed: int = 0, support: Support = FULL
+) -> list[np.ndarray]:  # fmt: skip
+    """Sequences that a model samples, int64 [length] each, in its own dtype."""
+    from numdev.studies.logprobs.truth import kept_tokens
+
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(3, vocabulary, (count, 1), generator=generator)
+    with torch.no_grad():
+        for _ in range(length - 1):
+            logits = model(input_ids=ids).logits[:, -1].double() / support.temperature
+            logprobs = logits.log_softmax(-1)
+            logprobs = logprobs.masked_fill(~kept_tokens(logprobs, support), -torch.inf)
+            drawn = torch.multinomial(logprobs.exp(), 1, generator=generator)
+            ids = torch.cat([ids, drawn], dim=1)
+    return list(ids.numpy())
+
+
+def recorded(
+    model: nn.Module, ids: np.ndarray, support: Support = FULL, *, batch: int = 1,
+    top: int = 0,
+) -> RecordedSequence:  # fmt: skip
+    """What a model records of tokens: one pass, in its own dtype, softmax in fp64, the
+    sequence alone or in a batch of copies; with `top` alternatives."""
+    inputs = torch.from_numpy(ids)[None].repeat(batch, 1)
+    with torch.no_grad():
+        logits = model(input_ids=inputs).logits[batch - 1].double()
+    values = token_logprobs(logits, ids, support)
+    fields: dict[str, object] = {}
+    if top:
+        logprobs = (logits[:-1] / support.temperature).log_softmax(-1)
+        best = logprobs.topk(top)
+        empty = np.full((1, top), np.nan)
+        fields["top_logprobs"] = np.concatenate([empty, best.values.numpy()])
+        fields["top_ids"] = np.concatenate([np.full((1, top), -1), best.indices.numpy()])
+    return RecordedSequence(
+        token_ids=ids, logprobs=values, mask=np.ones(len(ids), dtype=bool),
+        settings=BFLOAT16, **fields,
+    )  # fmt: skip
+
+
+def side(name: str, sequences: Sequence[RecordedSequence]) -> Side:
+    numbered = (replace(s, uid=str(i)) for i, s in enumerate(sequences))
+    return Side(
+        name=name, path=Path(f"{name}.jsonl"), layout="plain", sequences=tuple(numbered)
+    )
+
+
+def changed(
+    s: RecordedSequence, change: Callable[[np.ndarray], np.ndarray]
+) -> RecordedSequence:
+    """The sequence with other values."""
+    return replace(s, logprobs=change(s.logprobs))
+
+
+def joined(a: Side, b: Side) -> Joined:
+    """Pairs in order, of sequences with the same tokens."""
+    every = (np.arange(len(x)) for x in a.sequences)
+    pairs = [
+        SequencePair(x, y, at, at, "uid")
+        for x, y, at in zip(a.sequences, b.sequences, every, strict=True)
+    ]
+    return Joined(a=a, b=b, pairs=tuple(pairs), alone_in_a=(), alone_in_b=())

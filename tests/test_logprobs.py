@@ -1,0 +1,318 @@
+"""`numdev logprobs`: which of two programs is off, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from numdev.config import logprobs_request
+from numdev.errors import MeasurementError, UsageError
+from numdev.gate.judging import judge_report
+from numdev.report import Outcome
+from numdev.studies.logprobs.causes import decide, share_on_grid
+from numdev.studies.logprobs.records import RecordedSequence, RecordedSettings
+from numdev.studies.logprobs.report import CauseRow, LogprobsReport, PairRow
+from numdev.studies.logprobs.statistics import dashboard, jackknife, pair_sums
+from numdev.studies.logprobs.study import logprobs
+from numdev.studies.logprobs.truth import ExactModel, Support
+from tests.support.logprob_records import changed, drawn_tokens, joined, recorded, side
+
+COUNT, LENGTH = 6, 48
+Change = Callable[[RecordedSequence], RecordedSequence]
+
+
+@cache
+def sound() -> tuple[list[RecordedSequence], list[RecordedSequence]]:
+    """What transformers records of the demo model in bfloat16, with SDPA and eager; the
+    tokens are the model's own, with four alternatives."""
+    model = ExactModel("demo", device="cpu")
+    tokens = drawn_tokens(model.source.load(torch.float32), COUNT, LENGTH)
+    both = []
+    for attention in ("sdpa", "eager"):
+        used = model.source.load(torch.bfloat16)
+        used.set_attn_implementation(attention)
+        both.append([recorded(used, ids, top=4) for ids in tokens])
+    return both[0], both[1]
+
+
+def run(
+    rollout: list[RecordedSequence], trainer: list[RecordedSequence] | None = None,
+    **flags: object,
+) -> LogprobsReport:  # fmt: skip
+    flags = {"model": "demo", "device": "cpu", **flags}
+    request = logprobs_request(["both.jsonl"], flags)
+    sides = [side("rollout", rollout)]
+    if trainer is not None:
+        sides.append(side("trainer", trainer))
+    pairs = joined(*sides) if trainer is not None else None
+    report = logprobs(request, sides, pairs)
+    assert judge_report(report).outcome == report.outcome
+    return report
+
+
+def planted(change: Change, **flags: object) -> LogprobsReport:
+    rollout, trainer = sound()
+    return run([change(s) for s in rollout], trainer, **flags)
+
+
+def verdicts(report: LogprobsReport) -> dict[str, Outcome]:
+    return {verdict.kernel: verdict.outcome for verdict in report.verdicts}
+
+
+def named(report: LogprobsReport, name: str = "rollout") -> list[str]:
+    side = next(s for s in report.summary.sides if s.name == name)
+    return [cause.cause for cause in side.causes]
+
+
+def test_two_sound_sides_pass() -> None:
+    """Each is at what bfloat16 explains, and nothing is named."""
+    report = planted(lambda s: s)
+    assert report.outcome is Outcome.PASSED
+    assert {*verdicts(report).values()} == {Outcome.PASSED}
+    for summary in report.summary.sides:
+        assert summary.ratio is not None
+        assert 0.7 < summary.ratio.mean < 1.4
+        assert summary.causes == ()
+    assert report.summary.answer[0].startswith("PASS rollout: ")
+
+
+CAUSES: dict[str, tuple[Change, str]] = {
+    "shift": (lambda s: changed(s, lambda x: np.roll(x, 1)), "shift"),
+    "base 2": (lambda s: changed(s, lambda x: x / math.log(2)), "other base"),
+    "probabilities": (lambda s: changed(s, np.exp), "other base"),
+    "sign": (lambda s: changed(s, lambda x: -x), "other base"),
+    "forced": (
+        lambda s: changed(s, lambda x: np.where(np.arange(len(x)) % 9 == 4, 0.0, x)),
+        "forced tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_is_named_and_undone(name: str) -> None:
+    """The rollout fails with the cause, which undone leaves what bfloat16 explains; the
+    trainer passes."""
+    change, cause = CAUSES[name]
+    report = planted(change)
+    assert verdicts(report) == {
+        "rollout": Outcome.EXCEEDED, "trainer": Outcome.PASSED, "pair": Outcome.PASSED,
+    }  # fmt: skip
+    assert named(report) == [cause]
+    assert named(report, "trainer") == []
+    left = report.summary.sides[0].causes[0].left
+    assert left is not None
+    assert left < 1.5
+    assert "FAIL rollout" in report.summary.answer[0]
+    assert "undoing it leaves" in report.summary.answer[0]
+
+
+@pytest.mark.parametrize("top", [True, False])
+def test_a_temperature_is_told(top: bool) -> None:
+    """From the alternatives to a thousandth; from the chosen tokens alone to a
+    hundredth."""
+    model = ExactModel("demo", device="cpu")
+    used = model.source.load(torch.bfloat16)
+    _, trainer = sound()
+    at = Support(temperature=0.7)
+    rollout = [recorded(used, s.token_ids, at, top=4 * top) for s in trainer]
+    report = run(rollout, trainer)
+    assert named(report) == ["temperature"]
+    dose = float(report.summary.sides[0].causes[0].dose)
+    assert dose == pytest.approx(0.7, abs=0.002 if top else 0.01)
+    meant = [
+        replace(s, settings=RecordedSettings(dtype="bfloat16", temperature=0.7))
+        for s in rollout
+    ]
+    assert run(meant, trainer).outcome is Outcome.PASSED
+
+
+def test_a_truncated_support_is_told() -> None:
+    """Values renormalised over top_p 0.8, of tokens sampled from there; under
+    --top-p 0.8 they are what they are meant to be."""
+    model = ExactModel("demo", device="cpu")
+    at = Support(top_p=0.8)
+    used = model.source.load(torch.bfloat16)
+    tokens = drawn_tokens(model.source.load(torch.float32), COUNT, LENGTH, support=at)
+    rollout = [recorded(used, ids, at) for ids in tokens]
+    trainer = [recorded(used, ids) for ids in tokens]
+    report = run(rollout, trainer)
+    assert named(report) == ["truncated support"]
+    assert report.summary.sides[0].causes[0].dose == "top_p 0.8"
+    assert named(report, "trainer") == []
+    assert verdicts(run(rollout, top_p=0.8))["rollout"] is not Outcome.EXCEEDED
+
+
+def test_stale_and_quantised_weights_are_told(tmp_path: Path) -> None:
+    """An earlier checkpoint by --previous; weights in int8 without being asked."""
+    model = ExactModel("demo", device="cpu")
+    older = model.source.load(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in older.parameters():
+            weight += 0.02 * weight.std() * torch.randn(weight.shape, generator=generator)
+    older.save_pretrained(tmp_path / "older")
+    _, trainer = sound()
+    stale = ExactModel(str(tmp_path / "older"), device="cpu").source.load(torch.bfloat16)
+    rollout = [recorded(stale, s.token_ids) for s in trainer]
+    report = run(rollout, trainer, previous=str(tmp_path / "older"))
+    assert named(report) == ["stale weights"]
+    slope = report.summary.sides[0].causes[0].slope
+    assert slope is not None
+    assert slope.mean == pytest.approx(1, abs=0.1)
+    without = run(rollout, trainer)
+    assert named(without) == []
+    assert verdicts(without)["rollout"] is Outcome.EXCEEDED
+    assert "none of those that were looked for" in without.findings[0].sentence
+
+
+def test_without_a_model_no_side_is_accused() -> None:
+    """Two sound sides are not judged; what one is beside the other is named of both."""
+    report = planted(lambda s: s, model=None)
+    assert report.outcome is Outcome.NOT_JUDGED
+    assert verdicts(report)["rollout"] is Outcome.NOT_JUDGED
+    assert "give --model" in report.summary.answer[1]
+    for change, cause in CAUSES.values():
+        report = planted(change, model=None)
+        assert verdicts(report)["pair"] is Outcome.EXCEEDED
+        assert [c.cause for c in report.summary.pair_causes] == [cause]
+        assert verdicts(report)["rollout"] is Outcome.NOT_JUDGED
+
+
+def test_a_copy_and_other_tokens_are_no_pass() -> None:
+    """Values that are equal bit by bit compare one program with itself; other tokens are
+    the first finding."""
+    rollout, _ = sound()
+    report = run(rollout, rollout)
+    assert report.outcome is Outcome.NOT_JUDGED
+    assert "copy of the other" in str(report.verdicts[0].reason)
+    sides = side("rollout", rollout), side("trainer", rollout)
+    pairs = joined(*sides)
+    cut = np.arange(4, LENGTH - 2)
+    other = replace(pairs.pairs[0], at_a=cut, at_b=cut)
+    request = logprobs_request(["both.jsonl"], {"model": "demo", "device": "cpu"})
+    report = logprobs(request, sides, replace(pairs, pairs=(other, *pairs.pairs[1:])))
+    assert verdicts(report)["pair"] is Outcome.EXCEEDED
+    assert report.findings[0].sentence == (
+        f"pair (bfloat16) has other tokens in 1 of {COUNT} sequences."
+    )
+
+
+def test_minus_infinity_is_no_pass() -> None:
+    """A side that says that its own tokens are impossible fails, however exact its other
+    values are."""
+    rollout, trainer = sound()
+    odd = [changed(s, lambda x: np.where(np.arange(len(x)) == 5, -np.inf, x)) for s in rollout]  # fmt: skip
+    report = run(odd, trainer)
+    assert verdicts(report)["rollout"] is Outcome.EXCEEDED
+    assert report.findings[0].sentence == (
+        f"rollout (bfloat16) says minus infinity of {COUNT} tokens that the model can say."
+    )
+
+
+def test_mixed_weights_and_few_tokens_are_not_judged() -> None:
+    """Sequences sampled under several versions have no numbers; too few tokens or
+    sequences decide nothing."""
+    rollout, trainer = sound()
+    mixed = [replace(s, weights_versions=("1", "2")) for s in rollout]
+    report = run(mixed, trainer)
+    assert verdicts(report)["rollout"] is Outcome.NOT_JUDGED
+    assert "several versions" in report.rows[0].reason
+    short = [replace(s, mask=np.arange(LENGTH) < 20) for s in rollout]
+    assert verdicts(run(short))["rollout"] is Outcome.NOT_JUDGED
+    assert verdicts(run(rollout[:2]))["rollout"] is Outcome.NOT_JUDGED
+
+
+def test_tokens_of_another_model_are_refused() -> None:
+    """An id beyond the vocabulary names the model, and what it has."""
+    beyond = [replace(s, token_ids=s.token_ids + 2048) for s in sound()[0]]
+    with pytest.raises(MeasurementError, match=r"demo: expected token ids below 2,048"):
+        run(beyond)
+    request = logprobs_request(["a.jsonl"], {})
+    with pytest.raises(UsageError, match="of one program alone"):
+        logprobs(request, [side("rollout", sound()[0])])
+
+
+def test_the_numbers_of_dashboards() -> None:
+    """A table that a person can check: ratios 2, 1/2 and 1, of probabilities 0.5."""
+    q = np.log([0.25, 0.5, 0.5])
+    p = np.log([0.5, 0.25, 0.5])
+    row = PairRow(sequence=0, tokens=3, sums=pair_sums(p, q, (0.8, 1.2)))
+    numbers = {s.name: s.value.mean for s in dashboard([row], (0.8, 1.2)) if s.value}
+    ln2 = math.log(2)
+    expected = {
+        "mean |d|": 2 * ln2 / 3,
+        "k1": 0,
+        "k3": (2 + 0.5 - 2) / 3,
+        "multiplicative error": 5 / 3,
+        "mean ratio": 3.5 / 3,
+        "chi-squared": 5.25 / 3 - 1,
+        "effective sample size": (3.5 / 3) ** 2 / (5.25 / 3),
+        "outside the clip band": 2 / 3,
+        "outside ±1 %": 2 / 3,
+        "mean |p - q|": 1 / 6,
+        "Pearson of probabilities": -0.5,
+        "chi-squared by sequence": 0,
+        "outside by sequence, product": 0,
+    }
+    for name, value in expected.items():
+        assert numbers[name] == pytest.approx(value, abs=1e-12), name
+
+
+def test_the_jackknife_of_a_mean_is_students_interval() -> None:
+    """Of a plain mean over sequences it is the usual one; without three sequences there
+    is none, and no number where one is not finite."""
+    values = [1.0, 2.0, 4.0, 5.0]
+    sums = [{"x": x, "n": 1.0} for x in values]
+    estimate = jackknife(sums, lambda s: s["x"] / s["n"])
+    assert estimate is not None
+    half = 3.1824463 * np.std(values, ddof=1) / 2
+    assert estimate.mean == 3
+    assert estimate.high == pytest.approx(3 + half, abs=1e-6)
+    two = jackknife(sums[:2], lambda s: s["x"] / s["n"])
+    assert two is not None
+    assert two.low is None
+    assert jackknife([{"x": math.inf, "n": 1.0}], lambda s: s["x"]) is None
+
+
+def cause_row(**fields: float) -> CauseRow:
+    plain = {"before": 100.0, "after": 1.0, "effect": 99.0, "product": 99.0, "noise": 1.0}
+    return CauseRow(side="a", cause="stale weights", sequence=0, tokens=100, **plain | fields)  # fmt: skip
+
+
+def test_what_names_a_cause() -> None:
+    """Tenfold; or a slope of 1, which needs an interval; nothing on a side at its
+    prediction, nor what is below a quarter of its noise."""
+    assert decide([cause_row()]).named
+    assert not decide([cause_row(noise=50.0)]).named
+    assert not decide([cause_row(after=20.0)]).named
+    half = [
+        cause_row(
+            before=10 + i / 10, after=5.0, effect=5.0, product=5 + i / 20, noise=1.0
+        )
+        for i in range(8)
+    ]
+    assert decide(half).named
+    assert not decide([row.model_copy(update={"fitted": True}) for row in half]).named
+    off = [row.model_copy(update={"product": row.product / 2}) for row in half]
+    assert not decide(off).named
+    assert not decide([row.model_copy(update={"noise": 100.0}) for row in half]).named
+
+
+def test_logits_in_16_bits_lie_on_a_grid() -> None:
+    """Differences of bfloat16 logits do, those of float32's are there by chance."""
+    logits = torch.randn(200, 4, generator=torch.Generator().manual_seed(0)) * 6
+    exact = logits.double()
+    coarse = logits.bfloat16().double()
+    shares = [share_on_grid([x.log_softmax(-1).numpy()]) for x in (exact, coarse)]
+    assert shares[0] is not None
+    assert shares[1] is not None
+    assert shares[0] < 0.05
+    assert shares[1] > 0.7
+    assert share_on_grid([]) is None
