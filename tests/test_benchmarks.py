@@ -69,6 +69,10 @@ QUICK = {
     "scripts/mutate.py": ("--check rel-mean-over-sum", "1 "),
 }
 SLOW = {
+    "benchmarks/logprob_causes.py": (
+        "--pairs 1 --sequences 3 --length 24 --model gpt2 --no-causes",
+        "| gpt2 | 1 | 0 of 2 |",
+    ),
     "benchmarks/bias_calibration.py": (
         "--power --sequences 4 --length 16",
         "| 0.5; nothing |",

@@ -133,6 +133,34 @@ def test_a_temperature_is_told(top: bool) -> None:
     assert run(meant, trainer).outcome is Outcome.PASSED
 
 
+def test_causes_stack() -> None:
+    """Two causes of one side are named in the order in which undoing them takes away
+    most: base 2 of values that are shifted, a temperature behind a filter."""
+    report = planted(lambda s: changed(s, lambda x: np.roll(x, 1) / math.log(2)))
+    assert named(report) == ["shift", "other base"]
+    model, at = ExactModel("demo", device="cpu"), Support(temperature=0.7, top_p=0.9)
+    tokens = drawn_tokens(model.source.load(torch.float32), COUNT, LENGTH, support=at)
+    used = model.source.load(torch.bfloat16)
+    report = run([recorded(used, ids, at, top=4) for ids in tokens])
+    assert {*named(report)} == {"temperature", "truncated support"}
+    doses = {cause.cause: cause.dose for cause in report.summary.sides[0].causes}
+    assert float(doses["temperature"]) == pytest.approx(0.7, abs=0.002)
+    assert doses["truncated support"] == "top_p 0.9"
+
+
+def test_weights_in_int4_are_told_and_the_truth_stays() -> None:
+    """A model whose weights are quantised for a cause does not change the exact one."""
+    model = ExactModel("demo", device="cpu")
+    ids = sound()[0][0].token_ids
+    before = model.exact_logits(ids).clone()
+    after = model.exact_logits(ids, "int4")
+    assert float((before - after).abs().max()) > 0.01
+    again = ExactModel("demo", device="cpu").exact_logits(ids)
+    model._logits.clear()
+    assert torch.equal(model.exact_logits(ids), before)
+    assert torch.equal(again, before)
+
+
 def test_a_truncated_support_is_told() -> None:
     """Values renormalised over top_p 0.8, of tokens sampled from there; under
     --top-p 0.8 they are what they are meant to be."""

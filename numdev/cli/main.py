@@ -20,6 +20,38 @@ from numdev.studies.audit.interrupt import noticing
 EMPTY_OPTION = re.compile(r"--[a-z-]+=")
 FOREIGN = "the code of a kernel or a model"
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
+# Studies by command: as in SECTIONS
+STUDIES = {
+    "sweep": (
+        "audit",
+        "Measure how deviation depends on length, format, tile or kernel.",
+    ),
+    "effects": (
+        "effects",
+        "Say what rounding does to a model's output, and which site.",
+    ),
+    "invariance": (
+        "invariance",
+        "Ask whether batch, chunks or decode change the numbers.",
+    ),
+    "logprobs": (
+        "logprobs",
+        "Say why a trainer's and a server's log-probabilities differ.",
+    ),
+    "train": (
+        "train",
+        "Train small networks side by side; measure how far they drift.",
+    ),
+    "bounds": (
+        "train",
+        "Compare flash with low precision, another seed, and chance.",
+    ),
+    "weights": ("train", "Compare sets of weights, tensor by tensor."),
+    "diagnose": (
+        "diagnose",
+        "Find heads whose rounding errors do not cancel, and a cure.",
+    ),
+}
 # The commands as `--help` lists them: the module of `numdev.cli` that has one, and what
 # it is for. A module is imported when its command is asked for.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
@@ -32,37 +64,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "gate": ("gate", "Judge a finished report by thresholds, for CI."),
         "compare": ("report", "Show what changed between two audits beyond noise."),
     },
-    "Study": {
-        "sweep": (
-            "audit",
-            "Measure how deviation depends on length, format, tile or kernel.",
-        ),
-        "effects": (
-            "effects",
-            "Say what rounding does to a model's output, and which site.",
-        ),
-        "invariance": (
-            "invariance",
-            "Ask whether batch, chunks or decode change the numbers.",
-        ),
-        "logprobs": (
-            "logprobs",
-            "Say why a trainer's and a server's log-probabilities differ.",
-        ),
-        "train": (
-            "train",
-            "Train small networks side by side; measure how far they drift.",
-        ),
-        "bounds": (
-            "train",
-            "Compare flash with low precision, another seed, and chance.",
-        ),
-        "weights": ("train", "Compare sets of weights, tensor by tensor."),
-        "diagnose": (
-            "diagnose",
-            "Find heads whose rounding errors do not cancel, and a cure.",
-        ),
-    },
+    "Study": STUDIES,
     "The rest": {
         "kernels": (
             "kernels",

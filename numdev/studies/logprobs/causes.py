@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 TENFOLD = 10.0
 LEAST_CUT = 1.3  # of the squared error, by a cause that its slope names
+LEAST_TEMPERATURE = 0.01  # by which a slope of alternatives must be off 1
 FAR = 6.0  # standard errors between a slope and 0
 NEAR_ONE = 0.05  # by which a slope's interval may miss 1
 CONFIDENCE = 0.99  # of the slope's interval
@@ -32,6 +33,8 @@ CONFIDENCE = 0.99  # of the slope's interval
 RESOLVED = 1 / 16
 AT_PREDICTION = 1.5  # rms over predicted up to which nothing is named
 FEWEST_TOKENS = 32  # for a cause by the values' own form
+ALIGNED = 5.0  # times as well as the tokens' own values do others fit that are shifted
+WELL = 0.2  # of the variance that such a line leaves, at most; the tokens' own, at least
 FORCED = -0.1  # an exact log-probability below which a recorded 0 is no rounding
 LN2, LN10 = math.log(2), math.log(10)
 PADDINGS = (8, 64, 128, 256)  # multiples that vocabularies are padded to
@@ -73,6 +76,8 @@ class Effects(NamedTuple):
     scale: float = 1.0  # by which the cause multiplies the errors of the format
     counts: Sequence[int] = ()  # tokens with the cause's own sign; by sequence
     fitted: bool = False  # the dose was chosen by the errors themselves
+    # Of a temperature, by sequence: sums of which the slope of alternatives is made
+    alternatives: Sequence[tuple[float, float]] = ()
 
 
 Sequences = Sequence[Observed]
@@ -94,36 +99,51 @@ class CauseKind(NamedTuple):
 
 def shifted(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effect of values that belong to the token before or after, in the
-    sequences where undoing that cuts the squared error tenfold; 0 in all others."""
+    sequences that are far off and where a line through these fits ALIGNED times better,
+    and well; 0 in all others. A line, since another base or temperature may come on
+    top."""
     effects, counts, names = [], [], set[str]()
     for seen, d in zip(sequences, errors, strict=True):
-        best = np.zeros_like(d)
-        count = 0
-        for step in (1, -1):
+        best, count = np.zeros_like(d), 0
+        for step, name in ((1, "one token early"), (-1, "one token late")):
             values = np.full(len(d), np.nan)
             inner = slice(1, -1)
             values[inner] = np.roll(seen.values, step)[inner]
-            moved = values - seen.reference
-            both = np.isfinite(moved) & np.isfinite(d)
-            before, after = float((d[both] ** 2).sum()), float((moved[both] ** 2).sum())
-            enough = both.sum() >= FEWEST_TOKENS / 2 and before > both.sum() * FORCED**2
-            if enough and before > TENFOLD * after:
-                best, count = np.where(both, d - moved, np.nan), int(both.sum())
-                names.add("one token late" if step == -1 else "one token early")
+            both = np.isfinite(values - seen.reference) & np.isfinite(d)
+            as_it_is, moved = (
+                _scatter(x[both], seen.reference[both]) for x in (seen.values, values)
+            )
+            fits = moved <= WELL <= as_it_is and as_it_is >= ALIGNED * moved
+            is_off = _squares(d[both]) > both.sum() * FORCED**2
+            if not fits or not is_off or both.sum() < FEWEST_TOKENS / 2:
+                continue
+            best, count = np.where(both, seen.values - values, np.nan), int(both.sum())
+            names.add(name)
         effects.append(best)
         counts.append(count)
     return [Effects(" or ".join(sorted(names)), effects, counts=counts)]
 
 
+def _scatter(y: np.ndarray, x: np.ndarray) -> float:
+    """Returns the share of the variance of y that a line in x does not explain: 1 - r²;
+    1 where either is constant."""
+    y, x = y - y.mean() if len(y) else y, x - x.mean() if len(x) else x
+    squares = float((y * y).sum() * (x * x).sum())
+    return 1 - float((x * y).sum()) ** 2 / squares if squares else 1.0
+
+
 def forced(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effect of tokens whose value is exactly 0 where the reference is below
-    FORCED, or the other way round, and no cause undone before explains it (a filter that
-    leaves one token does): nobody sampled them, or they are masked. Undone they have no
-    value."""
+    FORCED, or the other way round: nobody sampled them, or they are masked. Undone they
+    have no value. Where the model is known, only in sequences in which one of them is not
+    the likeliest token: of that one a filter may have left it alone."""
     signs = []
     for seen, d in zip(sequences, errors, strict=True):
-        zero = (seen.values == 0) | (seen.reference == 0)
-        signs.append(seen.counts & zero & (np.abs(np.nan_to_num(d)) > -FORCED))
+        zero = (seen.record.logprobs == 0) | (seen.reference == 0)
+        sign = seen.counts & zero & (np.abs(np.nan_to_num(d)) > -FORCED)
+        if seen.exact is not None and seen.exact.likeliest[sign].all():
+            sign = np.zeros_like(sign)
+        signs.append(sign)
     effects = [np.where(sign, np.nan, 0.0) for sign in signs]
     return [Effects("", effects, counts=[int(sign.sum()) for sign in signs])]
 
@@ -178,7 +198,8 @@ def temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     first = sequences[0].support
     assert first is not None
     dose, fitted = f"{first.temperature / beta:.3g}", of_alternatives is None
-    return [Effects(dose, effects, scale=beta, fitted=fitted)]
+    tops = () if fitted else tuple(map(_alternatives, sequences))
+    return [Effects(dose, effects, scale=beta, fitted=fitted, alternatives=tops)]
 
 
 def _is_full(seen: Observed) -> bool:
@@ -190,18 +211,25 @@ def slope_of_alternatives(sequences: Sequences) -> float | None:
     """Returns the slope of recorded alternatives' log-probabilities on the exact ones,
     each less its mean over the alternatives of a position: the inverse temperature over
     that of the support. None without alternatives."""
-    product = square = 0.0
-    for seen in sequences:
-        top, exact = seen.record.top_logprobs, seen.exact
-        if top is None or exact is None or exact.top_logits is None:
-            continue
-        assert seen.support is not None
-        both = np.isfinite(top) & np.isfinite(exact.top_logits)
-        both &= (both.sum(axis=1) >= 2)[:, None]
-        y, x = (_centred(z, both) for z in (top, exact.top_logits))
-        product += float((x * y).sum())
-        square += float((x * x).sum()) / seen.support.temperature
+    sums = [_alternatives(seen) for seen in sequences]
+    product, square = (math.fsum(each[i] for each in sums) for i in (0, 1))
     return product / square if square else None
+
+
+def _alternatives(seen: Observed) -> tuple[float, float]:
+    """Returns the sums over a sequence's recorded alternatives of exact times recorded
+    log-probability, and of the square of the exact one, each less its mean over the
+    alternatives of a position; 0 without alternatives."""
+    top, exact = seen.record.top_logprobs, seen.exact
+    if top is None or exact is None or exact.top_logits is None or seen.support is None:
+        return 0.0, 0.0
+    both = np.isfinite(top) & np.isfinite(exact.top_logits)
+    both &= (both.sum(axis=1) >= 2)[:, None]
+    y, x = (
+        _centred(top, both),
+        _centred(exact.top_logits / seen.support.temperature, both),
+    )
+    return float((x * y).sum()), float((x * x).sum())
 
 
 def _centred(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
@@ -397,13 +425,15 @@ def _rows(
     undone keeps its error, or has none where the cause is known by such tokens."""
     rows = []
     counts = effects.counts or [0] * len(sequences)
-    parts = zip(sequences, errors, effects.effects, noise, counts, strict=True)
-    for seen, d, effect, square, count in parts:
+    tops = effects.alternatives or [(0.0, 0.0)] * len(sequences)
+    parts = zip(sequences, errors, effects.effects, noise, counts, tops, strict=True)
+    for seen, d, effect, square, count, top in parts:
         finite = np.isfinite(d)
         lost = d if kind.counted else 0.0  # of a token that has no value then
         change = np.where(np.isfinite(effect), effect, lost)[finite]
         errors_left = d[finite] if kind.is_size else d[finite] - change
         before, after = _squares(d[finite]), _squares(errors_left)
+        product, noise_left = float((d[finite] * change).sum()), square * effects.scale**2
         rows.append(
             CauseRow(
                 side=side,
@@ -414,11 +444,13 @@ def _rows(
                 count=count,
                 before=before,
                 after=after,
-                product=float((d[finite] * change).sum()),
+                product=product,
                 effect=_squares(change),
                 noise=square,
-                noise_left=square * effects.scale**2,
+                noise_left=noise_left,
                 fitted=effects.fitted,
+                top_product=top[0],
+                top_square=top[1],
                 stage=stage,
             )
         )
@@ -465,7 +497,7 @@ def decide(rows: Sequence[CauseRow]) -> Decision:
     if effect <= RESOLVED * noise or tokens < FEWEST_TOKENS:
         return Decision(False, cut)
     slope = _slope(rows)
-    if cut >= TENFOLD:
+    if cut >= TENFOLD or (cut > 1 and _has_other_slope(rows)):
         return Decision(True, cut, slope)
     by_slope = kind.by_slope and not any(row.fitted for row in rows)
     return Decision(by_slope and cut >= LEAST_CUT and _is_one(slope), cut, slope)
@@ -475,6 +507,18 @@ def _slope(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
     """Returns the slope of the errors on the cause's effect, with its interval."""
     sums = [{"product": row.product, "effect": row.effect} for row in rows]
     return jackknife(sums, lambda s: s["product"] / s["effect"], CONFIDENCE)
+
+
+def _has_other_slope(rows: Sequence[CauseRow]) -> bool:
+    """Whether the recorded alternatives have a slope on the exact ones that is not 1, FAR
+    beyond its interval: another temperature, whatever else is wrong, since a filter or a
+    constant adds the same to all alternatives of a position."""
+    sums = [{"product": row.top_product, "square": row.top_square} for row in rows]
+    slope = jackknife(sums, lambda s: s["product"] / s["square"], CONFIDENCE)
+    if slope is None or slope.low is None or slope.high is None:
+        return False
+    half = (slope.high - slope.low) / 2
+    return abs(slope.mean - 1) > max(LEAST_TEMPERATURE, FAR / 2.576 * half)
 
 
 def _is_one(slope: SequenceEstimate | None) -> bool:

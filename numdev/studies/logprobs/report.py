@@ -122,6 +122,9 @@ class CauseRow(Record):
     noise: float = 0.0  # sum of the predicted error's square; 0 where none is predicted
     noise_left: float = 0.0  # the same as it is with the cause undone
     fitted: bool = False  # whether the dose was chosen by the errors themselves
+    # Of a temperature with recorded alternatives: sums that their slope is made of
+    top_product: float = 0.0
+    top_square: float = 0.0
     stage: int = 0  # how many causes were undone before
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,10 +78,12 @@ def logprobs(
     request: LogprobsRequest, sides: Sequence[Side], joined: Joined | None = None, *,
     progress: Progress = lambda what, done, total: None, command: str = "",
     rules: Rules | None = None, text_of: Callable[[int], str] | None = None,
+    open_model: Callable[[str], ExactModel] | None = None,
 ) -> LogprobsReport:  # fmt: skip
     """Returns the report on one side or two, judged by `rules` (None: the default ones).
     `joined`: both sides' sequences in pairs, where there are two. `text_of`: the text of
-    a token id, where the worst tokens are to be shown as text. Raises UsageError for
+    a token id, where the worst tokens are to be shown as text. `open_model`: opens a
+    checkpoint, where it is not to be opened anew. Raises UsageError for
     three sides, and for one without a model; what opening the model raises."""
     rules, begun = rules or default_rules(), time.monotonic()
     system = System.probe(request.device)
@@ -91,7 +94,7 @@ def logprobs(
         what = f"{sides[0].path}: has log-probabilities of one program alone"
         raise UsageError(what, hint="give the other one's file too, or --model")
     check_format(request.format)
-    study = LogprobsStudy(request, sides, joined)
+    study = LogprobsStudy(request, sides, joined, open_model)
     measured = list(study.measured_sides(progress))
     pairs = [pair_row(i, *study.pair_values(i), study) for i in range(study.pair_count)]
     pair_causes = study.pair_cause_rows() if study.model is None else []
@@ -191,16 +194,20 @@ class LogprobsStudy:
     """Sides, their pairs and the exact model of one request."""
 
     def __init__(
-        self, request: LogprobsRequest, sides: Sequence[Side], joined: Joined | None
-    ) -> None:
+        self, request: LogprobsRequest, sides: Sequence[Side], joined: Joined | None,
+        open_model: Callable[[str], ExactModel] | None = None,
+    ) -> None:  # fmt: skip
         self.request, self.sides, self.joined = request, sides, joined
         self.clip = (request.clip_low, request.clip_high)
-        self.model = self.previous = None
-        open_model = {"device": request.device, "stream": request.stream}
+        self.model: ExactModel | None = None
+        self.previous: ExactModel | None = None
+        opening = open_model or partial(
+            ExactModel, device=request.device, stream=request.stream
+        )
         if request.model is not None:
-            self.model = ExactModel(request.model, **open_model)  # type: ignore[arg-type]
-        if request.model is not None and request.previous is not None:
-            self.previous = ExactModel(request.previous, **open_model)  # type: ignore[arg-type]
+            self.model = opening(request.model)
+            if request.previous is not None:
+                self.previous = opening(request.previous)
 
     @property
     def pair_count(self) -> int:
@@ -343,7 +350,7 @@ class LogprobsStudy:
         untested = dict(NEVER)
         if not sequences:
             return [], dict.fromkeys((*causes.KINDS, *NEVER), NO_TOKENS)
-        search = CauseSearch(side, sequences)
+        search = CauseSearch(side, sequences, self.at_temperature)
         search.undo_all([kind for kind in causes.SIDE_CAUSES if kind.stage == 0])
         later = [kind for kind in causes.SIDE_CAUSES if kind.stage == 1]
         if search.at_prediction:
@@ -352,12 +359,25 @@ class LogprobsStudy:
                 AT_PREDICTION,
             )
         else:
-            search.sequences = [self.with_instead(seen) for seen in sequences]
+            search.sequences = [self.with_instead(seen) for seen in search.sequences]
         search.undo_all(later)
         done = {row.cause for row in search.rows}
         for name in causes.KINDS.keys() - done:
             untested.setdefault(name, NEEDS.get(name, "it could not be tried"))
         return search.rows, dict(sorted(untested.items()))
+
+    def at_temperature(self, seen: Observed, temperature: float) -> Observed:
+        """Returns a sequence held to another temperature of all tokens, with all that is
+        known of the exact model there."""
+        assert self.model is not None
+        support = Support(temperature=temperature)
+        others = seen.exact.log_mass if seen.exact is not None else ()
+        tried = [other._replace(temperature=temperature) for other in others]
+        exact = exact_values(self.model, seen.record, support, tried)
+        moved = dataclasses.replace(
+            seen, exact=exact, reference=exact.logprobs, support=support
+        )
+        return self.with_instead(moved) if seen.instead else moved
 
     def with_instead(self, seen: Observed) -> Observed:
         """Returns a sequence with its exact values under every cause that the model must
@@ -514,8 +534,12 @@ class CauseSearch:
     """Looks for causes on one side, and undoes those that are named, the one that takes
     away most first."""
 
-    def __init__(self, side: str, sequences: list[Observed]) -> None:
+    def __init__(
+        self, side: str, sequences: list[Observed],
+        at_temperature: Callable[[Observed, float], Observed] | None = None,
+    ) -> None:  # fmt: skip
         self.side, self.sequences = side, sequences
+        self.at_temperature = at_temperature
         self.errors = [seen.errors for seen in sequences]
         self.scale = 1.0  # by which causes undone so far multiply the format's errors
         self.rows: list[CauseRow] = []
@@ -552,11 +576,30 @@ class CauseSearch:
                 named, key=lambda t: (not t[0].counted, causes.decide(t[1]).cut)
             )
             self.rows += rows
-            self.errors = causes.undone(self.errors, effects)
+            self._undo(kind, effects)
             self.scale *= effects.scale
             self.stage += 1
             kinds.remove(kind)
         self.rows += [row for _, rows, _ in self._tried(kinds) for row in rows]
+
+    def _undo(self, kind: CauseKind, effects: causes.Effects) -> None:
+        """Undoes a cause: a temperature by holding the side to it from here on, any other
+        by taking its effect off the values."""
+        if kind.name == "temperature" and self.at_temperature is not None:
+            at = float(effects.dose)
+            self.sequences = [self.at_temperature(s, at) for s in self.sequences]
+            lost = [np.isnan(d) for d in self.errors]
+            errors = [seen.values - seen.reference for seen in self.sequences]
+            self.errors = [
+                np.where(gone, np.nan, d) for gone, d in zip(lost, errors, strict=True)
+            ]
+            return
+        self.errors = causes.undone(self.errors, effects)
+        with np.errstate(invalid="ignore"):  # minus infinity less itself
+            self.sequences = [
+                dataclasses.replace(seen, values=seen.values - effect)
+                for seen, effect in zip(self.sequences, effects.effects, strict=True)
+            ]
 
     def _tried(
         self, kinds: Sequence[CauseKind]

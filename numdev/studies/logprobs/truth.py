@@ -78,6 +78,7 @@ class ExactValues:
     token_logits: np.ndarray  # float64 [n], the token's raw logit
     log_partition: np.ndarray  # float64 [n, NODES], log sum exp(beta * logit) at `NODES`
     entropy: np.ndarray  # float64 [n], nats, at the support's temperature, of all tokens
+    likeliest: np.ndarray  # bool [n], whether no token is more likely
     # By a support tried beside the sequence's own: log of the probability it keeps, [n]
     log_mass: dict[Support, np.ndarray] = field(default_factory=dict)
     recorded_mass: np.ndarray | None = None  # [n]: the same of the recorded kept tokens
@@ -289,8 +290,9 @@ def _quantised(bits: int) -> Callable[[nn.Module], None]:
                 2 ** (bits - 1) - 1
             )
             whole = (weight.exact / scale.clamp_min(1e-300)).round() * scale
-            with torch.no_grad():
-                weight.exact.copy_(whole)
+            # The tensor itself is the source's too, in a model that is fp64.
+            fresh = Wide.of(whole, weight.dtype, is_weight=True)
+            module.weight = nn.Parameter(fresh, requires_grad=False)
 
     return edit
 
@@ -414,6 +416,7 @@ def _without_values(sequence: RecordedSequence, others: Sequence[Support]) -> Ex
         token_logits=empty(),
         log_partition=empty(NODES),
         entropy=empty(),
+        likeliest=np.zeros(len(sequence), dtype=np.bool_),
         log_mass={other: empty() for other in others},
         recorded_mass=None if sequence.kept_ids is None else empty(),
         top_logits=None if top is None else empty(top.shape[1]),
@@ -427,9 +430,9 @@ def _fill_values(
     """Sets all but the log-probabilities of `values` at the tokens `at`, in place.
     `logits`: [tokens, vocabulary], of what predicts them."""
     ids = torch.from_numpy(np.ascontiguousarray(sequence.token_ids[at]))
-    values.token_logits[at] = (
-        logits.gather(1, ids[:, None].to(logits.device))[:, 0].cpu().numpy()
-    )
+    chosen_logits = logits.gather(1, ids[:, None].to(logits.device))[:, 0]
+    values.token_logits[at] = chosen_logits.cpu().numpy()
+    values.likeliest[at] = (chosen_logits >= logits.amax(dim=-1)).cpu().numpy()
     for i, beta in enumerate(inverse_temperatures()):
         values.log_partition[at, i] = (logits * beta).logsumexp(dim=-1).cpu().numpy()
     scaled = (logits / support.temperature).log_softmax(dim=-1)
