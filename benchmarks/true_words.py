@@ -210,7 +210,7 @@ def computed(
         K, V = (torch.nn.functional.pad(x, (0, 0, 0, zeros)) for x in (K, V))
         wide = torch.ones(*shown.shape[:3], zeros, dtype=torch.bool)
         # Else the mask says it
-        if call.causal and not call.offset and call.window is None:
+        if (call.causal or call.window is not None) and not call.offset:
             wide = seen(replace(call, mask=None), q.shape[2], K.shape[2], None)[
                 ..., -zeros:
             ]
@@ -915,23 +915,31 @@ class Checked:
     def shares(
         self, cause: str, fmt: str, case: str, tensor: str
     ) -> list[tuple[float, float, float]]:
-        """By head: the cut in the run in float32, the shares of the error removed there,
-        and in the format."""
+        """By head: the cut in the run in float32, in all rows together or in the median
+        row; the shares of the error removed there, and in the format."""
         ran = self.ran[fmt, case]
         tried, right = under(cause, ran.call)[tensor], ran.call.right[tensor]
 
-        def sizes(x: Tensor, y: Tensor) -> Tensor:
+        def by_row(x: Tensor, y: Tensor) -> Tensor:
             fine = (
                 ran.usable(tensor) & y.isfinite() & x.isfinite()
                 if tensor != "lse"
                 else y.isfinite()
             )
-            return torch.where(fine, x - y, 0.0).transpose(0, 1).flatten(1).norm(dim=1)
+            error = torch.where(fine, x - y, 0.0).transpose(0, 1)
+            return error.norm(dim=-1).flatten(1) if tensor != "lse" else error.flatten(1)
+
+        def sizes(x: Tensor, y: Tensor) -> Tensor:
+            return by_row(x, y).norm(dim=1)
 
         wide = [sizes(ran.wide[tensor], y) for y in (right, tried)]
         own = [sizes(ran.step[tensor], y) for y in (right, tried)]
         floor = sizes(cast(tried, "float32"), tried).clamp_min(1e-300)
         cut = wide[0] / torch.maximum(wide[1], floor)
+        rows = [by_row(ran.wide[tensor], y).abs() for y in (right, tried)]
+        least = by_row(cast(tried, "float32"), tried).abs().clamp_min(1e-300)
+        typical = (rows[0] / torch.maximum(rows[1], least)).median(dim=1).values
+        cut = torch.maximum(cut, typical)
         shares = [1 - b / a.clamp_min(1e-300) for a, b in (wide, own)]
         return list(
             zip(cut.tolist(), shares[0].tolist(), shares[1].tolist(), strict=True)
@@ -1064,7 +1072,9 @@ class Checked:
         # A name takes ten times beside the terms of each row too, which is not computed
         # here.
         clear = [h for h, (wide, _) in heads.items() if wide > 0.95]
-        small = [h for h in clear if h[2] == "lse" or self.far(h)]
+        small = [
+            h for h in clear if (h[2] == "lse" or self.far(h)) and not self.is_broken(h)
+        ]
         kind = "heads of a cause"
         least = 0 if self.causes > 1 else len(small)  # others may have a part of these
         yield Claim(
@@ -1117,6 +1127,11 @@ class Checked:
             )
         else:
             yield self.worst_of("place of a cause", heads, "expected_ratio", place)
+
+    def is_broken(self, head: Head) -> bool:
+        """Whether a head has NaN or infinities, of which another finding tells."""
+        fmt, case, tensor, h = head
+        return not bool(self.ran[fmt, case].step[tensor][:, h].isfinite().all())
 
     def far(self, head: Head) -> bool:
         try:
@@ -1176,7 +1191,12 @@ class Checked:
                 for h, x in sizes.items()
                 if "case" not in full["rule"] or h[1] == place[0]
             ]
+            # The head in the middle is the one of which each is set beside its own limit,
+            # wider where few numbers stand behind it: among those around the middle.
+            low, _, high = statistics.quantiles(sorted(of)[len(of) // 3 :], n=4)
             mine, kind = statistics.median(of), "median ratio"
+            if low <= float(number[1]) <= high:
+                mine = float(number[1])
         else:
             mine, kind = sizes[at], f"ratio ({metric})"
         yield Claim(
