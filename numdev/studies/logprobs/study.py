@@ -132,6 +132,8 @@ def logprobs_of_files(
         [side for file in request.files for side in read_sides(Path(file))]
     )
     joined = join(*sides) if len(sides) == 2 else None
+    if joined is not None:  # in which a response has the prompt of its partner
+        sides = [joined.a, joined.b]
     return logprobs(
         request,
         sides,
@@ -312,6 +314,9 @@ class LogprobsStudy:
         about = {"side": side, "sequence": number, "uid": record.uid}
         if len(record.weights_versions) > 1:
             why = "it was sampled under several versions of the weights"
+            return SideRow(**about, status="skipped", reason=why), None  # type: ignore[arg-type]
+        if not record.has_prompt:
+            why = "its prompt was not recorded"
             return SideRow(**about, status="skipped", reason=why), None  # type: ignore[arg-type]
         exact = exact_values(self.model, record, support, tried)
         predicted = predicted_errors(
