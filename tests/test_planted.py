@@ -14,6 +14,7 @@ from planted.record import plant
 
 from numdev import testing
 from numdev.kernels import find
+from numdev.metrics.statistics import noise_ratio
 from numdev.testing import CheckFailed, check, check_attention
 
 ROOT = Path(__file__).parent.parent
@@ -121,3 +122,14 @@ def test_every_kernel_and_family_is_used() -> None:
     ]
     assert unused == []
     assert {entry.family for entry in CATALOGUE.values()} == {*FAMILIES}
+
+
+def test_the_worst_is_told_where_the_limit_is_0() -> None:
+    """Any noise is infinitely many times a limit of 0; the sentence has the largest."""
+    entry = CATALOGUE["not-reproducible"]
+    report = check(entry.kernel, formats="bfloat16", backward=False).report
+    noise = {(r.case, r.head): noise_ratio(r) for r in report.rows if r.role == "kernel"}
+    worst = max(noise, key=lambda head: noise[head] or 0.0)
+    finding = next(f for f in report.findings if f.rule == "reproducibility")
+    assert finding.observed == noise[worst]
+    assert f"worst at {worst[0]} head {worst[1]}" in finding.sentence

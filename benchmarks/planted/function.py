@@ -483,7 +483,7 @@ _grouping("batch-kv-0", "Every batch entry reads entry 0's keys and values.", "f
 _grouping("batch-kv-next", "Batch entries read the keys and values of the next one.", "full causal", "grouped", "k and v of the (next|previous)", {"inputs": lambda q, k, v: (q, k.roll(1, 0), v.roll(1, 0))})
 _grouping("one-of-group", "dK and dV are of the first query head of each group.", "grouped", "grouped", "query head of each group", {"inputs": first_of_group}, tensors="dk dv")
 # Places
-_place("rows-16th", "Every 16th row is 0.", "long", "full", "0 in every 16th row from 15", rows(15, None, 16, lambda x: 0.0))
+_place("rows-16th", "Every 16th row is 0.", "long", "full", "0 in every 16th row from (15|31)", rows(15, None, 16, lambda x: 0.0))
 _place("rows-64th", "Every 64th row is 0.", "long", "full", "0 in (every 64th row|row 63|2 rows, the first 63)", rows(63, None, 64, lambda x: 0.0))
 _place("rows-after-64", "Rows from 64 on are 0.", "long", "full", r"0 in (rows? 64|\d+ rows, the first 64|all rows from 64 on)", rows(64, None, None, lambda x: 0.0))
 _place("head-1", "Head 1 is 0.", FULL, "full", "0 everywhere", {"out": lambda O: put(O, (ALL, slice(1, 2)), 0.0)})

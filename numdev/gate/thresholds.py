@@ -209,7 +209,7 @@ def _rows_with_limits(
             lacking.append((row, result))
         else:
             judged.append(result)
-    judged.sort(key=lambda h: -h.excess)
+    judged.sort(key=_worst_first)
     unsure = [h for h in judged if h.unsure]
     if threshold.heads is None or not unsure:
         judged = [h for h in judged if not h.unsure]
@@ -220,6 +220,14 @@ def _rows_with_limits(
         return [], unsure, lacking  # a median of what is not known
     judged, straddling = _split_undecided(threshold, judged)
     return judged, [*unsure, *straddling], lacking
+
+
+def _worst_first(judged: Held) -> tuple[float, float]:
+    """Returns a key that sorts the worst first: by the multiple of the limit, and where
+    that is infinite, beside a limit of 0, by the number; NaN before all."""
+    value = judged.value
+    size = abs(float(value)) if isinstance(value, float | int) else 0.0
+    return -judged.excess, -(math.inf if math.isnan(size) else size)
 
 
 def _row_with_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
