@@ -3,11 +3,11 @@ definition's. Their files are code, which is run."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from numdev.operations.function.definitions import (
     Workload,
     by_name,
     calls_of_workloads,
+    in_order,
     read_definition,
     read_solution,
     reference_of,
@@ -175,8 +176,9 @@ def _reference(
     plain = Surroundings(folder=str(folder), modules=(), device=around.device)
     run = plain.function_at(reference_of(definition, folder))
 
-    def reference(*inputs: object) -> object:
-        return by_name(definition, run(*inputs))
+    @functools.wraps(run)
+    def reference(*arguments: object, **named: object) -> object:
+        return by_name(definition, run(*in_order(definition, arguments, named)))
 
     return reference
 
@@ -234,7 +236,7 @@ def _runner(target: str, around: Surroundings, process: FunctionProcess | None) 
     of its own if there is one, else here."""
     if process is not None:
         return in_process(process, target, backward=False, surroundings=around)
-    return partial(run_all, around.function_at(target), backward=False)
+    return functools.partial(run_all, around.function_at(target), backward=False)
 
 
 def output_judge(

@@ -23,6 +23,7 @@ from numdev.errors import UsageError
 from numdev.operations.function.definitions import read_definition
 from numdev.operations.function.problem_files import module_of
 from numdev.operations.function.task_folders import TaskFolder
+from numdev.report import FunctionReport
 from numdev.task_check import check_definition, check_task
 from numdev.testing import CheckResult
 
@@ -111,6 +112,12 @@ def ref_kernel(data):
             "NaN",
         ),
         (
+            "def custom_kernel(data):\n    out = data[1]\n"
+            "    return out.copy_(data[0] * 2)\n",
+            "PASS",
+            "",
+        ),
+        (
             "def custom_kernel(data):\n    return data[0].mul_(2)\n",
             "FAIL",
             "it writes into its inputs (data_0;",
@@ -125,6 +132,15 @@ def test_memory_for_an_output_may_be_written_and_is_nan_before(
     assert result.verdict == verdict, str(result)
     assert words in " ".join(str(result).split())
     assert not result.skipped  # the output's memory is no input that is not judged
+
+
+def test_memory_that_the_reference_leaves_alone_may_be_written(tmp_path: Path) -> None:
+    reference = f"{DRAW}\ndef ref_kernel(data):\n    return data[0] * 2\n"
+    wrote = "def custom_kernel(data):\n    return data[1].copy_(data[0] * 2)\n"
+    path = written(tmp_path / "t", reference, wrote)
+    result = check_task(path, task=path.parent)
+    assert result.passed, str(result)
+    assert not result.skipped
 
 
 def test_integers_and_inputs_that_are_integers(tmp_path: Path) -> None:
@@ -343,6 +359,20 @@ def test_workloads_give_sizes_numbers_and_tensors(tmp_path: Path) -> None:
             "scale": {"type": "scalar", "value": 0.3},
         },
     }
+
+    def by_name(seed: int) -> dict[str, object]:
+        x = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        return {"scale": 0.3, "rows": torch.tensor([1, 1, 2]), "x": x}
+
+    named = check_definition(target, definition=path, inputs=by_name)
+    assert named.passed, str(named)
+    in_order = check_definition(
+        target,
+        definition=path,
+        inputs=lambda seed: tuple(by_name(seed)[n] for n in inputs),
+    )
+    assert isinstance(in_order.report, FunctionReport)
+    assert {record.input for record in in_order.report.inputs} == {"x", "rows"}
     calls = tmp_path / "calls.jsonl"
     calls.write_text(f"{json.dumps({'workload': workload})}\n" * 4)
     result = check_definition(target, definition=path, inputs=calls)

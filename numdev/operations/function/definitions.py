@@ -139,7 +139,8 @@ class DefinitionSurroundings(Surroundings):
         """Returns the solution's function, which returns its outputs by name."""
         function = super().function_at(target)
 
-        def call(*inputs: object) -> object:
+        def call(*arguments: object, **named: object) -> object:
+            inputs = in_order(self.definition, arguments, named)
             outputs: list[Tensor] = []
             if self.passes_outputs:
                 outputs = self.memory(inputs)
@@ -188,6 +189,14 @@ def reference_of(definition: Definition, folder: Path) -> str:
     file = folder / REFERENCE_FILE
     file.write_text(definition.reference)
     return f"{file}:{RUN}"
+
+
+def in_order(
+    definition: Definition, arguments: Sequence[object], named: Mapping[str, object]
+) -> list[object]:
+    """Returns the inputs of a call in the definition's order: `arguments`, then `named`
+    ones."""
+    return [*arguments, *(named[name] for name in definition.inputs if name in named)]
 
 
 def by_name(definition: Definition, returned: object) -> dict[str, object]:

@@ -24,6 +24,7 @@ from numdev.operations.function.trees import (
     Values,
     as_real,
     gradient_name,
+    is_unwritten,
     outputs_of,
 )
 
@@ -45,6 +46,7 @@ class FunctionRun:
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of outputs
     # Why gradients could not be computed of a call that wrote into its inputs
     backward_error: str | None = None
+    buffers: tuple[str, ...] = ()  # arguments that are memory for an output
 
     @property
     def tensors(self) -> Values:
@@ -64,12 +66,13 @@ class FunctionRun:
 
     def misdeeds(self, like: FunctionRun) -> list[str]:
         """Returns clauses on what the run did that `like`, the reference's, did not:
-        write into inputs, return an input's memory, let no gradient back; and outputs
-        that a later call wrote into, whatever the reference did. Empty where there is
-        nothing."""
-        wrong = [name for name in self.written if name not in like.written]
+        write into inputs (but for memory for an output), return an input's memory, let no
+        gradient back; and outputs that a later call wrote into, whatever the reference
+        did. Empty where there is nothing."""
+        may_be_written = {*like.written, *like.buffers}
+        wrong = [name for name in self.written if name not in may_be_written]
         clauses = [f"writes into its inputs ({', '.join(wrong)})"] if wrong else []
-        if self.alias and not like.alias and self.alias not in like.written:
+        if self.alias and not like.alias and self.alias not in may_be_written:
             clauses.append(f"returns memory of its input {self.alias}")
         lacking = [n for n in like.differentiable if n not in self.differentiable]
         if like.gradients and lacking:
@@ -158,7 +161,13 @@ def run(
         raw={name: x.detach() for name, x in outputs.items()},
         strides={name: x.stride() for name, x in outputs.items()},
         backward_error=why,
+        buffers=_buffers(before),
     )
+
+
+def _buffers(values: Values) -> tuple[str, ...]:
+    """Returns the names of tensors that are memory for an output."""
+    return tuple(name for name, x in values.items() if is_unwritten(x))
 
 
 def _child(name: str, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from numdev.metrics.checksums import same
 from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged import FunctionCall, distance, stacked
 from numdev.operations.function.reference import FunctionReference
-from numdev.operations.function.trees import Values
+from numdev.operations.function.trees import Values, is_unwritten
 
 WORK = 1 << 26  # numbers of inputs, times how many inputs are tried
 LEAST_TRIED = 8
@@ -52,7 +52,7 @@ def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Inf
     size = sum(x.numel() for x in inputs.values())
     tries = max(LEAST_TRIED, WORK // max(size, 1))
     for name, x in inputs.items():
-        if not x.numel() or (names and name not in names) or _is_unwritten(x):
+        if not x.numel() or (names and name not in names) or is_unwritten(x):
             continue
         changed = [_other_values(call, name, i) for i in range(len(call.draws))]
         others = [y for y in changed if y is not None]
@@ -108,17 +108,6 @@ def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(SEED)
     factors = 0.5 + torch.rand(x.shape, generator=generator, dtype=torch.float64)
     return (x.double() * factors.to(x.device)).to(x.dtype)
-
-
-def _is_unwritten(x: Tensor) -> bool:
-    """Whether a tensor of several elements is NaN everywhere, or of integers the largest:
-    memory for an output, into which nobody has written
-    (`surroundings.uninitialised_is_nan`)."""
-    if x.numel() < 2 or x.dtype == torch.bool or x.is_complex():
-        return False
-    if x.is_floating_point():
-        return bool(x.isnan().all())
-    return bool((x == torch.iinfo(x.dtype).max).all())
 
 
 def _is_trivial(x: Tensor) -> bool:

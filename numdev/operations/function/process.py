@@ -8,6 +8,7 @@ sandbox: the process may read and write what its user may."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -166,13 +167,18 @@ class FunctionProcess:
             str(name): tuple(int(str(n)) for n in _listed(each))
             for name, each in map(_listed, _listed(answer["strides"]))
         }
-        return FunctionRun(
-            **groups,
+        run = FunctionRun(
+            outputs=groups["outputs"],
+            gradients=groups["gradients"],
+            written=groups["written"],
+            strides=strides,
+            backward_error=None if why is None else str(why),
+        )
+        return dataclasses.replace(
+            run,
             alias=None if alias is None else str(alias),
             differentiable=tuple(map(str, _listed(answer["differentiable"]))),
             overwritten=tuple(map(str, _listed(answer["overwritten"]))),
-            strides=strides,
-            backward_error=None if why is None else str(why),
         )
 
     def _tensor(self, dtype_name: str, shape: object, until: float) -> Tensor:

@@ -154,6 +154,17 @@ def is_judged(x: Tensor) -> bool:
     return is_floating(x)
 
 
+def is_unwritten(x: Tensor) -> bool:
+    """Whether a tensor of several elements is NaN everywhere, or of integers the largest:
+    memory for an output, into which nobody has written
+    (`surroundings.uninitialised_is_nan`)."""
+    if x.numel() < 2 or x.dtype == torch.bool or x.is_complex():
+        return False
+    if x.is_floating_point():
+        return bool(x.isnan().all())
+    return bool((x == torch.iinfo(x.dtype).max).all())
+
+
 def as_real(x: Tensor) -> Tensor:
     """Returns a complex tensor as its real and imaginary parts, [..., 2]; any other as
     it is."""
