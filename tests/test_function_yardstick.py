@@ -102,6 +102,20 @@ def test_what_is_not_finite_and_what_only_moves_has_no_arithmetic() -> None:
     assert variance_of(aten.add.Tensor, (infinite, infinite), infinite) is None
 
 
+@pytest.mark.parametrize("masked", [-1e9, -3.4e38])
+def test_what_is_masked_adds_nothing_to_the_errors_of_other_logarithms(
+    masked: float,
+) -> None:
+    """Of a log-softmax of a few units they stay some unit roundoffs."""
+    x = drawn(16, 64).double()
+    x[:, 40:] = masked
+    exact = x.log_softmax(-1)
+    args = (x, -1, False)
+    variance = variance_of(aten._log_softmax.default, args, exact)
+    assert variance is not None
+    assert 0.1 * U < float(variance[:, :40].mean().sqrt()) < 40 * U
+
+
 def test_runs_of_one_seed_are_the_same_and_of_another_are_not() -> None:
     x = drawn(20, 300)
     reference = FunctionReference(

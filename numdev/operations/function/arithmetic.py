@@ -49,6 +49,10 @@ NORMS = frozenset(
     _cdist_forward _pdist_forward linalg_inv_ex linalg_cholesky_ex
     linalg_solve_triangular triangular_solve _linalg_det""".split()  # noqa: SIM905
 )
+# Logarithms, in which -1e9 or the lowest number stands for what is masked, and says
+# nothing of other results. That of a float32 number is within 104 of 0.
+LARGEST_LOGARITHM = 1e4
+LOGARITHMS = frozenset(("_log_softmax", "logcumsumexp", "_logcumsumexp"))
 # What adds up, and into what no other operator has a shape of its own.
 SCATTERED = frozenset(
     """embedding_dense_backward index_add scatter_add scatter_reduce index_put
@@ -121,7 +125,7 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
         added = terms(func, args, values)
         return _finite(of_sum(values, added.count, added.squares))
     if name in NORMS:
-        return _finite(_of_norm(args, values))
+        return _finite(_of_norm(args, values, is_logarithm=name in LOGARITHMS))
     if name in SCATTERED:
         count = max(1.0, _largest(args) / values.numel())
         return _finite(PER_STEP * U**2 * values.square() * count / 3)
@@ -143,11 +147,12 @@ def _finite(variance: Tensor) -> Tensor:
     return variance.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _of_norm(args: Arguments, values: Tensor) -> Tensor:
+def _of_norm(args: Arguments, values: Tensor, *, is_logarithm: bool) -> Tensor:
     """Returns the variance of the error of a result that divides by a sum over K
     numbers, or takes their mean away; 0 without a floating-point argument. K is told
     from the shapes: the largest argument's last axis, or where the result is smaller,
-    how many of its elements go into each element."""
+    how many of its elements go into each element. Logarithms beyond
+    LARGEST_LOGARITHM add nothing to the errors of others."""
     largest = max((x for x in args if is_floating(x)), key=_size, default=None)
     if largest is None:
         return torch.zeros_like(values)
@@ -155,11 +160,13 @@ def _of_norm(args: Arguments, values: Tensor) -> Tensor:
     count = float(x.shape[-1] if x.ndim else 1)
     if values.numel() < x.numel():
         count = max(1.0, x.numel() / values.numel())
-    typical = values.square().mean()
+    squares = values.square()
+    counted = torch.where(values.abs() > LARGEST_LOGARITHM, 0, squares)
+    typical = (counted if is_logarithm else squares).mean()
     spread = x.var(correction=0) if x.numel() > 1 else x.square().sum()
     lean = 1 + float(x.mean().square() / spread) if float(spread) > 0 else 1.0
     growth = PER_STEP * count / 3 + OF_A_FUNCTION**2
-    size = values.square() + min(lean, 1e6) * typical / math.sqrt(count)
+    size = squares + min(lean, 1e6) * typical / math.sqrt(count)
     return U**2 * growth * size
 
 
