@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,10 +40,8 @@ from numdev.studies.audit.dask_workers import cluster_of, sharing
 from numdev.studies.audit.isolation import copied
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.reproducer_script import name_of
+from numdev.studies.logprobs.report import LogprobsReport
 from numdev.system import System
-
-if TYPE_CHECKING:
-    from numdev.studies.logprobs.report import LogprobsReport
 
 # Of a forward pass, by name or in order
 Inputs = Mapping[str, object] | Tensor | Sequence[Tensor]

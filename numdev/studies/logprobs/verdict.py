@@ -283,7 +283,8 @@ def _finding_clauses(
         elif test.rule == SAME:
             yield f"has other tokens in {test.offending} of {test.judged} sequences"
         else:
-            yield causes_clause(_causes_in(tests_of_side), with_side=False).rstrip(".")
+            words = causes_clause(_causes_in(tests_of_side), with_side=False)
+            yield words[0].lower() + words[1:].rstrip(".")
     if not _causes_in(tests_of_side) and any(t.rule == NOISE for t in tests_of_side):
         yield "the cause is none of those that were looked for"
 
