@@ -530,6 +530,7 @@ REFUSING = {
     "effects": ["demo"],
     "invariance": ["demo"],
     "diagnose": ["demo"],
+    "logprobs": ["rollout.jsonl", "trainer.jsonl"],
     "train": [str(ROOT / "configs" / "train" / "tiny-ci.yaml")],
     "weights": ["a", "b"],
 }
