@@ -33,6 +33,8 @@ from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.trees import Arguments, outputs_of
 from numdev.report import FunctionReport, Outcome
 from numdev.studies.audit.function_kind import inputs_not_judged
+from numdev.studies.audit.function_power import parsed_tolerance
+from numdev.studies.audit.function_reproducer import reproducer_of
 from numdev.studies.audit.functions import (
     Asked,
     FormatPart,
@@ -64,6 +66,8 @@ def check_beside(
     thresholds: Thresholds = None,
     name: str | None = None,
     process: FunctionProcess | None = None,
+    power: str | None = None,
+    reproducers: str | Path | None = None,
 ) -> CheckResult:
     """Returns the result of a check whether a function computes what its reference
     computes, as exactly as its format allows. There is no tolerance: errors are held to
@@ -75,13 +79,16 @@ def check_beside(
     rounded; none: as they come (those of `shapes` in bfloat16). `backward`: whether
     gradients are checked; None: where an argument of the first seed requires one.
     `process`: what runs the function, if that is a name to import; None: it runs in this
-    process, before anything of the reference is computed.
+    process, before anything of the reference is computed. `power`: a tolerance, `1e-2`
+    or `rtol,atol`, of which is told how many wrong kernels it passes. `reproducers`: a
+    directory for the script of a failed check; None: none is written.
 
     Raises UsageError for wrong arguments, MeasurementError where the process does not
     answer, and for rules made for another system."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")
+    tolerance = None if power is None else parsed_tolerance(power)
     make = calls_of(inputs, reference, shapes=shapes)
     system = System.probe(device)
     asked = Asked(
@@ -99,7 +106,25 @@ def check_beside(
     parts = [run_format(each, run) for each in wanted]
     source = name_of(inputs) if callable(inputs) else inputs and str(inputs)
     request = {"target": asked.name, "inputs": source or shapes}
-    return judged_result(parts, request, system, rules_of(thresholds))
+    rules = rules_of(thresholds)
+    result = judged_result(parts, request, system, rules, tolerance)
+    if reproducers is None or result.passed:
+        return result
+    return _with_reproducer(result, parts, rules, Path(reproducers))
+
+
+def _with_reproducer(
+    result: CheckResult, parts: Sequence[FormatPart], rules: Rules, directory: Path
+) -> CheckResult:
+    """Returns a result with a script that shows its gravest finding, or among its notes
+    why there is none."""
+    target = parts[0].asked.name
+    findings = result.report.findings
+    script, why = reproducer_of(findings, parts, rules, target, directory)
+    if script is None:
+        notes = (*result.notes, why) if why else result.notes
+        return dataclasses.replace(result, notes=notes)
+    return dataclasses.replace(result, reproducer=script)
 
 
 def check_problem(
@@ -112,17 +137,19 @@ def check_problem(
     device: str = "auto",
     thresholds: Thresholds = None,
     process: FunctionProcess | None = None,
+    power: str | None = None,
 ) -> CheckResult:
     """Returns the result of a check whether the class ModelNew of a solution's file
     computes what the class Model of a problem's file computes, on its `get_inputs`, as
     exactly as its format allows. `formats`: in which arguments and modules are; none: as
     they are made. `backward`: whether gradients are checked. `process`: what runs the
-    solution; None: this process. Raises UsageError for wrong arguments and files,
-    MeasurementError where the process does not answer, and for rules made for another
-    system."""
+    solution; None: this process. `power`: as of `check_beside`. Raises UsageError for
+    wrong arguments and files, MeasurementError where the process does not answer, and for
+    rules made for another system."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")
+    tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
     read = ProblemFile.read(Path(problem), system.device)
     parts: list[FormatPart] = []
@@ -141,7 +168,7 @@ def check_problem(
         )
         parts.append(run_format(asked, run))
     request = {"target": str(solution), "inputs": f"{read.path.name}:get_inputs"}
-    return judged_result(parts, request, system, rules_of(thresholds))
+    return judged_result(parts, request, system, rules_of(thresholds), tolerance)
 
 
 def _modules(
@@ -192,9 +219,11 @@ def judged_result(
     source: Mapping[str, object],
     system: System,
     rules: Rules,
+    tolerance: tuple[float, float] | None = None,
 ) -> CheckResult:
     """Returns the result of the runs, judged by the rules. `parts`: one for each format,
-    at least one; `source`: further keys of the report's request. Raises MeasurementError
+    at least one; `source`: further keys of the report's request; `tolerance`: rtol and
+    atol, to be told what they pass. Raises MeasurementError
     for rules made for another system."""
     check_system(system.as_dict(), rules)
     asked = parts[0].asked
@@ -206,8 +235,8 @@ def judged_result(
         "backward": asked.backward,
         "rules": rules.name,
     }
-    report, judgement = judge_function_runs(parts, rules, request, system)
-    return _result_of_report(report, judgement, asked.remarks)
+    judged = judge_function_runs(parts, rules, request, system, tolerance)
+    return _result_of_report(*judged, asked.remarks)
 
 
 def _result_of_report(

@@ -177,6 +177,27 @@ def test_stale_places_are_named(change: Callable[[Tensor], None], words: str) ->
     assert cause(torch.matmul, with_places(change), *arguments) == words
 
 
+def test_places_of_one_number_are_named_where_they_are_0_alone() -> None:
+    """Another's single number stands anywhere by luck."""
+    [x] = drawn((256, 64))
+
+    def without_last(x: Tensor) -> Tensor:
+        out = x.mean(-1)
+        out[240:] = 0
+        return out
+
+    def stale(x: Tensor) -> Tensor:
+        out = x.mean(-1)
+        out[3] = out[9]
+        return out
+
+    def mean(x: Tensor) -> Tensor:
+        return x.mean(-1)
+
+    assert cause(mean, without_last, x) == "rows 240 to 255 of axis 0 hold 0"
+    assert cause(mean, stale, x) is None
+
+
 def test_a_batch_entry_that_is_anothers_is_named() -> None:
     def wrong(x: Tensor, y: Tensor) -> Tensor:
         return torch.cat((x[:3] @ y[:3], x[:1] @ y[:1]))
@@ -195,6 +216,19 @@ def test_noise_and_sound_results_have_no_cause(size: float) -> None:
     arguments = drawn((48, 128), (128,), dtype=torch.bfloat16)
     assert cause(rms_norm, noisy, *arguments) is None
     assert cause(rms_norm, rms_norm, *arguments) is None
+
+
+def test_a_batch_norm_without_running_statistics_does_not_crash() -> None:
+    """In evaluation PyTorch would read statistics that are not there."""
+    [x] = drawn((16, 8, 12))
+
+    def norm(x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+    def wrong(x: Tensor) -> Tensor:
+        return norm(x) + 0.3 * torch.sin(37 * x)
+
+    assert cause(norm, wrong, x) is None
 
 
 def test_an_alternative_that_is_not_finite_explains_nothing() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +59,10 @@ SHAPE = (
     "With --reference, in place of --inputs: normal numbers, x=256x1024,w=1024. With "
     "--task the arguments of generate_input, with --definition its axes: m=64,n=32."
 )
+POWER = (
+    "With --reference or --problem: a tolerance, 1e-2 or RTOL,ATOL. Says which of "
+    "fourteen wrong kernels it passes on these inputs, beside numdev."
+)
 OUTPUT = "Directory for failure scripts.  [default: a temporary folder]"
 DEVICE = "Where to run.  [default: auto]"
 CLAIM = (
@@ -89,6 +94,7 @@ CLAIM = (
 @click.option("--definition", type=FILE, metavar="FILE", help=DEFINITION)
 @click.option("--inputs", metavar="FILE[:NAME]", help=INPUTS)
 @click.option("--shape", "shapes", default="", metavar="NAME=AxB,...", help=SHAPE)
+@click.option("--power", metavar="TOL", help=POWER)
 @click.option(
     "--json", "as_json", is_flag=True, help="The verdict and the report as JSON."
 )
@@ -110,6 +116,7 @@ def check(
     definition: Path | None,
     inputs: str | None,
     shapes: str,
+    power: str | None,
     as_json: bool,
 ) -> None:
     """Check one kernel on small cases: is it attention, and as exact as its format
@@ -130,14 +137,18 @@ def check(
         if cases or claims:
             raise UsageError("--case and --claim are of attention alone")
         beside.check_options(inputs, shapes, formats, backward)
+        if power is not None and (task or definition):
+            raise UsageError("--power needs a --reference or a --problem")
         result = check_function(
             target, beside, inputs, shapes=shapes, formats=formats,
             backward=backward, device=device, seeds=seeds or 0, thresholds=thresholds,
-            output=output,
+            output=output, power=power,
         )  # fmt: skip
     else:
         if inputs or shapes:
             raise UsageError("--inputs and --shape need a --reference")
+        if power is not None:
+            raise UsageError("--power needs a --reference or a --problem")
         result = check_attention_kernel(
             target, cases, formats, claims, backward=backward, device=device,
             seeds=seeds, thresholds=thresholds, output=output,
@@ -234,6 +245,7 @@ def check_function(
     seeds: int | tuple[int, ...],
     thresholds: Path | None,
     output: Path | None,
+    power: str | None,
 ) -> CheckResult:
     """Returns the check of a function beside its reference, or of what solves a problem,
     a task or a definition, and writes its report into the directory `output`, if there is
@@ -258,6 +270,7 @@ def check_function(
             result = check_problem(
                 target, problem=beside.problem, formats=formats, backward=bool(backward),
                 seeds=seeds, device=device, thresholds=thresholds, process=process,
+                power=power,
             )  # fmt: skip
         elif beside.task is not None:
             result = check_task(
@@ -274,7 +287,8 @@ def check_function(
             result = check_beside(
                 target, reference=reference, inputs=source, shapes=shapes,
                 formats=formats, backward=backward, seeds=seeds, device=device,
-                thresholds=thresholds, process=process,
+                thresholds=thresholds, process=process, power=power,
+                reproducers=output or tempfile.mkdtemp(prefix="numdev-check-"),
             )  # fmt: skip
     if output is not None:
         write_report(result, output)
@@ -325,8 +339,10 @@ def check_as_data(result: CheckResult) -> dict[str, object]:
 def check_document(result: CheckResult) -> Document:
     """Returns a check as a document: the verdict; what else is wrong; what was tested and
     what not; a script that shows it."""
+    from numdev.report import FunctionReport
     from numdev.report.document import Bullets, Document, Item, Paragraph, notes
     from numdev.report.views import verdicts
+    from numdev.studies.audit.function_kind import power_blocks
 
     report, lines = result.report, tuple(verdicts(result.report))
     # No crash
@@ -340,12 +356,14 @@ def check_document(result: CheckResult) -> Document:
         more.append(Item(f"And {len(others) - SHOWN} more findings."))
     judged = f"Checked: {result.in_short}" if result.passed else ""
     script = f"To reproduce: python {result.reproducer}" if result.reproducer else ""
+    asked = power_blocks(report) if isinstance(report, FunctionReport) else ()
     return Document(
         f"numdev check {result.kernel}",
         (
             Bullets(lines, "verdicts"),
             Bullets(tuple(more), "findings"),
             *notes((judged, *result.notes, *result.skipped)),
+            *asked,
             Paragraph(script),
         ),
     )

@@ -171,3 +171,19 @@ def crashes(x: Tensor, w: Tensor) -> Tensor:
 def column_major(x: Tensor, w: Tensor) -> Tensor:
     """Of other strides, which no `.view()` in one axis survives."""
     return rms_norm(x, w).T.contiguous().T
+
+
+class _TwiceBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+def twice_back(x: Tensor, w: Tensor) -> Tensor:
+    """Right, with a gradient of x that is twice what it should be."""
+    out: Tensor = fused(_TwiceBack.apply(x), w)
+    return out

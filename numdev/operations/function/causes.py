@@ -37,6 +37,7 @@ CLEARLY = 1.1  # times less than the best so far must be left by what comes late
 WORK = 1 << 26  # numbers of inputs, times how many other functions are tried
 LEAST_TRIES = 8
 LEAST_NUMBERS = 8  # of an output: fewer are explained by luck, or by one fitted number
+LEAST_ERRING = 3.0  # numbers that err, in effect: another function errs in one by luck
 LARGEST = 1e300  # a cut, so that JSON can hold it
 OF_ROUNDING = 2.0  # times the error of one rounding: no function leaves clearly less
 NEAR = 1.3  # times less of the error: from there on it is compared rounded too
@@ -82,6 +83,15 @@ class Wrong:
             return left, left
         return left, min(left, rms(round_to(other.double(), self.format)))
 
+    @property
+    def effective(self) -> float:
+        """Returns how many numbers the error is of, in effect: (sum e^2)^2 / sum e^4; 0
+        without an error."""
+        usable = self.truth.isfinite() & self.values.isfinite()
+        square = torch.where(usable, self.values - self.truth, 0.0).square()
+        fourth = float(square.square().sum())
+        return float(square.sum()) ** 2 / fourth if fourth else 0.0
+
     def left_by_rounding(self) -> float:
         """Returns the rms error of the exact values rounded once."""
         usable = self.truth.isfinite() & self.values.isfinite()
@@ -107,6 +117,7 @@ class Search:
             and x.shape == truth[name].shape
             and x.numel() >= LEAST_NUMBERS
         }
+        self.wrong = {n: x for n, x in self.wrong.items() if x.effective >= LEAST_ERRING}
         self.errors = {
             name: wrong.left_by(wrong.truth)[0] for name, wrong in self.wrong.items()
         }
@@ -170,16 +181,18 @@ def causes_of(
     reference: FunctionReference, outputs: Mapping[str, Tensor], earlier: Values
 ) -> dict[str, OtherFunction]:
     """Returns the function that explains each output best, by the output's name; outputs
-    that none explains are left out, and those of fewer than LEAST_NUMBERS numbers. To
-    explain one it must leave at most a tenth of its rms error. `outputs`: an
-    implementation's, of the shapes of the reference's; `earlier`: the exact results of a
-    call before, may be empty. Runs the reference many times; raises what it raises on the
-    call's own arguments, if its exact result is not there yet."""
+    that none explains are left out, those of fewer than LEAST_NUMBERS numbers, and those
+    in which fewer than LEAST_ERRING numbers err. To explain one it must leave at most a
+    tenth of its rms error. `outputs`: an implementation's, of the shapes of the
+    reference's; `earlier`: the exact results of a call before, may be empty. Runs the
+    reference many times; raises what it raises on the call's own arguments, if its exact
+    result is not there yet."""
     search = Search(reference, outputs)
     for words, results in simplest_references(reference):
         search.consider_all(words, results())
     for name, wrong in search.wrong.items():
-        for words, other in other_results(name, wrong.values, reference, earlier):
+        floor = search.floors[name]
+        for words, other in other_results(name, wrong.values, reference, earlier, floor):
             search.consider(name, words, other)
     for number in numbers_of(reference):
         if not search.is_over:

@@ -27,6 +27,8 @@ DECADES = [10.0**-k for k in (5, 6, 8, 3, 4, 12, 7, 10, 2, 1)]
 STEP = 1e-3  # of a number: how far it is moved for a slope
 ITERATIONS = 8
 LARGEST_STEP = 3.0  # in factors of e, or of itself
+SHARES = (1.0, 0.3)  # of the way to the lowest point
+LARGEST = 100.0  # times a number, that its reciprocal may bring it to
 PROMISING = 1.3  # times less of the error: from there on a number is fitted
 AS_GOOD = 1.05  # times the error that the best number leaves
 # What an operation does with its number, in words
@@ -40,6 +42,8 @@ CLAUSES = {
     "masked_fill": "masked places are {other} in place of {value}",
 }
 UNNAMED = frozenset(("other", "self", "alpha", "value", "exponent", "min", "max"))
+COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne", "threshold"))
+HALVINGS = 9  # of a factor of 2, by which a threshold is moved
 GENERAL = "it computes with {other} in place of {value}"
 Residual = Callable[[Values], float]
 """Returns the rms error that results leave of an output; infinite where they lack it."""
@@ -72,6 +76,7 @@ class NumberInUse:
     value: float
     template: str
     default_of: tuple[str, str] | None = None
+    is_threshold: bool = False  # results may jump where it moves, and have no slope
 
     def words(self, other: float) -> str:
         """Returns in words that another number is there."""
@@ -112,7 +117,12 @@ def numbers_of(reference: FunctionReference) -> Iterator[NumberInUse]:
         if value and math.isfinite(value):
             names = notes.numbers.get(value, set())
             template = _template(value, func, options, names)
-            yield NumberInUse(reference=reference, value=value, template=template)
+            yield NumberInUse(
+                reference=reference,
+                value=value,
+                template=template,
+                is_threshold=func.overloadpacket.__name__.rstrip("_") in COMPARISONS,
+            )
     for (operator, name), value in notes.defaults.items():
         if value and name not in UNNAMED:
             yield NumberInUse(
@@ -158,6 +168,10 @@ def fitted(
     for other in number.others():
         tried(other)
     _refine(tried, lambda: (best, least))
+    if number.is_threshold:
+        for k in range(HALVINGS):
+            for sign in (1, -1):
+                tried(best * 2.0 ** (sign * 0.5**k))
     if least < error:
         best, least = _in_few_digits(best, least, tried)
     return best, least
@@ -166,17 +180,20 @@ def fitted(
 def _refine(
     tried: Callable[[float], float], best: Callable[[], tuple[float, float]]
 ) -> None:
-    """Moves a number, and its logarithm where it is positive, to the lowest point of a
-    parabola through three points of the squared error, until that gains less than a
-    hundredth. `tried`: what a number leaves; `best`: the best so far, and what it
+    """Moves a number, its logarithm and its reciprocal to the lowest point of a parabola
+    through three points of the squared error, or part of the way, until that gains less
+    than a hundredth. `tried`: what a number leaves; `best`: the best so far, and what it
     leaves."""
     for _ in range(ITERATIONS):
         before = best()[1]
-        for move in (_moved, _moved_logarithm):
+        for move in (_moved, _moved_logarithm, _moved_reciprocal):
             at, left = best()
-            if at and left and (at > 0 or move is _moved):
+            if at and left:
                 go = _to_lowest(at, left, move, tried)
-                tried(move(at, max(-LARGEST_STEP, min(LARGEST_STEP, go))))
+                go = max(-LARGEST_STEP, min(LARGEST_STEP, go))
+                for share in SHARES:
+                    if tried(move(at, share * go)) < left:
+                        break
         if not best()[1] < 0.99 * before:
             return
 
@@ -205,6 +222,12 @@ def _moved(value: float, by: float) -> float:
 def _moved_logarithm(value: float, by: float) -> float:
     """Returns a number whose logarithm is moved."""
     return value * math.exp(by)
+
+
+def _moved_reciprocal(value: float, by: float) -> float:
+    """Returns a number whose reciprocal is moved by so many times itself; at most LARGEST
+    of it."""
+    return value / max(1 + by, 1 / LARGEST)
 
 
 def _in_few_digits(

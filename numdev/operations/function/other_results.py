@@ -20,23 +20,25 @@ FAR = 100.0  # times the median's squared error: an entry that is another
 TILES = (16, 32, 64, 128)
 MAX_TILES = 4096
 DIGITS = 4
+AS_GOOD = 1.1  # times the squared error that the best number leaves, or a rounding
 TINY = 1e-300
 OtherResult = tuple[str, Tensor]  # in words, and what would come out
 
 
 def other_results(
-    name: str, x: Tensor, reference: FunctionReference, earlier: Values
+    name: str, x: Tensor, reference: FunctionReference, earlier: Values, floor: float
 ) -> Iterator[OtherResult]:
     """Yields alternatives to an output, (words, fp64 tensor of its shape): the exact
     result changed, the result of an earlier call, and arguments of the same shape. Of an
-    output `x` that is 0 wherever it is finite only 0 itself."""
+    output `x` that is 0 wherever it is finite only 0 itself. `floor`: the rms error of
+    the exact result rounded once."""
     truth = reference.truth[name]
     finite = truth.isfinite() & x.isfinite()
     t, o = (torch.where(finite, y, 0.0) for y in (truth, x))
     yield "it is 0 everywhere", torch.zeros_like(truth)
     if not bool(o.any()):
         return
-    yield from _linear(o, t, truth, int(finite.sum()))
+    yield from _linear(o, t, truth, int(finite.sum()), floor)
     yield "it is one constant", torch.full_like(truth, float(o.sum() / finite.sum()))
     if name in earlier and earlier[name].shape == truth.shape:
         yield "it is the result of an earlier call", earlier[name].double()
@@ -49,28 +51,31 @@ def other_results(
     yield from _other_tiles(o, truth)
 
 
-def _linear(o: Tensor, t: Tensor, truth: Tensor, count: int) -> Iterator[OtherResult]:
+def _linear(
+    o: Tensor, t: Tensor, truth: Tensor, count: int, floor: float
+) -> Iterator[OtherResult]:
     """Yields the exact result scaled, and moved, by what fits the output `o` best, in as
     few digits as fit as well. `t`: the exact result; both 0 where either is not finite,
-    which all but `count` elements are."""
+    which all but `count` elements are. `floor`: of the exact result rounded once."""
+    enough = AS_GOOD * count * floor**2
     power = float((t * t).sum())
     scale = float((o * t).sum()) / max(power, TINY)
     left = float((o - scale * t).square().sum())
-    scale = _in_few_digits(scale, power, left)
+    scale = _in_few_digits(scale, power, left, enough)
     yield f"it is {scale:.4g} times what it should be", scale * truth
     offset = float((o - t).sum()) / max(1, count)
     left = float((o - t - offset).square().sum())
-    offset = _in_few_digits(offset, count, left)
+    offset = _in_few_digits(offset, count, left, enough)
     yield f"{offset:.4g} is added to it", truth + offset
 
 
-def _in_few_digits(value: float, power: float, left: float) -> float:
+def _in_few_digits(value: float, power: float, left: float, enough: float) -> float:
     """Returns the shortest decimal near the best factor of something of the squared size
-    `power`, that leaves at most a tenth more than the squared error `left` of the best;
-    the factor itself where none of DIGITS does."""
+    `power`, that leaves at most AS_GOOD times the squared error `left` of the best, or
+    `enough`; the factor itself where none of DIGITS does."""
     for digits in range(DIGITS):
         short = float(f"{value:.{digits}e}")
-        if (short - value) ** 2 * power <= 0.1 * left:
+        if left + (short - value) ** 2 * power <= max(AS_GOOD * left, enough):
             return short
     return value
 
@@ -108,13 +113,14 @@ def _rearranged(truth: Tensor) -> Iterator[OtherResult]:
 def _other_entries(x: Tensor, truth: Tensor, axis: int) -> Iterator[OtherResult]:
     """Yields at most one alternative: the exact result in which each entry of an axis
     that errs most is replaced by the exact entry nearest to what stands in its place, or
-    by 0 where that is as near. Nothing for fewer than two axes, for entries of fewer than
-    LEAST_WIDTH numbers, and where none or more than MAX_ENTRIES err by FAR times the
-    median's squared error. A tile that was not written, or written twice, leaves such
-    entries."""
-    if truth.ndim < 2 or not truth.shape[axis]:
+    by 0 where that is as near; of entries of fewer than LEAST_WIDTH numbers 0 alone,
+    since another's few numbers are in its place by luck. Nothing where none or more than
+    MAX_ENTRIES err by FAR times the median's squared error. A tile that was not written,
+    or written twice, leaves such entries."""
+    if not truth.numel():
         return
-    entries, out = (y.movedim(axis, 0).flatten(1) for y in (truth, x))
+    size = truth.shape[axis]
+    entries, out = (y.movedim(axis, 0).reshape(size, -1) for y in (truth, x))
     noun = "row" if axis == 0 else "place"
     changed = _with_others(entries, out, noun)
     if changed is not None:
@@ -151,13 +157,18 @@ def _with_others(entries: Tensor, out: Tensor, noun: str) -> OtherResult | None:
     """Returns (words, exact entries [n, width] in which those that err are replaced by
     the nearest other or 0), None where there is nothing to replace. `out`: the output's
     entries; `noun`: what one is called."""
-    if len(entries) < 2 or entries.shape[1] < LEAST_WIDTH:
+    if len(entries) < 2:
         return None
     entries = torch.where(entries.isfinite(), entries, 0.0)
     off = (out - entries).square().sum(dim=1)
-    typical = float(off.median())
-    wrong = (off > FAR * max(typical, TINY)).nonzero().flatten().tolist()
+    is_wrong = off > FAR * max(float(off.median()), TINY)
+    is_zero = (out == 0).all(dim=1) & (entries != 0).any(dim=1)
+    if bool((is_wrong & is_zero).any()):  # also where 0 is nearly right
+        is_wrong = is_wrong | is_zero
+    wrong = is_wrong.nonzero().flatten().tolist()
     if not wrong or len(wrong) > MAX_ENTRIES:
+        return None
+    if entries.shape[1] < LEAST_WIDTH and not bool(is_zero[wrong].all()):
         return None
     changed, sources = entries.clone(), []
     for i in wrong:

@@ -331,11 +331,38 @@ class AuditReport(Report):
         return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
 
 
+class WrongKernelRecord(Record):
+    """What a tolerance and the rules say of a kernel that is wrong on purpose; both None
+    where `reason` says why it is not counted."""
+
+    words: str
+    tolerance: Outcome | None = None
+    rules: Outcome | None = None
+    reason: str | None = None
+
+
+class FormatPower(Record):
+    """Wrong kernels of one call in one format."""
+
+    format: str
+    case: str
+    kernels: tuple[WrongKernelRecord, ...]
+
+
+class TolerancePower(Record):
+    """Which wrong kernels a tolerance of the user's own test passes, beside the rules."""
+
+    rtol: float
+    atol: float
+    formats: tuple[FormatPower, ...]
+
+
 class FunctionReport(AuditReport):
     """The result of a check of a function beside its reference."""
 
     kind: Literal["function"] = "function"  # type: ignore[assignment]
     inputs: tuple[InputRecord, ...] = ()
+    power: TolerancePower | None = None  # None: not asked for
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
         """Returns the tables that are written as CSV, by name: `rows`, and `inputs` where

@@ -11,7 +11,15 @@ from numdev.gate.row_checks import check_whole
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
 from numdev.gate.thresholds import tests_of_rows
 from numdev.grouping import grouped
-from numdev.report import DeviationRow, Finding, FunctionReport, InputRecord
+from numdev.report import (
+    DeviationRow,
+    Finding,
+    FunctionReport,
+    InputRecord,
+    Outcome,
+    TolerancePower,
+    WrongKernelRecord,
+)
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.number_text import ratio, si, three
@@ -47,7 +55,8 @@ def findings(
     reference and the inputs, and what the report doubts."""
     wrong, tested = findings_in(judgement, report.rows, report.words)
     words = (*remarks(report.rows), *inputs_not_judged(report.inputs))
-    return wrong, (*tested, *words, *report.doubts)
+    power = power_sentences(report.power)
+    return wrong, (*power, *tested, *words, *report.doubts)
 
 
 def inputs_not_judged(inputs: Sequence[InputRecord]) -> Iterator[str]:
@@ -71,6 +80,71 @@ def _too_little(record: InputRecord) -> str:
         return f"{record.input} (leaving it out changes nothing)"
     needed = f"needed: {record.needed:g}×"
     return f"{record.input} (moves {record.tensor} by {three(record.moved)}×; {needed})"
+
+
+def power_sentences(power: TolerancePower | None) -> Iterator[str]:
+    """Yields for each format how many wrong kernels a tolerance passes and how many the
+    rules do; nothing for None."""
+    for part in power.formats if power is not None else ():
+        judged = [kernel for kernel in part.kernels if kernel.tolerance is not None]
+        count = len(judged)
+        by_tolerance = sum(k.tolerance is Outcome.PASSED for k in judged)
+        by_rules = sum(k.rules is Outcome.PASSED for k in judged)
+        not_judged = sum(k.rules is Outcome.NOT_JUDGED for k in judged)
+        sentence = (
+            f"The tolerance {_tolerance_text(power)} passes {by_tolerance} of {count} "
+            f"wrong kernels on these inputs; numdev {by_rules}"
+        )
+        if not_judged:
+            sentence += f", and {not_judged} are not judged"
+        yield f"{sentence} ({part.format})."
+
+
+def _tolerance_text(power: TolerancePower | None) -> str:
+    """Returns a tolerance in words: one number where rtol and atol are the same."""
+    if power is None:
+        return ""
+    if power.rtol == power.atol:
+        return f"{power.rtol:g}"
+    return f"rtol {power.rtol:g}, atol {power.atol:g}"
+
+
+POWER_COLUMNS = (
+    Column("wrong kernel", align="left"),
+    Column("tolerance", align="left"),
+    Column("numdev", align="left"),
+)
+POWER_LEGEND = (
+    "The wrong kernels are made from the reference's results and arguments, without "
+    "knowing what it computes: other mistakes may pass either. The tolerance is held to "
+    "the reference as PyTorch runs it in the format, as torch.allclose; numdev's rules "
+    "to its exact result, without a search for causes."
+)
+
+
+def power_blocks(report: FunctionReport) -> Iterator[doc.Node]:
+    """Yields a table of wrong kernels for each format, with what a tolerance and numdev's
+    rules say of each, and a legend; nothing where that was not asked for."""
+    if report.power is None:
+        return
+    for part in report.power.formats:
+        yield doc.table(
+            POWER_COLUMNS,
+            map(_power_line, part.kernels),
+            title=f"Wrong kernels, {part.format}, {part.case}",
+            kind="words",
+        )
+    yield from doc.notes((POWER_LEGEND,))
+
+
+def _power_line(kernel: WrongKernelRecord) -> list[Cell]:
+    """Returns a row of the table: what is wrong, and whether it passes either; why it is
+    not counted where neither was asked."""
+    if kernel.tolerance is None or kernel.rules is None:
+        return [Cell(kernel.words), Cell(kernel.reason or "–"), Cell("–")]
+    caught = {Outcome.PASSED: "passes", Outcome.EXCEEDED: "fails"}
+    words = [caught.get(x, "not judged") for x in (kernel.tolerance, kernel.rules)]
+    return [Cell(kernel.words), *map(Cell, words)]
 
 
 def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
@@ -210,6 +284,7 @@ def blocks(report: FunctionReport) -> Iterator[doc.Node]:
             title=f"{name}, {of_kernel[0].format}",
         )
     yield from doc.notes((LEGEND,))
+    yield from power_blocks(report)
 
 
 def _line(row: DeviationRow) -> list[Cell]:

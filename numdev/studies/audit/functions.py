@@ -47,6 +47,7 @@ from numdev.operations.function.judged import (
     Judge,
     other_data,
 )
+from numdev.operations.function.places import places_that_err
 from numdev.operations.function.problem_files import ModuleBuild, forms_of
 from numdev.operations.function.process import Answer, FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
@@ -57,6 +58,7 @@ from numdev.report import (
     BesideReference,
     DeviationRow,
     Extent,
+    FormatPower,
     FunctionCallRecord,
     FunctionReport,
     InputRecord,
@@ -66,6 +68,7 @@ from numdev.report import (
 )
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
+from numdev.studies.audit.function_power import power_of, tolerance_power
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.plan import Task
@@ -495,6 +498,7 @@ def _named(
     """Yields the rows of a function, with what it computes instead where one is far off:
     found in the run `ran` of the first draw, else by another run on its inputs in
     float32. A row that is not far off, or without such a cause, comes as it is."""
+    rows = [_with_place(row, call, ran) for row in rows]
     far = [row.tensor for row in rows if _is_far_off(row)]
     causes = _causes(call.draws[0], ran, far, earlier)
     unnamed = [name for name in far if name not in causes]
@@ -512,6 +516,19 @@ def _named(
         else:
             fields["suspicion_format"] = "float32"
         yield row.model_copy(update=fields)
+
+
+def _with_place(row: DeviationRow, call: FunctionCall, ran: FunctionRun) -> DeviationRow:
+    """Returns a row that is far off with the places that err, where they are some of an
+    axis of the call's only draw; any other row as it is."""
+    errors = call.judges[row.tensor].errors
+    x = ran.tensors.get(row.tensor)
+    several = len(call.draws) > 1
+    if not _is_far_off(row) or several or errors is None or x is None:
+        return row
+    return row.model_copy(
+        update={"errs_in": places_that_err(as_real(x).double(), errors)}
+    )
 
 
 def _causes(
@@ -648,19 +665,22 @@ def judge_function_runs(
     rules: Rules,
     request: Mapping[str, object],
     system: System,
+    tolerance: tuple[float, float] | None = None,
 ) -> tuple[FunctionReport, Judgement]:
     """Returns the report of a function that was run in each format, and its judgement
-    under the rules. Computes the reference of every call, and runs the function once
-    more, on float32 inputs, where a large error has no cause in its own run. `parts`: at
-    least one, of one function."""
+    under the rules. With a `tolerance` (rtol, atol) also which wrong kernels that passes
+    on the first call of each format. Computes the reference of every call, and runs the
+    function once more, on float32 inputs, where a large error has no cause in its own
+    run. `parts`: at least one, of one function."""
     watch = Stopwatch(system.device)
     rows: list[DeviationRow] = []
     records: dict[str, FunctionCallRecord] = {}
     inputs: list[InputRecord] = []
+    powers: list[FormatPower] = []
     for part in parts:
         earlier: Values = {}
         influences: dict[str, InputRecord] = {}
-        for call, runs in _calls(part):
+        for number, (call, runs) in enumerate(calls_of_part(part)):
             ref = CaseRef(case=call.name, source="inputs", module=part.asked.name)
             rows += rows_of(
                 part.asked, call, ref, runs, system, watch, part.format, earlier, part.run
@@ -669,10 +689,13 @@ def judge_function_runs(
             earlier = _exact(call)
             with watch("reference"):
                 _update_influences(influences, call, part)
+            if tolerance is not None and not number and earlier:
+                powers.append(power_of(call, part.format.name, tolerance, rules))
         inputs += influences.values()
     doubts = (*parts[0].asked.remarks, *_doubts(parts[0].plan))
+    source = {"tensors": request.get("inputs")}
     report = FunctionReport(
-        provenance=provenance(system, {"tensors": request.get("inputs")}, "numdev.check"),
+        provenance=provenance(system, source, "numdev.check"),
         request=dict(request),
         summary=AuditSummary(answer=(), kernels=()),
         plan=_plan_record(parts),
@@ -682,7 +705,9 @@ def judge_function_runs(
         timings=watch.seconds(),
         doubts=doubts,
     )
-    report = report.model_copy(update={"rules": rules_as_data(rules)})
+    power = None if tolerance is None else tolerance_power(powers, tolerance)
+    about = {"rules": rules_as_data(rules), "power": power}
+    report = report.model_copy(update=about)
     judgement = judgement_of(report, rules)
     return with_conclusions(report, judgement), judgement
 
@@ -717,7 +742,7 @@ def _update_influences(
             influences[one.name] = record
 
 
-def _calls(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
+def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
     """Yields each call with its reference, and in order of its draws the function's
     runs: a Failure where one failed."""
     by_call: dict[int, list[FunctionRun | Failure]] = {}

@@ -187,6 +187,7 @@ def rendered(template: str, facts: Mapping[str, object]) -> str:
     loader = PackageLoader("numdev", "data/reproducer")
     templates = Environment(loader=loader, undefined=StrictUndefined, **blocks)
     templates.filters["literal"] = literal
+    templates.filters["literal_mapping"] = literal_mapping
     return templates.get_template(f"{template}.py.j2").render(facts)
 
 
@@ -200,6 +201,11 @@ def literal(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     raise UsageError(f"a script cannot spell the option {value!r}")
+
+
+def literal_mapping(values: Mapping[str, object]) -> str:
+    """Returns a mapping as Python source. Raises UsageError for a value that has none."""
+    return "{" + ", ".join(f"{k!r}: {literal(x)}" for k, x in values.items()) + "}"
 
 
 def _spell_call(

@@ -1,0 +1,48 @@
+"""Where a function errs: places of an axis that err while the others do not, in words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from numdev.operations.function.yardstick import Errors
+from numdev.operations.row_places import MOST, in_words
+
+BEYOND = 3.0  # times what is explained, and what the median place errs
+NEARLY_ALL = 0.9  # of the squared error
+LEAST_PLACES = 4  # of an axis, below which most of them say nothing
+
+
+def places_that_err(output: Tensor, errors: Errors) -> str | None:
+    """Returns in words which places of one axis err, where they are few, in sequence or
+    evenly spread, and have nearly all of the squared error: `row 3 of axis 0`, `every
+    16th place from 15 of axis 1`; of several axes the one whose places have most of it.
+    None where no axis has such places, as where
+    all err. `output`: fp64, of the truth's shape; what is not finite in it is no
+    error."""
+    error = torch.where(errors.usable & output.isfinite(), output - errors.truth, 0.0)
+    allowed = torch.maximum(errors.mean_square, errors.allowed_plain)
+    total = error.square().sum()
+    best: tuple[float, str] | None = None
+    for axis, size in enumerate(error.shape):
+        if size < LEAST_PLACES:
+            continue
+        bad = _bad_places(error, allowed, axis)
+        if not len(bad) or len(bad) > MOST * size or len(bad.diff().unique()) > 1:
+            continue
+        share = float(error.index_select(axis, bad).square().sum() / total)
+        if share >= NEARLY_ALL and (best is None or share > best[0]):
+            noun = "place" if axis else "row"
+            best = (share, f"{in_words(bad, noun)} of axis {axis}")
+    return None if best is None else best[1]
+
+
+def _bad_places(error: Tensor, allowed: Tensor, axis: int) -> Tensor:
+    """Returns the places of an axis, ascending, whose rms error is more than BEYOND times
+    what is allowed for them, and more than BEYOND times the median place's share."""
+    others = [i for i in range(error.ndim) if i != axis]
+    allowed = allowed.clamp_min(1e-300)
+    square, limit = (x.sum(others) if others else x for x in (error.square(), allowed))
+    ratio = (square / limit).sqrt()
+    typical = max(1.0, float(ratio.median()))
+    return (ratio > BEYOND * typical).nonzero().flatten()

@@ -1,0 +1,449 @@
+"""A failed check of a function as a script of its own: the function is imported, inputs
+and exact results are in a file beside it, and nothing of numdev is needed.
+
+The call that fails is made smaller for as long as the same tensor fails: places of all
+axes of one size go together, so that sizes that are equal stay equal; a size that a
+number among the arguments is equal to is a constant, and stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import math
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.gate.judgement import RUNS
+from numdev.gate.rules import Rules
+from numdev.kernels import importable_path
+from numdev.operations.function.function_runs import FunctionRun
+from numdev.operations.function.judged import FunctionCall, Judge
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.trees import Arguments
+from numdev.operations.function.yardstick import LEAST_ELEMENT, OF_U
+from numdev.report import Finding, Standing
+from numdev.report.safe_text import plain
+from numdev.studies.audit.function_power import tests_of_runs
+from numdev.studies.audit.functions import (
+    Draw,
+    FormatPart,
+    calls_of_part,
+)
+from numdev.studies.audit.isolation import Failure
+from numdev.studies.audit.reproduce import FOLDER
+from numdev.studies.audit.reproducer_script import literal, rendered
+from numdev.tensor_specs import GRADIENT
+
+SECONDS = 5.0  # how long a call is made smaller
+FIGURES = {
+    "error": "rms error over what the reference's own rounding explains",
+    "slice": "largest rms error of a place of an axis over what is explained",
+    "element": "largest error of an element over what is explained",
+    "slope": "slope of the error on the exact result, in unit roundoffs",
+    "shift": "mean error over the result's size, in unit roundoffs",
+    "mismatches": "integers that are not the reference's",
+    "nonfinite": "elements that are finite or not against the exact result",
+    "form": "shape and dtype",
+    "raises": "an exception",
+}
+# By the rule that fails, the figure that a script shows; in this order of choice.
+BY_METRIC = {
+    "form": "form",
+    "nonfinite": "nonfinite",
+    "mismatches": "mismatches",
+    "reference_ratio": "error",
+    "slice_ratio": "slice",
+    "element_ratio": "element",
+    "slope": "slope",
+    "shift": "shift",
+}
+COUNTS = ("mismatches", "nonfinite")
+SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
+    "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "C64": torch.complex64,
+}  # fmt: skip
+TINY = 1e-300
+CLEARLY = 1.2  # times sound code's figure: from there on a call shows the failure
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FailingCall:
+    """A call of a function that fails, with what came of it."""
+
+    call: FunctionCall
+    runs: Sequence[FunctionRun]
+    figures: Mapping[str, str]  # by tensor that fails, in which figure
+
+
+def write_reproducer(
+    finding: Finding, part: FormatPart, rules: Rules, target: str, directory: Path
+) -> Path:
+    """Writes reproduce.py and tensors.safetensors for a finding on a function into a
+    folder of `directory`, and returns the script. `target`: `FILE.py:name` or
+    `module:name`. Raises NumdevError where the fault does not show again, a script cannot
+    import the function or cannot spell its arguments, or it cannot be written."""
+    module, name, folder = _import_of(target)
+    call, runs = _call_of(finding, part)
+    failed = next((x for x in runs if isinstance(x, Failure)), None)
+    if failed is not None:
+        facts = _facts_of_call(call, "raises", None)
+        tensors = _stored_inputs(call)
+    else:
+        small = _smaller(call, part, rules, finding)
+        tensor, figure = next(iter(small.figures.items()))
+        facts = _facts_of_call(small.call, figure, tensor)
+        facts |= _facts_of_figure(small, tensor, figure)
+        tensors = {**_stored_inputs(small.call), **_stored_exact(small, tensor)}
+    words = textwrap.wrap(plain(finding.sentence), 97)
+    about = {
+        "words": words,
+        "about": f"Checked with torch {torch.__version__} on {call.draws[0].device}.",
+        "module": module,
+        "name": name,
+        "folder": folder,
+        "source": _source_of(part.asked.reference),
+        "device": call.draws[0].device,
+        "figures": FIGURES,
+        "dtypes": {n: d for n, d in SAFETENSORS.items() if d in _dtypes(tensors)},
+    }
+    text = rendered("function", {**facts, **about})
+    return _written(directory / FOLDER / finding.folder, text, tensors)
+
+
+def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
+    """Returns the dtypes of tensors."""
+    return {x.dtype for x in tensors.values()}
+
+
+def _import_of(target: str) -> tuple[str, str, str | None]:
+    """Returns module, name and folder by which a script imports a function. Raises
+    UsageError where no module has it."""
+    module, _, name = importable_path(target).partition(":")
+    if not name or "<" in name:
+        what = f"a script cannot import {target}"
+        raise UsageError(what, hint="define it with `def` at the top of a module")
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return module, name, None
+    path = Path(spec.origin).resolve()
+    levels = module.count(".") + (path.name == "__init__.py")
+    return module, name, str(path.parents[levels])
+
+
+def _source_of(reference: Callable[..., object]) -> list[str]:
+    """Returns the lines of a reference's source; one that says so where there is none."""
+    called = reference.forward if isinstance(reference, torch.nn.Module) else reference
+    try:
+        return textwrap.dedent(inspect.getsource(called)).rstrip().splitlines()
+    except (OSError, TypeError):
+        return ["(its source is not to be had)"]
+
+
+def _call_of(
+    finding: Finding, part: FormatPart
+) -> tuple[FunctionCall, Sequence[FunctionRun | Failure]]:
+    """Returns the call that a finding is worst in, and the function's runs of its draws.
+    Raises MeasurementError where it has none."""
+    wanted = finding.place.case if finding.place is not None else None
+    for call, runs in calls_of_part(part):
+        failed = any(isinstance(x, Failure) for x in runs)
+        if call.name == wanted or (wanted is None and failed):
+            return call, runs
+    raise MeasurementError("the finding has no call")
+
+
+# --- smaller --------------------------------------------------------------------------
+
+
+def _smaller(
+    call: FunctionCall, part: FormatPart, rules: Rules, finding: Finding
+) -> FailingCall:
+    """Returns the smallest form of a call in which the finding's tensor fails in the
+    same figure as in the call itself. Raises MeasurementError where it does not fail
+    there."""
+    best = _failing(call, part, rules, finding.tensor)
+    if best is None:
+        raise MeasurementError("the failure does not show every time")
+    wanted = next(iter(best.figures.items()))
+    deadline = time.monotonic() + SECONDS
+    for size in sizes_to_cut(call.draws[0].arguments):
+        smaller = size // 2
+        while smaller >= 1 and time.monotonic() < deadline:
+            candidate = _cut_call(best.call, size, smaller)
+            tried = _failing(candidate, part, rules, finding.tensor)
+            if tried is None or wanted != next(iter(tried.figures.items())):
+                break
+            best, size, smaller = tried, smaller, smaller // 2
+    return best
+
+
+def sizes_to_cut(arguments: Arguments) -> list[int]:
+    """Returns the sizes of axes above 1, the largest first, but those that a number among
+    the arguments is equal to."""
+    numbers = {x for x in tree_leaves(arguments.tree) if isinstance(x, int | float)}
+    shapes = [x.shape for x in arguments.leaves().values()]
+    sizes = {n for shape in shapes for n in shape}
+    return sorted((n for n in sizes if n > 1 and n not in numbers), reverse=True)
+
+
+def _cut_call(call: FunctionCall, size: int, smaller: int) -> FunctionCall:
+    """Returns a call in which every axis of one size has its first places alone."""
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        """Returns the first places of every axis of the size, in memory of their own."""
+        for axis, n in enumerate(x.shape):
+            x = x.narrow(axis, 0, smaller) if n == size else x
+        return x.contiguous()
+
+    draws = [
+        dataclasses.replace(draw, arguments=draw.arguments.mapped(cut))
+        for draw in call.draws
+    ]
+    others = [other.mapped(cut) for other in call.others]
+    return FunctionCall(name=call.name, draws=draws, others=others)
+
+
+def _failing(
+    call: FunctionCall, part: FormatPart, rules: Rules, tensor: str | None
+) -> FailingCall | None:
+    """Returns what comes of a call where a rule fails on `tensor` (None: on any); None
+    where none does, where function or reference raise, and where it does not differ from
+    sound code in a figure."""
+    draws = [Draw(call=0, seed=x.seed, arguments=x.arguments) for x in call.draws]
+    runs = part.run(draws)
+    ran = [x for x in runs if isinstance(x, FunctionRun)]
+    if len(ran) < len(runs):
+        return None
+    try:
+        tests = list(tests_of_runs(ran, call, part.asked.name, part.format.name, rules))
+    except Exception:  # the reference is foreign code, and these are parts of its data
+        return None
+    figures: dict[str, str] = {}
+    for metric, figure in BY_METRIC.items():
+        for test in tests:
+            is_wrong = test.metric == metric and test.standing is Standing.EXCEEDED
+            if is_wrong and test.tensor and (tensor is None or test.tensor == tensor):
+                figures.setdefault(test.tensor, figure)
+    failing = FailingCall(call=call, runs=ran, figures=figures)
+    return failing if figures and _shows(failing) else None
+
+
+def _shows(failing: FailingCall) -> bool:
+    """Whether the figure of the first tensor is above that of sound code."""
+    tensor, figure = next(iter(failing.figures.items()))
+    if figure in COUNTS or figure == "form":
+        return True
+    observed, sound = _observed(failing, tensor, figure)
+    return observed > CLEARLY * sound
+
+
+# --- figures --------------------------------------------------------------------------
+
+
+def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, float]:
+    """Returns a figure of the function, and the largest of sound code: the reference as
+    PyTorch runs it and its rounded runs, at least 1, and LEAST_ELEMENT of an element."""
+    judge = failing.call.judges[tensor]
+    x = failing.call.tensors_of(failing.runs)[0][tensor]
+    if x is None:
+        return 0.0, 0.0
+    sound = [figure_of(figure, y, judge) for y in (judge.plain, *judge.rounded)]
+    least = {"element": LEAST_ELEMENT, "slope": OF_U, "shift": OF_U}.get(figure, 1.0)
+    return figure_of(figure, x, judge), max(least, *sound)
+
+
+def figure_of(figure: str, x: Tensor, judge: Judge) -> float:
+    """Returns a figure as the script computes it, of a tensor with its draws stacked; of
+    a count the number of elements."""
+    if figure == "mismatches":
+        return float((x != judge.truth).sum())
+    if figure == "nonfinite":
+        return float((x.isfinite() != judge.truth.isfinite()).sum())
+    allowed, explained = _allowed(judge)
+    usable = judge.truth.isfinite() & x.isfinite()
+    error = torch.where(usable, x.double() - judge.truth, 0.0)
+    exact = torch.where(usable, judge.truth, 0.0)
+    if figure == "error":
+        return math.sqrt(float(error.square().sum() / allowed.sum()))
+    if figure == "element":
+        return float((error.abs() / allowed.sqrt()).max())
+    if figure == "slice":
+        return max(_largest_of_axis(error, allowed, axis) for axis in range(error.ndim))
+    weight = torch.where(usable, 1 / explained, 0.0)
+    weight = weight / weight.sum()
+    size = float((weight * exact.square()).sum().sqrt())
+    along = exact / size if figure == "slope" else torch.ones_like(exact)
+    return abs(float((weight * along * error).sum())) / size / judge.format.unit_roundoff
+
+
+def _largest_of_axis(error: Tensor, allowed: Tensor, axis: int) -> float:
+    """Returns the largest rms error of a place of an axis over what is allowed for it."""
+    others = [i for i in range(error.ndim) if i != axis]
+    sums = [x.sum(others) if others else x for x in (error.square(), allowed)]
+    return float((sums[0] / sums[1]).sqrt().max())
+
+
+def _allowed(judge: Judge) -> tuple[Tensor, Tensor]:
+    """Returns the squared errors that are allowed element by element, and those that the
+    operations explain, none of them 0; both 1 for integers."""
+    if judge.errors is None:
+        ones = torch.ones(judge.truth.shape, dtype=torch.float64)
+        return ones, ones
+    explained = judge.errors.mean_square.clamp_min(TINY)
+    return torch.maximum(explained, judge.errors.allowed_plain), explained
+
+
+# --- facts of the template ------------------------------------------------------------
+
+
+def _facts_of_figure(failing: FailingCall, tensor: str, figure: str) -> dict[str, object]:
+    """Returns the numbers that a script prints and holds its figure to: the limit lies in
+    the middle of the function's and sound code's, or is one element of a count."""
+    form = failing.call.forms[tensor]
+    unit = failing.call.judges[tensor].format.unit_roundoff
+    facts: dict[str, object] = {"shape": list(form.shape), "dtype": str(form.dtype)}
+    if figure == "form":
+        return facts
+    observed, sound = _observed(failing, tensor, figure)
+    limit = 1.0 if figure in COUNTS else math.sqrt(max(sound, TINY) * observed)
+    numbers = {"observed": observed, "sound": sound, "limit": limit, "unit": repr(unit)}
+    return {**facts, **numbers}
+
+
+def _facts_of_call(
+    call: FunctionCall, figure: str, tensor: str | None
+) -> dict[str, object]:
+    """Returns how a script calls the function, and which tensor it looks at. Raises
+    UsageError for an argument that has no spelling."""
+    first = call.draws[0]
+    outputs = list(first.plain.outputs)
+    is_gradient = tensor is not None and tensor in first.plain.gradients
+    leaves = first.arguments.leaves()
+    index = None if tensor else 0
+    if tensor in outputs:
+        index = outputs.index(tensor)
+    looked_at = {
+        "figure": figure,
+        "tensor": tensor or "output",
+        "index": index,
+        "gradient": tensor.removesuffix(GRADIENT) if tensor and is_gradient else None,
+    }
+    return {
+        **looked_at,
+        "backward": bool(first.backward),
+        "draws": len(call.draws),
+        "seeds": [draw.seed for draw in call.draws],
+        "names": list(leaves),
+        "call": _spelled_call(first.arguments, leaves),
+        "strides": {n: tuple(x.stride()) for n, x in leaves.items() if _is_strided(x)},
+    }
+
+
+def _is_strided(x: Tensor) -> bool:
+    """Whether a tensor is not contiguous, each element in memory of its own."""
+    return not x.is_contiguous() and 0 not in x.stride()
+
+
+def _spelled_call(arguments: Arguments, leaves: Mapping[str, Tensor]) -> str:
+    """Returns the arguments of a call as Python source. Raises UsageError for one that
+    has none."""
+    names = {id(x): name for name, x in leaves.items()}
+
+    def spelled(value: object) -> str:
+        """Returns one argument as source."""
+        if isinstance(value, Tensor):
+            return f'inputs["{names[id(value)]}"]'
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            inner = ", ".join(map(spelled, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+        if isinstance(value, Mapping):
+            items = (f"{literal(k)}: {spelled(x)}" for k, x in value.items())
+            return "{" + ", ".join(items) + "}"
+        return literal(value)
+
+    positional, named = arguments.tree
+    parts = [*map(spelled, positional), *(f"{n}={spelled(x)}" for n, x in named.items())]
+    return ", ".join(parts)
+
+
+def _stored_inputs(call: FunctionCall) -> dict[str, Tensor]:
+    """Returns the tensors by which a script makes its calls: `0.in.x`, and with gradients
+    `0.back.0`, what comes back into each output that has one."""
+    stored: dict[str, Tensor] = {}
+    for i, draw in enumerate(call.draws):
+        for name, x in draw.arguments.leaves().items():
+            stored[f"{i}.in.{name}"] = x.detach().contiguous()
+        for j, x in enumerate(_cotangents(draw)):
+            stored[f"{i}.back.{j}"] = x
+    return stored
+
+
+def _cotangents(draw: FunctionReference) -> Iterator[Tensor]:
+    """Yields the gradients that come back into a draw's outputs; nothing without
+    gradients."""
+    if draw.cotangents is not None:
+        for i, name in enumerate(draw.plain.differentiable):
+            output = draw.plain.outputs[name]
+            yield draw.cotangents.of(i, output).to(output.dtype).contiguous()
+
+
+def _stored_exact(failing: FailingCall, tensor: str) -> dict[str, Tensor]:
+    """Returns the exact values of a tensor and what may be erred in it."""
+    judge = failing.call.judges[tensor]
+    allowed, explained = _allowed(judge)
+    return {
+        f"{tensor}.exact": judge.truth.contiguous(),
+        f"{tensor}.allowed": allowed.contiguous(),
+        f"{tensor}.explained": explained.contiguous(),
+    }
+
+
+def _written(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> Path:
+    """Writes a script and its tensors into a new folder, and returns the script. Raises
+    MeasurementError where that cannot be done."""
+    from safetensors.torch import save_file
+
+    script = folder / "reproduce.py"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stored = {name: x.detach().cpu().clone() for name, x in tensors.items()}
+        save_file(stored, folder / "tensors.safetensors")
+        script.write_text(text, encoding="utf-8")
+    except (OSError, ValueError, KeyError) as error:
+        raise MeasurementError(f"{folder}: cannot be written ({error})") from error
+    return script
+
+
+def reproducer_of(
+    findings: Sequence[Finding],
+    parts: Sequence[FormatPart],
+    rules: Rules,
+    target: str,
+    directory: Path,
+) -> tuple[Path | None, str]:
+    """Returns the script of the gravest finding that has one, and in a sentence why there
+    is none; neither where no finding is of the function, as where the reference
+    raises."""
+    why = ""
+    for finding in findings:
+        part = next((x for x in parts if x.format.name in finding.formats), None)
+        if part is None or finding.severity == "note":
+            continue
+        failed = any(isinstance(x, Failure) for x in part.runs)
+        if finding.severity != "exceeded" and not (finding.rule == RUNS and failed):
+            continue
+        try:
+            return write_reproducer(finding, part, rules, target, directory), ""
+        except NumdevError as error:
+            why = why or f"No reproducer: {error}"
+    return None, why
