@@ -12,7 +12,7 @@ from numdev.cli.session import Session, command, command_line
 from numdev.config import LogprobsRequest, logprobs_request
 
 
-@command("logprobs rollout.jsonl trainer.jsonl --model path/to/checkpoint")
+@command("logprobs rollout.jsonl trainer.jsonl --model demo")
 @click.argument("files", nargs=-1, required=True, metavar="FILE [FILE]")
 @options_of(LogprobsRequest)
 @gated
