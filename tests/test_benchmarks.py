@@ -32,6 +32,7 @@ QUICK = {
         "--seeds 1 --only matmul",
         "| matmul | yes | 1.0",
     ),
+    "benchmarks/function_names.py": ("--only mean", "| mean "),
     "benchmarks/functions.py": (
         "--seeds 1 --only mean --no-faults",
         "accused 0 of 10 sound runs",
