@@ -242,14 +242,22 @@ def bench_of(
 
 
 def measure_one(
-    task: Task, kernel: Kernel, case: AttentionCase, system: System, run: Runner = attempt
+    task: Task,
+    kernel: Kernel,
+    case: AttentionCase,
+    system: System,
+    run: Runner = attempt,
+    *,
+    searching: bool = True,
 ) -> list[DeviationRow]:
     """Returns the rows of one task on a case in memory; a single failed row where it
-    cannot be measured."""
+    cannot be measured. `searching`: look for what explains a wrong output as soon as it
+    is measured, and not only in a run in float32, which tells most."""
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
         with _on_fitting_threads(case):
             bench = bench_of(case, task.format, task.heads, **how)
+            bench.watch.searching = searching
             return measure_task(task, kernel, bench, system, run).rows
     except of_rows.FAILS_ONE_ROW as error:
         return [_failed_row(task, error)]

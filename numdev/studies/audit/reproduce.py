@@ -152,7 +152,7 @@ def _shrink_call(
     def accused(case: AttentionCase) -> DeviationRow | None:
         """Returns the worst row of a case that is accused as the finding's was; None
         without one."""
-        rows = measure_one(task, declaring, case, plan.system, run)
+        rows = measure_one(task, declaring, case, plan.system, run, searching=False)
         worst_first = sorted(
             rows, key=lambda row: _metric_size(row, metric), reverse=True
         )
