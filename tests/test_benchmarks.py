@@ -48,7 +48,6 @@ QUICK = {
         "{tmp}/model --layers 1 --length 16 --width 128 --rows 8 --kernel sdpa-math",
         "the model's forward pass",
     ),
-    "benchmarks/narrow_sums.py": ("--only nothing", "0 rows"),
     "benchmarks/power.py": ("--one 0 --small --to {tmp}/units", ""),
     "benchmarks/public_problems.py": (
         "benchmarks/problems --every 10",
@@ -70,6 +69,7 @@ QUICK = {
     "scripts/mutate.py": ("--check rel-mean-over-sum", "1 "),
 }
 SLOW = {
+    "benchmarks/narrow_sums.py": ("--only nothing", "0 rows"),
     "benchmarks/logprob_causes.py": (
         "--pairs 1 --sequences 3 --length 24 --model gpt2 --no-causes",
         "| gpt2 | 1 | 0 of 2 |",

@@ -54,12 +54,26 @@ def ran(script: Path, *, instead: str = "") -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("scaled", "rms error over what the reference's own rounding explains"),
+        pytest.param(
+            "scaled",
+            "rms error over what the reference's own rounding explains",
+            marks=pytest.mark.slow,
+        ),
         ("other_eps", "rms error over what the reference's own rounding explains"),
-        ("stale_row", "rms error over what the reference's own rounding explains"),
-        ("cut", "rms error over what the reference's own rounding explains"),
+        pytest.param(
+            "stale_row",
+            "rms error over what the reference's own rounding explains",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "cut",
+            "rms error over what the reference's own rounding explains",
+            marks=pytest.mark.slow,
+        ),
         ("one_nan", "elements that are finite or not against the exact result"),
-        ("other_dtype", "expected [1, 1], torch.bfloat16"),
+        pytest.param(
+            "other_dtype", "expected [1, 1], torch.bfloat16", marks=pytest.mark.slow
+        ),
         ("raises", "ValueError: no such kernel"),
     ],
 )
@@ -74,6 +88,7 @@ def test_a_script_shows_the_failure_alone(name: str, words: str, tmp_path: Path)
     assert code == 0, out
 
 
+@pytest.mark.slow
 def test_a_script_shows_a_wrong_gradient(tmp_path: Path) -> None:
     """The output is right, and what comes back is twice as large."""
     script = checked("twice_back", tmp_path, backward=True).reproducer
@@ -126,6 +141,7 @@ def test_the_command_line_says_where_the_script_is(tmp_path: Path) -> None:
     assert ran(Path(data["reproducer"]))[0] == 1
 
 
+@pytest.mark.slow
 def test_a_scalar_is_shown_over_its_draws(tmp_path: Path) -> None:
     result = checked(
         "smoothed_loss", tmp_path, reference=examples.loss,
