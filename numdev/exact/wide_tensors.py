@@ -238,10 +238,10 @@ class _Call:
         self.device = tensors[0].device if tensors else None
         self.common = promoted_dtype(floats)
         self.targets = list(written_tensors(func, args, kwargs))
-        # By the identity of what the operation is given to write into: the tensor it
-        # stands for.
+        # By the identity of the fp64 tensor that the operation writes into: the tensor
+        # that it stands for; and the other way round.
         self.stands_for: dict[int, Tensor] = {}
-        self.given: dict[int, Tensor] = {}
+        self.wide_targets: dict[int, Tensor] = {}
 
     def run(self) -> object:
         """Runs the operation once and returns its result, rounded, with floating-point
@@ -250,7 +250,7 @@ class _Call:
         operator cannot compute in fp64."""
         for target in self.targets:
             values = widened(target)
-            self.given[id(target)], self.stands_for[id(values)] = values, target
+            self.wide_targets[id(target)], self.stands_for[id(values)] = values, target
         args, kwargs = tree_map(self._read_leaf, self._arguments_with_read_numbers())
         args, kwargs = _without_half_to_float(self.func, args, kwargs)
         try:
@@ -274,8 +274,8 @@ class _Call:
         """Returns one leaf of the arguments as the fp64 operation gets it: the fp64
         values of a floating-point tensor, the fp64 dtype for a floating-point dtype,
         anything else as it is."""
-        if id(x) in self.given:
-            return self.given[id(x)]
+        if id(x) in self.wide_targets:
+            return self.wide_targets[id(x)]
         if isinstance(x, Wide):
             return self.rounding.read(x.exact, x.dtype, is_weight=x.is_weight)
         if is_floating_dtype(x):
@@ -317,7 +317,7 @@ class _Call:
         """Rounds what was written into `target` to its dtype, in place, and gives it the
         new shape where `out=` resized it. A tensor that is not floating-point stays as it
         was written."""
-        values = self.given[id(target)]
+        values = self.wide_targets[id(target)]
         if not is_floating(target):
             return
         new = self._round(values, target.dtype)

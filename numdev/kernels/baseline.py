@@ -201,12 +201,10 @@ def written_ways(case: AttentionCase) -> dict[str, Way]:
         ),
     ]
     for words, options in variants:
-        if ("sums_wide" in options and not grouped) or (
-            "from_sink" in options and not sunk
-        ):
+        sink = "from_sink" in options
+        if ("sums_wide" in options and not grouped) or (sink and not sunk):
             continue
-        for name in (*_ONLINE, "all in fp32"):
-            if name in _ONLINE or "from_sink" not in options:
-                way = _with_empty_rows_zero(partial(_WRITTEN[name], **options))
-                ways[f"as autograd rounds {name}{words}"] = way
+        for name in _ONLINE if sink else (*_ONLINE, "all in fp32"):
+            way = _with_empty_rows_zero(partial(_WRITTEN[name], **options))
+            ways[f"as autograd rounds {name}{words}"] = way
     return ways

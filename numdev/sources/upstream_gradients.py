@@ -140,7 +140,7 @@ class TrainingStep:
         self.upstream = upstream
         # With the edge of the graph at its output or None, later the gradient there; and
         # versions.
-        self.held: deque[tuple[AttentionCase, Any, tuple[int, ...]]] = deque()
+        self.waiting: deque[tuple[AttentionCase, Any, tuple[int, ...]]] = deque()
 
     def hold(self, case: AttentionCase, out: Tensor) -> Tensor:
         """Stores a call, and returns its output for the model to go on with, made to
@@ -151,24 +151,26 @@ class TrainingStep:
                 out = out.detach().requires_grad_().clone()
             edge = get_gradient_edge(out)
         case = case.detached()
-        self.held.append((case, edge, _write_counts(case)))
+        self.waiting.append((case, edge, _write_counts(case)))
         return out
 
     def differentiate(self, loss: Tensor | None) -> None:
         """Computes the gradient of `loss` at the output of every call; without a loss
         there are none. The graph is freed. Raises MeasurementError where the model has
         since overwritten what it attended over."""
-        for case, _, versions in self.held:
+        for case, _, versions in self.waiting:
             if versions != _write_counts(case):
                 what = f"{case.ref.module}: the model overwrites what it attended over"
                 raise MeasurementError(what, hint="its forward pass can be audited")
-        edges = {i: edge for i, (_, edge, _) in enumerate(self.held) if edge is not None}
+        edges = {
+            i: edge for i, (_, edge, _) in enumerate(self.waiting) if edge is not None
+        }
         grads: dict[int, Tensor] = {}
         if loss is not None and loss.requires_grad and edges:
             wanted = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
             grads = dict(zip(edges, wanted, strict=True))
-        self.held = deque(
-            (case, grads.get(i), ()) for i, (case, _, _) in enumerate(self.held)
+        self.waiting = deque(
+            (case, grads.get(i), ()) for i, (case, _, _) in enumerate(self.waiting)
         )
 
     def hand_over(self, on_call: Callable[[AttentionCase], object]) -> tuple[str, ...]:
@@ -176,8 +178,8 @@ class TrainingStep:
         none is kept. Where the loss has no gradient for a call, only zeros, or one not
         finite, it is drawn; returns the names of these cases."""
         drawn = []
-        while self.held:
-            case, grad, _ = self.held.popleft()
+        while self.waiting:
+            case, grad, _ = self.waiting.popleft()
             if grad is None or not grad.isfinite().all() or not grad.any():
                 drawn.append(case.ref.case)
                 case = with_drawn_gradient(case, self.upstream.seed)
