@@ -10,8 +10,8 @@ author would run it. The kernels are the sound ones of `planted`, of different d
 of which declares how it rounds unless it says so.
 
 Prints each check that is accused or not judged, and a line for each kernel. With --audit
-all that are functions are audited on the demo checkpoint, with gradients, one audit a
-seed: a check is then a design in a format."""
+all are audited on the demo checkpoint, with gradients, one audit a seed: a check is then a
+design in a format."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ FORMATS = ("bfloat16", "float16")
 
 def audited(chosen: list[Planted], seed: int) -> Counter[str]:
     """All of them in one audit of the demo checkpoint, before the default rules."""
-    names = [
-        each.address for each in chosen if not isinstance(each.function, Kernel | str)
+    kernels = [
+        each.function if isinstance(each.function, Kernel | str) else each.address
+        for each in chosen
     ]
+    names = [k.name if isinstance(k, Kernel) else k for k in kernels]
     report = numdev.audit(
-        "demo", kernels=names, backward=True, seed=seed, length=128, formats=FORMATS
+        "demo", kernels=kernels, backward=True, seed=seed, length=128, formats=FORMATS
     )
     count = Counter(checks=len(FORMATS) * len(names))
     ran = {(r.kernel, r.format) for r in report.rows if r.tensor == "dq" and r.rms}

@@ -89,6 +89,9 @@ def test_the_metrics_are_their_definitions() -> None:
         rel[0] / typical, rel=1e-12
     )
     assert [h["worst_row"] for h in found] == pytest.approx(worst, rel=1e-12)
+    share = (actual / terms) ** 2
+    rows = share.sum(axis=1) ** 2 / (share**2).sum(axis=1)
+    assert [h["error_rows"] for h in found] == pytest.approx(rows, rel=1e-12)
     assert worst[2] > 10
     plain = [(x**2).sum(axis=1) for x in (actual, expected, least)]
     ratios = np.sqrt(plain[0] / np.maximum(plain[1], plain[2]))

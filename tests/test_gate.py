@@ -122,6 +122,18 @@ def test_where_few_rows_are_most_of_the_error_luck_is_theirs() -> None:
             assert judge(heads).exit_code == code, (tensor, rows_in_effect, excess)
 
 
+def test_an_error_of_a_single_row_is_held_to_the_limit_of_one() -> None:
+    """Of dq and dk; an output's rows share no error. A row that does not say of how many
+    rows its error is has the lower limit."""
+    for tensor, error_rows, ratio, code in (
+        ("dk", 1.9, 19.9, 0), ("dk", 1.9, 20.1, 1), ("dk", 2.0, 3.1, 1), ("dk", None, 3.1, 1),
+        ("dq", 1.0, 19.9, 0), ("dq", 1.0, 20.1, 1), ("out", 1.0, 1.2, 1), ("dv", 1.0, 1.2, 1),
+    ):  # fmt: skip
+        of: Any = {"tensor": tensor, "error_rows": error_rows, "rows_measured": 100}
+        judged = judge([row(expected_ratio=ratio, **of)])
+        assert judged.exit_code == code, (tensor, error_rows, ratio)
+
+
 @pytest.mark.parametrize(("rms", "rel", "passes"), [
     (1e-4, None, True), (1.1e-4, None, False),  # an exact one of 0
     (1e-3, 1e-4, True), (1e-3, 1.2e-4, False),  # 1e-3 / (1 + 10), / (1 + 8.3)

@@ -158,7 +158,7 @@ SHOWN = (  # of a row; the default rules judge other numbers
     "|(from_baseline|precision|low_precision)_rms|flash_vs_(low_)?precision|claim|bits|nulls.*"
     "|bias|bias_sign|bias_feature|bias_of|bias_t|suspicion_(cut|format|share|of.*)|imprecision.*"
     "|suspects|log_perplexity|from_against"
-    r"|rms_rows|interval\.(?!expected_ratio|rms_ratio).*"
+    r"|rms_rows|error_rows|interval\.(?!expected_ratio|rms_ratio).*"
 )
 # What may be done to which fields, and why no judgement changes by it
 CHANGES_NOTHING = {

@@ -150,6 +150,8 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     ({"interval": {"rms": (1.0, 2.0)}}, "an interval of rms without its value"),
     ({"rms_rows": 0.5, "rows_measured": 100}, "an rms of 0.5 rows, of 100"),
     ({"rms_rows": 101.0, "rows_measured": 100}, "an rms of 101 rows, of 100"),
+    ({"error_rows": 0.5, "rows_measured": 100}, "an error of 0.5 rows, of 100"),
+    ({"error_rows": 101.0, "rows_measured": 100}, "an error of 101 rows, of 100"),
 ])  # fmt: skip
 def test_a_row_that_contradicts_itself_or_its_floor_is_refused(
     change: Any, said: str

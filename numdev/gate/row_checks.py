@@ -273,9 +273,10 @@ def _row_contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
         return "has no error values"
     if not mean <= rms * ROUNDING or not rms <= largest * ROUNDING:
         return "has a mean error above the rms, or an rms above the largest,"
-    in_effect, of = row.rms_rows, None if row.sampled else row.rows_measured
-    if in_effect and of and not 1 / ROUNDING <= in_effect <= of * ROUNDING:
-        return f"has an rms of {in_effect:g} rows, of {of},"
+    of = None if row.sampled else row.rows_measured
+    for what, in_effect in (("an rms", row.rms_rows), ("an error", row.error_rows)):
+        if in_effect and of and not 1 / ROUNDING <= in_effect <= of * ROUNDING:
+            return f"has {what} of {in_effect:g} rows, of {of},"
     for metric, (low, high) in row.interval.items():
         if low < 0 and metric not in SIGNED:
             return f"has an interval of {metric} below 0"

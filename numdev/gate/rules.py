@@ -186,10 +186,11 @@ class Certain(Strict):
 
 class Instead(Patterns):
     """Another limit for some kernels, formats or tensors, and optionally another
-    scatter."""
+    scatter, or another limit where few rows make the error."""
 
     at_most: Annotated[float, Field(ge=0)]
     scatter: Annotated[float, Field(ge=0)] | None = None
+    few_rows: tuple[Annotated[float, Field(ge=1)], float] | None = None
 
 
 class Threshold(Limit):
@@ -214,6 +215,9 @@ class Threshold(Limit):
     limit as near to it as that of all rows, and decide nothing."""
     scatter: Annotated[float, Field(ge=0)] = 0
     """Standard deviations of luck that a ratio may be above 1, whatever the limit."""
+    few_rows: tuple[Annotated[float, Field(ge=1)], float] | None = None
+    """Where an error is of fewer rows than this, in effect (`error_rows`): the limit of
+    a single row."""
     times: Metric | None = None
     """A number of the row by which the limit is multiplied: how far luck may raise what
     is judged."""
@@ -247,8 +251,12 @@ class Threshold(Limit):
         other = next((each for each in self.instead if each.fits(row)), None)
         if other is None:
             return self
-        scatter = self.scatter if other.scatter is None else other.scatter
-        return self.model_copy(update={"at_most": other.at_most, "scatter": scatter})
+        changes = {
+            name: value
+            for name in ("at_most", "scatter", "few_rows")
+            if (value := getattr(other, name)) is not None
+        }
+        return self.model_copy(update=changes)
 
     def for_head_count(self, heads: int) -> Threshold:
         """Returns the threshold for a number of heads: with the limit of `few` where
@@ -261,9 +269,14 @@ class Threshold(Limit):
         )
 
     def raised_by_luck(self, row: DeviationRow) -> Threshold:
-        """Returns the threshold for a row, its limit raised by the row's own luck:
-        multiplied by the number `times`. The same where the rule has no `times`, or the
-        row no such number."""
+        """Returns the threshold for a row, its limit raised by the row's own luck: that
+        of `few_rows` where fewer make its error, and multiplied by the number `times`.
+        The same where the rule has neither, or the row no such number."""
+        if self.few_rows and row.error_rows is not None:
+            few, limit = self.few_rows
+            if row.error_rows < few:
+                most = max(limit, self.at_most or 0.0)
+                return self.model_copy(update={"at_most": most})
         luck = value_of(row, self.times)[0] if self.times else None
         if self.at_most is None or not isinstance(luck, float):
             return self

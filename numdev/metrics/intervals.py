@@ -66,6 +66,7 @@ def of_sums(sums: Sums) -> dict[str, Numbers]:
     if "against" in sums:
         predicted = np.maximum(sums["predicted"], sums["least_row"])
         metrics["expected_ratio"] = np.sqrt(sums["against"] / predicted)
+        metrics["error_rows"] = sums["against"] ** 2 / sums["against_squared"]
         predicted = np.maximum(sums["own_predicted"], sums["own_least"])
         metrics["rms_ratio"] = np.sqrt(sums["own_against"] / predicted)
         metrics["rms_rows"] = sums["own_weight"] ** 2 / sums["own_weight_squared"]

@@ -68,6 +68,7 @@ ESTIMATED = frozenset(
         "noise_ratio",
     }
     | {"low_precision_rms", "flash_vs_low_precision", "rms_ratio", "rms_rows"}
+    | {"error_rows"}
 )
 # What has a test of its own, with its certainty beside it.
 TESTED = frozenset(

@@ -205,12 +205,14 @@ def _prediction_sums(
 ) -> yardstick.Sums:
     """Returns by name the squares of rows' errors `size` and of the errors `predicted`
     for them, relative to the row's terms and in the unit of the tensor; rows without a
-    relative error have 0 in the former. [B, H, rows] each."""
+    relative error have 0 in the former. The squares of the former's squares tell how many
+    rows there are in effect. [B, H, rows] each."""
     against, square, least = rows.relative(
         torch.stack([size, predicted, rows.least])
     ).square()
     relative = {
         "against": against,
+        "against_squared": against.square(),
         "predicted": square,
         "least_row": least,
         "expected_count": rows.judged.double(),

@@ -264,6 +264,8 @@ class DeviationRow(OfKernel, _OfCall):
     bias_t: float | None = None
     bias_p: float | None = None
     expected_ratio: float | None = None
+    # Of how many rows the error is, in effect, each relative to the size of its terms
+    error_rows: float | None = None
     # Rms over that of what is expected: rows count by their size
     rms_ratio: float | None = None
     rms_rows: float | None = None  # of how many rows that is, in effect

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numdev.studies.audit.explanations import Likeness
 
 # Over all rows, beside what is predicted
-AVERAGES = ("expected_ratio", "rms_ratio", "rms_rows")
+AVERAGES = ("expected_ratio", "error_rows", "rms_ratio", "rms_rows")
 # What measuring may raise on strange outputs, and costs the row, not the audit.
 FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 
