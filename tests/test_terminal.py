@@ -4,9 +4,11 @@ text."""
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ran
 from gate_rows import judge, row
 from rich.cells import cell_len
 from rich.console import Console
@@ -14,6 +16,8 @@ from test_github import NAMES
 from test_html import audit, provenance
 from test_shown import kernel, on_terminal
 
+from numdev import report as reports
+from numdev.cli.main import COMMANDS
 from numdev.gate.findings import findings_in
 from numdev.gate.rules import Rules
 from numdev.report import AuditReport, Places, WeightRow, number_text
@@ -23,15 +27,86 @@ from numdev.report.safe_text import plain
 from numdev.report.views import document_of
 from numdev.report.views.gate import document
 
+WIDTHS = (80, 100, 120)
+REPORTS = Path(__file__).parent / "data" / "reports"
+
 
 def fits(text: str, width: int) -> bool:
-    return "…" not in text and all(cell_len(line) <= width for line in text.splitlines())
+    """No line is wider, none ends with blanks, and nothing is cut off."""
+    lines = text.splitlines()
+    return "…" not in text and all(
+        cell_len(line) <= width and line == line.rstrip() for line in lines
+    )
 
 
 def test_the_check_of_widths_rejects() -> None:
-    """A line one cell too long, wide characters, and an ellipsis are noticed."""
+    """A line one cell too long, wide characters, an ellipsis, and a blank at a line's end
+    are noticed."""
     assert fits("x" * 80, 80)
-    assert not any(fits(text, 80) for text in ("x" * 81, "長" * 41, "kern…"))
+    wrong = ("x" * 81, "長" * 41, "kern…", "x \ny")
+    assert not any(fits(text, 80) for text in wrong)
+
+
+@pytest.mark.parametrize("file", sorted(REPORTS.glob("*.json")), ids=lambda p: p.stem)
+def test_a_report_is_as_wide_as_the_terminal(
+    file: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Of every kind, at three widths, and in a pipe, where a line has PIPE characters. No
+    name of a kernel is broken in two."""
+    finished = reports.read(file)
+    for width in WIDTHS:
+        assert fits(on_terminal(finished, width), width)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    terminal.show(finished)
+    shown = capsys.readouterr().out
+    assert fits(shown, terminal.PIPE)
+    for name in ("sdpa-flash", "sdpa-math"):
+        for width in WIDTHS:
+            text = on_terminal(finished, width)
+            assert text.count(name[:-1]) == text.count(name)
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, None])
+@pytest.mark.parametrize("line", [
+    "kernels", "kernels -v", "--help", *(f"{name} --help" for name in COMMANDS),
+    f"gate {REPORTS / 'audit.json'}", f"report {REPORTS / 'bounds.json'}",
+])  # fmt: skip
+def test_a_command_is_as_wide_as_the_terminal(
+    line: str, width: int | None, capsys: Any, monkeypatch: Any
+) -> None:
+    """What needs no measurement, on both streams."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width:
+        monkeypatch.setenv("COLUMNS", str(width))
+    _, out, err = ran(capsys, *line.split())
+    assert out
+    assert fits(out, width or terminal.PIPE)
+    assert fits(err, width or terminal.PIPE)
+
+
+def test_a_table_that_is_too_wide_goes_on_below() -> None:
+    """Words are whole as long as they fit; the first column stands before each part; each
+    column is there once more only where it is the first."""
+    columns = ["name", *(f"column{i}" for i in range(12))]
+    rows = [["kernel-a", *(f"{i}.00" for i in range(12))]]
+    text = on_terminal(doc.Document("d", (doc.table(columns, rows),)), 40)
+    assert fits(text, 40)
+    assert text.count("kernel-a") == text.count("name") > 1
+    assert all(
+        text.count(f"column{i}\n") + text.count(f"column{i} ") == 1 for i in range(12)
+    )
+
+
+@pytest.mark.parametrize(("least", "whole", "room", "widths"), [
+    ((1, 1), (5, 9), 20, [5, 9]), ((1, 1), (5, 9), 10, [5, 5]), ((1, 7), (5, 9), 10, [3, 7]),
+    ((8, 8), (9, 9), 10, [5, 5]), ((1,), (9,), 1, [1]),
+])  # fmt: skip
+def test_room_is_shared_by_what_columns_ask_for(
+    least: Any, whole: Any, room: int, widths: list[int]
+) -> None:
+    """All that they ask for where there is room; else an equal bound, but never less than
+    a word; where even words are too wide, the widest give way."""
+    assert terminal.shared_widths(least, whole, room) == widths
 
 
 @pytest.mark.parametrize(("value", "error", "multiple", "four"), [

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     help="Judge availability on this device.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The table as JSON.")
-def kernels(device: str, as_json: bool) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Name their options too.")
+def kernels(device: str, as_json: bool, verbose: bool) -> None:
     """List the kernels: which can run here, and why the others cannot."""
     from numdev.kernels import all_kernels
     from numdev.report.renderers import terminal
@@ -40,7 +41,8 @@ def kernels(device: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(table, default=str))
     else:
-        terminal.show(kernels_document(table, system.gpu or system.cpu))
+        shown = table if verbose else [{**kernel, "options": ()} for kernel in table]
+        terminal.show(kernels_document(shown, system.gpu or system.cpu))
 
 
 def kernels_document(kernels: Sequence[Mapping[str, Any]], machine: str) -> Document:

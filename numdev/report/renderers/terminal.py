@@ -1,21 +1,25 @@
-"""A document in the terminal, with rich, and the progress bar of a study.
+"""A document in the terminal, with rich, and the progress of a study.
 
 Results go to stdout, progress to stderr. Colour carries nothing that the text does not
 say. Names and messages are foreign text: they go through `_rich_text`, never through
-rich's markup. In a file or a pipe lines are not broken (unless $COLUMNS says so), and
-progress is a line now and then."""
+rich's markup. No line is wider than the terminal, or than PIPE in a file or a pipe, and
+none ends with blanks. There progress is a line now and then."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich import box
 from rich import table as rich_table
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,6 +27,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from numdev.report import Report
@@ -35,7 +40,8 @@ STYLES = {"": "", "strong": "bold", "soft": "dim", "good": "green", "warn": "yel
 SHADES = ("green", "yellow", "dark_orange", "bold red", "bold red")
 NUMBER = 9  # characters that a column of a series takes
 MAP = 5  # characters that a column of a map takes at least
-UNBROKEN = 100_000  # characters of a line where nothing breaks them
+PIPE = 120  # characters of a line in a file or a pipe, where $COLUMNS says no other
+WORD = re.compile(r"\S+(?: %)?")  # a number stays beside its sign
 QUIET = 20.0  # seconds between two lines of progress
 
 
@@ -44,49 +50,56 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
     stdout."""
     out = console or Console()
     if not console and not out.is_terminal and "COLUMNS" not in os.environ:
-        out.width = UNBROKEN
+        out.width = PIPE
     for i, node in enumerate(document_of(report).shown_in("terminal")):
         match node:
             case doc.Heading():
                 out.print()
-                out.print(_rich_text(node.text, "bold"))
+                _print(_rich_text(node.text, "bold"), out)
             case doc.Paragraph():
                 if i == 0:
                     out.print()
-                out.print(_rich_text(node.text, STYLES[node.style]))
+                _print(_rich_text(node.text, STYLES[node.style]), out)
             case doc.Bullets():
-                indent = "  " if node.kind == "plain" else ""
+                indent = 2 if node.kind == "plain" else 0
                 if not indent:
                     out.print()
                 for item in node.items:
                     style = STYLES[item.style]
                     lead = style or ("bold cyan" if node.kind == "answer" else "bold")
-                    line = Text(indent, overflow="fold").append_text(
-                        _rich_text(item.lead, lead)
-                    )
                     gap = " " if item.lead and item.text else ""
-                    out.print(line.append_text(_rich_text(gap + item.text, style)))
+                    line = _rich_text(item.lead, lead).append_text(
+                        _rich_text(gap + item.text, style)
+                    )
+                    _print(Padding(line, (0, 0, 0, indent), expand=False), out)
             case doc.Table():
                 _print_table(node, out)
 
 
+def _print(content: RenderableType, out: Console) -> None:
+    """Prints text or a table without blanks at the ends of its lines, which a copy or a
+    file would keep."""
+    for line in out.render_lines(content, pad=False):
+        while line and not line[-1].text.rstrip():
+            line.pop()
+        if line:
+            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        out.print(Segments([*line, Segment.line()]), soft_wrap=True)
+
+
 def _print_table(node: doc.Table, out: Console) -> None:
-    """Prints a table under its title; of a map as many blocks of columns as the width
-    asks for."""
+    """Prints a table under its title, in as many blocks of columns as the width asks
+    for."""
     out.print()
     if node.title:
-        out.print(_rich_text(node.title, "bold"))
+        _print(_rich_text(node.title, "bold"), out)
     chosen = [i for i, column in enumerate(node.columns) if column.width <= out.width]
-    longest = max((len(row.cells[0].text) for row in node.rows), default=0)
-    room, blocks = out.width - 2 - min(longest, max(16, out.width // 3)), [chosen]
-    if node.kind == "map":
-        widths = (1 + len(cell.text) for row in node.rows for cell in row.cells[1:])
-        fitting = max(1, room // max(MAP, *widths))
-        blocks = [[0, *chosen[i : i + fitting]] for i in range(1, len(chosen), fitting)]
-    elif node.kind == "series":
-        blocks = [[0, *evenly_spread(chosen[1:], max(2, room // NUMBER))]]
-    for block in blocks:
-        out.print(_rich_table(node, block, out.width))
+    if node.kind == "series":
+        longest = max((len(row.cells[0].text) for row in node.rows), default=0)
+        room = out.width - 2 - min(longest, max(16, out.width // 3))
+        chosen = [0, *evenly_spread(chosen[1:], max(2, room // NUMBER))]
+    for columns, gap in _blocks(node, chosen, out.width):
+        _print(_rich_table(node, columns, gap), out)
 
 
 def evenly_spread(places: Sequence[int], fitting: int) -> list[int]:
@@ -98,40 +111,116 @@ def evenly_spread(places: Sequence[int], fitting: int) -> list[int]:
     return [places[i] for i in sorted(chosen)]
 
 
-def _rich_table(node: doc.Table, chosen: Sequence[int], total: int) -> rich_table.Table:
-    """Returns the columns `chosen` (indices) of a table, laid out by rich. `total`:
-    characters of a line."""
-    mapped, titles = node.kind == "map", [column.title for column in node.columns]
-    if node.kind == "numbers":  # a title of several words has two lines
-        titles = ["\n".join(title.rsplit(" ", 1)) for title in titles]
-    heads = [max(title.split("\n"), key=len) for title in titles]
-    lines = [heads, *([cell.text for cell in row.cells] for row in node.rows)]
-    tight = not mapped and len(chosen) > 9  # one column more must still fit in 80
-    widths = (max(len(line[at]) for line in lines) for at in chosen[1:])
-    fits = sum(2 - tight + column for column in widths) + MAP < total
+@dataclass(frozen=True)
+class _Fitted:
+    """A column of a block: its index in the table, and its characters of a line."""
+
+    at: int
+    width: int
+
+
+def _blocks(
+    node: doc.Table, chosen: Sequence[int], total: int
+) -> Iterator[tuple[list[_Fitted], int]]:
+    """Yields the columns `chosen` (indices) of a table in blocks as wide as a line of
+    `total` characters, with the blanks between two columns. Numbers and names stay on one
+    line where all columns fit so, words are whole where they do not, and where that is
+    too wide, the first column stands before each part of the others."""
+    gap = 1 if node.kind == "map" or len(chosen) > 9 else 2
+    least, whole = [], []
+    for at in chosen:
+        lines = [_title(node, at).plain, *(_words(row.cells[at]) for row in node.rows)]
+        longest = max(cell_len(part) for line in lines for part in line.split("\n"))
+        words = (word for line in lines for word in WORD.findall(line))
+        word = max(map(cell_len, words), default=0)
+        short = MAP - 1 if node.kind == "map" and at else 1
+        whole.append(max(short, longest))
+        least.append(max(short, min(word, total // 3)))
+    unbroken = [
+        full if at == 0 or node.columns[at].align == "right" else word
+        for at, word, full in zip(chosen, least, whole, strict=True)
+    ]
+    room = total - gap * (len(chosen) - 1)
+    if node.kind != "words" and sum(unbroken) <= room:
+        least = unbroken
+    part: list[int] = []
+    for place in range(1, len(chosen)):
+        used = least[0] + sum(gap + least[i] for i in (*part, place))
+        if part and used > total:
+            yield _fitted(chosen, least, whole, [0, *part], total, gap)
+            part = []
+        part.append(place)
+    yield _fitted(chosen, least, whole, [0, *part], total, gap)
+
+
+def _fitted(
+    chosen: Sequence[int],
+    least: Sequence[int],
+    whole: Sequence[int],
+    part: Sequence[int],
+    total: int,
+    gap: int,
+) -> tuple[list[_Fitted], int]:
+    """Returns the columns of one block (`part`: places in the other sequences), each of
+    at least `least` characters and of `whole` where there is room, and the gap."""
+    room = total - gap * (len(part) - 1)
+    widths = shared_widths([least[i] for i in part], [whole[i] for i in part], room)
+    columns = zip(part, widths, strict=True)
+    return [_Fitted(chosen[i], width) for i, width in columns], gap
+
+
+def shared_widths(least: Sequence[int], whole: Sequence[int], room: int) -> list[int]:
+    """Returns a width for each column: what it asks for (`whole`) up to a common bound,
+    the largest whole number under which they take no more than `room` together, and never
+    less than `least`. Where even these are more than `room`, the widest give way."""
+    bound = 0
+    while bound < max(whole) and room >= sum(
+        max(low, min(full, bound + 1)) for low, full in zip(least, whole, strict=True)
+    ):
+        bound += 1
+    widths = [max(low, min(full, bound)) for low, full in zip(least, whole, strict=True)]
+    while sum(widths) > room and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _title(node: doc.Table, at: int) -> Text:
+    """Returns the title of a column; above numbers one of several words has two lines."""
+    title = node.columns[at].title
+    lines = title.rsplit(" ", 1) if node.kind == "numbers" else [title]
+    return Text("\n").join(_rich_text(line) for line in lines)
+
+
+def _words(cell: doc.Cell) -> str:
+    """Returns all text of a cell, as it is printed."""
+    return plain(cell.text) + (f" {plain(cell.after)}" if cell.after else "")
+
+
+def _rich_table(
+    node: doc.Table, columns: Sequence[_Fitted], gap: int
+) -> rich_table.Table:
+    """Returns a block of a table's columns, laid out by rich. `gap`: blanks between two
+    columns."""
+    mapped = node.kind == "map"
     grid = rich_table.Table(
         box=None if mapped else box.SIMPLE_HEAD,
-        padding=(0, 0, 0, 1) if mapped else (0, 0 if tight else 1, 0, 0),
+        padding=(0, 0, 0, 1) if mapped else (0, gap - 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
-    for at in chosen:
-        column = node.columns[at]
+    for i, column in enumerate(columns):
         grid.add_column(
-            Text("\n").join(_rich_text(line) for line in titles[at].split("\n")),
+            _title(node, column.at),
             overflow="fold",
-            justify=column.align if at else "left",
-            no_wrap=fits
-            and node.kind == "numbers"
-            and (at == 0 or column.align == "right"),
-            min_width=MAP - 1 if mapped and at else None,
+            justify=node.columns[column.at].align if i else "left",
+            width=column.width,
         )
     for row in node.rows:
         line = []
-        for at in chosen:
-            cell = row.cells[at]
+        for column in columns:
+            cell = row.cells[column.at]
             style = STYLES[cell.style] or (
-                "dim" if row.standard else "bold" if at == 0 else ""
+                "dim" if row.standard else "bold" if column.at == 0 else ""
             )
             content = _rich_text(
                 cell.text, style if cell.shade is None else SHADES[cell.shade]
