@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import click
 import gate_rows
 import pytest
-from commands import ran
+from commands import STARTED, ran, unstarted
 
 import numdev
 from numdev import report
@@ -106,8 +106,9 @@ def assert_one_line(ran: Ran, code: int, *parts: str) -> None:
     """One line on stderr that names all `parts`, nothing on stdout, no traceback."""
     assert ran.code == code, ran.err
     assert ran.out == ""
-    assert ran.err.startswith("numdev: error: ")
-    assert ran.err.count("\n") == 1
+    message = unstarted(ran.err)
+    assert message.startswith("numdev: error: ")
+    assert message.count("\n") == 1
     assert "Traceback" not in ran.err
     for part in parts:
         assert part in ran.err
@@ -235,7 +236,7 @@ def test_the_result_is_on_stdout_and_the_rest_on_stderr(run: Any) -> None:
     ran = run("audit", "tiny.yaml", "-o", "out")
     assert ran.code == 0
     assert "sdpa-math" in ran.out
-    assert ran.err == "Report: out/report.html\n"
+    assert ran.err == f"audit{STARTED}out\nReport: out/report.html\n"
     files = ["report.html", "report.json", "rows.csv", JOURNAL]
     assert sorted(p.name for p in Path("out").iterdir()) == files
 
@@ -280,7 +281,7 @@ def test_an_audit_judges_itself(run: Any) -> None:
     assert (ran.code, ran.out.strip()[:4], ran.err) == (
         0,
         "PASS",
-        "Report: out/report.html\n",
+        f"audit{STARTED}out\nReport: out/report.html\n",
     )
     assert ran.out == run("gate", "out").out
     assert "<testsuite" in Path("files/out.xml").read_text()
@@ -380,7 +381,7 @@ def test_stopped_at_any_moment_it_continues(
     assert 1 < lines_of(journal) < undisturbed.count(b"\n")  # the first is the request
     if number == signal.SIGINT:
         assert (process.returncode, out) == (130, b""), err
-        assert err.decode().strip() == (
+        assert unstarted(err.decode()).strip() == (
             "numdev: error: interrupted; finished rows are kept; run the same "
             "command to resume"
         )

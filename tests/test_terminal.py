@@ -188,6 +188,30 @@ def test_progress_is_drawn_on_a_terminal_alone(capsys: Any, monkeypatch: Any) ->
     assert not any(command in err for command in ("\x1b]0;title", "\x1b[2J"))
 
 
+def test_progress_says_what_has_passed_and_what_is_left(
+    capsys: Any, monkeypatch: Any
+) -> None:
+    """Outside a terminal: a line after FIRST seconds, then every QUIET seconds; what is
+    left at the pace since the first task of the same total; nothing is claimed before
+    that, or at the end; no line is too wide."""
+    seconds = iter((0.0, 4.9, 10.0, 29.9, 30.0, 60.0, 3700.0))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(seconds))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    steps = [("a", 10, 100), ("b", 11, 100), ("c", 20, 100), ("d", 20, 100), ("e", 0, 7)]
+    with terminal.progress(show=True) as progress:
+        for step in (*steps, ("long " * 60, 7, 7)):
+            progress(*step)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert fits(err, terminal.PIPE)
+    assert err.splitlines()[:4] == [
+        "11 of 100, 0:10 elapsed, about 7:33 left: b",
+        "20 of 100, 0:30 elapsed, about 3:20 left: d",
+        "0 of 7, 1:00 elapsed: e",
+        "7 of 7, 1:01:40 elapsed: " + " ".join(["long"] * 19),
+    ]
+
+
 def test_a_gate_that_judged_nothing_says_so() -> None:
     """Where every rule met nothing the exit code is 3, and the terminal says why as JUnit
     does."""

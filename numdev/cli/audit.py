@@ -53,16 +53,15 @@ def audit(
     a YAML configuration, or `demo` (the checkpoint that ships with numdev). Default:
     configs/audit/default.yaml. The same request with the same --output resumes where it
     stopped."""
+    request = audit_request(target, flags)
+    answer = None if effects is None else _effects_answer(effects, request)
+    directory = session.begin(Path(request.target).stem or "audit", request.model_dump())
     from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.audit.run import audit as run
     from numdev.studies.audit.run import reproducers
 
-    request, cluster = audit_request(target, flags), cluster_of(workers, scheduler)
-    directory = session.directory(
-        Path(request.target).stem or "audit", request.model_dump()
-    )
+    cluster = cluster_of(workers, scheduler)
     more = {"workers": cluster, "save_cases": save_cases, "say": session.say}
-    answer = None if effects is None else _effects_answer(effects, request)
     with sharing(cluster, request.device):
         report = session.run_judged_study(verdict, run, request, directory, **more)
     if answer:
@@ -117,19 +116,21 @@ def sweep(
     cell is measured with every seed, and the report gives means with confidence
     intervals. With --seed N the seeds are counted from N. The same request with the same
     --output resumes where it stopped."""
+    request = sweep_request(config, flags)
+    name, measured = config.stem, request.measured()
+    directory = Path() if dry_run else session.begin(name, measured)
     from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.audit.run import reproducers
     from numdev.studies.audit.sweep import plan
     from numdev.studies.audit.sweep import sweep as run
 
-    request, cluster = sweep_request(config, flags), cluster_of(workers, scheduler)
+    cluster = cluster_of(workers, scheduler)
     with sharing(cluster, request.device):
         planned = plan(request)
         if dry_run or not session.quiet:
             click.echo(planned.size, err=not dry_run)
         if dry_run:
             return
-        directory = session.directory(config.stem, request.measured())
         report = session.run_judged_study(
             verdict, run, planned, directory, workers=cluster, say=session.say
         )

@@ -46,8 +46,6 @@ def diagnose(
     grad_out. Several checkpoints, or a directory of them such as that of a `numdev
     train`, are a series over training. The same request with the same --output resumes
     where it stopped."""
-    from numdev.studies.diagnose.study import diagnose as run
-
     first = targets[0]
     asked = {
         **flags,
@@ -58,7 +56,9 @@ def diagnose(
     }
     request = validated(asked, DiagnoseRequest, "numdev diagnose")
     name = f"diagnose-{Path(request.target).stem or 'series'}"
-    directory = session.directory(name, request.model_dump(mode="json"))
+    directory = session.begin(name, request.model_dump(mode="json"))
+    from numdev.studies.diagnose.study import diagnose as run
+
     session.hand_over(
         session.run_study(run, request, directory, say=session.say), directory
     )

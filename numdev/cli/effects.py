@@ -28,13 +28,14 @@ def effects(
     truth; beside it stand the model in each format with each kernel, attention alone, and
     one rounding site at a time. The same request into the same directory continues where
     it stopped."""
+    request = effects_request(target, flags)
+    name = f"effects-{Path(request.target).stem or 'model'}"
+    directory = session.begin(name, request.model_dump(mode="json"))
     from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.effects.model_checks import reproducers
     from numdev.studies.effects.study import effects as run
 
-    request, cluster = effects_request(target, flags), cluster_of(workers, scheduler)
-    name = f"effects-{Path(request.target).stem or 'model'}"
-    directory = session.directory(name, request.model_dump(mode="json"))
+    cluster = cluster_of(workers, scheduler)
     with sharing(cluster, request.device):
         report = session.run_judged_study(
             verdict, run, request, directory, workers=cluster, say=session.say

@@ -27,12 +27,12 @@ def invariance(
     again in another batch, in chunks, row by row, padded, laid out another way, with
     poison around it, and compared bit by bit. The same request into the same directory
     continues where it stopped."""
+    request = invariance_request(target, flags)
+    name = f"invariance-{Path(request.target).stem}"
+    directory = session.begin(name, request.model_dump(mode="json"))
     from numdev.studies.invariance.study import invariance as run
     from numdev.studies.invariance.study import reproducers
 
-    request = invariance_request(target, flags)
-    name = f"invariance-{Path(request.target).stem}"
-    directory = session.directory(name, request.model_dump(mode="json"))
     report = session.run_judged_study(verdict, run, request, directory, say=session.say)
     scripts = functools.partial(reproducers, request=request)
     session.hand_over(report, directory, scripts, verdict)

@@ -26,11 +26,12 @@ def logprobs(
     they are; `numdev.dump_logprobs` writes one from any program. With --model each side
     is set beside the exact log-probabilities of its tokens, in multiples of what its
     format's own roundings explain. No text is shown or stored without --show-text."""
+    request = logprobs_request(files, flags)
+    data, name = request.model_dump(mode="json"), f"logprobs-{Path(files[0]).stem}"
+    session.begin(name, data)
     from numdev.studies.logprobs.study import logprobs_of_files as run
 
-    request = logprobs_request(files, flags)
-    data = request.model_dump(mode="json")
-    directory = session.claim_directory(f"logprobs-{Path(files[0]).stem}", data)
+    directory = session.claim_directory(name, data)
     report = session.run_with_progress(
         run,
         request,

@@ -52,6 +52,15 @@ class Session:
         refuse_other_kind(directory, str(click.get_current_context().info_name))
         return directory
 
+    def begin(self, name: str, request: object) -> Path:
+        """Returns the directory of the results of a study that takes a while, and says at
+        once, before torch is imported, that it has begun."""
+        directory = self.directory(name, request)
+        if not self.as_json:
+            command = click.get_current_context().info_name
+            self.say(f"{command}: started; the report will be in {directory}")
+        return directory
+
     def say(self, text: str) -> None:
         """Prints a line on stderr, unless --quiet."""
         if not self.quiet:

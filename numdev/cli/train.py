@@ -46,12 +46,13 @@ def train(
     --seed N the seeds are counted from N. The same request with the same --output resumes
     where it stopped, bit for bit."""
     from numdev.studies.training.config import TrainConfig, resolve
-    from numdev.studies.training.study import train as run
     from numdev.yamlfile import read_yaml
 
     raw = read_yaml(config, TrainConfig)
     request = resolve(raw, config.name, steps=steps, seed=seed, device=device)
-    directory = session.directory(config.stem, request.fields_of_numbers())
+    directory = session.begin(config.stem, request.fields_of_numbers())
+    from numdev.studies.training.study import train as run
+
     report = session.run_study(run, request, directory, stop_after=stop_after)
     if report is not None:
         session.hand_over(report, directory)
@@ -91,14 +92,12 @@ def weights(
     name = Path(targets[0]).stem or "weights"
     asked = {"device": device or "auto"}
     if by_step:
-        directory = session.directory(
-            f"weights-{name}", [list(targets), list(nulls), device]
-        )
+        directory = session.begin(f"weights-{name}", [list(targets), list(nulls), device])
         report = session.run_study(
             weights_over_steps, targets, directory, nulls=nulls, **asked
         )
     else:
-        directory = session.directory(name, [list(targets), device])
+        directory = session.begin(name, [list(targets), device])
         report = session.run_study(compare, targets, directory, **asked)
     session.hand_over(report, directory)
     if report.damage:

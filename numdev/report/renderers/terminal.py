@@ -25,9 +25,10 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeRemainingColumn,
+    TimeElapsedColumn,
 )
 from rich.segment import Segment, Segments
+from rich.table import Column
 from rich.text import Text
 
 from numdev.report import Report
@@ -42,6 +43,8 @@ NUMBER = 9  # characters that a column of a series takes
 MAP = 5  # characters that a column of a map takes at least
 PIPE = 120  # characters of a line in a file or a pipe, where $COLUMNS says no other
 WORD = re.compile(r"\S+(?: %)?")  # a number stays beside its sign
+WIDE_BAR = 100  # characters of a line from which a bar takes what is left of it
+FIRST = 5.0  # seconds from the line that a command begins with to the next
 QUIET = 20.0  # seconds between two lines of progress
 
 
@@ -237,32 +240,71 @@ def _rich_text(content: str, style: str = "") -> Text:
     return Text(plain(content), style, overflow="fold")
 
 
+@dataclass
+class _Pace:
+    """How fast a study gets on, since the first task that was reported of a total."""
+
+    begun: tuple[float, int, int] = (0.0, 0, 0)  # time, tasks done by then, of how many
+
+    def left(self, done: int, total: int, now: float) -> str:
+        """Returns about how much time is left at that pace, as `, about 1:40 left`; empty
+        where nothing is known of it. `now`: seconds of any clock."""
+        then, before, of = self.begun
+        if of != total or done < before:
+            self.begun = now, done, total
+            then, before = now, done
+        if done <= before or done >= total:
+            return ""
+        seconds = (now - then) / (done - before) * (total - done)
+        return f", about {_clock(seconds)} left"
+
+
+def _clock(seconds: float) -> str:
+    """Returns seconds as 0:07, 12:34 or 1:02:03."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
 @contextmanager
 def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yields the callback (what, done, total) that studies take: it moves a progress bar
-    on stderr, or outside a terminal prints a line every QUIET seconds. With `show` False
-    it prints nothing."""
-    console, shown_at = Console(stderr=True), time.monotonic()
+    on stderr, or outside a terminal prints a line after FIRST seconds and then every
+    QUIET seconds, with the time elapsed and about how much is left. With `show` False it
+    prints nothing."""
+    console, pace, started = Console(stderr=True), _Pace(), time.monotonic()
+    due = started + FIRST
 
     def line(what: str, done: int, total: int) -> None:
         """Prints a line, unless the last one was less than QUIET seconds ago."""
-        nonlocal shown_at
-        if show and time.monotonic() >= shown_at + QUIET:
-            console.print(_rich_text(f"{done} of {total}: {what}"))
-            shown_at = time.monotonic()
+        nonlocal due
+        now = time.monotonic()
+        left = pace.left(done, total, now)
+        if show and now >= due:
+            elapsed = f"{_clock(now - started)} elapsed{left}"
+            _print(_rich_text(f"{done} of {total}, {elapsed}: {what}"), console)
+            due = now + QUIET
 
     if not show or not console.is_terminal:
+        if "COLUMNS" not in os.environ:
+            console.width = PIPE
         yield line
         return
+    short = Column(no_wrap=True, overflow="ellipsis", max_width=max(12, WIDE_BAR // 3))
     columns = (
-        TextColumn("{task.description}", style="dim"),
-        BarColumn(),
+        TextColumn("{task.description}", style="dim", table_column=short),
+        BarColumn(None if console.width >= WIDE_BAR else 10),
         MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
     )
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task("opening", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=escape(plain(what)), completed=done, total=total
-        )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("opening", total=None, left="")
+
+        def move(what: str, done: int, total: int) -> None:
+            """Moves the bar."""
+            left = pace.left(done, total, time.monotonic()).removeprefix(", ")
+            words = escape(plain(what))
+            bar.update(task, description=words, completed=done, total=total, left=left)
+
+        yield move
