@@ -5,7 +5,7 @@
 # make thorough   set up, then the tests that take a compiler, minutes, or thousands of inputs
 # make check      set up, then lint, format, types, layers, reading limits, and the docs built strictly
 # make docs       set up, then build the documentation as a site in build/site
-# make wheel      set up, then build the wheel and try it where nothing else is installed
+# make release    set up, then build sdist and wheel into dist/ and try the wheel where nothing else is installed
 # make oldest     the model tests against the oldest supported transformers
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests are small: a process for each processor, and one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: audit gate test test-all thorough check docs wheel oldest clean
+.PHONY: audit gate test test-all thorough check docs release oldest clean
 .DELETE_ON_ERROR:
 
 $(SETUP): pyproject.toml constraints.txt
@@ -51,10 +51,12 @@ check: $(SETUP) docs
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(SETUP)
+# The wheel is built from the sdist, by the pinned hatchling: the same commit gives the same bytes.
+release: $(SETUP)
 	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-	$(BIN)/python scripts/bare_wheel.py dist/numdev-*.whl
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python scripts/try_release.py --extras dist/numdev-*.whl
+	cd dist && sha256sum numdev-*
 
 # An overlay in front of the environment: the oldest transformers, and what it needs another version of.
 OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from commands import ran, refused
 from loaded import load
 
+import numdev
 from numdev.report import DeviationRow, read
 from numdev.report.document import Table
 from numdev.report.views import document_of
@@ -50,6 +52,18 @@ def test_command_lines_are_accepted(page):
     for line in [line for block in blocks for line in block.splitlines()] + quoted:
         if re.match(r"numdev [a-z]+ ", line):
             assert refused(shlex.split(line, comments=True)[1:]) is None, line
+
+
+def test_a_release_has_one_version():
+    """The package, the citation, the changelog and the Action's example name the same."""
+    version = numdev.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    changelog = (DOCS / "changelog.md").read_text()
+    assert citation["version"] == version
+    assert re.search(r"^## (\S+)", changelog, re.M)[1] == version
+    assert set(re.findall(r"OWNER/numdev@v(\S+)", (DOCS / "ci.md").read_text())) == {
+        version
+    }
 
 
 @pytest.mark.slow
