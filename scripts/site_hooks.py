@@ -14,7 +14,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 RESULTS = "benchmarks/results"
 # By section of the site
-SEARCHED = {"Guides": {"boost": 2}, "Contributors": {"boost": 0.5}}
+SEARCHED = {
+    "Start": {"boost": 2},
+    "Guides": {"boost": 2},
+    "Reproducing the papers": {"boost": 0.5},
+    "Contributors": {"boost": 0.3},
+}
 LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -54,7 +59,8 @@ def reference() -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with its relative links as the site has them: to docs/ and results as
     links, to other files of the repository by their path, since the site does not show
-    them. A search finds guides first, and no results of benchmarks."""
+    them. A search finds guides first, what reproduces papers and what is for contributors
+    last, and no results of benchmarks."""
     uri = page.file.src_uri
     if uri.startswith(RESULTS):
         page.meta["search"] = {"exclude": True}

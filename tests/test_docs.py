@@ -47,7 +47,8 @@ def test_relative_links_exist(page):
 @pytest.mark.parametrize("page", [*PAGES, SKILL], ids=lambda p: p.name)
 def test_command_lines_are_accepted(page):
     """Every line of `numdev` in a block without a language, or in the skill, parses."""
-    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    blocks = [block for language, block in fences if not language]
     quoted = re.findall(r"`(numdev \w[^`]*)`", page.read_text()) if page == SKILL else []
     for line in [line for block in blocks for line in block.splitlines()] + quoted:
         if re.match(r"numdev [a-z]+ ", line):
