@@ -7,6 +7,7 @@ import base64
 import hashlib
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,20 @@ from test_github import NAMES
 
 from numdev import report as reports
 from numdev.report import Axis, Curve, Figure, Finding, Point, Provenance, Tick
-from numdev.report.document import Figures
-from numdev.report.renderers import html, svg_chart
+from numdev.report.document import (
+    Cell,
+    Column,
+    Details,
+    Document,
+    Figures,
+    Paragraph,
+    Row,
+    StackedBars,
+    Table,
+    heat_map,
+    table,
+)
+from numdev.report.renderers import html, markdown, svg_chart
 from numdev.report.safe_text import plain
 
 XS = (64.0, 128.0, 256.0, 1024.0)
@@ -148,7 +161,8 @@ def test_a_page_loads_nothing(path: Path) -> None:
 
 
 LINES = [f"c{i}" for i in range(6)]
-PAIRS = [("ink", "paper", 4.5), ("soft", "paper", 4.5), ("ink", "panel", 4.5),
+GROUNDS = ("same", "moved", "beyond")  # of a grid's cells
+PAIRS = [*(("ink", name, 4.5) for name in GROUNDS), ("ink", "paper", 4.5), ("soft", "paper", 4.5), ("ink", "panel", 4.5),
          ("exceeded", "panel", 4.5), ("passed", "panel", 4.5), ("warned", "panel", 4.5),
          *(("on-h", f"h{i}", 4.5) for i in range(1, 5)),
          *((name, "paper", 3.0) for name in (*LINES, "focus"))]  # fmt: skip
@@ -185,6 +199,177 @@ def test_text_has_contrast(theme: str, text: str, ground: str, least: float) -> 
     assert contrast("#777777", "#ffffff") == pytest.approx(4.478, abs=1e-3)
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_map_can_be_read_at_every_heat(theme: str) -> None:
+    """Ink on a mix of the panel's colour and the darkest shade, in sRGB as `color-mix`
+    has it, in all hundred steps."""
+    of = colours(theme)
+    ends = [[int(of[name][i : i + 2], 16) for i in (1, 3, 5)] for name in ("panel", "h4")]
+    for heat in range(101):
+        mixed = ((a * (100 - heat) + b * heat) / 100 for a, b in zip(*ends, strict=True))
+        ground = "#" + "".join(f"{round(x):02x}" for x in mixed)
+        assert contrast(of["ink"], ground) >= 4.5, heat
+
+
+class Layout(HTMLParser):
+    """What stands in what on a page: for each table, drawing and script its ancestors, as
+    `tag.class`; and the text that buttons copy."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.around: list[tuple[str, list[str]]] = []
+        self.copied: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        fields = dict(attrs)
+        if tag in ("table", "svg", "pre"):
+            self.around.append((tag, list(self.open)))
+        if "data-markdown" in fields:
+            self.copied.append(fields["data-markdown"])
+        if tag not in ("meta", "br"):
+            self.open.append(f"{tag}.{fields.get('class') or ''}")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and not self.open.pop().startswith(f"{tag}."):
+            pass
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+def test_nothing_is_wider_than_the_page(path: Path) -> None:
+    """By the page and its styles: a table scrolls in a box of its own, which the keyboard
+    reaches; a drawing shrinks with its figure; long words break in all that does not
+    scroll. A browser shows what comes of it: scripts/screenshots.py."""
+    page = html.page(reports.read(path))
+    for tag, around in Layout(page).around:
+        inside = " ".join(around)
+        assert tag != "table" or "div.scroll" in around, inside
+        assert tag != "svg" or "figure." in inside, inside
+    assert page.count('class="scroll"') == page.count('class="scroll" tabindex="0"')
+    assert "max-width: calc(900px + 2.5rem)" in CSS
+    for rule in (
+        r"\.scroll \{ overflow-x: auto",
+        r"svg \{ width: 100%; height: auto",
+        r"pre \{ padding: .75rem; overflow-x: auto",
+        r"h1, h2, h3, p, li, figcaption \{ overflow-wrap: anywhere",
+        r"code.run \{[^}]*overflow-wrap: anywhere",
+    ):
+        assert re.search(rule, CSS), rule
+
+
+def test_the_main_table_is_copied_as_markdown() -> None:
+    """The first that is no map, as it stands, and that one alone; what would be markup in
+    Markdown, or the end of the button's attribute, is text in it."""
+    rows = [("x|y", "1"), ('"><script>', "2")]
+    first = table(("kernel", "error"), rows, title="Errors")
+    nodes = (heat_map("a map", [0], {"0": [Cell("1")]}), first, table(("b",), [("3",)]))
+    (copied,) = Layout(html.page(Document("d", nodes))).copied
+    assert copied == (
+        "**Errors**\n\n| kernel | error |\n|---|---:|\n| x\\|y | 1 |\n"
+        '| "\\>\\<script\\> | 2 |\n'
+    )
+    assert not Layout(html.page(Document("d", nodes[:1]))).copied
+
+
+def test_a_map_of_many_heads_is_laid_out_in_parts() -> None:
+    """80 heads are three maps below each other, 27 wide, each with its layers' names; no
+    cell is lost."""
+    heads = range(80)
+    cells = {str(n): [Cell(f"{n}x{head}") for head in heads] for n in range(2)}
+    page = html.page(Document("d", (heat_map("m", list(heads), cells),)))
+    parts = re.findall(r"<table class=\"map dense\">(.*?)</table>", page, re.DOTALL)
+    widths = [part.split("</thead>")[0].count("<th ") - 1 for part in parts]
+    assert widths == [27, 27, 26]
+    assert all(part.count(">0</th>") + part.count(">1</th>") >= 2 for part in parts)
+    for n in range(2):
+        found = [x for part in parts for x in re.findall(rf">({n}x\d+)<", part)]
+        assert found == [f"{n}x{head}" for head in heads]
+
+
+def test_a_heading_of_rows_spans_the_table() -> None:
+    """In other media its text is the first cell of a row of empty ones."""
+    rows = (Row((Cell("group"), Cell("")), heading=True), Row((Cell("a"), Cell("1"))))
+    document = Document("d", (Table((Column("axis"), Column("k")), rows, kind="grid"),))
+    assert "<th scope=rowgroup colspan=2>group</th></tr>" in html.page(document)
+    assert "| group |   |\n| a | 1 |" in markdown.page(document)
+
+
+def test_details_are_closed_on_a_page_and_open_elsewhere() -> None:
+    """What a medium does not show is in none; details of nothing are nowhere."""
+    inside = (Paragraph("seen"), Paragraph("of a terminal", only=("terminal",)))
+    nodes = (Details("More", inside), Details("Empty", inside[1:], only=("html",)))
+    document = Document("d", nodes)
+    page = html.page(document)
+    assert '<details class="section"><summary>More</summary>' in page
+    assert "of a terminal" not in page
+    assert "Empty" not in page
+    assert "seen" in markdown.page(document)
+    assert [type(node) for node in document.shown_in("terminal")] == [Paragraph] * 2
+
+
+def several(count: int, **changes: Any) -> Figures:
+    """Figures of one metric at places of another axis, each with a line ten times as
+    high."""
+    figures = (
+        figure(line("a", 10.0**i), line("b", 20.0**i), place={"tile": str(i)}, **changes)
+        for i in range(count)
+    )
+    return Figures(tuple(figures), axis())
+
+
+def test_many_figures_of_a_metric_are_panels_of_one() -> None:
+    """Sixteen with one legend, one title and one range, so that they can be compared: the
+    same ticks stand beside each."""
+    (group,) = svg_chart.panels_of(several(16))
+    assert (group.wide, group.columns, len(group.panels)) == (None, 3, 16)
+    assert [title for title, _ in group.panels[:2]] == ["tile 0", "tile 1"]
+    assert [line.label for line in group.legend] == ["a", "b"]
+    ticks = {
+        tuple(t.text for t in ET.fromstring(svg).iter("text") if t.get("text-anchor") == "end")
+        for _, svg in group.panels
+    }  # fmt: skip
+    assert len(ticks) == 1
+    page = html.page(Document("d", (several(16),)))
+    assert page.count("<figure>") == 1
+    assert page.count('class="legend"') == 1
+
+
+def test_figures_that_cannot_be_compared_stand_by_themselves() -> None:
+    """Two metrics, or many names on the axis. Each is drawn twice: as wide as the page,
+    names at the lines' ends, and for a phone with a legend below; only the first has
+    tooltips."""
+    two = Figures((figure(line("a", 1.0)), figure(line("a", 1.0), metric="rms")), axis())
+    names = tuple(f"regime {i}" for i in range(8))
+    crowded = replace(several(4), axis=Axis(
+        name="inputs", title="inputs", scale="category",
+        ticks=tuple(Tick(x=float(i), label=n) for i, n in enumerate(names)),
+    ))  # fmt: skip
+    for of in (two, crowded):
+        groups = list(svg_chart.panels_of(of))
+        assert len(groups) == len(of.figures)
+        for group in groups:
+            assert group.wide is not None
+            assert "<title>" in group.wide
+            assert "<title>" not in group.panels[0][1]
+    three = Figures((*two.figures, figure(line("a", 1.0), metric="mean_abs")), axis())
+    (together,) = svg_chart.panels_of(three)
+    assert (together.columns, together.title) == (3, "")
+
+
+def test_a_bar_is_as_long_as_its_parts() -> None:
+    """The longest sum fills the page; parts keep one order and one look in all bars; more
+    than six are told apart by hatching."""
+    many = {f"s{i}": 0.1 for i in range(8)}
+    bars = StackedBars((("k", {"a": 0.5, "b": 1.5}), ("l", many)), "Budget")
+    assert (bars.longest, bars.names[:3]) == (2.0, ["b", "a", "s0"])
+    page = html.page(Document("d", (bars,)))
+    widths = re.findall(r'<span class="(c\d(?: hatched)?)" style="width:([\d.]+)%"', page)
+    assert widths[:2] == [("c0", "75.000"), ("c1", "25.000")]
+    assert widths[-1] == ("c3 hatched", "5.000")
+    assert 'title="b: 150 %"' in page
+
+
 def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:
     return ET.fromstring(svg_chart.svg(figure, Figures((figure,), along or axis())))
 
@@ -205,10 +390,10 @@ def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
     svg = drawn(figure(line("flash", 1.0, points=(low,)), y_scale=scale), axis(across))
     bars = [p.get("d", "") for p in svg.iter("path") if p.get("class") == "bar"]
     ends = [float(y) for bar in bars for y in re.findall(r" ([\d.]+)", bar)]
-    (point,) = dots(svg)
+    (point,), wide = dots(svg), svg_chart.WIDE
     assert bool(ends) == (across == "category")
-    assert svg_chart.LEFT <= point[0] <= svg_chart.RIGHT
-    assert all(svg_chart.TOP <= y <= svg_chart.BOTTOM for y in (point[1], *ends))
+    assert wide.left <= point[0] <= wide.right
+    assert all(wide.top <= y <= wide.bottom for y in (point[1], *ends))
 
 
 def test_a_constant_runs_all_along() -> None:
@@ -216,9 +401,8 @@ def test_a_constant_runs_all_along() -> None:
     point = Point(x=None, label="", mean=1.0, low=None, high=None)
     level = line("floor", 1.0, "floor", points=(point,))
     path, *_ = drawn(figure(line("a", 1.0), level)).findall("g")[1].iter("path")
-    assert re.fullmatch(
-        rf"M{svg_chart.LEFT:g} ([\d.]+)L{svg_chart.RIGHT:g} \1", path.get("d", "")
-    )
+    wide = svg_chart.WIDE
+    assert re.fullmatch(rf"M{wide.left:g} ([\d.]+)L{wide.right:g} \1", path.get("d", ""))
 
 
 def test_lines_are_told_apart_by_everybody() -> None:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,14 +32,23 @@ from numdev.report import (
     Point,
     WeightRow,
 )
-from numdev.report.document import Cell, Column, Document, Figures, Row, Table, tables_of
+from numdev.report.document import (
+    Cell,
+    Column,
+    Document,
+    Figures,
+    Row,
+    Table,
+    TableChoice,
+    tables_of,
+)
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import document_of, gate
 from numdev.studies.audit import view as audit_view
+from numdev.studies.audit.failed_numbers import FailedNumbers
 from numdev.studies.diagnose import view as diagnose
 from numdev.studies.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
 from numdev.studies.training.weights import view as weights
-from numdev.tensor_specs import ATTENTION_WORDS
 
 
 def kernel(**changes: Any) -> KernelSummary:
@@ -389,20 +397,56 @@ def test_curves_beside_kernels_are_there_for_comparison() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "style", "heat"), [
-    (1.0, "good", 0), (1.15, "good", 6), (1.16, "warn", 6), (1.5, "warn", 18), (1.51, "bad", 18),
-    (10**0.5, "bad", 50), (10.0, "bad", 100),
+    (1.0, "good", 0), (1.09, "good", 4), (1.41, "bad", 15), (10**0.5, "bad", 50), (10.0, "bad", 100),
 ])  # fmt: skip
-def test_how_far_a_head_is_from_what_is_expected_has_its_colour(
+def test_a_number_has_the_colour_of_the_rule_that_it_was_held_to(
     ratio: float, style: str, heat: int
 ) -> None:
-    """Good to 1.15, a warning to 1.5; on the map by logarithms from 1 to 10."""
-    found = blocks(kernels=(kernel(nonfinite=0, expected_ratio_worst=ratio),))
-    ranking = next(t for t in tables(found) if "closest to fp64" in t.title)
-    assert ranking.rows[0].cells[3].style == style
-    (one,) = audit_view.maps(
-        SimpleNamespace(rows=[row(expected_ratio=ratio)], words=ATTENTION_WORDS)
+    """The default rules let an error be 1.1 times the predicted one: 1.41 fails, and is no
+    mere warning. On the map a refused number is outlined; colours go by logarithms from 1
+    to 10."""
+    made = report(row(expected_ratio=ratio))
+    summary = made.summary.kernels[0].expected_ratio_worst
+    nodes = list(audit_view.blocks(made))
+    ranking = next(t for t in tables(nodes) if "closest to fp64" in t.title)
+    assert (summary, ranking.rows[0].cells[3].style) == (ratio, style)
+    (cell,) = (
+        next(n for n in nodes if isinstance(n, TableChoice)).tables[0].rows[0].cells[1:]
     )
-    assert one.rows[0].cells[1].heat == heat
+    assert (cell.heat, cell.style) == (heat, style if style == "bad" else "")
+
+
+def test_a_report_that_was_not_judged_accuses_no_number() -> None:
+    """An error of 9 times the predicted one, by no rule; nor by rules that cannot be
+    read."""
+    judged = report(row(expected_ratio=9.0))
+    for rules in (None, {"name": "of another version", "limits": 3}):
+        made = judged.model_copy(update={"rules": rules})
+        ranking = next(t for t in tables(audit_view.blocks(made)) if "closest" in t.title)
+        assert {cell.style for cell in ranking.rows[0].cells[1:]} == {""}
+
+
+def test_only_the_refused_phase_and_gradient_are_coloured() -> None:
+    """A decode that fails leaves the prefill's numbers alone, and dq those of dk."""
+    made = report(
+        row(0, phase="prefill"), row(0, call=1, phase="decode", expected_ratio=2.0),
+        row(0, tensor="dq", expected_ratio=9.0), row(0, tensor="dk", expected_ratio=1.02),
+    )  # fmt: skip
+    failed = FailedNumbers(made)
+
+    def style(tensor: str, phase: str | None) -> str:
+        return failed.style_of_tensor(
+            "mine", {}, "bfloat16", tensor, "expected_ratio", phase
+        )
+
+    assert style("out", "decode") == style("out", None) == style("dq", None) == "bad"
+    assert (style("out", "prefill"), style("dk", None)) == ("", "good")
+    assert [failed.style(r, "expected_ratio") for r in made.rows] == [
+        "",
+        "bad",
+        "bad",
+        "",
+    ]
 
 
 def test_what_a_sample_means_has_its_numbers() -> None:

@@ -378,8 +378,12 @@ def default_limits() -> Mapping[str, Mapping[str, object]]:
 def _take_limits(values: dict[str, Any]) -> dict[str, object]:
     """Takes the limits of kinds of reports out of the values of a file (in place), checks
     them, and returns those that are not the default ones, each whole. Raises pydantic's
-    ValidationError for an unknown key or value."""
-    limits: dict[str, object] = dict(values.pop("limits", None) or {})
+    ValidationError for an unknown key or value, and ValueError where `limits` is no
+    mapping."""
+    by_kind = values.pop("limits", None) or {}
+    if not isinstance(by_kind, Mapping):
+        raise ValueError(f"limits: expected a mapping, got {by_kind!r}")
+    limits: dict[str, object] = dict(by_kind)
     limits |= {name: values.pop(name) for name in REGISTERED if name in values}
     usual = default_limits()
     for name, changed in limits.items():

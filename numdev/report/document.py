@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
 from typing import Literal, TypeVar
@@ -20,6 +20,7 @@ from numdev.report.safe_text import plain
 
 Medium = Literal["terminal", "html", "markdown"]
 Style = Literal["", "strong", "soft", "good", "warn", "bad"]
+TableKind = Literal["numbers", "words", "map", "series", "grid"]
 MEDIA: tuple[Medium, ...] = ("terminal", "html", "markdown")
 PAGE: tuple[Medium, ...] = ("html",)
 TEXT: tuple[Medium, ...] = ("html", "markdown")
@@ -62,6 +63,8 @@ class Row:
     cells: tuple[Cell, ...]
     # Only there for comparison (the floor, the baseline), and shown softly
     standard: bool = False
+    # A heading of the rows below it: its first cell spans the table, the others are empty
+    heading: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,20 +100,22 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Table(_Titled):
-    """The first cell of a row is its header. A `map` is a heat map in short numbers; of a
-    `series` a terminal shows as many columns as fit, evenly, of the others all."""
+    """The first cell of a row is its header. A `map` is a heat map in short numbers; a
+    `grid` has cells coloured by their style; of a `series` a terminal shows as many
+    columns as fit, evenly, of the others all."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     title: str = ""
-    kind: Literal["numbers", "words", "map", "series"] = "numbers"
+    kind: TableKind = "numbers"
     only: tuple[Medium, ...] = MEDIA
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures along one axis, beside each other; a table each where nothing can be drawn.
-    Those of one metric share their range, and a kernel looks the same in all."""
+    """Figures along one axis, several of one metric as small panels; a table each where
+    nothing can be drawn. Those of one metric share their range, and a kernel looks the
+    same in all."""
 
     figures: tuple[Figure, ...]
     axis: Axis
@@ -127,7 +132,45 @@ class TableChoice:
     only: tuple[Medium, ...] = MEDIA
 
 
-Node = Heading | Paragraph | Bullets | Table | Figures | TableChoice
+@dataclass(frozen=True)
+class StackedBars:
+    """Wholes as bars of their parts, one below the other, with one legend. A page alone
+    shows them; a table beside them has the numbers."""
+
+    bars: tuple[tuple[str, Mapping[str, float]], ...]
+    """For each bar its label, and by name the shares of its parts (1: the whole)."""
+    title: str
+    only: tuple[Medium, ...] = PAGE
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of all parts, the largest of any bar first."""
+        largest: dict[str, float] = {}
+        for _, parts in self.bars:
+            for name, share in parts.items():
+                largest[name] = max(share, largest.get(name, 0.0))
+        return sorted(largest, key=lambda name: -largest[name])
+
+    @property
+    def longest(self) -> float:
+        """Returns the length of a bar across the page: the largest sum of parts, 1 at
+        least."""
+        return max(1.0, *(sum(parts.values()) for _, parts in self.bars))
+
+
+@dataclass(frozen=True)
+class Details(_Titled):
+    """What a page shows when a reader opens it by its title; other media show the blocks
+    as if they stood in the document themselves."""
+
+    title: str
+    blocks: tuple[Node, ...]
+    only: tuple[Medium, ...] = MEDIA
+
+
+Node = (
+    Heading | Paragraph | Bullets | Table | Figures | TableChoice | StackedBars | Details
+)
 
 
 @dataclass(frozen=True)
@@ -136,23 +179,40 @@ class Document(_Titled):
     blocks: tuple[Node, ...] = ()
 
     def shown_in(self, medium: Medium) -> Iterator[Node]:
-        """Yields the nodes that a medium shows. Figures and a choice of tables are nodes
-        of a page alone: elsewhere they become tables, and the first table. Tables without
-        a row and lists without an item are left out."""
-        parts = {
-            Table: "rows",
-            Bullets: "items",
-            Figures: "figures",
-            TableChoice: "tables",
-        }
-        for node in self.blocks:
-            if medium in node.only and getattr(node, parts.get(type(node), "only")):
-                if medium != "html" and isinstance(node, Figures | TableChoice):
-                    yield from (
-                        tables_of(node) if isinstance(node, Figures) else node.tables[:1]
-                    )
-                else:
-                    yield node
+        """Yields the nodes that a medium shows. Figures, a choice of tables and details
+        are nodes of a page alone: elsewhere they become tables, the first table, and what
+        is in them. Tables without a row and lists without an item are left out."""
+        yield from _shown_in(self.blocks, medium)
+
+
+PARTS = {
+    Table: "rows",
+    Bullets: "items",
+    Figures: "figures",
+    TableChoice: "tables",
+    StackedBars: "bars",
+    Details: "blocks",
+}
+"""What a node is empty without, by its class; others are never empty."""
+
+
+def _shown_in(nodes: Iterable[Node], medium: Medium) -> Iterator[Node]:
+    """Yields those of the nodes that a medium shows, as `Document.shown_in` does."""
+    for node in nodes:
+        if medium not in node.only or not getattr(node, PARTS.get(type(node), "only")):
+            continue
+        if isinstance(node, Details):
+            inside = tuple(_shown_in(node.blocks, medium))
+            if medium != "html":
+                yield from inside
+            elif inside:
+                yield replace(node, blocks=inside)
+        elif medium != "html" and isinstance(node, Figures):
+            yield from tables_of(node)
+        elif medium != "html" and isinstance(node, TableChoice):
+            yield from node.tables[:1]
+        else:
+            yield node
 
 
 def item_with_lead(sentence: str) -> Item:
@@ -176,7 +236,7 @@ def table(
     standard: Sequence[bool] = (),
     *,
     title: str = "",
-    kind: Literal["numbers", "words", "map", "series"] = "numbers",
+    kind: TableKind = "numbers",
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
     """Returns a table of text and cells; the first of columns that are only named is

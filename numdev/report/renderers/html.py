@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from numdev.report import Report, replacing
 from numdev.report import document as doc
-from numdev.report.renderers import svg_chart
+from numdev.report.renderers import markdown, svg_chart
 from numdev.report.safe_text import plain
 from numdev.report.views import document_of
 
+MAP_COLUMNS = 32  # that fit the page's width with numbers that can be read
 _CODE = re.compile(r"`([^`]+)`")
 
 
@@ -53,20 +58,59 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "svg": svg_chart.svg,
+        "panels": svg_chart.panels_of,
         "numbers": doc.tables_of,
+        "parts": _map_parts,
         "prose": _with_code,
     }
     text = (files("numdev.report.renderers") / "templates/page.js").read_text(
         encoding="utf-8"
     )
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    document = document_of(report, directory)
+    blocks = tuple(document.shown_in("html"))
     about = {
-        "document": document_of(report, directory),
+        "document": document,
+        "blocks": blocks,
+        "main": _main_table(blocks),
         "script": Markup(text),
         "digest": digest,
     }
     return environment.get_template("page.html.j2").render(about)
+
+
+class MainTable(NamedTuple):
+    """The table that a reader may copy, and its text as Markdown."""
+
+    table: doc.Table | None
+    markdown: str
+
+
+def _main_table(blocks: Sequence[doc.Node]) -> MainTable:
+    """Returns the first table that is no map and no series, since the answer comes first;
+    None, and no text, where there is none."""
+    tables = (node for node in blocks if isinstance(node, doc.Table))
+    first = next((t for t in tables if t.kind not in ("map", "series")), None)
+    text = "" if first is None else markdown.table_text(first)
+    return MainTable(first, text)
+
+
+def _map_parts(table: doc.Table) -> Iterator[doc.Table]:
+    """Yields a table as it is laid out: a map of more than MAP_COLUMNS columns in parts
+    of equal width, each with the names of its rows, so that its cells can be read; any
+    other table as it is."""
+    count = len(table.columns) - 1
+    if table.kind != "map" or count <= MAP_COLUMNS:
+        yield table
+        return
+    width = math.ceil(count / math.ceil(count / MAP_COLUMNS))
+    for start in range(1, count + 1, width):
+        columns = (table.columns[0], *table.columns[start : start + width])
+        rows = (
+            replace(row, cells=(row.cells[0], *row.cells[start : start + width]))
+            for row in table.rows
+        )
+        yield replace(table, columns=columns, rows=tuple(rows))
 
 
 def _printable(value: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from numdev.report import Report
 from numdev.report import document as doc
@@ -54,6 +55,13 @@ def _node_lines(node: doc.Node, heading: str) -> Iterator[str]:
                 yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
         case doc.Table():
             yield from _table_lines(node, heading)
+
+
+def table_text(table: doc.Table) -> str:
+    """Returns a table as Markdown, its title in bold; ends with a newline."""
+    title = f"**{escaped(table.title)}**\n\n" if table.title else ""
+    lines = _table_lines(replace(table, title=""), "")
+    return f"{title}{chr(10).join(lines)}\n"
 
 
 def _table_lines(node: doc.Table, heading: str) -> Iterator[str]:

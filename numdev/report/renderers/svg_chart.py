@@ -1,29 +1,31 @@
 """A figure as SVG that follows the page's colours, light and dark.
 
 Nothing is measured or averaged here: a figure holds means and intervals. Figures of one
-metric have the same range, each line's name stands beside its end instead of a legend,
-and a line differs from the others by colour, marker and dash, so that colour alone
-carries nothing."""
+metric have the same range, and a line differs from the others by colour, marker and dash,
+so that colour alone carries nothing. A figure by itself is as wide as the page, each
+line's name beside its end; on a phone, and where several are panels of one, names stand
+in a legend below."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
 
+from numdev.grouping import grouped
 from numdev.report import Axis, Figure, Point
 from numdev.report.document import Figures
 from numdev.report.number_text import power, three
 from numdev.report.safe_text import plain
 
-WIDTH = 660
-LEFT, RIGHT, TOP, BOTTOM = 78.0, 492.0, 14.0, 318.0  # the drawing's width, and its frame
 LINE = 14  # height of a line of text
+MAX_PANEL_NAMES = 6  # named places on the axis of a panel; more need the page's width
 COLOURS = 6
 MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",
@@ -33,6 +35,22 @@ MARKERS = (
 )
 
 Pair = tuple[float, float]
+
+
+class DrawingFrame(NamedTuple):
+    """The size of a drawing, and where its axes stand in it, in pixels."""
+
+    width: float
+    left: float
+    right: float
+    top: float
+    bottom: float
+    has_names: bool  # whether a curve's name stands beside its end
+
+
+WIDE = DrawingFrame(900, 78, 700, 14, 318, has_names=True)
+HALF = DrawingFrame(420, 50, 410, 12, 220, has_names=False)
+THIRD = DrawingFrame(290, 46, 282, 10, 170, has_names=False)
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,7 @@ def _scale_over(values: Iterable[float], pixels: Pair, log: bool, share: float) 
     return Scale(low - air, high + air, *pixels, log)
 
 
-def _y_scale(figures: Sequence[Figure]) -> Scale:
+def _y_scale(figures: Sequence[Figure], frame: DrawingFrame) -> Scale:
     """Returns the vertical scale of all that is drawn in these figures; with zero in it
     where the scale is linear."""
     points = [p for f in figures for c in f.curves for p in c.points]
@@ -96,48 +114,114 @@ def _y_scale(figures: Sequence[Figure]) -> Scale:
         ends = [v for v in ends if min(means) / 3 <= v <= 10 * max(means)]
     else:
         ends += [0.0] if any(ends) else [0.0, 1.0]
-    return _scale_over(ends, (BOTTOM, TOP), log, 0.06)
+    return _scale_over(ends, (frame.bottom, frame.top), log, 0.06)
 
 
-def svg(figure: Figure, of: Figures) -> Markup:
-    """Returns one of these figures as an SVG element."""
+class Legend(NamedTuple):
+    """A line of a legend: a curve's label, the number of its look, and the look."""
+
+    label: str
+    number: int
+    swatch: Markup
+
+
+class Panels(NamedTuple):
+    """Figures as a page shows them together, under one title."""
+
+    title: str
+    panels: tuple[tuple[str, Markup], ...]  # each with its title
+    columns: int  # of panels on a wide screen
+    wide: Markup | None  # of one figure alone: how it is drawn where there is room
+    legend: tuple[Legend, ...]
+
+
+def panels_of(of: Figures) -> Iterator[Panels]:
+    """Yields figures in the groups in which they are shown: those of one metric together;
+    three metrics or more, of a figure each, together too. On an axis of many names each
+    figure stands by itself."""
+    groups = list(grouped(of.figures, lambda f: (f.metric, f.relative)).values())
+    is_crowded = of.axis.scale == "category" and len(of.axis.ticks) > MAX_PANEL_NAMES
+    if is_crowded:
+        groups = [[figure] for figure in of.figures]
+    elif len(groups) > 2 and all(len(group) == 1 for group in groups):
+        groups = [list(of.figures)]
+    looks = _styles(of)
+    for group in groups:
+        labels = dict.fromkeys(c.label for figure in group for c in figure.curves)
+        legend = tuple(
+            Legend(label, list(looks).index(label), _swatch(*looks[label]))
+            for label in labels
+        )
+        if len(group) == 1:
+            narrow = svg(group[0], of, HALF)
+            wide = svg(group[0], of)
+            yield Panels(group[0].title, ((group[0].title, narrow),), 1, wide, legend)
+            continue
+        columns = 2 if len(group) in (2, 4) else 3
+        frame = HALF if columns == 2 else THIRD
+        titles = _panel_titles(group)
+        panels = tuple(zip(titles, (svg(f, of, frame) for f in group), strict=True))
+        title = group[0].title.partition(" (")[0] if group[0].place else ""
+        yield Panels(title, panels, columns, None, legend)
+
+
+def _panel_titles(group: Sequence[Figure]) -> list[str]:
+    """Returns a title for each figure of a group: its place on the other axes, the whole
+    title of a figure without one."""
+    return [
+        ", ".join(f"{name} {value}" for name, value in figure.place.items())
+        or figure.title
+        for figure in group
+    ]
+
+
+def _swatch(look: str, marker: int) -> Markup:
+    """Returns a short piece of a curve as an SVG element: its line and its marker."""
+    root = ET.Element("svg", {"viewBox": "0 0 30 12", "class": look})
+    root.set("aria-hidden", "true")
+    _draw_path(root, "line", [(1, 6), (29, 6)])
+    dot = {"class": "dot", "d": MARKERS[marker], "transform": "translate(15 6)"}
+    ET.SubElement(root, "path", dot)
+    return Markup(ET.tostring(root, encoding="unicode"))
+
+
+def svg(figure: Figure, of: Figures, frame: DrawingFrame = WIDE) -> Markup:
+    """Returns one of these figures as an SVG element of the frame's size. Only where
+    there is room for names do points have tooltips: a phone has none."""
     axis, categories = of.axis, of.axis.scale == "category"
     kind = (figure.metric, figure.relative)
-    y = _y_scale([f for f in of.figures if (f.metric, f.relative) == kind])
+    y = _y_scale([f for f in of.figures if (f.metric, f.relative) == kind], frame)
     air = 0.5 / max(1, len(axis.ticks) - 1) if categories else 0.04
-    x = _scale_over(
-        (tick.x for tick in axis.ticks), (LEFT, RIGHT), axis.scale == "log", air
-    )
+    across = (frame.left, frame.right)
+    x = _scale_over((tick.x for tick in axis.ticks), across, axis.scale == "log", air)
     root = ET.Element("svg", {"role": "img", "aria-label": plain(figure.title)})
-    below = _draw_axes(root, axis, figure.y_title, x, y)
-    if figure.relative and TOP < y(1.0) < BOTTOM:
-        _draw_path(root, "one", [(LEFT, y(1.0)), (RIGHT, y(1.0))])
+    below = _draw_axes(root, axis, figure.y_title, x, y, frame)
+    if figure.relative and frame.top < y(1.0) < frame.bottom:
+        _draw_path(root, "one", [(frame.left, y(1.0)), (frame.right, y(1.0))])
     styles, ends = _styles(of), []
-    step = min(14.0, 0.8 * (RIGHT - LEFT) / len(axis.ticks) / max(1, len(figure.curves)))
+    room = 0.8 * (frame.right - frame.left) / len(axis.ticks)
+    step = min(14.0, room / max(1, len(figure.curves)))
     for i, curve in enumerate(figure.curves):
         style, marker = styles[curve.label]
-        group = ET.SubElement(root, "g", {"class": style})
+        number = str(list(styles).index(curve.label))
+        group = ET.SubElement(root, "g", {"class": style, "data-curve": number})
         drawn = [p for p in curve.points if p.mean > 0 or not y.log]
         # Points of a category stand beside each other.
         shift = (i - (len(figure.curves) - 1) / 2) * step if categories else 0.0
         level = any(p.x is None for p in drawn)
         if level:
-            places = [(edge, y(drawn[0].mean)) for edge in (LEFT, RIGHT)]
+            places = [(edge, y(drawn[0].mean)) for edge in across]
         else:
             places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
-            _draw_points(
-                group, curve.label, drawn, places, y, MARKERS[marker], categories
-            )
+            named = curve.label if frame.has_names else ""
+            _draw_points(group, named, drawn, places, y, MARKERS[marker], categories)
         if level or not categories:
             _draw_path(group, "line", places)
-        ends.append(
-            (
-                group,
-                places[-1] if places else (RIGHT, BOTTOM),
-                _wrapped_label(curve.label, 22),
-            )
-        )
-    root.set("viewBox", f"0 0 {WIDTH} {math.ceil(max(below, _draw_labels(ends)))}")
+        end = places[-1] if places else (frame.right, frame.bottom)
+        ends.append((group, end, _wrapped_label(curve.label, 28)))
+    if frame.has_names:
+        below = max(below, _draw_labels(ends, frame))
+    root.set("viewBox", f"0 0 {frame.width:g} {math.ceil(below)}")
     return Markup(ET.tostring(root, encoding="unicode"))
 
 
@@ -155,14 +239,18 @@ def _styles(of: Figures) -> dict[str, tuple[str, int]]:
     return styles
 
 
-def _draw_axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -> float:
+def _draw_axes(
+    root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale, frame: DrawingFrame
+) -> float:
     """Draws the frame, its ticks and titles, without overlaps; returns where the drawing
-    ends below, in pixels."""
+    ends below, in pixels. Where there is no room for names, there is none for the title
+    of the upright axis, which the title above has."""
+    left, right, bottom = frame.left, frame.right, frame.bottom
     for v in y.ticks():
-        _draw_path(root, "grid", [(LEFT, y(v)), (RIGHT, y(v))])
-        _draw_text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")
-    _draw_path(root, "grid", [(LEFT, BOTTOM), (RIGHT, BOTTOM)])
-    fitting = max(6, int((RIGHT - LEFT) / len(axis.ticks) / 6.2))
+        _draw_path(root, "grid", [(left, y(v)), (right, y(v))])
+        _draw_text(root, power(f"{v:.3g}"), left - 8, y(v) + 4, "tick", "end")
+    _draw_path(root, "grid", [(left, bottom), (right, bottom)])
+    fitting = max(6, int((right - left) / len(axis.ticks) / 6.2))
     free, lowest = -math.inf, 0.0
     for tick in axis.ticks:
         # `regime(option=1)` is broken at its options.
@@ -173,13 +261,14 @@ def _draw_axes(root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale) -
         at, half = x(tick.x), 3.4 * max(map(len, lines), default=0)
         if at - half >= free:
             free = at + half + 4
-            _draw_path(root, "grid", [(at, BOTTOM), (at, BOTTOM + 5)])
+            _draw_path(root, "grid", [(at, bottom), (at, bottom + 5)])
             for i, words in enumerate(lines):
-                lowest = max(lowest, BOTTOM + 18 + LINE * i)
-                _draw_text(root, words, at, BOTTOM + 18 + LINE * i, "tick")
-    _draw_text(root, axis.title, (LEFT + RIGHT) / 2, lowest + 20, "title")
-    title = _draw_text(root, y_title, 0, 0, "title")
-    title.set("transform", f"translate(13 {(TOP + BOTTOM) / 2}) rotate(-90)")
+                lowest = max(lowest, bottom + 18 + LINE * i)
+                _draw_text(root, words, at, bottom + 18 + LINE * i, "tick")
+    _draw_text(root, axis.title, (left + right) / 2, lowest + 20, "title")
+    if frame.has_names:
+        title = _draw_text(root, y_title, 0, 0, "title")
+        title.set("transform", f"translate(13 {(frame.top + bottom) / 2}) rotate(-90)")
     return lowest + 32
 
 
@@ -190,22 +279,26 @@ def _wrapped_label(label: str, width: int) -> list[str]:
     )
 
 
-def _draw_labels(ends: Sequence[tuple[ET.Element, Pair, list[str]]]) -> float:
+def _draw_labels(
+    ends: Sequence[tuple[ET.Element, Pair, list[str]]], frame: DrawingFrame
+) -> float:
     """Draws each curve's name beside its end, moved until none covers another: down from
     the top, then up from the bottom. Returns where the lowest ends, in pixels; 0 without
     curves. `ends`: each curve's group, end point and label in lines."""
     heights = [LINE * len(label) + 3 for _, _, label in ends]
     order = sorted(range(len(ends)), key=lambda i: ends[i][1][1])
-    tops, free, bottom = [0.0] * len(ends), 0.0, max(BOTTOM + 82.0, sum(heights))
+    tops, free = [0.0] * len(ends), 0.0
+    bottom = max(frame.bottom + 82.0, sum(heights))
     for i in order:
         tops[i] = max(ends[i][1][1] - heights[i] / 2, free)
         free = tops[i] + heights[i]
     for i in reversed(order):
         bottom = tops[i] = min(tops[i], bottom - heights[i])
     for (group, (x, y), label), top, height in zip(ends, tops, heights, strict=True):
-        _draw_path(group, "leader", [(x + 5, y), (RIGHT + 12, top + height / 2)])
+        beside = frame.right + 12
+        _draw_path(group, "leader", [(x + 5, y), (beside, top + height / 2)])
         for n, words in enumerate(label):
-            _draw_text(group, words, RIGHT + 15, top + LINE * (n + 0.9), "name", "start")
+            _draw_text(group, words, beside + 3, top + LINE * (n + 0.9), "name", "start")
     return max(map(sum, zip(tops, heights, strict=True)), default=0.0)
 
 
@@ -218,9 +311,9 @@ def _draw_points(
     marker: str,
     categories: bool,
 ) -> None:
-    """Draws a curve's points, each with its number as a tooltip, and their intervals:
-    bars where points have no order (`categories`), else a band, if all have one.
-    `places`: pixels of each point; `y` scales the intervals."""
+    """Draws a curve's points, each with its number as a tooltip unless the `label` is
+    empty, and their intervals: bars where points have no order (`categories`), else a
+    band, if all have one. `places`: pixels of each point; `y` scales the intervals."""
     intervals = [
         (x, y(point.low), y(point.high))
         for point, (x, _) in zip(points, places, strict=True)
@@ -237,12 +330,15 @@ def _draw_points(
     for point, (x, height) in zip(points, places, strict=True):
         dot = {"class": "hollow" if point.limited else "dot", "d": marker,
                "transform": f"translate({x:g} {height:g})"}  # fmt: skip
-        title = ET.SubElement(ET.SubElement(group, "path", dot), "title")
+        drawn = ET.SubElement(group, "path", dot)
+        if not label:
+            continue
         ends = (
             f" [{three(point.low)} to {three(point.high)}]"
             if point.low is not None
             else ""
         )
+        title = ET.SubElement(drawn, "title")
         title.text = plain(f"{label} at {point.label}: {three(point.mean)}{ends}")
 
 

@@ -275,10 +275,10 @@ def _origin_nodes(report: Report) -> Iterator[doc.Node]:
         "numdev": origin.numdev,
         "time": seconds(report.timings),
     }
-    yield doc.Heading("Where this comes from", doc.TEXT)
-    yield doc.text_table(
-        ("", ""), [(k, str(v)) for k, v in pairs.items() if v], only=doc.TEXT
-    )
+    cells = [(k, str(v)) for k, v in pairs.items() if v]
+    title = doc.Heading("Where this comes from", ("markdown",))
+    table = doc.text_table(("", ""), cells, only=doc.TEXT)
+    yield doc.Details(title.text, (title, table), doc.TEXT)
     read = map(source.get, ("checkpoint", "tensors", "config", "prompt", "captured_from"))
     line = (
         f"{', '.join(str(x) for x in read if x)}. torch {packages.get('torch', '?')} on "

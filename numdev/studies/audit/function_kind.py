@@ -24,6 +24,7 @@ from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.number_text import ratio, si, three
 from numdev.report_kinds import Judged, Kind
+from numdev.studies.audit.failed_numbers import FailedNumbers
 from numdev.studies.audit.kind import moves
 
 SOUND = 1.1  # times the floor: as exact as the format allows
@@ -274,12 +275,17 @@ LEGEND = (
 def blocks(report: FunctionReport) -> Iterator[doc.Node]:
     """Yields a table for each function, and for the reference as PyTorch runs it, with
     the numbers of each tensor in each call that ran, and a legend."""
+    failed = FailedNumbers(report)
     rows = [row for row in report.rows if row.role in ("kernel", "baseline")]
     ok = [row for row in rows if row.status == "ok"]
-    for name, of_kernel in grouped(ok, lambda row: row.kernel).items():
+    by_kernel = grouped(ok, lambda row: row.kernel)
+    # What is under audit comes before what it is compared with.
+    for name, of_kernel in sorted(
+        by_kernel.items(), key=lambda item: item[1][0].role != "kernel"
+    ):
         yield doc.table(
             COLUMNS,
-            map(_line, of_kernel),
+            (_line(row, failed) for row in of_kernel),
             [row.role != "kernel" for row in of_kernel],
             title=f"{name}, {of_kernel[0].format}",
         )
@@ -287,22 +293,24 @@ def blocks(report: FunctionReport) -> Iterator[doc.Node]:
     yield from power_blocks(report)
 
 
-def _line(row: DeviationRow) -> list[Cell]:
-    """Returns a row of the table: call, tensor and six numbers, `–` for a missing one."""
+def _line(row: DeviationRow, failed: FailedNumbers) -> list[Cell]:
+    """Returns a row of the table: call, tensor and six numbers, `–` for a missing one,
+    `bad` for one that a rule refuses."""
     beside = row.beside_reference
     numbers: Mapping[str, object] = vars(beside) if beside is not None else {}
 
     def cell(name: str) -> Cell:
         value = numbers.get(name)
-        return Cell(ratio(value if isinstance(value, float) else None))
+        text = ratio(value if isinstance(value, float) else None)
+        return Cell(text, style=failed.style(row, name))
 
     return [
         Cell(row.case),
         Cell(row.tensor),
         *map(cell, ("reference_ratio", "slice_ratio", "element_ratio")),
-        Cell(ratio(row.floor_ratio)),
-        Cell(ratio(row.baseline_ratio)),
-        Cell(si(row.max_abs)),
+        Cell(ratio(row.floor_ratio), style=failed.style(row, "floor_ratio")),
+        Cell(ratio(row.baseline_ratio), style=failed.style(row, "baseline_ratio")),
+        Cell(si(row.max_abs), style=failed.style(row, "max_abs")),
     ]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import add, attrgetter
 
 from numdev.grouping import grouped
@@ -29,6 +30,7 @@ from numdev.report import (
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floor_cell
 from numdev.report.number_text import NONE, SHADES, labelled, ratio, shade, short, si
+from numdev.studies.audit.failed_numbers import FailedNumbers
 from numdev.tensor_specs import Words, tensor_spec
 
 REASONS = 3  # that are said of a kernel that did not run
@@ -67,9 +69,9 @@ ULP_LABELS = (f"<1/{2 ** -ULPS[0]}", *(f"1/{2 ** -p}" if p < 0 else str(2**p)
 def blocks(report: AuditReport) -> Iterator[doc.Node]:
     """Yields what is shown of an audit: ranking, maps, curves, worst rows, explanations,
     weights."""
-    summary, words = report.summary, report.words
+    summary, words, failed = report.summary, report.words, FailedNumbers(report)
     for name, kernels in grouped(summary.kernels, attrgetter("format")).items():
-        yield from _format_blocks(name, kernels, words)
+        yield from _format_blocks(name, kernels, words, failed)
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
     suspects = max((k.suspects or 0 for k in summary.kernels), default=0)
     legend = LEGEND.format(unit=words.unit, plain=words.plain, baseline=words.baseline)
@@ -80,7 +82,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         yield from doc.notes(
             [f"At the model's output: {x}" for x in summary.effects] or [note]
         )
-    yield doc.TableChoice(tuple(maps(report)))
+    yield doc.TableChoice(tuple(maps(report, failed)))
     yield from by_layer(report)
     yield from spread(report.profiles)
     if figures := tuple(positions(report.profiles)):
@@ -107,16 +109,6 @@ def _name_cell(k: KernelSummary) -> Cell:
     )
 
 
-def _expected_ratio_cell(value: float | None) -> Cell:
-    """Returns the cell of the worst head's error over what its roundings predict, styled
-    `bad` far above 1; NONE without a number."""
-    if value is None:
-        return Cell(NONE)
-    return Cell(
-        ratio(value), style="good" if value <= 1.15 else "warn" if value <= 1.5 else "bad"
-    )
-
-
 def _max_error_text(k: KernelSummary) -> str:
     """Returns the largest absolute error, as text; marked as a lower bound (≥) where rows
     are sampled."""
@@ -136,27 +128,43 @@ def _ratio_columns(words: Words) -> list[Column]:
     ]
 
 
-def _ratio_cells(k: KernelSummary | PartSummary) -> list[Cell]:
-    """Returns the cells with a kernel's errors over the floor, the worst of them, over
-    the expected and over the baseline's."""
+def _ratio_cells(
+    k: KernelSummary, part: KernelSummary | PartSummary, failed: FailedNumbers
+) -> list[Cell]:
+    """Returns the cells with a kernel's errors, or those of a part of it, over the floor,
+    the worst of them, over the expected and over the baseline's; `bad` where a rule
+    refuses the number."""
+    tensor, phase = "out", None
+    if isinstance(part, PartSummary):
+        tensor, phase = part.tensor, part.phase
+
+    def styled(cell: Cell, metric: str) -> Cell:
+        """Returns the cell in the style that its number has by the rules."""
+        style = failed.style_of_tensor(
+            k.kernel, k.options, k.format, tensor, metric, phase
+        )
+        return replace(cell, style=style)
+
+    where = part.floor_ratio_where or ""
     return [
-        floor_cell(k.floor_ratio),
-        floor_cell(k.floor_ratio_worst, k.floor_ratio_where or ""),
-        _expected_ratio_cell(k.expected_ratio_worst),
-        Cell(ratio(k.baseline_ratio)),
+        styled(floor_cell(part.floor_ratio), "floor_ratio"),
+        styled(floor_cell(part.floor_ratio_worst, where), "floor_ratio"),
+        styled(Cell(ratio(part.expected_ratio_worst)), "expected_ratio"),
+        styled(Cell(ratio(part.baseline_ratio)), "baseline_ratio"),
     ]
 
 
 def _format_blocks(
-    name: str, kernels: Sequence[KernelSummary], words: Words
+    name: str, kernels: Sequence[KernelSummary], words: Words, failed: FailedNumbers
 ) -> Iterator[doc.Node]:
     """Yields the blocks of one format: kernels ranked, their gradients and phases, and
-    remarks that the tables need. `words`: of the operation."""
+    remarks that the tables need. `words`: of the operation; `failed`: the numbers that
+    rules refuse."""
     shown = [k for k in kernels if k.ok and k.role != "precision"]
     ratios = _ratio_columns(words)
     yield doc.table(
         [KERNEL, *ratios, Column("mean error"), Column("max error")],
-        map(_ranking_line, shown),
+        (_ranking_line(k, failed) for k in shown),
         [k.role != "kernel" for k in shown],
         title=f"{name}: error of the output, the closest to fp64 first",
     )
@@ -164,18 +172,19 @@ def _format_blocks(
         f"{name}: gradients",
         ratios,
         [(k, g.tensor, g) for k in shown for g in k.gradients],
+        failed,
     )
     phased = [k for k in shown if len(k.phases) > 1]
     phases = [(k, p.phase or "", p) for k in phased for p in k.phases]
-    yield _parts_table(f"{name}: prefill beside decode", ratios, phases)
+    yield _parts_table(f"{name}: prefill beside decode", ratios, phases, failed)
     yield doc.Bullets(tuple(_format_remarks(name, kernels, words)))
 
 
-def _ranking_line(k: KernelSummary) -> list[Cell]:
+def _ranking_line(k: KernelSummary, failed: FailedNumbers) -> list[Cell]:
     """Returns a kernel's line of the ranking; one that returns NaN or infinity is not
     described by its other elements: every number is `NaN`."""
     errors = Cell(si(k.mean_abs)), Cell(_max_error_text(k))
-    numbers = [*_ratio_cells(k), *errors]
+    numbers = [*_ratio_cells(k, k, failed), *errors]
     if k.nonfinite:
         numbers = [Cell("NaN", style="bad")] * len(numbers)
     return [_name_cell(k), *numbers]
@@ -185,12 +194,16 @@ def _parts_table(
     title: str,
     ratios: Sequence[Column],
     parts: Sequence[tuple[KernelSummary, str, PartSummary]],
+    failed: FailedNumbers,
 ) -> doc.Table:
     """Returns a table with a row for each part (kernel, name of the part, its numbers).
-    `ratios`: the columns of the numbers."""
+    `ratios`: the columns of the numbers; `failed`: those that rules refuse."""
     return doc.table(
         [KERNEL, Column("of", align="left"), *ratios],
-        [(_name_cell(k), name, *_ratio_cells(part)) for k, name, part in parts],
+        [
+            (_name_cell(k), name, *_ratio_cells(k, part, failed))
+            for k, name, part in parts
+        ],
         [k.role != "kernel" for k, _, _ in parts],
         title=title,
     )
@@ -243,10 +256,11 @@ LIMITS = {"expected_ratio": (1.1, 1.5, 3.0, 10.0), "floor_ratio": SHADES}
 Group = tuple[str, str, str]  # kernel with its options, format and tensor
 
 
-def maps(report: AuditReport) -> Iterator[doc.Table]:
+def maps(report: AuditReport, failed: FailedNumbers) -> Iterator[doc.Table]:
     """Yields for each kernel, format and tensor a heat map, layer by unit, of the error
     over what is expected, or over the floor if any of its heads has no expected error; of
-    several calls the largest. The kernel that is farthest off comes first."""
+    several calls the largest. The kernel that is farthest off comes first; a number that
+    a rule refuses (`failed`) is `bad`."""
     places = Places(report.rows, report.words)
     groups = defaultdict[Group, dict[tuple[str, int | None], DeviationRow]](dict)
     for row in report.rows:
@@ -268,6 +282,7 @@ def maps(report: AuditReport) -> Iterator[doc.Table]:
                     cells.get((layer, h)),
                     metric,
                     doc.cell_id(kernel, fmt, tensor, layer, h),
+                    failed,
                 )
                 for h in heads
             ]
@@ -285,7 +300,9 @@ def _severity(row: DeviationRow) -> float:
     return math.inf if row.nonfinite else row.expected_ratio or row.floor_ratio or 0.0
 
 
-def _head_cell(row: DeviationRow | None, metric: str, name: str) -> Cell:
+def _head_cell(
+    row: DeviationRow | None, metric: str, name: str, failed: FailedNumbers
+) -> Cell:
     """Returns the cell of a head: its value of `metric`, coloured by the logarithm, its
     ratios and largest error as tooltip, and `name` as the cell's id. NONE without a row
     or value, `NaN` where elements are not finite."""
@@ -303,9 +320,14 @@ def _head_cell(row: DeviationRow | None, metric: str, name: str) -> Cell:
         about = (
             f"{row.nonfinite} elements that are NaN or infinite; of the others {about}"
         )
-        return Cell("NaN", 4, title=about, heat=100, id=name)
+        return Cell("NaN", 4, style="bad", title=about, heat=100, id=name)
     return Cell(
-        short(value), shade(value, LIMITS[metric]), title=about, heat=heat, id=name
+        short(value),
+        shade(value, LIMITS[metric]),
+        style=failed.style(row, metric),
+        title=about,
+        heat=heat,
+        id=name,
     )
 
 

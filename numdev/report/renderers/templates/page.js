@@ -1,4 +1,4 @@
-// What a click does: choose a map, sort a table by a column, hide a curve. The page needs none of it.
+// What a click does: choose a map, sort a table by a column, hide a curve, copy a table. The page needs none of it.
 for (const choice of document.querySelectorAll(".choice")) {
   const parts = [...choice.querySelectorAll("section")], select = choice.querySelector("select");
   const show = (at) => { parts.forEach((part, i) => { part.hidden = i !== at; }); if (select) select.selectedIndex = at; };
@@ -24,6 +24,27 @@ for (const table of document.querySelectorAll("table.numbers, table.words")) {
     });
   });
 }
-for (const name of document.querySelectorAll("svg .name")) {
-  name.addEventListener("click", () => name.parentNode.classList.toggle("off"));
+for (const figure of document.querySelectorAll("figure")) {
+  const toggle = (number) => figure.querySelectorAll(`[data-curve="${number}"]`).forEach((part) => part.classList.toggle("off"));
+  figure.querySelectorAll("svg .name").forEach((name) => name.addEventListener("click", () => toggle(name.parentNode.dataset.curve)));
+  figure.querySelectorAll(".legend button").forEach((button) => button.addEventListener("click", () => toggle(button.dataset.curve)));
 }
+for (const button of document.querySelectorAll("button.copy")) {
+  const text = button.dataset.markdown, name = button.textContent;
+  const select = () => { // where a page may not write to the clipboard
+    const area = document.createElement("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    return copied;
+  };
+  const say = (copied) => { button.textContent = copied ? "Copied" : "Not copied"; setTimeout(() => { button.textContent = name; }, 2000); };
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    if (navigator.clipboard) navigator.clipboard.writeText(text).then(() => say(true), () => say(select()));
+    else say(select());
+  });
+}
+addEventListener("beforeprint", () => document.querySelectorAll("details.section").forEach((each) => { each.open = true; }));
