@@ -406,6 +406,9 @@ class LogprobsRequest(Placed):
     """The same, of tokens with P times the likeliest one's probability.  [none]"""
     format: Annotated[str, Option(metavar="NAME")] = "bfloat16"
     """Format whose roundings are predicted, where a file does not say.  [bfloat16]"""
+    head: Annotated[str | None, Option(metavar="NAME")] = None
+    """Format that the head multiplies in, where a file does not say and it is not that of
+    the rest, as float32.  [the same]"""
     attention: Annotated[Literal["sdpa", "eager"], Option(metavar="NAME")] = "sdpa"
     """How attention rounds: sdpa (as FlashAttention-2), or eager.  [sdpa]"""
     clip_low: Annotated[float, Field(gt=0), Option(metavar="R")] = 0.8

@@ -20,6 +20,7 @@ from numdev.errors import UsageError
 from numdev.studies.logprobs.records import RecordedSequence
 from numdev.studies.logprobs.truth import (
     ExactModel,
+    ProgramRecipe,
     Support,
     exact_values,
     kept_tokens,
@@ -182,10 +183,11 @@ def test_the_noise_of_bfloat16_is_predicted(
     ids = [np.roll(tokens(vocabulary), i) for i in range(4)]
     used = model.source.load(torch.bfloat16)
     used.set_attn_implementation(attention)
+    recipe = ProgramRecipe("bfloat16", attention)
     errors, real = [], []
     for each in map(record, ids):
         exact = exact_values(model, each, Support()).logprobs
-        errors += [predicted_errors(model, each, exact, Support(), "bfloat16", attention)]
+        errors += [predicted_errors(model, each, exact, Support(), recipe)]
         with torch.no_grad():
             logits = used(input_ids=torch.from_numpy(each.token_ids)[None]).logits[0]
         real += [token_logprobs(logits.double(), each.token_ids, Support()) - exact]

@@ -45,7 +45,7 @@ def drawn_tokens(
 
 def recorded(
     model: nn.Module, ids: np.ndarray, support: Support = FULL, *, batch: int = 1,
-    top: int = 0,
+    top: int = 0, settings: RecordedSettings = BFLOAT16,
 ) -> RecordedSequence:  # fmt: skip
     """What a model records of tokens: one pass, in its own dtype, softmax in fp64, the
     sequence alone or in a batch of copies; with `top` alternatives."""
@@ -62,8 +62,19 @@ def recorded(
         fields["top_ids"] = np.concatenate([np.full((1, top), -1), best.indices.numpy()])
     return RecordedSequence(
         token_ids=ids, logprobs=values, mask=np.ones(len(ids), dtype=bool),
-        settings=BFLOAT16, **fields,
+        settings=settings, **fields,
     )  # fmt: skip
+
+
+def with_head_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with a head of its own in another dtype, from its own weights; in
+    place."""
+    old = model.get_output_embeddings()
+    head = nn.Linear(old.in_features, old.out_features, bias=False)
+    head.weight = nn.Parameter(old.weight.detach().to(dtype), requires_grad=False)
+    head.register_forward_pre_hook(lambda _head, args: (args[0].to(dtype),))
+    model.set_output_embeddings(head)
+    return model
 
 
 def side(name: str, sequences: Sequence[RecordedSequence]) -> Side:

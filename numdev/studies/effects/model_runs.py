@@ -181,11 +181,14 @@ class Subject:
         kernels: Iterable[Planned],
         site: str = "",
         drawn: int | None = None,
+        *,
+        exact: Collection[str] = (),
     ) -> object:
         """Returns what the model returns, rounded at one site, or at all for "", but
         computed in fp64. Attention rounds as the first of `kernels` that has a rounding
-        model for the call, else as FlashAttention-2. `drawn`, for all sites: a seed, with
-        which every rounding goes up or down at random."""
+        model for the call, else as FlashAttention-2. For all sites: `drawn`, a seed, with
+        which every rounding goes up or down at random; `exact`, sites outside attention
+        that are not rounded."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -209,7 +212,8 @@ class Subject:
             return find("emulated").attend(case, **chosen).out
 
         if not site:
-            return self.run_exactly(inputs, attention, sites=SITES, drawn=drawn)
+            sites = [each for each in SITES if each not in exact]
+            return self.run_exactly(inputs, attention, sites=sites, drawn=drawn)
         return self.run_exactly(
             inputs, attention if site in ATTENTION else exact_attention, sites=(site,)
         )

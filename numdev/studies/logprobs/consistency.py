@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from numdev.errors import MeasurementError
 from numdev.gate.row_checks import CUT, HUGE
 from numdev.studies.logprobs.causes import KINDS
+from numdev.studies.logprobs.costs import FIXES, UNDONE
 from numdev.studies.logprobs.report import (
     PAIR,
     CauseRow,
@@ -32,6 +33,7 @@ def check_consistency(report: LogprobsReport) -> None:
             _row_contradictions(report),
             _pair_contradictions(report),
             _cause_contradictions(report),
+            _cost_contradictions(report),
         ),
         "",
     )
@@ -166,3 +168,22 @@ def _cause_contradiction(row: CauseRow) -> str:
     if not KINDS[row.cause].is_size and not close:
         return "leaves another error than its effect does"
     return ""
+
+
+def _cost_contradictions(report: LogprobsReport) -> Iterator[str]:
+    """Yields a sentence for each cost that was not planned or stands there twice, each
+    planned fix without a row, and each row that contradicts itself."""
+    fixes = {side.name: {*side.fixes, UNDONE} for side in report.plan.sides}
+    fixes[PAIR] = set(FIXES) if len(report.plan.sides) == 2 else set()
+    count = Counter((row.side, row.fix, row.sequence) for row in report.costs)
+    for (side, fix, sequence), times in count.items():
+        if times > 1 or fix not in fixes.get(side, ()):
+            yield f"{fix} of {side}, sequence {sequence}, was not planned, or is twice"
+    present = {(row.side, row.fix) for row in report.costs}
+    for planned in report.plan.sides:
+        if lacking := {(planned.name, fix) for fix in planned.fixes} - present:
+            yield f"the cost of {planned.name} with {min(lacking)[1]} has no row"
+    for row in report.costs:
+        sums = row.tokens >= row.clipped >= 0 and row.lost >= 0
+        if not sums or not 0 <= row.square < math.inf:
+            yield f"{row.fix} of {row.side}, sequence {row.sequence}, cannot be"

@@ -25,6 +25,7 @@ FIELDS = frozenset(
         "dtype",
         "engine",
         "entropy",
+        "head",
         "kept_ids",
         "kept_offsets",
         "logprobs_mode",
@@ -70,10 +71,10 @@ def dump_logprobs(
     mask, the tokens with values count.
 
     `fields` are what else is recorded: temperature, top_p, top_k, min_p, dtype,
-    logprobs_mode, engine, weights_version, step, uid, side, top_ids and top_logprobs,
-    kept_ids, position_ids, entropy, routed_experts, turn. Raises UsageError for another
-    name, and MeasurementError for values that could not be read back, before anything is
-    written. Each process needs its own file."""
+    head, logprobs_mode, engine, weights_version, step, uid, side, top_ids and
+    top_logprobs, kept_ids, position_ids, entropy, routed_experts, turn. Raises UsageError
+    for another name, and MeasurementError for values that could not be read back, before
+    anything is written. Each process needs its own file."""
     path = Path(path)
     if suffix_of(path) not in (".jsonl", ".ndjson"):
         raise UsageError(f"path: expected a file .jsonl, got {path.suffix}")

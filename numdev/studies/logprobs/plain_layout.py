@@ -182,14 +182,13 @@ def settings_of(
     """Returns what a record says of how its values came about, and `default`'s values
     where it says nothing. With several versions of the weights, none is named."""
     versions = versions_of(record, "weights_version")
+    texts = {n: record.text(n) for n in ("dtype", "head", "logprobs_mode", "engine")}
     says = RecordedSettings(
+        **texts,
         temperature=record.number("temperature"),
         top_p=record.number("top_p"),
         top_k=record.whole("top_k", least=-1),
         min_p=record.number("min_p"),
-        dtype=record.text("dtype"),
-        logprobs_mode=record.text("logprobs_mode"),
-        engine=record.text("engine"),
         weights_version=versions[0] if len(versions) == 1 else None,
         step=record.whole("step"),
     )

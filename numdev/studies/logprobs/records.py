@@ -30,13 +30,15 @@ class RecordedSettings:
     says nothing, which is not the same as a neutral value.
 
     `logprobs_mode` is vLLM's name: `raw_logprobs` (before temperature and filters) or
-    `processed_logprobs` (after them, renormalised over the kept tokens)."""
+    `processed_logprobs` (after them, renormalised over the kept tokens). `head` is the
+    format that the head multiplies in, where that is not `dtype`."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     dtype: str | None = None
+    head: str | None = None
     logprobs_mode: str | None = None
     engine: str | None = None
     weights_version: str | None = None

@@ -25,6 +25,7 @@ class PlannedSide(Record):
     layout: str  # how the file was understood
     sequences: int
     format: str  # that its noise is predicted in
+    head: str | None = None  # the format of its head, where that is another one
     attention: str
     support: str  # temperature and filter that its values are meant to be under
     engine: str | None = None
@@ -33,6 +34,13 @@ class PlannedSide(Record):
     untested: dict[str, str] = Field(
         default_factory=dict
     )  # causes that were not, and why
+    fixes: tuple[str, ...] = ()  # whose cost was predicted
+
+    @property
+    def recipe(self) -> str:
+        """Returns what explains its errors: `bfloat16`, or `bfloat16 with a head in
+        float32`."""
+        return f"{self.format} with a head in {self.head}" if self.head else self.format
 
 
 class LogprobsPlan(Record):
@@ -128,6 +136,19 @@ class CauseRow(Record):
     stage: int = 0  # how many causes were undone before
 
 
+class CostRow(Record):
+    """The ratios of one sequence that lie outside the clip band if something is mended:
+    of one side to the exact probabilities, or of the second side to the first (PAIR)."""
+
+    side: str
+    fix: str  # one of `costs.FIXES`
+    sequence: int
+    tokens: int = 0
+    lost: int = 0  # tokens that have no finite value with it
+    clipped: int = 0
+    square: float = 0.0  # sum of the squared logarithm of the ratio
+
+
 class WorstToken(Record):
     """One of the tokens where a side is farthest from the truth, or the two sides from
     each other."""
@@ -192,6 +213,17 @@ class SideSummary(Record):
     causes: tuple[NamedCause, ...] = ()
 
 
+class Cost(Record):
+    """The share of a side's ratios, or of the pair's, outside the clip band, now or as
+    predicted with a fix."""
+
+    side: str
+    fix: str
+    tokens: int
+    lost: int = 0
+    share: SequenceEstimate | None  # None without a token
+
+
 class Statistic(Record):
     """A number of the two sides as a dashboard shows it."""
 
@@ -208,6 +240,7 @@ class LogprobsSummary(Record):
     sides: tuple[SideSummary, ...] = ()
     pair_causes: tuple[NamedCause, ...] = ()
     statistics: tuple[Statistic, ...] = ()
+    costs: tuple[Cost, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -220,6 +253,7 @@ class LogprobsReport(Report):
     rows: tuple[SideRow, ...] = ()
     pairs: tuple[PairRow, ...] = ()
     causes: tuple[CauseRow, ...] = ()
+    costs: tuple[CostRow, ...] = ()
     worst: tuple[WorstToken, ...] = ()
     bins: tuple[Bin, ...] = ()
     remarks: tuple[str, ...] = ()  # of the readers, and on what does not match
@@ -238,7 +272,7 @@ class LogprobsReport(Report):
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
         """Returns the tables that are written as CSV, by name: `rows`, and `pairs`,
-        `causes` and `worst` where there are any."""
+        `causes`, `costs` and `worst` where there are any."""
         tables: dict[str, Sequence[Record]] = {"rows": self.rows, "pairs": self.pairs}
-        tables |= {"causes": self.causes, "worst": self.worst}
+        tables |= {"causes": self.causes, "costs": self.costs, "worst": self.worst}
         return {name: rows for name, rows in tables.items() if rows or name == "rows"}

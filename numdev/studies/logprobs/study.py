@@ -21,12 +21,21 @@ from numdev.report import Provenance
 from numdev.sources.checkpoint import load_tokenizer
 from numdev.studies.logprobs import causes
 from numdev.studies.logprobs.causes import CauseKind, Observed
+from numdev.studies.logprobs.costs import (
+    HALF,
+    HEAD,
+    SideErrors,
+    evenly_spread,
+    pair_cost_rows,
+    side_cost_rows,
+)
 from numdev.studies.logprobs.joining import join
 from numdev.studies.logprobs.readers import read_sides
 from numdev.studies.logprobs.records import Joined, RecordedSequence, Side
 from numdev.studies.logprobs.report import (
     PAIR,
     CauseRow,
+    CostRow,
     LogprobsPlan,
     LogprobsReport,
     LogprobsSummary,
@@ -39,6 +48,7 @@ from numdev.studies.logprobs.statistics import outside, pair_sums
 from numdev.studies.logprobs.token_bins import bins_of, worst_tokens
 from numdev.studies.logprobs.truth import (
     ExactModel,
+    ProgramRecipe,
     Support,
     exact_instead,
     exact_values,
@@ -93,7 +103,8 @@ def logprobs(
     if len(sides) == 1 and request.model is None:
         what = f"{sides[0].path}: has log-probabilities of one program alone"
         raise UsageError(what, hint="give the other one's file too, or --model")
-    check_format(request.format)
+    check_format(request.format, "--format")
+    check_format(request.head or request.format, "--head")
     study = LogprobsStudy(request, sides, joined, open_model)
     measured = list(study.measured_sides(progress))
     pairs = [pair_row(i, *study.pair_values(i), study) for i in range(study.pair_count)]
@@ -168,10 +179,10 @@ def text_of_tokens(checkpoint: str | None) -> Callable[[int], str]:
     return lambda token: str(tokenizer.decode([token]))
 
 
-def check_format(name: str) -> None:
+def check_format(name: str, option: str) -> None:
     """Raises UsageError for a format whose roundings cannot be predicted."""
     if name not in FORMATS:
-        raise UsageError(f"--format: expected one of {', '.join(FORMATS)}, got {name!r}")
+        raise UsageError(f"{option}: expected one of {', '.join(FORMATS)}, got {name!r}")
 
 
 def with_text(
@@ -189,7 +200,7 @@ class ComparedSide(NamedTuple):
     plan: PlannedSide
     rows: list[SideRow]
     causes: list[CauseRow]
-    sequences: list[Observed]  # those that have numbers
+    errors: SideErrors  # of the sequences that have numbers
 
 
 class LogprobsStudy:
@@ -272,10 +283,47 @@ class LogprobsStudy:
         name = dtype.removeprefix("torch.")
         return name if name in FORMATS else self.request.format
 
+    def recipe_of(self, side: Side) -> ProgramRecipe:
+        """Returns how a side rounds: its format, and the head's, as all of its records
+        say, else as the request does. A head as narrow as the rest, though in another
+        format, is taken to be of the rest's."""
+        fmt = self.format_of(side)
+        says = str(common(side.sequences, "head") or self.request.head)
+        head = says.removeprefix("torch.")
+        recipe = ProgramRecipe(
+            fmt, self.request.attention, head if head in FORMATS else None
+        )
+        differs = recipe.has_wider_head or recipe.has_narrower_head
+        return recipe if differs else recipe._replace(head=None)
+
+    def fixes_of(
+        self, recipe: ProgramRecipe, sequences: Sequence[Observed]
+    ) -> dict[str, dict[int, np.ndarray]]:
+        """Returns by fix, and by the place of a sequence, the errors that are predicted
+        with it; for some sequences, evenly spread. Empty where no ratio is outside the
+        clip band, so that nothing is to be mended."""
+        fixed: dict[str, dict[int, np.ndarray]] = {}
+        is_clipped = any(
+            outside(np.exp(s.errors[s.counts]), self.clip).any() for s in sequences
+        )
+        assert self.model is not None
+        for name, other in fixed_recipes(recipe).items() if is_clipped else ():
+            fixed[name] = {
+                at: predicted_errors(
+                    self.model,
+                    sequences[at].record,
+                    sequences[at].reference,
+                    sequences[at].support or Support(),
+                    other,
+                )
+                for at in evenly_spread(len(sequences))
+            }
+        return fixed
+
     def measured_sides(self, progress: Progress) -> Iterator[ComparedSide]:
         """Yields each side beside the truth; without a model, sides without numbers."""
         for side in self.sides:
-            fmt = self.format_of(side)
+            recipe = self.recipe_of(side)
             records = self.chosen(side)
             supports = dict.fromkeys(self.support_of(r).words for r in records)
             plan = PlannedSide(
@@ -283,28 +331,34 @@ class LogprobsStudy:
                 file=side.path.name,
                 layout=side.layout,
                 sequences=len(records),
-                format=fmt,
-                attention=self.request.attention,
+                format=recipe.format,
+                head=recipe.head,
+                attention=recipe.attention,
                 support="; ".join(supports),
                 engine=common(records, "engine"),
                 weights_version=common(records, "weights_version"),
             )
             if self.model is None:
-                yield ComparedSide(plan, [], [], [])
+                yield ComparedSide(plan, [], [], SideErrors(side.name, [], [], False, {}))
                 continue
             tried, rows, observed = self.supports_tried(records), [], []
             for i, record in enumerate(records):
                 progress(f"{side.name} sequence {i}", i, len(records))
-                row, seen = self.measure(side.name, i, record, fmt, tried)
+                row, seen = self.measure(side.name, i, record, recipe, tried)
                 rows.append(row)
                 observed += [seen] if seen is not None else []
-            cause_rows, untested = self.causes_of(side.name, observed)
-            searched = tuple(dict.fromkeys(row.cause for row in cause_rows))
-            plan = plan.model_copy(update={"causes": searched, "untested": untested})
-            yield ComparedSide(plan, rows, cause_rows, observed)
+            search, untested = self.causes_of(side.name, observed)
+            searched = tuple(dict.fromkeys(row.cause for row in search.rows))
+            fixes = self.fixes_of(recipe, observed)
+            errors = SideErrors(
+                side.name, observed, search.errors, search.stage > 0, fixes
+            )
+            update = {"causes": searched, "untested": untested, "fixes": tuple(fixes)}
+            plan = plan.model_copy(update=update)
+            yield ComparedSide(plan, rows, search.rows, errors)
 
     def measure(
-        self, side: str, number: int, record: RecordedSequence, fmt: str,
+        self, side: str, number: int, record: RecordedSequence, recipe: ProgramRecipe,
         tried: Sequence[Support],
     ) -> tuple[SideRow, Observed | None]:  # fmt: skip
         """Returns the row of one sequence, and what causes are looked for in; None where
@@ -319,9 +373,7 @@ class LogprobsStudy:
             why = "its prompt was not recorded"
             return SideRow(**about, status="skipped", reason=why), None  # type: ignore[arg-type]
         exact = exact_values(self.model, record, support, tried)
-        predicted = predicted_errors(
-            self.model, record, exact.logprobs, support, fmt, self.request.attention
-        )
+        predicted = predicted_errors(self.model, record, exact.logprobs, support, recipe)
         has_exact = np.isfinite(exact.logprobs) & np.isfinite(predicted)
         counts = record.mask & np.isfinite(record.logprobs) & has_exact
         outside_support = int((record.mask & np.isneginf(exact.logprobs)).sum())
@@ -348,14 +400,14 @@ class LogprobsStudy:
 
     def causes_of(
         self, side: str, sequences: list[Observed]
-    ) -> tuple[list[CauseRow], dict[str, str]]:
-        """Returns the rows of all causes that could be looked for on a side, and why
-        others could not. What a model must be run for is tried only where the side is not
-        at its prediction."""
+    ) -> tuple[CauseSearch, dict[str, str]]:
+        """Returns the search for causes on a side, done, and why those that it has no row
+        of could not be looked for. What a model must be run for is tried only where the
+        side is not at its prediction."""
         untested = dict(NEVER)
-        if not sequences:
-            return [], dict.fromkeys((*causes.KINDS, *NEVER), NO_TOKENS)
         search = CauseSearch(side, sequences, self.at_temperature)
+        if not sequences:
+            return search, dict.fromkeys((*causes.KINDS, *NEVER), NO_TOKENS)
         search.undo_all([kind for kind in causes.SIDE_CAUSES if kind.stage == 0])
         later = [kind for kind in causes.SIDE_CAUSES if kind.stage == 1]
         if search.at_prediction:
@@ -369,7 +421,7 @@ class LogprobsStudy:
         done = {row.cause for row in search.rows}
         for name in causes.KINDS.keys() - done:
             untested.setdefault(name, NEEDS.get(name, "it could not be tried"))
-        return search.rows, dict(sorted(untested.items()))
+        return search, dict(sorted(untested.items()))
 
     def at_temperature(self, seen: Observed, temperature: float) -> Observed:
         """Returns a sequence held to another temperature of all tokens, with all that is
@@ -441,7 +493,9 @@ class LogprobsStudy:
         """Returns the tokens that are farthest off: of each side beside the truth, else
         of the second side beside the first."""
         if self.model is not None:
-            return [w for m in measured for w in worst_tokens(m.plan.name, m.sequences)]
+            return [
+                w for m in measured for w in worst_tokens(m.plan.name, m.errors.sequences)
+            ]
         return worst_tokens(PAIR, list(self.observed_pairs())) if self.joined else []
 
     def measured_fields(
@@ -450,14 +504,25 @@ class LogprobsStudy:
         """Returns the fields of a report that hold what was measured of sides."""
         rows = [row for side in measured for row in side.rows]
         cause_rows = [row for side in measured for row in side.causes]
-        bins = [b for side in measured for b in bins_of(side.plan.name, side.sequences)]
+        bins = [
+            b for side in measured for b in bins_of(side.plan.name, side.errors.sequences)
+        ]
         worst = with_text(self.worst(measured), text_of)
         return {
             "rows": tuple(rows),
             "causes": tuple(cause_rows),
+            "costs": tuple(self.cost_rows(measured)),
             "bins": tuple(bins),
             "worst": tuple(worst),
         }
+
+    def cost_rows(self, measured: Sequence[ComparedSide]) -> Iterator[CostRow]:
+        """Yields what each side, and both, would cost if something were mended."""
+        for side in measured:
+            yield from side_cost_rows(side.errors, self.clip)
+        if self.joined is not None:
+            first, second = (side.errors for side in measured)
+            yield from pair_cost_rows(self.joined.pairs, first, second, self.clip)
 
     def remarks(self) -> Iterator[str]:
         """Yields what the readers said, what does not match, and what values look like
@@ -473,6 +538,20 @@ class LogprobsStudy:
                     f"{side.name}: {100 * share:.0f} % of the differences between "
                     "alternatives are multiples of 2^-8: its logits have 16 bits."
                 )
+
+
+def fixed_recipes(recipe: ProgramRecipe) -> dict[str, ProgramRecipe]:
+    """Returns by fix the recipes that a program in 16 bits could have instead: a head in
+    float32, where it has none, and float16 for bfloat16."""
+    fixed = {}
+    if recipe.has_narrower_head:
+        fixed[HEAD] = recipe._replace(head=None)
+    elif FORMATS[recipe.format].precision <= FORMATS["float16"].precision:
+        if not recipe.has_wider_head:
+            fixed[HEAD] = recipe._replace(head="float32")
+        if recipe.format != HALF:
+            fixed[HALF] = recipe._replace(format=HALF)
+    return fixed
 
 
 def common(records: Sequence[RecordedSequence], name: str) -> str | None:

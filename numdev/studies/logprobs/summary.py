@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 
 from numdev.grouping import grouped
 from numdev.report import Outcome
-from numdev.report.number_text import ratio
+from numdev.report.number_text import percent, ratio, three
 from numdev.studies.logprobs.causes import KINDS, decide
+from numdev.studies.logprobs.costs import FIXES, HALF, HEAD, NOW, ROUNDINGS, UNDONE
 from numdev.studies.logprobs.report import (
     PAIR,
     CauseRow,
+    Cost,
+    CostRow,
     LogprobsReport,
     LogprobsSummary,
     NamedCause,
@@ -35,6 +38,7 @@ def recomputed_summary(report: LogprobsReport) -> LogprobsSummary:
         sides=sides,
         pair_causes=pair_causes,
         statistics=dashboard(report.pairs, report.plan.clip),
+        costs=tuple(costs_of(report)),
         notes=report.remarks,
     )
 
@@ -79,7 +83,7 @@ def side_summary(report: LogprobsReport, planned: PlannedSide) -> SideSummary:
     rows = side_rows(report, planned.name)
     plain = SideSummary(
         name=planned.name,
-        format=planned.format,
+        format=planned.recipe,
         sequences=len(rows),
         tokens=sum(row.tokens for row in rows),
         causes=tuple(named_causes(report.causes, planned.name)),
@@ -103,6 +107,38 @@ def side_summary(report: LogprobsReport, planned: PlannedSide) -> SideSummary:
             **shares,
         }
     )
+
+
+def costs_of(report: LogprobsReport) -> Iterator[Cost]:
+    """Yields the shares of ratios outside the clip band of each side and of the pair, in
+    the order of FIXES."""
+    rows = list(report.costs)
+    for side in report.plan.sides:
+        for row in side_rows(report, side.name):
+            counts = {NOW: row.clipped, ROUNDINGS: row.predicted_clipped}
+            rows += [
+                CostRow(
+                    side=side.name,
+                    fix=fix,
+                    sequence=row.sequence,
+                    tokens=row.tokens,
+                    clipped=clipped,
+                )
+                for fix, clipped in counts.items()
+            ]
+    by_fix = grouped(rows, lambda row: (row.side, row.fix))
+    for name in (*(side.name for side in report.plan.sides), PAIR):
+        for of_fix in (by_fix[name, fix] for fix in FIXES if (name, fix) in by_fix):
+            sums = [
+                {"clipped": float(r.clipped), "tokens": float(r.tokens)} for r in of_fix
+            ]
+            yield Cost(
+                side=name,
+                fix=of_fix[0].fix,
+                tokens=sum(row.tokens for row in of_fix),
+                lost=sum(row.lost for row in of_fix),
+                share=jackknife(sums, lambda s: s["clipped"] / s["tokens"]),
+            )
 
 
 def named_causes(rows: Sequence[CauseRow], side: str) -> Iterator[NamedCause]:
@@ -148,8 +184,35 @@ def answer(
     if report.outcome is not None:
         why = causes_clause([c for side in sides for c in side.causes] or pair_causes)
         yield f"{report.outcome.word} {'; '.join(parts)}.{f' {why}' if why else ''}"
+    yield from cost_sentence(list(costs_of(report)), report.plan.clip)
     if report.plan.model is None:
         yield "No model: which side is off is not told; give --model for that."
+
+
+def cost_sentence(costs: Sequence[Cost], clip: tuple[float, float]) -> Iterator[str]:
+    """Yields `7.9 % of the ratios lie outside [0.8, 1.2]; predicted with a head in
+    float32 1.5 %, in float16 0 %.`, of the pair; nothing where none lies outside, or
+    nothing is predicted."""
+    words = {
+        UNDONE: "with the causes undone",
+        ROUNDINGS: "by roundings alone",
+        HEAD: "with a head in float32",
+        HALF: "in float16",
+    }
+    of_pair = {
+        cost.fix: cost for cost in costs if cost.side == PAIR and cost.share is not None
+    }
+    now = of_pair[NOW].share if NOW in of_pair else None
+    if now is None or not now.mean:
+        return
+    parts = [
+        f"{words[fix]} {percent(of_pair[fix].share.mean)}"  # type: ignore[union-attr]
+        for fix in words
+        if fix in of_pair and not of_pair[fix].lost
+    ]
+    low, high = map(three, clip)
+    predicted = f"; predicted: {', '.join(parts)}" if parts else ""
+    yield f"{percent(now.mean)} of the ratios lie outside [{low}, {high}]{predicted}."
 
 
 def ordered(

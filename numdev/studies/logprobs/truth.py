@@ -19,12 +19,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.exact.evaluation import computing
-from numdev.exact.wide_tensors import Wide
-from numdev.formats import format_named
+from numdev.exact.wide_tensors import Wide, widened
+from numdev.formats import Format, format_named, round_to
 from numdev.sources.case_sources import CheckpointSource
 from numdev.sources.files import naming
 from numdev.studies.audit.isolation import attempt
@@ -36,6 +37,8 @@ from numdev.studies.logprobs.records import RecordedSequence
 from numdev.system import System
 
 Attention = Literal["sdpa", "eager"]
+LOGITS = "logits"  # the site of the head and of what follows it
+NARROW_HEAD = "narrow head"  # a variant: the head alone computes in the format
 FP64 = "float64"
 CACHE = 1 << 26  # logits in memory: half a gigabyte
 # Inverse temperatures between which the log of the partition function is interpolated:
@@ -67,6 +70,39 @@ class Support(NamedTuple):
         named = [f"{name} {value:g}" for name, value in filters if value]
         which = ", ".join(named if not self.is_full else ["all tokens"])
         return f"temperature {self.temperature:g}, {which}"
+
+
+class ProgramRecipe(NamedTuple):
+    """How a program rounds: the format of the model, how attention rounds in it (`sdpa`:
+    as FlashAttention-2; `eager`: as the model's own code), and the format that the head
+    multiplies in, None for that of the model."""
+
+    format: str
+    attention: Attention = "sdpa"
+    head: str | None = None
+
+    @property
+    def has_wider_head(self) -> bool:
+        """Whether the head computes in a wider format than the rest: what it adds to the
+        error is far below the rest, and taken for 0."""
+        return self.head is not None and _bits(self.head) > _bits(self.format)
+
+    @property
+    def has_narrower_head(self) -> bool:
+        """Whether the head alone computes in 16 bits, and the rest in float32 or
+        wider."""
+        return self.head is not None and _bits(self.head) < _bits(self.format)
+
+    @property
+    def words(self) -> str:
+        """Returns `bfloat16`, or `bfloat16 with a head in float32`."""
+        differs = self.has_wider_head or self.has_narrower_head
+        return f"{self.format} with a head in {self.head}" if differs else self.format
+
+
+def _bits(fmt: str) -> int:
+    """Returns the significant bits of a format, by name."""
+    return format_named(fmt).precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +203,8 @@ class ExactModel:
                 choose("eager")
             for edit in (e for name, e in VARIANTS.items() if name[1] == variant):
                 edit(subject.wide)
+            if variant == NARROW_HEAD:
+                _round_before_head(subject.wide, subject.format)
             self._subjects[key] = subject
         return self._subjects[key]
 
@@ -193,22 +231,26 @@ class ExactModel:
 
         return self._cached((FP64, variant, token_ids.tobytes()), run)
 
-    def rounded_logits(
-        self, token_ids: np.ndarray, fmt: str, attention: Attention = "sdpa"
-    ) -> Tensor:
+    def rounded_logits(self, token_ids: np.ndarray, recipe: ProgramRecipe) -> Tensor:
         """Returns the logits, fp64 [n, vocabulary], where each operation is rounded to
-        nearest in a format. `sdpa`: attention rounds as FlashAttention-2; `eager`: as the
-        model's own code."""
+        nearest by a recipe. Where the head alone is narrow, all before it is exact: it
+        errs thousands of times less."""
         self._check_ids(token_ids)
+        variant = NARROW_HEAD if recipe.has_narrower_head else recipe.attention
+        fmt = str(recipe.head) if recipe.has_narrower_head else recipe.format
+        exact = (LOGITS,) if recipe.has_wider_head else ()
 
         def run() -> object:
             """Returns the model's answer."""
-            subject = self._subject(fmt, attention)
-            if attention == "sdpa":
-                return subject.run_rounded(_inputs(token_ids), ())
-            return subject.run_exactly(_inputs(token_ids), None, sites=SITES)
+            subject = self._subject(fmt, variant)
+            if recipe.has_narrower_head:
+                return subject.run_exactly(_inputs(token_ids), sites=(LOGITS,))
+            if recipe.attention == "sdpa":
+                return subject.run_rounded(_inputs(token_ids), (), exact=exact)
+            sites = [site for site in SITES if site not in exact]
+            return subject.run_exactly(_inputs(token_ids), None, sites=sites)
 
-        return self._cached((fmt, attention, token_ids.tobytes()), run)
+        return self._cached((fmt, variant, exact, token_ids.tobytes()), run)
 
     def _cached(self, key: tuple[object, ...], run: Callable[[], object]) -> Tensor:
         """Returns the logits that `run` gives, [n, vocabulary]; those of the last runs
@@ -251,6 +293,21 @@ def _widen_rotary_tables(model: nn.Module) -> None:
                     assert home is not None
                     values = exact.exact.to(home.device)
                     module._buffers[name] = Wide.of(values, home.dtype)
+
+
+def _round_before_head(model: nn.Module, fmt: Format) -> None:
+    """Rounds what the head of a model reads, in place: its weight, and by a hook the
+    states before it."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+
+    def rounded(x: Tensor) -> Tensor:
+        """Returns a tensor in fp64 rounded to the format."""
+        with _disable_current_modes():
+            is_weight = isinstance(x, nn.Parameter)
+            return Wide.of(round_to(widened(x), fmt), x.dtype, is_weight=is_weight)
+
+    head.weight = nn.Parameter(rounded(head.weight), requires_grad=False)
+    head.register_forward_pre_hook(lambda _head, args: tuple(map(rounded, args)))
 
 
 def _inputs(token_ids: np.ndarray) -> dict[str, Tensor]:
@@ -459,15 +516,15 @@ def _fill_values(
 
 def predicted_errors(
     model: ExactModel, sequence: RecordedSequence, exact: np.ndarray, support: Support,
-    fmt: str, attention: Attention,
+    recipe: ProgramRecipe,
 ) -> np.ndarray:  # fmt: skip
-    """Returns what rounding each operation to nearest changes of the log-probabilities
-    `exact`, float64 [n]; NaN at tokens that nothing comes before, and where a rounded
-    filter leaves another set of tokens without the token."""
+    """Returns what rounding each operation to nearest by a recipe changes of the
+    log-probabilities `exact`, float64 [n]; NaN at tokens that nothing comes before, and
+    where a rounded filter leaves another set of tokens without the token."""
     errors = np.full(len(sequence), np.nan)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
-        logits = model.rounded_logits(ids, fmt, attention)
+        logits = model.rounded_logits(ids, recipe)
         rounded = token_logprobs(logits, ids, support)
         with np.errstate(invalid="ignore"):  # -inf less -inf, where both leave it out
             errors[part] = rounded - exact[part]

@@ -147,7 +147,7 @@ def _noise_test(
     elif estimate.mean > limit:
         why = "more sequences would tell on which side of the limit it is"
     if why:
-        why = f"{ratio(estimate.mean)}× what {side.format} explains; {why}"
+        why = f"{ratio(estimate.mean)}× what {side.recipe} explains; {why}"
         return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
     return test
 
@@ -273,8 +273,9 @@ def _finding_clauses(
             low, high = test.interval or (None, None)
             ends = f"{three(low)} to {three(high)}; " if test.interval else ""
             number = test.observed if isinstance(test.observed, float) else None
+            recipes = (s.recipe for s in report.plan.sides if s.name == test.kernel)
             yield (
-                f"errs {ratio(number)}× what {test.format} explains "
+                f"errs {ratio(number)}× what {next(recipes, test.format)} explains "
                 f"({ends}limit {three(test.bound)}×)"
             )
         elif test.rule == FINITE:

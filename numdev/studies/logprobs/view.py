@@ -13,6 +13,7 @@ from numdev.report import document as doc
 from numdev.report.number_text import NONE, percent, ratio, si, three
 from numdev.studies.logprobs.report import (
     Bin,
+    Cost,
     LogprobsReport,
     NamedCause,
     SequenceEstimate,
@@ -26,6 +27,11 @@ LEGEND = (
     "a sound side lies within that size of 0. resolved: the smallest mean that so many "
     "tokens tell from 0, four times in five. outside clip: ratios to the exact "
     "probability outside the clip band, and those that the roundings alone put there."
+)
+COSTS = (
+    "now: as recorded. roundings alone, head in float32, float16: as predicted; of one "
+    "side from its own tokens' predicted errors, of both from each token's difference, "
+    "scaled by the predicted errors. Fixes are predicted on up to 16 sequences."
 )
 PAIRED = (
     "d is the log-probability of the second side less that of the first, r = exp(d). "
@@ -55,10 +61,12 @@ def blocks(report: LogprobsReport) -> Iterator[doc.Node]:
     measured = [side for side in summary.sides if side.tokens]
     yield _side_table(measured)
     yield from doc.notes((LEGEND,) if measured else ())
-    support = "; ".join(f"{s.name}: {s.support}, {s.format}" for s in report.plan.sides)
+    support = "; ".join(f"{s.name}: {s.support}, {s.recipe}" for s in report.plan.sides)
     yield from doc.notes((f"Held to: {support}.",))
     named = [cause for side in summary.sides for cause in side.causes]
     yield _cause_table([*named, *summary.pair_causes])
+    yield _cost_table(report)
+    yield from doc.notes((COSTS,) if summary.costs else ())
     yield doc.table(
         ("the two sides", "value", doc.Column("interval", width=100),
          doc.Column("formula", "left", 120), doc.Column("shown by", "left", 140)),
@@ -118,6 +126,27 @@ def _cause_table(named: Sequence[NamedCause]) -> doc.Table:
         ),
         title="Causes, in the order in which they were undone",
     )  # fmt: skip
+
+
+def _cost_table(report: LogprobsReport) -> doc.Table:
+    """Returns the table of the shares of ratios outside the clip band, of each side and
+    of the ratio of both, now and with each fix."""
+    low, high = map(three, report.plan.clip)
+
+    def cells(cost: Cost) -> Iterator[str]:
+        """Yields the cells of a share, one for each column."""
+        yield cost.side
+        yield cost.fix
+        yield f"{cost.tokens:,}{f' ({cost.lost:,} overflow)' if cost.lost else ''}"
+        yield percent(cost.share.mean if cost.share else None)
+        # Without a token outside, sequences do not scatter, which is no interval.
+        yield _ends(cost.share if cost.share and cost.share.mean else None)
+
+    return doc.text_table(
+        ("side", "fix", "tokens", "outside clip", "interval"),
+        map(tuple, map(cells, report.summary.costs)),
+        title=f"Ratios outside [{low}, {high}]",
+    )
 
 
 def _bin_table(side: str, by: str, bins: Sequence[Bin]) -> doc.Table:
