@@ -285,7 +285,8 @@ def match(
         )
         outputs = outputs_of(output)
         strides = {name: x.stride() for name, x in outputs.items()}
-        ran = FunctionRun(outputs=outputs, strides=strides)
+        devices = {name: x.device.type for name, x in outputs.items()}
+        ran = FunctionRun(outputs=outputs, strides=strides, devices=devices)
         part = run_format(asked, lambda draws: [ran])
         result = judged_result([part], {"target": asked.name}, system, rules)
         return result.passed, result.in_short

@@ -8,7 +8,11 @@ with a variance of at most
 (each of K roundings errs by up to u times a partial sum, with a variance of 0.18 u^2
 times its square; partial sums grow along o, and walk like a bridge beside it). S is one
 more run of the operator, on squares. Kernels add in blocks and err half of that. A
-transcendental function errs 0.6 u."""
+transcendental function errs 0.6 u.
+
+In float64 the exact result itself is computed so. What is there beside it errs as much
+again, and each result that is no whole number also by its rounding, of which fp64 values
+show nothing."""
 
 from __future__ import annotations
 
@@ -24,9 +28,12 @@ from torch._ops import OpOverload
 from numdev.exact.dtypes import is_floating
 from numdev.exact.rounding import FLOAT32, EveryOperation, values_format
 from numdev.exact.wide_tensors import widened
+from numdev.formats import FORMATS
 
 aten = torch.ops.aten
 U = FLOAT32.unit_roundoff
+FLOAT64 = FORMATS["float64"]
+OF_TRUTH = 2.0  # times the variance, where the exact result errs as the results beside it
 PER_STEP = 0.18  # the variance of a rounding error, in u^2 of what is rounded
 OF_A_FUNCTION = 0.6  # u: the error of a transcendental function
 FUNCTIONS = frozenset(
@@ -78,11 +85,14 @@ class Arithmetic(EveryOperation):
     """Rounds every operation; a float32 result errs by what its arithmetic errs too, a
     normally distributed error added before it is rounded.
 
-    `noise` seeds that error; rounding is to nearest, or with `seed` stochastic."""
+    `noise` seeds that error; rounding is to nearest, or with `seed` stochastic. With
+    `is_narrow` what says float64 is float32."""
 
-    def __init__(self, *, noise: int, seed: int | None = None) -> None:
+    def __init__(
+        self, *, noise: int, seed: int | None = None, is_narrow: bool = False
+    ) -> None:
         super().__init__(seed=seed)
-        self.noise = noise
+        self.noise, self.is_narrow = noise, is_narrow
         self.normal: dict[torch.device, torch.Generator] = {}
 
     def result(
@@ -93,10 +103,14 @@ class Arithmetic(EveryOperation):
         dtype: torch.dtype,
     ) -> Tensor:
         """Returns an operator's fp64 values rounded to the format of `dtype`; before
-        that an error of the variance of `variance_of` is added to float32 ones."""
+        that an error of the variance of `variance_of` is added to float32 ones, and one
+        of that of `_in_float64` to float64 ones."""
+        dtype = torch.float32 if self.is_narrow and dtype == torch.float64 else dtype
         fmt = None if dtype.is_complex else values_format(dtype)
-        if fmt == FLOAT32 and values.numel():
+        if fmt in (FLOAT32, FLOAT64) and values.numel():
             variance = variance_of(func, args, values)
+            if fmt == FLOAT64:
+                variance = _in_float64(variance, values)
             if variance is not None:
                 values = values + variance.sqrt() * self._drawn(values)
         return super().result(func, args, values, dtype)
@@ -130,6 +144,16 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
         count = max(1.0, _largest(args) / values.numel())
         return _finite(PER_STEP * U**2 * values.square() * count / 3)
     return None
+
+
+def _in_float64(in_float32: Tensor | None, values: Tensor) -> Tensor:
+    """Returns the variance of an operator's error in float64 beside an exact result that
+    errs as much. `in_float32`: that of the same in float32, before it is rounded; None:
+    0. Whole numbers, infinities and NaN err in nothing."""
+    rounded = PER_STEP * FLOAT64.unit_roundoff**2 * values.square()
+    if in_float32 is not None:
+        rounded = rounded + in_float32 * (FLOAT64.unit_roundoff / U) ** 2
+    return _finite(OF_TRUTH * rounded) * (values != values.round())
 
 
 def of_sum(result: Tensor, count: float | Tensor, squares: Tensor) -> Tensor:

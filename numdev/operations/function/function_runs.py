@@ -44,6 +44,7 @@ class FunctionRun:
     alias: str | None = None  # an input in whose memory an output lies
     overwritten: tuple[str, ...] = ()  # outputs that a later call wrote into
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of outputs
+    devices: Mapping[str, str] = field(default_factory=dict)  # of outputs, their types
     # Why gradients could not be computed of a call that wrote into its inputs
     backward_error: str | None = None
     buffers: tuple[str, ...] = ()  # arguments that are memory for an output
@@ -83,6 +84,11 @@ class FunctionRun:
                 f"writes a later call's result into an earlier one's ({names})"
             )
         return clauses
+
+    def narrowed(self, dtypes: Mapping[str, torch.dtype]) -> FunctionRun:
+        """Returns the run with some outputs, by name, in other dtypes."""
+        outputs = {n: x.to(dtypes.get(n, x.dtype)) for n, x in self.outputs.items()}
+        return dataclasses.replace(self, outputs=outputs)
 
     def finished(self) -> FunctionRun:
         """Returns the run when all calls were made: `overwritten` names the outputs
@@ -152,16 +158,20 @@ def run(
                 if not written:
                     raise
                 why = one_line(error)
-    return FunctionRun(
+    taken = FunctionRun(
         outputs=_taken(outputs),
         gradients=_taken(gradients),
         written=_taken(written),
         differentiable=through,
         alias=_alias(outputs, leaves),
-        raw={name: x.detach() for name, x in outputs.items()},
-        strides={name: x.stride() for name, x in outputs.items()},
         backward_error=why,
         buffers=_buffers(before),
+    )
+    return dataclasses.replace(
+        taken,
+        raw={name: x.detach() for name, x in outputs.items()},
+        strides={name: x.stride() for name, x in outputs.items()},
+        devices={name: x.device.type for name, x in outputs.items()},
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from numdev.metrics.checksums import same
 from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged import FunctionCall, distance, stacked
-from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.reference import FunctionReference, module_of_function
 from numdev.operations.function.trees import Values, is_unwritten
 
 WORK = 1 << 26  # numbers of inputs, times how many inputs are tried
@@ -48,7 +48,7 @@ def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Inf
     any. An empty input, and memory for an output, have none and are left out. Of large
     inputs only some are tried. Raises what the reference raises on the call's own
     arguments."""
-    inputs = _inputs_of(call.draws[0])
+    inputs = call.draws[0].inputs
     size = sum(x.numel() for x in inputs.values())
     tries = max(LEAST_TRIED, WORK // max(size, 1))
     for name, x in inputs.items():
@@ -68,33 +68,10 @@ def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Inf
             yield _measured(call, name, others)
 
 
-def parameters_of_module(function: Callable[..., object]) -> Values:
-    """Returns the parameters and buffers by name of a module, or of the one whose
-    `forward` a function is; empty for any other function."""
-    module = _module_of(function)
-    return {} if module is None else dict(module.state_dict())
-
-
-def _module_of(function: Callable[..., object]) -> nn.Module | None:
-    """Returns the module that a function is, or whose `forward` it is; None for any
-    other function."""
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, nn.Module) else None
-
-
-def _inputs_of(reference: FunctionReference) -> Values:
-    """Returns the inputs of a call by name: arguments, then parameters and buffers. One
-    that has the name of an argument is left out."""
-    return {
-        **parameters_of_module(reference.function),
-        **reference.arguments.leaves(),
-    }
-
-
 def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:
     """Returns other numbers for an input of a draw, of its shape and dtype; None where
     it is all 0 or all 1, or one integer repeated, and other data have none."""
-    x = _inputs_of(call.draws[draw])[name]
+    x = call.draws[draw].inputs[name]
     if draw < len(call.others):
         other = call.others[draw].leaves().get(name)
         same_form = other is not None and (other.shape, other.dtype) == (x.shape, x.dtype)
@@ -175,7 +152,7 @@ def _with_parameter(
 ) -> Callable[..., object]:
     """Returns a module, or its `forward` as `function` is, with other numbers in a
     parameter or buffer, in a copy."""
-    module = copy.deepcopy(_module_of(function))
+    module = copy.deepcopy(module_of_function(function))
     assert module is not None
     with torch.no_grad():
         module.state_dict()[name].copy_(other)

@@ -7,7 +7,7 @@ are judged together: in such a tensor the first axis is the draw."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from numdev.exact.dtypes import is_floating
 from numdev.exact.rounding import values_format
 from numdev.formats import FORMATS, Format, round_to
+from numdev.operations.function.forms import Form, short_name
 from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.inputs import differ, shuffled
 from numdev.operations.function.reference import FunctionReference, moved_by_half_an_ulp
@@ -26,33 +27,6 @@ from numdev.report import BesideReference
 SMALLEST = 1e-300
 FEW = 16  # elements of a tensor, up to which a call is drawn several times
 DRAWS = 8  # how often then
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Form:
-    """What a tensor of the reference looks like, of one draw."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def is_floating(self) -> bool:
-        """Whether the tensor holds real or complex floating-point numbers."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def difference(self, x: Tensor) -> str | None:
-        """Returns in words how another tensor's shape, or where that is the same its
-        dtype, differs from this; None where neither does."""
-        if tuple(x.shape) != self.shape:
-            return f"it has the shape {list(x.shape)}, not {list(self.shape)}"
-        if x.dtype != self.dtype:
-            return f"it is {_short(x.dtype)}, not {_short(self.dtype)}"
-        return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    """Returns a dtype's name without `torch.`."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,7 +158,7 @@ class FunctionCall:
         ran = self.draws[0].plain
         left_out = ran.written if self.outputs_only and ran.outputs else {}
         return {
-            name: Form(shape=tuple(x.shape), dtype=x.dtype)
+            name: Form(shape=tuple(x.shape), dtype=x.dtype, device=x.device.type)
             for name, x in ran.tensors.items()
             if name in ran.outputs or name not in left_out
         }
@@ -241,6 +215,46 @@ class FunctionCall:
         by_draw = [runs_of(draw) for draw in self.draws]
         return [stacked([x[name] for x in runs]) for runs in zip(*by_draw, strict=True)]
 
+    def as_returned(self, run: FunctionRun) -> FunctionCall:
+        """Returns the call as it is to be judged beside such a run. A reference that
+        returns float64 where none of its arguments and parameters is float64 says what is
+        exact: an output that the run returns in float32, or in the dtype of the first
+        floating-point argument, is held to what the reference's operations err in
+        float32, and to that dtype. Raises what the reference raises."""
+        first = self.draws[0]
+        dtypes = [x.dtype for x in first.inputs.values() if x.is_floating_point()]
+        if torch.float64 in dtypes or not dtypes:
+            return self
+        returned_in = {
+            name: ran.dtype
+            for name, x in first.plain.outputs.items()
+            if x.dtype == torch.float64
+            and (ran := run.outputs.get(name)) is not None
+            and ran.dtype in (torch.float32, dtypes[0])
+        }
+        if not returned_in:
+            return self
+        draws = [replace(draw, returned_in=returned_in) for draw in self.draws]
+        return replace(self, draws=draws)
+
+    def other_forms(self, runs: Sequence[FunctionRun]) -> dict[str, str]:
+        """Returns by name in a clause in what tensors of the first draw differ from the
+        reference's and are no worse."""
+        first = self.draws[0]
+        clauses: dict[str, str] = {}
+        for name, form in self.forms.items():
+            x = runs[0].tensors.get(name)
+            if x is None or not form.has_shape(x):
+                continue
+            if name in first.returned_in:
+                clauses[name] = (
+                    f"is {short_name(x.dtype)}, not float64: no argument is float64, and "
+                    "the reference says what is exact"
+                )
+            elif clause := form.allowed_difference(name, runs[0], first.plain):
+                clauses[name] = clause
+        return clauses
+
     def tensors_of(
         self, runs: Sequence[FunctionRun]
     ) -> tuple[dict[str, Tensor | None], dict[str, str]]:
@@ -252,6 +266,7 @@ class FunctionCall:
         `runs`: one for each draw."""
         wrong: dict[str, str] = {}
         first = next(iter(self.forms))
+        plain = [draw.plain for draw in self.draws]
         for draw, ran in zip(self.draws, runs, strict=True):
             if misdeeds := ran.misdeeds(draw.plain):
                 wrong.setdefault(first, f"it {'; it '.join(misdeeds)}")
@@ -262,15 +277,17 @@ class FunctionCall:
             if len(present) < len(runs):
                 why = next(filter(None, (ran.backward_error for ran in runs)), None)
                 wrong[name] = "it is missing" + (f": {why}" if why else "")
-            elif why := next(filter(None, map(form.difference, present)), None):
-                wrong[name] = why
-            elif name not in wrong and (breaks := self._broken_views(name, runs)):
-                wrong[name] = breaks
+            else:
+                differs = next(filter(None, map(form.difference, present)), None)
+                if name not in wrong:
+                    differs = differs or form.misplaced(name, runs, plain)
+                wrong |= {name: differs} if differs else {}
             comparable = len(present) == len(runs) and all(
-                tuple(x.shape) == form.shape and is_floating(x) == form.is_floating
-                for x in present
+                form.has_shape(x) and is_floating(x) == form.is_floating for x in present
             )
-            tensors[name] = stacked(list(map(as_real, present))) if comparable else None
+            tensors[name] = (
+                stacked(list(map(form.fitted, present))) if comparable else None
+            )
         returned = dict.fromkeys(name for ran in runs for name in ran.outputs)
         if extra := [name for name in returned if name not in self.forms]:
             names = ", ".join(extra)
@@ -278,48 +295,6 @@ class FunctionCall:
                 first, f"it returns more tensors than the reference: {names}"
             )
         return tensors, wrong
-
-    def _broken_views(self, name: str, runs: Sequence[FunctionRun]) -> str | None:
-        """Returns in words that an output is not contiguous where the reference's is, so
-        that a `.view()` of it fails; None where it is, or has no strides."""
-        for draw, ran in zip(self.draws, runs, strict=True):
-            expected, strides = draw.plain.strides.get(name), ran.strides.get(name)
-            if expected is None or strides is None:
-                continue
-            shape = self.forms[name].shape
-            if is_contiguous(shape, expected) and not is_contiguous(shape, strides):
-                return (
-                    f"its strides are {list(strides)}, not {list(expected)}: it is not "
-                    "contiguous, and a .view() of it may fail"
-                )
-        return None
-
-    def other_strides(self, runs: Sequence[FunctionRun]) -> dict[str, str]:
-        """Returns by name in words which outputs have other strides than the reference's,
-        which is not contiguous itself. Axes of one place do not count."""
-        words: dict[str, str] = {}
-        expected, strides = self.draws[0].plain.strides, runs[0].strides
-        for name, form in self.forms.items():
-            if name not in expected or len(strides.get(name, ())) != len(form.shape):
-                continue
-            pairs = zip(form.shape, expected[name], strides[name], strict=True)
-            differs = any(a != b for size, a, b in pairs if size > 1)
-            if differs and not is_contiguous(form.shape, expected[name]):
-                words[name] = f"{list(strides[name])}, not {list(expected[name])}"
-        return words
-
-
-def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements of these strides lie one after another, the last axis's first;
-    axes of one place do not count, and a tensor without elements is contiguous."""
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 0:
-            return True
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def stacked(draws: Sequence[Tensor]) -> Tensor:

@@ -167,11 +167,16 @@ class FunctionProcess:
             str(name): tuple(int(str(n)) for n in _listed(each))
             for name, each in map(_listed, _listed(answer["strides"]))
         }
+        devices = {
+            str(name): str(device)
+            for name, device in map(_listed, _listed(answer["devices"]))
+        }
         run = FunctionRun(
             outputs=groups["outputs"],
             gradients=groups["gradients"],
             written=groups["written"],
             strides=strides,
+            devices=devices,
             backward_error=None if why is None else str(why),
         )
         return dataclasses.replace(
@@ -330,6 +335,7 @@ def _as_message(answers: Sequence[Answer]) -> Message:
             "differentiable": list(answer.differentiable),
             "overwritten": list(answer.overwritten),
             "strides": [[name, list(x)] for name, x in answer.strides.items()],
+            "devices": [list(pair) for pair in answer.devices.items()],
             "backward_error": answer.backward_error,
         }
         for name in GROUPS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from numdev.exact.evaluation import evaluate
-from numdev.exact.rounding import Rounding
+from numdev.exact.rounding import Rounding, round_values, values_format
 from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
 from numdev.operations.function.arithmetic import Arithmetic
 from numdev.operations.function.function_runs import (
@@ -76,6 +76,15 @@ class FunctionReference:
     arguments: Arguments
     seed: int
     backward: bool
+    # Outputs that are float64 and that an implementation returns in another dtype: in
+    # that; what the reference computes in float64 then errs as in float32
+    returned_in: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Values:
+        """Returns the inputs of the call by name: parameters and buffers, then arguments;
+        of a name that both have, the argument."""
+        return {**parameters_of_module(self.function), **self.arguments.leaves()}
 
     @cached_property
     def cotangents(self) -> Cotangents | None:
@@ -99,12 +108,13 @@ class FunctionReference:
     def plain(self) -> FunctionRun:
         """Returns the call as PyTorch runs it here; a module is copied for it. Raises
         what the reference raises."""
-        return run(
+        ran = run(
             private(self.function),
             self.arguments,
             seed=self.seed,
             cotangents=self.cotangents,
         )
+        return ran.narrowed(self.returned_in)
 
     @cached_property
     def truth(self) -> Values:
@@ -116,7 +126,7 @@ class FunctionReference:
     def rounded(self) -> list[Values]:
         """Returns the results, by name, of runs with every operation rounded: one to
         nearest, then RANDOM of them stochastically. Raises what the reference raises."""
-        nearest = [self.computed(Arithmetic(noise=0))]
+        nearest = [self._rounded(noise=0)]
         return nearest + [self._at_random(seed) for seed in range(1, 1 + RANDOM)]
 
     @cached_property
@@ -128,7 +138,16 @@ class FunctionReference:
 
     def _at_random(self, seed: int) -> Values:
         """Returns the results, by name, of a run rounded stochastically with a seed."""
-        return self.computed(Arithmetic(noise=seed, seed=seed))
+        return self._rounded(noise=seed, seed=seed)
+
+    def _rounded(self, *, noise: int, seed: int | None = None) -> Values:
+        """Returns the results, by name, of a run with every operation rounded."""
+        is_narrow = bool(self.returned_in)
+        arithmetic = Arithmetic(noise=noise, seed=seed, is_narrow=is_narrow)
+        values = self.computed(arithmetic)
+        for name, dtype in self.returned_in.items():
+            values[name] = round_values(values[name], values_format(dtype))
+        return values
 
     def computed_exactly(
         self,
@@ -189,6 +208,20 @@ class FunctionReference:
             if name in self.plain.gradients and gradient is not None:
                 values[name] = gradient
         return {name: as_real(widened(x)).detach() for name, x in values.items()}
+
+
+def parameters_of_module(function: Callable[..., object]) -> Values:
+    """Returns the parameters and buffers by name of a module, or of the one whose
+    `forward` a function is; empty for any other function."""
+    module = module_of_function(function)
+    return {} if module is None else dict(module.state_dict())
+
+
+def module_of_function(function: Callable[..., object]) -> nn.Module | None:
+    """Returns the module that a function is, or whose `forward` it is; None for any
+    other function."""
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _paths(arguments: Arguments) -> list[tuple[int, str, str]]:

@@ -128,7 +128,9 @@ class BesideReference(Record):
     number before it."""
 
     form: str | None = None  # in what its shape or dtype is not the reference's
-    # Its strides, where the reference's are others, and not contiguous
+    # In a clause, in what it differs from the reference's and is no worse: one number of
+    # another shape, the call's format for float64, other strides than those of a tensor
+    # that is not contiguous either
     layout: str | None = None
     mismatches: Count | None = None  # of integers: how many are not the reference's
     reference_ratio: float | None = None  # rms error over what is explained

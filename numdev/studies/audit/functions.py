@@ -483,7 +483,7 @@ def rows_of(
         _with_numbers_beside_reference(row, judges, tensors, wrong)
         for row in measured.rows
     ]
-    completed = [_with_layout(row, call.other_strides(ran)) for row in completed]
+    completed = [_with_layout(row, call.other_forms(ran)) for row in completed]
     with watch("names"):
         yield from _named(completed, call, ran[0], earlier, run)
 
@@ -749,7 +749,12 @@ def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
     for draw, ran in zip(part.plan.draws, part.runs, strict=True):
         by_call.setdefault(draw.call, []).append(ran)
     for number, runs in by_call.items():
-        yield _call_of(part.asked, part.plan, number), runs
+        call = _call_of(part.asked, part.plan, number)
+        first = runs[0]
+        if isinstance(first, FunctionRun):
+            with contextlib.suppress(Exception):  # of the reference: its rows say why
+                call = call.as_returned(first)
+        yield call, runs
 
 
 def _call_of(asked: Asked, plan: FunctionPlan, number: int) -> FunctionCall:
