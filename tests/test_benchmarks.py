@@ -74,6 +74,10 @@ SLOW = {
         "--pairs 1 --sequences 3 --length 24 --model gpt2 --no-causes",
         "| gpt2 | 1 | 0 of 2 |",
     ),
+    "benchmarks/logprobs_engine.py": (
+        "{tmp}/run --steps 2 --behind 2 --prompts 6 --tokens 40 --width 64 --layers 1",
+        "as planted  sound: PASS",
+    ),
     "benchmarks/bias_calibration.py": (
         "--power --sequences 4 --length 16",
         "| 0.5; nothing |",

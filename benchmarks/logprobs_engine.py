@@ -1,0 +1,241 @@
+"""Does `numdev logprobs` tell a sound serving engine from one with stale weights, or with
+another temperature than it says?
+
+    PYTHONPATH=. python benchmarks/logprobs_engine.py DIRECTORY
+        [--steps 20 --prompts 24 --tokens 48 --server auto --width 256 --layers 4]
+
+A tiny Llama of random weights is trained by policy gradients, in float32, on what the
+server samples; the server runs its weights in bfloat16, and so does the trainer where it
+computes log-probabilities. The server is transformers' continuous batching (a paged
+cache, requests that come and go), or where that does not run `generate()` with its
+cache; the output says which. After the last step both sides are recorded by
+`numdev.dump_logprobs` in four runs: sound; the server a few steps behind; the server at
+temperature 0.7, which it does not say; and the same, said. The exit code is 0 where the
+two sound runs pass, and the other two fail with their cause, of the server alone.
+
+The model is random, so that its answers mean nothing; what is measured is arithmetic."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import numdev
+from numdev.studies.logprobs.report import LogprobsReport
+
+VOCABULARY, PROMPT = 512, 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Answer(NamedTuple):
+    """What a server returns for one prompt."""
+
+    token_ids: list[int]  # prompt and response
+    logprobs: list[float]  # of the response
+
+
+Server = Callable[[nn.Module, Sequence[list[int]], float, int], list[Answer]]
+
+
+def by_continuous_batching(
+    model: Any, prompts: Sequence[list[int]], temperature: float, tokens: int
+) -> list[Answer]:
+    """Answers of transformers' continuous batching, which records the log-probabilities
+    of what it sampled."""
+    from transformers import ContinuousBatchingConfig
+
+    asked = GenerationConfig(
+        do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
+        max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0,
+    )  # fmt: skip
+    config = ContinuousBatchingConfig(return_logprobs=True, max_memory_percent=0.2)
+    served = copy.deepcopy(model)
+    answers = served.generate_batch(
+        list(prompts), generation_config=asked, continuous_batching_config=config
+    )
+    if len(answers) < len(prompts) or any(x.error for x in answers.values()):
+        raise RuntimeError(next((x.error for x in answers.values() if x.error), "lost"))
+    every = [
+        Answer([*x.prompt_ids, *x.generated_tokens], list(x.logprobs))
+        for x in answers.values()
+    ]
+    if any(len(x.logprobs) != tokens for x in every):
+        raise RuntimeError("it returned no log-probabilities")
+    return every
+
+
+def by_generate(
+    model: Any, prompts: Sequence[list[int]], temperature: float, tokens: int
+) -> list[Answer]:
+    """Answers of `generate()`, in batches of 8, token by token with its cache."""
+    answers = []
+    for start in range(0, len(prompts), 8):
+        ids = torch.tensor(prompts[start : start + 8], device=DEVICE)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
+            temperature=temperature, max_new_tokens=tokens, eos_token_id=None,
+            pad_token_id=0, output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        values = torch.stack(out.scores, dim=1).float().log_softmax(-1)
+        chosen = values.gather(-1, out.sequences[:, ids.shape[1] :, None])[..., 0]
+        answers += [
+            Answer(row.tolist(), logprobs.tolist())
+            for row, logprobs in zip(out.sequences, chosen, strict=True)
+        ]
+    return answers
+
+
+SERVERS: dict[str, Server] = {
+    "continuous batching": by_continuous_batching,
+    "generate": by_generate,
+}
+
+
+def server_named(name: str, model: nn.Module) -> tuple[str, Server]:
+    """The server that is asked for, or the first that runs here."""
+    for each, serve in SERVERS.items():
+        if name not in ("auto", each):
+            continue
+        try:
+            serve(model, [[1] * PROMPT, [2] * PROMPT], 1.0, 4)
+            return each, serve
+        except Exception as error:  # whatever an engine of another version raises
+            print(f"{each} does not run here: {type(error).__name__}: {error}")
+    raise SystemExit("no server runs here")
+
+
+def token_logprobs(model: nn.Module, ids: Tensor, count: int) -> Tensor:
+    """The log-probabilities of the last `count` tokens of each row, [rows, count]."""
+    logits = model(input_ids=ids).logits[:, -count - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, ids[:, -count:, None])[..., 0]
+
+
+class Run:
+    """A model in training, and its server."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.tokens, self.folder = options.tokens, Path(options.directory)
+        config = LlamaConfig(
+            hidden_size=options.width, intermediate_size=2 * options.width,
+            num_hidden_layers=options.layers, num_attention_heads=options.width // 32,
+            num_key_value_heads=options.width // 64, vocab_size=VOCABULARY,
+            max_position_embeddings=1024, initializer_range=0.08,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self.master = LlamaForCausalLM(config).to(DEVICE)
+        self.prompts = torch.randint(3, VOCABULARY, (options.prompts, PROMPT)).tolist()
+        self.optimizer = torch.optim.AdamW(self.master.parameters(), lr=options.rate)
+        self.name, self.serve = server_named(options.server, self.in_bfloat16())
+
+    def in_bfloat16(self) -> nn.Module:
+        """The weights as they are now, as server and trainer run them."""
+        return copy.deepcopy(self.master).to(torch.bfloat16).eval()
+
+    def step(self) -> float:
+        """One step of policy gradients on what the server samples; the mean reward, the
+        share of tokens with an even id."""
+        answers = self.serve(self.in_bfloat16(), self.prompts, 1.0, self.tokens)
+        ids = torch.tensor([answer.token_ids for answer in answers], device=DEVICE)
+        reward = (ids[:, PROMPT:] % 2 == 0).float().mean(-1)
+        logprobs = token_logprobs(self.master, ids, self.tokens)
+        loss = -((reward - reward.mean())[:, None] * logprobs).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(reward.mean())
+
+    def record(
+        self, name: str, server: nn.Module, temperature: float, *, said: bool
+    ) -> list[str]:
+        """Samples from the server, and records both sides; their files."""
+        answers = self.serve(server, self.prompts, temperature, self.tokens)
+        files = [self.folder / f"{name}-{side}.jsonl" for side in ("rollout", "trainer")]
+        for file in files:
+            file.unlink(missing_ok=True)
+        trainer = self.in_bfloat16()
+        warm = {"temperature": temperature} if said else {}
+        for uid, answer in enumerate(answers):
+            ids = torch.tensor([answer.token_ids], device=DEVICE)
+            with torch.no_grad():
+                logprobs = token_logprobs(trainer, ids, self.tokens)[0]
+            values = (answer.logprobs, logprobs)
+            engines, settings = (self.name, "trainer"), (warm, {})
+            for file, of_side, engine, more in zip(
+                files, values, engines, settings, strict=True
+            ):
+                numdev.dump_logprobs(
+                    file, answer.token_ids, of_side, uid=str(uid), dtype="bfloat16",
+                    engine=engine, **more,
+                )  # fmt: skip
+        return [str(file) for file in files]
+
+
+def shown(name: str, report: LogprobsReport, expected: list[str]) -> bool:
+    """Prints what was said of a run; whether it is what was planted."""
+    causes = {
+        s.name.partition("-")[2]: [c.cause for c in s.causes]
+        for s in report.summary.sides
+    }
+    words = {v.kernel.partition("-")[2]: v.outcome.word for v in report.verdicts}
+    sound = causes == {"rollout": expected, "trainer": []}
+    sound &= words["trainer"] == "PASS"
+    sound &= words["rollout"] == ("FAIL" if expected else "PASS")
+    print(
+        f"{'as planted' if sound else 'NOT AS PLANTED'}  {name}: {report.summary.answer[0]}"
+    )
+    return sound
+
+
+def main() -> int:
+    """Trains, serves, records and judges; 0 where every run is judged as planted."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--behind", type=int, default=4, help="steps of the stale server")
+    parser.add_argument("--server", choices=("auto", *SERVERS), default="auto")
+    options = parser.parse_args()
+    Path(options.directory).mkdir(parents=True, exist_ok=True)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    run = Run(options)
+    print(f"server: {run.name}; torch {torch.__version__}, transformers "
+          f"{transformers.__version__}, {DEVICE}")  # fmt: skip
+    stale, paths = run.in_bfloat16(), [run.folder / "previous", run.folder / "current"]
+    for step in range(options.steps):
+        if step == options.steps - options.behind:
+            stale = run.in_bfloat16()
+            run.master.save_pretrained(paths[0])
+        reward = run.step()
+        print(f"step {step + 1}: reward {reward:.3f}", flush=True)
+    run.master.save_pretrained(paths[1])
+    model = run.in_bfloat16()
+    planted = [
+        ("sound", model, 1.0, False, []),
+        ("stale", stale, 1.0, False, ["stale weights"]),
+        ("temperature", model, 0.7, False, ["temperature"]),
+        ("temperature said", model, 0.7, True, []),
+    ]
+    results = []
+    for name, server, temperature, said, expected in planted:
+        files = run.record(name.replace(" ", "_"), server, temperature, said=said)
+        report = numdev.logprobs(*files, model=str(paths[1]), previous=str(paths[0]))
+        results.append(shown(name, report, expected))
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
