@@ -284,15 +284,15 @@ def _widen_rotary_tables(model: nn.Module) -> None:
         config: object = getattr(module, "config", None)
         if not names or config is None:
             continue
+        fresh: nn.Module | None = None
         with computing(), suppress(TypeError):
             fresh = type(module)(config)
-            for name in names:
-                exact = getattr(fresh, name)
-                if isinstance(exact, Wide):
-                    home = module._buffers[name]
-                    assert home is not None
-                    values = exact.exact.to(home.device)
-                    module._buffers[name] = Wide.of(values, home.dtype)
+        for name in names if fresh is not None else ():
+            exact, home = getattr(fresh, name), module._buffers[name]
+            if isinstance(exact, Wide) and home is not None:
+                # Moved outside of `computing`, which would widen the fp64 values too
+                values = exact.exact.to(home.device)
+                module._buffers[name] = Wide.of(values, home.dtype)
 
 
 def _round_before_head(model: nn.Module, fmt: Format) -> None:
