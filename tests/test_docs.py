@@ -14,7 +14,7 @@ from loaded import load
 
 import numdev
 from numdev.report import DeviationRow, read
-from numdev.report.document import Table
+from numdev.report.document import Details, Table
 from numdev.report.views import document_of
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +117,15 @@ def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
         assert f"`{column}`" in (DOCS / "guide-backend.md").read_text()
 
 
+def _tables_within(nodes):
+    """All tables of nodes, also those in details."""
+    for node in nodes:
+        if isinstance(node, Details):
+            yield from _tables_within(node.blocks)
+        elif isinstance(node, Table):
+            yield node
+
+
 def test_the_glossary_has_every_column():
     """Every field of a row and every column of a table of the stored reports has its
     anchor."""
@@ -124,8 +133,7 @@ def test_the_glossary_has_every_column():
     titles = {
         column.title
         for path in (ROOT / "tests" / "data" / "reports").glob("*.json")
-        for block in document_of(read(path)).blocks
-        if isinstance(block, Table)
+        for block in _tables_within(document_of(read(path)).blocks)
         for column in block.columns
     }
     words = {title.lower() for title in titles if not title.isdigit()}

@@ -37,7 +37,7 @@ from numdev.gate.judging import judge_report, judged
 from numdev.gate.rules import Rules
 from numdev.kernels import find, kernel_of_function
 from numdev.report import read
-from numdev.report.document import Table
+from numdev.report.document import Details, Document, Figures, StackedBars, Table
 from numdev.report.number_text import percent, si, three
 from numdev.sources import capture, pipeline
 from numdev.sources.captured_calls import save_cases
@@ -1530,7 +1530,8 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     report = report.model_copy(
         update={"summary": summarise(rows, "baseline", logits=True)}
     )
-    tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
+    shown = list(Document("", tuple(blocks(report))).shown_in("markdown"))
+    tables = {node.title: node for node in shown if isinstance(node, Table)}
     [sites] = (
         table for title, table in tables.items() if title.startswith("One site alone")
     )
@@ -1538,13 +1539,74 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
         ["b", "50 %"], ["c", "40 %"], ["a", "10 %"]
     ]  # fmt: skip
     kernels = tables["bfloat16 beside fp64"]
-    assert [c.title for c in kernels.columns][4] == "attention alone"
-    assert kernels.rows[0].cells[4].text == "20 %"
+    assert [c.title for c in kernels.columns][6] == "from attention"
+    assert kernels.rows[0].cells[6].text == "20 %"
+    (bars,) = (node for node in blocks(report) if isinstance(node, StackedBars))
+    assert bars.names == ["b", "c", "a"]
+    assert bars.bars[0][1] == pytest.approx({"b": 0.5, "c": 0.4, "a": 0.1})
     checks = tables["Two ways to compute one thing"]
     assert [row.cells[2].text for row in checks.rows] == [
         si(c.difference) for c in report.checks
     ]
     assert checks.rows[1].cells[2].text == "5.9e-15"
+
+
+def test_the_error_comes_first_as_loss_and_perplexity() -> None:
+    """KL, then what became of the text's perplexity and loss, with their sign: a loss that
+    grows by 0.01 nats a token is a perplexity 1.005 % higher; then the worst of the
+    tokens. Red is only what the rules refuse."""
+    rows = output(
+        "whole", (1e-3,) * 3, kernel="k", log_perplexity=0.01, log_prob=0.02, flips=4
+    )
+    rows += output("whole", (1e-3,) * 3, kernel="l", log_perplexity=-0.01, flips=0)
+    report = by_ratios((1.0,) * 3)
+    summary = summarise(rows, "baseline", logits=True)
+    shown = blocks(report.model_copy(update={"summary": summary}))
+    kernels = next(node for node in shown if isinstance(node, Table))
+    assert [c.title for c in kernels.columns[1:6]] == [
+        "KL, nats/token", "perplexity", "loss, nats", "log p, nats", "top tokens"
+    ]  # fmt: skip
+    assert [[c.text for c in row.cells[1:6]] for row in kernels.rows] == [
+        ["1.0e-3", "+1 %", "+0.01", "0.02", "12"],
+        ["1.0e-3", "-1 %", "-0.01", "–", "0"],
+    ]
+    for ratio, style in ((1.0, ""), (9.0, "bad")):
+        made = judged(by_ratios((ratio,) * 3))
+        table = next(node for node in blocks(made) if isinstance(node, Table))
+        at = [c.title for c in table.columns].index("error / expected")
+        cells = {row.cells[0].text: row.cells[at] for row in table.rows}
+        assert (cells["sdpa-math"].style, cells["baseline"].style) == (style, "")
+
+
+def test_positions_and_layers_are_lines_on_a_page() -> None:
+    """With the costs of the runs as their points; in a terminal they stay tables."""
+    report = read(STORED)
+    figures = [node for node in blocks(report) if isinstance(node, Figures)]
+    layer, position = (node.figures[0] for node in figures)
+    runs = report.summary.runs
+    assert [p.mean for p in layer.curves[0].points] == [
+        run.cost.mean for run in runs if run.layer is not None
+    ]
+    grown = {run.kernel: run.growth for run in runs if run.kind == "whole"}
+    drawn = {c.label: tuple(p.mean for p in c.points) for c in position.curves}
+    assert all(drawn[f"{kernel} bfloat16"] == growth for kernel, growth in grown.items())
+    document = Document("", tuple(blocks(report)))
+    terminal = [n.title for n in document.shown_in("terminal") if isinstance(n, Table)]
+    assert "KL, nats/token by position, in equal parts of the sequence" in terminal
+
+
+def test_checks_are_in_the_way_only_where_one_fails() -> None:
+    """On a page they are behind a line that counts them, while all that apply hold."""
+    report = read(STORED)
+    titles = [node.title for node in blocks(report) if isinstance(node, Details)]
+    assert "The model's own checks: 8 agree" in titles
+    for holds in (False, None):
+        changed = report.checks[1].model_copy(update={"holds": holds})
+        checks = (changed, *report.checks[2:])
+        nodes = blocks(report.model_copy(update={"checks": checks}))
+        assert any(
+            getattr(n, "title", "") == "Two ways to compute one thing" for n in nodes
+        )
 
 
 def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:

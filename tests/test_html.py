@@ -368,6 +368,9 @@ def test_a_bar_is_as_long_as_its_parts() -> None:
     assert widths[:2] == [("c0", "75.000"), ("c1", "25.000")]
     assert widths[-1] == ("c3 hatched", "5.000")
     assert 'title="b: 150 %"' in page
+    alone = html.page(Document("d", (StackedBars(bars.bars[:1], "Budget"),)))
+    assert "<span>b 150 %</span>" in alone
+    assert "<span>b</span>" in page
 
 
 def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:

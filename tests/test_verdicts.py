@@ -599,8 +599,8 @@ def test_a_column_is_called_what_it_holds(target: Path, tmp_path: Path) -> None:
     float32 = effects(target, tmp_path / "f", *own, "--format", "float32")
     bfloat16 = effects(target, tmp_path / "b", *own)
     for ran, fmt, column, other in (
-        (float32, "float32", "× eager", "× predicted"),
-        (bfloat16, "bfloat16", "× predicted", "× eager"),
+        (float32, "float32", "error / eager", "error / expected"),
+        (bfloat16, "bfloat16", "error / expected", "error / eager"),
     ):
         assert ran.code == 0
         table = ran.page.partition(f"{fmt} beside fp64")[2].partition("</table>")[0]

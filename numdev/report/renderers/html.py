@@ -22,6 +22,7 @@ from markupsafe import Markup, escape
 
 from numdev.report import Report, replacing
 from numdev.report import document as doc
+from numdev.report.number_text import percent
 from numdev.report.renderers import markdown, svg_chart
 from numdev.report.safe_text import plain
 from numdev.report.views import document_of
@@ -61,6 +62,7 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
         "panels": svg_chart.panels_of,
         "numbers": doc.tables_of,
         "parts": _map_parts,
+        "percent": percent,
         "prose": _with_code,
     }
     text = (files("numdev.report.renderers") / "templates/page.js").read_text(

@@ -3,29 +3,34 @@ position, layers, and the model's own checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from numdev.gate.findings import label
 from numdev.grouping import grouped
+from numdev.report import Axis, Curve, Figure, Role, Tick
 from numdev.report import document as doc
+from numdev.report.document import Column
 from numdev.report.number_text import NONE, labelled, percent, ratio, si
 from numdev.studies.effects.report import Check, EffectsReport, Estimate, RunSummary
 
 LOGITS = (
-    "cost: the error as Kullback-Leibler divergence from the exact distribution of the "
-    "next token, nats a position. |Δ log p|: change of the log-probability of the text's "
-    "own tokens. flips: positions where the top token changes."
+    "KL: Kullback-Leibler divergence from the exact distribution of the next token, a "
+    "mean over positions. Perplexity and loss: how they change on the text, with their "
+    "sign. Log p: the mean |change| of the log-probability of the text's own tokens. Top "
+    "tokens: positions where another token becomes the likeliest."
 )
 STATES = (
-    "cost: the squared relative error of the {}, a mean over positions. error: their rms "
-    "error over the exact rms, of all positions together. angle: between these and the "
-    "exact ones."
+    "Squared error: the squared relative error of the {}, a mean over positions. Error: "
+    "their rms error over the exact rms, of all positions together. Angle: between these "
+    "and the exact ones."
 )
 BOTH = (
-    "attention alone: its cost with all else in fp64, of the whole's; its inputs are "
-    "rounded, which the sites q, k, v and rotary count too. × predicted: that over what "
-    "the kernel's own rounding model predicts; × eager: where nothing is predicted, over "
-    "that of eager attention. apart: rms difference of the output from that with {}, of "
-    "the exact output's rms."
+    "From attention: the share of {} with attention alone in the format, all else in "
+    "fp64; its inputs are rounded, which the sites q, k, v and rotary count too. Error / "
+    "expected: that over what the kernel's own rounding model predicts; error / eager: "
+    "where nothing is predicted, over that of eager attention. Off {}: rms difference of "
+    "the output from that with {}, over the exact output's rms."
 )
 SITES = (
     "attention scores, P and output: as {} rounds; in calls for which it has no rounding "
@@ -35,60 +40,171 @@ STANDARD = {
     "repeat": "{}, again", "moved": "{}, inputs one ulp off",
     "emulated": "all sites together", "random": "all sites, rounded at random",
 }  # fmt: skip
-BESIDE = {"predicted": "× predicted", "eager": "× eager"}
+BESIDE = {"predicted": "error / expected", "eager": "error / eager"}
 BAR = 24  # the width of the longest bar
+MIN_SHARE = 5e-5  # of the whole that a site must make to be shown
+NOT_ON_PAGE: tuple[doc.Medium, ...] = ("terminal", "markdown")
 
 
 def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the verdicts: for each format and output a table of
-    kernels, then of sites, layers and positions if they were measured, and of checks."""
+    kernels, then of sites, layers and positions if they were measured, and of checks. On
+    a page sites are bars, layers and positions lines, with their numbers behind them."""
     runs, logits = report.summary.runs, report.output == "logits"
+    against = str(report.request.get("against"))
+    failed = _failed_metrics(report)
     for (fmt, at), of_output in grouped(runs, lambda run: (run.format, run.at)).items():
         place = f"{of_output[0].place.capitalize()} in {fmt}" if at else fmt
-        yield _kernel_table(fmt, of_output, f"{place} beside fp64", logits=logits)
+        columns = KernelColumns(of_output, against, failed, logits=logits)
+        yield columns.table(f"{place} beside fp64")
     what = "latents, or image" if any(run.at for run in runs) else "final states"
     legend = (
         f"{LOGITS if logits else STATES.format(what)} "
-        f"{BOTH.format(report.request.get('against'))}"
+        f"{BOTH.format('KL' if logits else 'the squared error', against, against)}"
     )
     yield from doc.notes((legend,) if any(run.cost for run in runs) else ())
+    yield from _budget_blocks(report)
+    yield from doc.notes(report.summary.notes)
+    yield from _layer_blocks(runs, error_name(logits=logits))
+    yield from _position_blocks(runs, error_name(logits=logits))
+    yield from _check_blocks(report.checks)
+
+
+def error_name(*, logits: bool) -> str:
+    """Returns what a run's `cost` is, with its unit: of logits KL, of states a square."""
+    return "KL, nats/token" if logits else "squared error"
+
+
+def _budget_blocks(report: EffectsReport) -> Iterator[doc.Node]:
+    """Yields for each format the budget of sites: bars on a page, with the tables behind
+    them, which other media show."""
+    tables, bars = [], []
     for budget in report.summary.budgets:
-        sites = [r for r in runs if r.format == budget.format and r.kind == "site"]
+        sites = [
+            run
+            for run in report.summary.runs
+            if run.format == budget.format and run.kind == "site"
+        ]
+        whole = ratio(budget.parts.mean)
         title = (
             f"One site alone in {budget.format}, of the whole with {budget.kernel}; "
-            f"together {ratio(budget.parts.mean)}"
+            f"together {whole}"
         )
-        yield _site_table(sites, title)
-    if report.summary.budgets:
-        yield from doc.notes((SITES.format(report.plan.sites_of),))
-    yield from doc.notes(report.summary.notes)
+        shares = _site_shares(sites)
+        tables.append(_site_table(shares, title))
+        label = f"{budget.kernel}, {budget.format}: sites together {whole} of the error"
+        bars.append((label, shares))
+    if not tables:
+        return
+    title = "Which roundings make the error: each site alone, of the whole"
+    yield doc.StackedBars(tuple(bars), title)
+    note = doc.notes((SITES.format(report.plan.sites_of),))
+    yield doc.Details("Site by site", (*tables, *note))
+
+
+def _layer_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
+    """Yields how much of the error attention in each layer alone makes: a line for each
+    format on a page, a table for each elsewhere. `error`: what a cost is."""
     layers = [run for run in runs if run.layer is not None and run.cost]
+    tables: list[doc.Table] = []
+    curves: list[Curve] = []
     for fmt, of_format in grouped(layers, lambda run: run.format).items():
-        yield doc.table(
-            ("layer", "of the whole", "cost"),
-            (
-                [str(r.layer), _share_cell(r), si(_mean_or_none(r.cost))]
-                for r in of_format
-            ),
-            title=f"{of_format[0].kernel} in {fmt} in one layer, all else in fp64",
+        tables.append(
+            doc.table(
+                ("layer", "of the whole", error),
+                (
+                    [str(r.layer), _share_cell(r), si(_mean_or_none(r.cost))]
+                    for r in of_format
+                ),
+                title=f"{of_format[0].kernel} in {fmt} in one layer, all else in fp64",
+                only=NOT_ON_PAGE,
+            )
         )
+        costs = {
+            (r.layer or 0, f"layer {r.layer}"): [r.cost.mean] for r in of_format if r.cost
+        }
+        curves += doc.curve(f"{of_format[0].kernel} {fmt}", "kernel", costs)
+    yield from tables
+    numbers = sorted({run.layer for run in layers if run.layer is not None})
+    yield from _figure_blocks("layer", "Attention in one layer alone", curves,
+                              [(n, str(n)) for n in numbers], error)  # fmt: skip
+
+
+def _position_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
+    """Yields how the error grows along the sequence: a line for each run on a page, a row
+    elsewhere. `error`: what a cost is."""
     grown = [run for run in runs if run.growth and run.kind in ("whole", "emulated")]
     parts = len(grown[0].growth) if grown else 0
     yield doc.table(
         ("part of the sequence", *(str(i + 1) for i in range(parts))),
         ([f"{r.format} {_run_name(r)}", *map(si, r.growth)] for r in grown),
         [run.kind != "whole" for run in grown],
-        title="Cost by position, in equal parts of the sequence",
+        title=f"{error} by position, in equal parts of the sequence",
         kind="series",
+        only=NOT_ON_PAGE,
     )
-    yield doc.text_table(
+    curves: list[Curve] = []
+    for run in grown:
+        costs = {
+            (i + 1, f"part {i + 1} of {parts}"): [x] for i, x in enumerate(run.growth)
+        }
+        role: Role = "kernel" if run.kind == "whole" else "precision"
+        at = f" {run.place}" * bool(run.at)
+        curves += doc.curve(f"{_run_name(run)} {run.format}{at}", role, costs)
+    ticks = [(i + 1, str(i + 1)) for i in range(parts)]
+    yield from _figure_blocks("part of the sequence", "Error by position", curves, ticks,
+                              error)  # fmt: skip
+
+
+def _figure_blocks(
+    axis: str,
+    title: str,
+    curves: Sequence[Curve],
+    ticks: Sequence[tuple[int, str]],
+    error: str,
+) -> Iterator[doc.Node]:
+    """Yields one figure for a page; nothing without a curve of two points. `axis`: its
+    title; `ticks`: places and names on it; `error`: what is drawn."""
+    if not any(len(curve.points) > 1 for curve in curves):
+        return
+    means = [point.mean for curve in curves for point in curve.points]
+    figure = Figure(
+        title=f"{title}: {error}",
+        metric="cost",
+        y_title=error,
+        y_scale="log" if max(means) >= 4 * min(means) > 0 else "linear",
+        curves=tuple(curves),
+    )
+    places = tuple(Tick(x=x, label=name) for x, name in ticks)
+    along = Axis(name=axis, title=axis, scale="linear", ticks=places)
+    yield doc.Figures((figure,), along, "", doc.PAGE)
+
+
+def _check_blocks(checks: Sequence[Check]) -> Iterator[doc.Node]:
+    """Yields the table of the model's own checks; on a page behind a line that counts
+    them, unless one of them failed or could not be tried."""
+    table = doc.text_table(
         ("the model in fp64", "", "largest difference", ""),
         (
             (f"{c.name} {c.format}".strip(), _check_cell(c), si(c.difference), c.reason)
-            for c in report.checks
+            for c in checks
         ),
         title="Two ways to compute one thing",
     )
+    if any(check.applies and not check.holds for check in checks):
+        yield table
+    elif checks:
+        agree = sum(check.holds is True for check in checks)
+        yield doc.Details(f"The model's own checks: {agree} agree", (table,))
+
+
+def _failed_metrics(report: EffectsReport) -> set[tuple[str, str]]:
+    """Returns (kernel with its options, format) where the rules refuse how many times the
+    expected error attention makes."""
+    refused = (
+        f for f in report.findings if (f.severity, f.metric) == ("exceeded", "over")
+    )
+    return {(label(finding), fmt) for finding in refused for fmt in finding.formats}
 
 
 def _mean_or_none(x: Estimate | None) -> float | None:
@@ -117,58 +233,96 @@ def _check_cell(check: Check) -> doc.Cell:
     return doc.Cell("agree", style="good") if holds else doc.Cell("DIFFER", style="bad")
 
 
-def _kernel_table(
-    fmt: str, runs: Sequence[RunSummary], title: str, *, logits: bool
-) -> doc.Table:
-    """Returns the table of the model with each kernel in a format, and below them the
-    runs that they are compared with. Runs of the whole model without numbers are left
-    out. `runs`: those of one output; `logits`: whether it is logits, and not final
-    states."""
-    alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
-    wholes = [run for run in runs if run.kind == "whole" and run.cost]
-    present = {alone[r.run[1:]].beside for r in wholes if r.run[1:] in alone}
-    beside = [what for what in BESIDE if what in present]
-    by_kind = grouped(runs, lambda run: str(run.kind))
-    standards = [run for kind in STANDARD for run in by_kind.get(kind, ())]
-    shown = [*wholes, *standards]
+class KernelColumns:
+    """The table of the model with each kernel in a format, and below them the runs that
+    they are compared with."""
 
-    def cells(run: RunSummary) -> Iterator[str | doc.Cell]:
+    def __init__(
+        self,
+        runs: Sequence[RunSummary],
+        against: str,
+        failed: Collection[tuple[str, str]],
+        *,
+        logits: bool,
+    ) -> None:
+        self.against, self.failed, self.logits = against, failed, logits
+        self.alone = {r.run[1:]: r for r in runs if r.kind == "attention"}
+        # Runs of the whole model without numbers are left out.
+        wholes = [run for run in runs if run.kind == "whole" and run.cost]
+        by_kind = grouped(runs, lambda run: str(run.kind))
+        standards = [run for kind in STANDARD for run in by_kind.get(kind, ())]
+        self.shown = [*wholes, *standards]
+        present = {
+            self.alone[run.run[1:]].beside for run in wholes if run.run[1:] in self.alone
+        }
+        self.beside = [what for what in BESIDE if what in present]
+
+    def table(self, title: str) -> doc.Table:
+        """Returns the table under a title."""
+        numbers = [
+            Column("relative error"),
+            Column("angle"),
+        ]
+        if self.logits:
+            numbers = [
+                Column("perplexity"),
+                Column("loss, nats", width=110),
+                Column("log p, nats", width=120),
+                Column("top tokens"),
+            ]
+        columns = (
+            Column("kernel", align="left"),
+            Column(error_name(logits=self.logits)),
+            *numbers,
+            Column("from attention"),
+            *(Column(BESIDE[what]) for what in self.beside),
+            Column(f"off {self.against}", width=100),
+        )
+        standard = [run.kind != "whole" for run in self.shown]
+        return doc.table(columns, map(self._cells, self.shown), standard, title=title)
+
+    def _cells(self, run: RunSummary) -> Iterator[str | doc.Cell]:
         """Yields the cells of a run, one for each column."""
-        attention = alone.get(run.run[1:]) if run.kind == "whole" else None
+        attention = self.alone.get(run.run[1:]) if run.kind == "whole" else None
         yield doc.Cell(_run_name(run), style="strong", title=run.reason or "")
         yield si(_mean_or_none(run.cost))
-        yield si(_mean_or_none(run.log_prob)) if logits else si(run.error)
-        if logits:
+        if self.logits:
+            change = run.log_perplexity
+            yield percent(None if change is None else math.expm1(change), sign=True)
+            yield NONE if change is None else f"{'+' * (change > 0)}{si(change)}"
+            yield si(_mean_or_none(run.log_prob))
             yield NONE if run.flips is None else f"{run.flips:,}"
         else:
+            yield si(run.error)
             yield NONE if run.angle is None else f"{si(run.angle)}°"
         yield _share_cell(attention)
-        yield from (_ratio_cell(attention, what) for what in beside)
+        yield from (self._ratio_cell(attention, what) for what in self.beside)
         yield si(run.from_against)
 
-    numbers = ("cost", "|Δ log p|", "flips") if logits else ("cost", "error", "angle")
-    ratios = (BESIDE[what] for what in beside)
-    columns = (f"the model in {fmt} with", *numbers, "attention alone", *ratios, "apart")
-    standard = [run.kind != "whole" for run in shown]
-    return doc.table(columns, map(cells, shown), standard, title=title)
+    def _ratio_cell(self, run: RunSummary | None, what: str) -> doc.Cell:
+        """Returns a run's cost over that of the run it is compared with, if that is
+        `what`, red where a rule refuses it; a dash otherwise."""
+        if run is None or run.over is None or run.beside != what:
+            return doc.Cell(NONE)
+        name = labelled(run.kernel, run.options)
+        style: doc.Style = "bad" if (name, run.format) in self.failed else ""
+        return doc.Cell(ratio(run.over.mean), style=style)
 
 
-def _ratio_cell(run: RunSummary | None, what: str) -> str:
-    """Returns a run's cost over that of the run it is compared with, if that is `what`; a
-    dash otherwise."""
-    return ratio(run.over.mean) if run and run.over and run.beside == what else NONE
+def _site_shares(runs: Sequence[RunSummary]) -> dict[str, float]:
+    """Returns the share of each site in the whole, the largest first, without those below
+    MIN_SHARE."""
+    shares = {run.site: run.share.mean for run in runs if run.share}
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return {site: share for site, share in ordered if share >= MIN_SHARE}
 
 
-def _site_table(runs: Sequence[RunSummary], title: str) -> doc.Table:
-    """Returns the table of sites with their shares as bars, the largest first. Those
-    below 0.005 % are left out."""
-    shares = {
-        run.site: run.share.mean for run in runs if run.share and run.share.mean >= 5e-5
-    }
+def _site_table(shares: Mapping[str, float], title: str) -> doc.Table:
+    """Returns the table of sites with their shares as bars."""
     longest = max(shares.values(), default=1.0)
     rows = (
         (site, percent(x), doc.Cell("█" * max(1, round(BAR * x / longest)), style="soft"))
-        for site, x in sorted(shares.items(), key=lambda item: -item[1])
+        for site, x in shares.items()
     )
     bar = doc.Column("", align="left")
     return doc.table(("site", doc.Column("share"), bar), rows, title=title)
