@@ -119,8 +119,9 @@ class Bench:
             of_call, runs = runs[: len(call.draws)], runs[len(call.draws) :]
             tensors, wrong = call.tensors_of(of_call)
             for name, judge in call.judges.items():
-                numbers, _ = judge.numbers(tensors[name], wrong.get(name))
                 x = tensors[name]
+                judge = judge.beside(x)
+                numbers, _ = judge.numbers(x, wrong.get(name))
                 rule = "form" if numbers.form else broken(numbers)
                 if x is not None and judge.nonfinite(x)[0]:
                     rule = "finiteness"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from numdev.formats import FORMATS, round_to
 from numdev.operations.function.arithmetic import Arithmetic, of_sum, variance_of
+from numdev.operations.function.forms import Form
+from numdev.operations.function.judged import Judge
 from numdev.operations.function.reference import (
     FunctionReference,
     moved_by_half_an_ulp,
@@ -315,3 +318,69 @@ def test_one_run_has_no_others() -> None:
     errors = Errors.of(truth, BFLOAT16, [truth + 1], [], truth)
     assert errors.of_runs == (0.0, 0.0)
     assert errors.luck_of_runs == 1.0
+
+
+def judge_of(runs: Sequence[Tensor], further: Callable[[], Sequence[Tensor]]) -> Judge:
+    truth = torch.zeros(64, 32, dtype=torch.float64) + 1.1
+    errors = Errors.of(truth, FORMATS["bfloat16"], runs[:5], runs[5:], truth)
+    form = Form(shape=tuple(truth.shape), dtype=torch.bfloat16)
+    return Judge(
+        form=form, truth=truth, plain=truth, rounded=runs[:5], errors=errors,
+        further=further,
+    )  # fmt: skip
+
+
+def test_a_closer_look_knows_a_decision_that_few_runs_do_not() -> None:
+    """One row of the output is another: wrong by seven runs, one of 16 more has it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def run(row: int | None = None) -> Tensor:
+        x = torch.full((64, 32), 1.1, dtype=torch.float64)
+        x = x + 1e-3 * torch.randn(64, 32, generator=generator, dtype=torch.float64)
+        return x if row is None else x.index_fill(0, torch.tensor([row]), 3.0)
+
+    looks = []
+
+    def further() -> Sequence[Tensor]:
+        looks.append("closer")
+        return [run(5 if i == 3 else None) for i in range(16)]
+
+    judge = judge_of([run() for _ in range(7)], further)
+    sound, flipped, wrong = run(), run(5), run(6)
+    assert judge.beside(sound) is judge
+    assert not looks
+    first, closer = judge.numbers(flipped, None)[0], judge.beside(flipped)
+    assert (first.slice_ratio or 0) > 2 * (first.slice_luck or 0)
+    second = closer.numbers(flipped, None)[0]
+    assert (second.slice_ratio or 9) < (second.slice_luck or 0)
+    third = judge.beside(wrong).numbers(wrong, None)[0]
+    assert (third.reference_ratio or 0) > 1.5 * (third.reference_luck or 0)
+    assert looks == ["closer"]
+
+
+def test_integers_of_a_closer_look_are_the_references_too() -> None:
+    truth = torch.arange(16)
+    seen = truth.clone()
+    seen[3] = 4
+    judge = Judge(
+        form=Form(shape=(16,), dtype=torch.int64), truth=truth, plain=truth,
+        rounded=[truth], errors=None, further=lambda: [seen, truth],
+    )  # fmt: skip
+    assert judge.mismatches(seen) == 1
+    assert judge.beside(seen).mismatches(seen) == 0
+    wrong = truth + (truth == 7)
+    assert judge.beside(wrong).mismatches(wrong) == 1
+
+
+def test_calls_that_are_judged_together_share_no_random_numbers() -> None:
+    """Else what they err in common would count as what one of them errs."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    runs = [
+        FunctionReference(
+            function=torch.mean, arguments=Arguments(positional=(x,)), seed=seed,
+            backward=False,
+        ).rounded
+        for seed in (0, 1000)
+    ]  # fmt: skip
+    for one, other in zip(*runs, strict=True):
+        assert one["output"] != other["output"]

@@ -25,6 +25,7 @@ from numdev.operations.function.yardstick import Errors, Excess
 from numdev.report import BesideReference
 
 SMALLEST = 1e-300
+LARGEST_FOR_CLOSER = 1 << 20  # numbers of a tensor, above which nobody looks closer
 FEW = 16  # elements of a tensor, up to which a call is drawn several times
 DRAWS = 8  # how often then
 
@@ -38,6 +39,7 @@ class Judge:
     plain: Tensor  # as PyTorch runs the reference
     rounded: Sequence[Tensor]  # the values of all rounded runs
     errors: Errors | None  # None: it holds integers
+    further: Callable[[], Sequence[Tensor]] = list  # runs, for a closer look
     moved: float | None = None
     conditioning: float | None = None
 
@@ -48,6 +50,29 @@ class Judge:
         if self.errors is None:
             return FORMATS["float64"]
         return values_format(self.form.dtype)
+
+    def beside(self, x: Tensor | None) -> Judge:
+        """Returns what an implementation's tensor is judged by: this; or where it would
+        exceed a limit, or differs in integers or where it is finite, the same with
+        CLOSER further runs, since what four runs show of an element is luck, and a rare
+        decision may not be among them."""
+        if x is None or x.numel() > LARGEST_FOR_CLOSER:
+            return self
+        doubtful = bool(self.nonfinite(x)[0])
+        if not doubtful and self.errors is None:
+            doubtful = bool(self.mismatches(x))
+        elif not doubtful and self.errors is not None:
+            doubtful = self.errors.beside(x.double()).is_doubtful
+        return self.closer if doubtful else self
+
+    @cached_property
+    def closer(self) -> Judge:
+        """Returns the judge with the further runs. Raises what the reference raises."""
+        further = list(self.further())
+        errors = self.errors
+        if errors is not None:
+            errors = errors.with_further([x.double() for x in further])
+        return replace(self, rounded=[*self.rounded, *further], errors=errors)
 
     @cached_property
     def floor(self) -> Tensor:
@@ -203,6 +228,7 @@ class FunctionCall:
             plain=plain,
             rounded=runs,
             errors=errors,
+            further=lambda: self._runs(name, lambda draw: draw.closer),
             moved=_distance(name, truth, moved, errors),
             conditioning=_distance(name, truth, shaken, errors),
         )

@@ -34,6 +34,8 @@ from numdev.operations.function.trees import (
 
 RANDOM = 4  # runs that round stochastically, beside one that rounds to nearest
 SOUND = 2  # more of them, which stand for sound kernels
+CLOSER = 16  # more still, for a closer look at what exceeds a limit
+RUNS = 64  # from the seed of a call's first run to that of the next call's
 
 
 class _Spread(nn.Module):
@@ -126,7 +128,7 @@ class FunctionReference:
     def rounded(self) -> list[Values]:
         """Returns the results, by name, of runs with every operation rounded: one to
         nearest, then RANDOM of them stochastically. Raises what the reference raises."""
-        nearest = [self._rounded(noise=0)]
+        nearest = [self._rounded(noise=self.seed * RUNS)]
         return nearest + [self._at_random(seed) for seed in range(1, 1 + RANDOM)]
 
     @cached_property
@@ -136,8 +138,17 @@ class FunctionReference:
         first = 1 + RANDOM
         return [self._at_random(seed) for seed in range(first, first + SOUND)]
 
-    def _at_random(self, seed: int) -> Values:
-        """Returns the results, by name, of a run rounded stochastically with a seed."""
+    @cached_property
+    def closer(self) -> list[Values]:
+        """Returns the results, by name, of CLOSER further runs, rounded stochastically.
+        Raises what the reference raises."""
+        first = 1 + RANDOM + SOUND
+        return [self._at_random(seed) for seed in range(first, first + CLOSER)]
+
+    def _at_random(self, number: int) -> Values:
+        """Returns the results, by name, of a run rounded stochastically, one of RUNS of
+        the call: draws that are judged together share no random numbers."""
+        seed = self.seed * RUNS + number
         return self._rounded(noise=seed, seed=seed)
 
     def _rounded(self, *, noise: int, seed: int | None = None) -> Values:

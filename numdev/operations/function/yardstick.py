@@ -81,6 +81,16 @@ class Excess:
     shift_luck: float | None = None
     nulls: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the error over all, in a slice or of an element is larger than luck
+        makes it, so that a closer look decides."""
+        over_all = (self.ratio or 0.0) > (self.luck or 1.0)
+        worst, element = self.worst_slice, self.worst_element
+        in_slice = worst is not None and worst.ratio > worst.luck
+        of_one = element is not None and element.ratio > (self.element_luck or 1.0)
+        return over_all or in_slice or of_one
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Errors:
@@ -95,6 +105,7 @@ class Errors:
     sound: tuple[Tensor, ...]  # of further runs
     plain: Tensor  # of the reference as PyTorch runs it
     usable: Tensor  # bool
+    further: tuple[Tensor, ...] = ()  # of rounded runs for a closer look
 
     @classmethod
     def of(
@@ -124,6 +135,25 @@ class Errors:
             usable=usable,
         )
 
+    def with_further(self, runs: Sequence[Tensor]) -> Errors:
+        """Returns the same with what further rounded runs returned, fp64, of the truth's
+        shape. An element in which one is not finite is not usable."""
+        usable = torch.stack([self.usable, *(x.isfinite() for x in runs)]).all(dim=0)
+
+        def error(x: Tensor) -> Tensor:
+            """Returns an error; 0 where an element is not usable."""
+            return torch.where(usable, x, 0.0)
+
+        return Errors(
+            truth=error(self.truth),
+            format=self.format,
+            runs=tuple(map(error, self.runs)),
+            sound=tuple(map(error, self.sound)),
+            plain=error(self.plain),
+            usable=usable,
+            further=tuple(error(x - self.truth) for x in runs),
+        )
+
     @cached_property
     def floor(self) -> Tensor:
         """Returns the truth rounded once to the format; 0 where an element is not
@@ -134,16 +164,25 @@ class Errors:
     def mean_square(self) -> Tensor:
         """Returns D of each element, what plain code errs, squared; 0 where an element
         is not usable."""
-        return self._mean_square_of(self.runs)
+        return self._mean_square_of(self.explaining)
 
     def _mean_square_of(self, errors: Sequence[Tensor]) -> Tensor:
-        """Returns D of each element by the errors of these runs, at least one; 0 where an
-        element is not usable."""
+        """Returns D of each element by the errors of these runs, at least one, first that
+        which rounds to nearest; 0 where an element is not usable."""
         d = torch.stack([e.square() for e in errors]).mean(dim=0)
+        if self.further:  # the run to nearest, with half of the square, counts as before
+            at_random = torch.stack([e.square() for e in errors[1:]]).mean(dim=0)
+            count = len(self.runs)
+            d = (errors[0].square() + (count - 1) * at_random) / count
         d = torch.maximum(d, ulp(self.truth, self.format).square() / 12)
         d = torch.where(self.usable, d, 0.0)
         mean = d.sum() / self.usable.sum().clamp_min(1)
         return torch.where(self.usable, d + SHARE_OF_MEAN * mean, 0.0)
+
+    @property
+    def explaining(self) -> tuple[Tensor, ...]:
+        """Returns the errors of the runs that D is made of."""
+        return (*self.runs, *self.further)
 
     @cached_property
     def rms(self) -> float:
@@ -174,7 +213,7 @@ class Errors:
         than a kernel will: where few draws stand behind a slice, by far."""
         zs, ratios = [0.0], [0.0]
         for run in self.at_random:
-            others = [e for e in self.runs if e is not run]
+            others = [e for e in self.explaining if e is not run]
             if not others:
                 continue
             d = self._mean_square_of(others)
@@ -186,7 +225,7 @@ class Errors:
     @cached_property
     def at_random(self) -> tuple[Tensor, ...]:
         """Returns the errors of all runs but the one that rounds to nearest."""
-        return (*self.runs[1:], *self.sound)
+        return (*self.runs[1:], *self.sound, *self.further)
 
     @cached_property
     def luck_of_runs(self) -> float:

@@ -135,6 +135,7 @@ def tests_of_runs(
     rows: list[DeviationRow] = []
     for tensor, judge in call.judges.items():
         x = tensors[tensor]
+        judge = judge.beside(x)
         numbers, nulls = judge.numbers(x, wrong.get(tensor))
         nonfinite = 0 if x is None else judge.nonfinite(x)[0]
         rows.append(

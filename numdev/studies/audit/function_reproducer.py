@@ -84,6 +84,12 @@ class FailingCall:
     runs: Sequence[FunctionRun]
     figures: Mapping[str, str]  # by tensor that fails, in which figure
 
+    def judged(self, tensor: str) -> tuple[Judge, Tensor | None]:
+        """Returns what a tensor of the function is judged by, and that tensor; None for
+        one of another form."""
+        x = self.call.tensors_of(self.runs)[0][tensor]
+        return self.call.judges[tensor].beside(x), x
+
 
 def write_reproducer(
     finding: Finding, part: FormatPart, rules: Rules, target: str, directory: Path
@@ -253,8 +259,7 @@ def _shows(failing: FailingCall) -> bool:
 def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, float]:
     """Returns a figure of the function, and the largest of sound code: the reference as
     PyTorch runs it and its rounded runs, at least 1, and LEAST_ELEMENT of an element."""
-    judge = failing.call.judges[tensor]
-    x = failing.call.tensors_of(failing.runs)[0][tensor]
+    judge, x = failing.judged(tensor)
     if x is None:
         return 0.0, 0.0
     sound = [figure_of(figure, y, judge) for y in (judge.plain, *judge.rounded)]
@@ -399,7 +404,7 @@ def _cotangents(draw: FunctionReference) -> Iterator[Tensor]:
 
 def _stored_exact(failing: FailingCall, tensor: str) -> dict[str, Tensor]:
     """Returns the exact values of a tensor and what may be erred in it."""
-    judge = failing.call.judges[tensor]
+    judge, _ = failing.judged(tensor)
     allowed, explained = _allowed(judge)
     return {
         f"{tensor}.exact": judge.truth.contiguous(),

@@ -605,7 +605,8 @@ def _with_numbers_beside_reference(
     are not `ok`, and those of `precision`, come back as they are."""
     if row.status != "ok" or row.role == "precision":
         return row
-    judge, x = judges[row.tensor], tensors[row.tensor]
+    x = tensors[row.tensor]
+    judge = judges[row.tensor].beside(x)
     numbers, nulls = judge.numbers(x, wrong.get(row.tensor))
     if x is None:
         return _without_numbers(row, numbers, nulls)
