@@ -47,6 +47,7 @@ from numdev.report.views import document_of, gate
 from numdev.studies.audit import view as audit_view
 from numdev.studies.audit.failed_numbers import FailedNumbers
 from numdev.studies.diagnose import view as diagnose
+from numdev.studies.diagnose.head_ranking import DELTA
 from numdev.studies.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
 from numdev.studies.training.weights import view as weights
 
@@ -196,6 +197,29 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
         "after: from 1 to 2 | "
         "factor: 2.00× | noise explains: 1.25×"
     )
+
+
+@pytest.mark.parametrize(("score", "judged", "clean"), [
+    (0.4, True, True), (0.5, True, False), (0.4, False, False),
+])  # fmt: skip
+def test_a_diagnosis_of_nothing_wrong_has_no_tables_in_the_way(
+    score: float, judged: bool, clean: bool
+) -> None:
+    """They are behind a line of the page while every head was judged and rounding changes
+    no layer's dW_Q by half; a head that was not judged is no head without fault."""
+    made: Any = reports.read(sample("diagnose"))
+    states = {"conditions": (), "missing": (DELTA,) if judged else ()}
+    ranking = tuple(
+        head.model_copy(update={"score": score, **states})
+        for head in made.summary.ranking
+    )
+    summary = made.summary.model_copy(update={"ranking": ranking})
+    found = made.model_copy(update={"summary": summary, "figures": ()})
+    document = Document("d", tuple(diagnose.blocks(found)))
+    assert bool(tables(document.blocks)) != clean
+    assert bool(tables(document.shown_in("terminal"))) != clean
+    assert "All 3 heads in numbers" in html.page(document) or not clean
+    assert "Heads by" in markdown.page(document)
 
 
 def test_each_number_of_a_diagnosis_is_its_own() -> None:

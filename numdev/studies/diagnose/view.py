@@ -65,17 +65,24 @@ def styles(report: DiagnoseReport) -> tuple[doc.Style]:
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: the ranked heads with a legend, the heat
-    map, tables of cures and kernels, and figures; then what was emulated and the
-    notes."""
+    map, tables of cures and kernels, and figures; then what was emulated and the notes.
+    Where every head was judged and none does harm, the tables are behind a line of the
+    page, and in no terminal."""
     ranking = report.summary.ranking
     yield doc.Paragraph(ABOUT)
     if ranking:
         first = leading_head(ranking)
-        yield _ranking_table(report)
-        yield doc.Bullets(tuple(map(doc.item_with_lead, LEGEND)))
-        yield _heat_map(report)
-        yield _cure_table(report, first)
-        yield _kernel_table(report, first)
+        tables = (
+            _ranking_table(report),
+            doc.Bullets(tuple(map(doc.item_with_lead, LEGEND))),
+            _heat_map(report),
+            _cure_table(report, first),
+            _kernel_table(report, first),
+        )
+        if _is_clean(ranking):
+            yield doc.Details(f"All {len(ranking)} heads in numbers", tables, doc.TEXT)
+        else:
+            yield from tables
         if report.summary.axis:
             yield doc.Heading("Over training")
             yield doc.Figures(report.figures, report.summary.axis, "")
@@ -89,6 +96,11 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     )
     yield doc.Paragraph(f"{emulated}: {what}.", "soft")
     yield from doc.notes(report.summary.notes)
+
+
+def _is_clean(ranking: Sequence[Ranked]) -> bool:
+    """Whether every head was judged, and none does harm."""
+    return all(map(is_judged, ranking)) and not any(map(does_harm, ranking))
 
 
 def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
