@@ -28,8 +28,10 @@ from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.metrics.statistics import interval
 from numdev.report import CellRow, SweepReport
+from numdev.report.document import Table
 from numdev.report.number_text import si, times
 from numdev.report.sweep_curves import cells, figures, sentences
+from numdev.studies.audit import sweep_view
 from numdev.studies.audit.sweep import plan, sweep
 from numdev.studies.audit.sweep_summary import summarised
 from numdev.yamlfile import read_yaml
@@ -146,6 +148,74 @@ def test_ratios_are_taken_seed_by_seed() -> None:
         c for c in cells(rows, ("max_abs",), ("base", {}), {}) if c.kernel == "k"
     )
     assert found.ratio == pytest.approx(1.0), "the geometric mean of 2 and 0.5"
+
+
+def cell_table(report: SweepReport) -> Table:
+    """The first table of a sweep's page."""
+    return next(node for node in sweep_view.blocks(report) if isinstance(node, Table))
+
+
+def test_the_cells_of_a_sweep_are_one_table(run: Callable[..., SweepReport]) -> None:
+    """A row for each place on the axes, a column for each kernel in each format, what is
+    under audit first; every mean in its place, with its interval where the mouse points."""
+    found = run(
+        cases=[{**GRID, "causal": [False, True]}], formats=["bf16", "fp16"], y="rms",
+        kernels=["off", "sdpa-math"],
+    )  # fmt: skip
+    table = cell_table(found)
+    titles = [column.title for column in table.columns]
+    assert titles[:6] == ["seq_len", "causal", "off bfloat16", "off float16",
+                          "sdpa-math bfloat16", "sdpa-math float16"]  # fmt: skip
+    places = [tuple(cell.text for cell in row.cells[:2]) for row in table.rows]
+    assert places == [("8", "False"), ("16", "False"), ("8", "True"), ("16", "True")]
+    means = {
+        (str(c.axes["seq_len"]), str(c.axes["causal"]), f"{c.kernel} {c.format}"): c
+        for c in found.cells
+        if c.metric == "rms" and c.role == "kernel"
+    }
+    for shown in table.rows:
+        where = tuple(cell.text for cell in shown.cells[:2])
+        for title, cell in zip(titles[2:6], shown.cells[2:6], strict=True):
+            expected = means[(*where, title)]
+            assert cell.text == si(expected.mean)
+            assert cell.title == f"{si(expected.low)} to {si(expected.high)} (95 %)"
+
+
+def test_an_option_is_an_axis_of_the_table(run: Callable[..., SweepReport]) -> None:
+    """A kernel's own option along the axis makes rows; a kernel without it has its number
+    in each."""
+    kernels = [{"name": "off", "by": [0.5, 2.5]}]
+    found = run(
+        cases=[{**SIZES, "seq_len": 8}],
+        formats=["fp32"],
+        y="rms",
+        x="by",
+        kernels=kernels,
+    )
+    table = cell_table(found)
+    assert [column.title for column in table.columns][:3] == ["by", "off", "baseline"]
+    off, base = ([row.cells[i].text for row in table.rows] for i in (1, 2))
+    assert off[0] != off[1]
+    assert base[0] == base[1]
+
+
+def test_a_refused_cell_says_by_which_rule(run: Callable[..., SweepReport]) -> None:
+    """A result scaled by 1.5 is red in its cell, and names what it fails; a sound kernel
+    beside it is not."""
+    kernels = [{"name": "off", "by": 0.5}, "sdpa-math"]
+    table = cell_table(run(kernels=kernels, y="rms"))
+    off, sound = table.rows[0].cells[1:3]
+    assert (off.style, sound.style) == ("bad", "")
+    assert "fails: function" in off.title
+
+
+def test_a_sweep_that_contradicts_itself_has_no_table(
+    run: Callable[..., SweepReport],
+) -> None:
+    """Its page shows what it holds all the same; the gate says what is wrong."""
+    found = run(y="rms")
+    wrong = found.model_copy(update={"request": {**found.request, "x": "no axis"}})
+    assert not [node for node in sweep_view.blocks(wrong) if isinstance(node, Table)]
 
 
 def test_the_interval_is_students() -> None:

@@ -246,6 +246,11 @@ class Grid:
         ticks = tuple(Tick(x=x, label=value) for x, value in places)
         return Axis(name=self.x, title=self.x, scale=scale, ticks=ticks)
 
+    @property
+    def axis_values(self) -> list[str]:
+        """Returns the values on the axis of the curves, in the order of its ticks."""
+        return [tick.label for tick in self.axis.ticks]
+
     def label(self, kernel: str, options: Mapping[str, object]) -> str:
         """Returns a kernel with the options that the request names for it, without the
         axis of the curves."""
@@ -261,7 +266,7 @@ class Grid:
         """Returns the cells as curves along the axis, in the order they came: by (metric,
         place on the other axes, label) the cells by their value on the axis, None for a
         cell that the axis does not move."""
-        values = [None, *(tick.label for tick in self.axis.ticks)]
+        values = [None, *self.axis_values]
         cases = {case.name: case for case in self.request.cases}
         lines: Lines = {}
         for cell in cells:

@@ -26,6 +26,7 @@ from numdev.report.safe_text import plain
 
 LINE = 14  # height of a line of text
 MAX_PANEL_NAMES = 6  # named places on the axis of a panel; more need the page's width
+SELF_EXPLAINING = ("format", "inputs", "case")  # axes whose values need no name
 COLOURS = 6
 MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",
@@ -49,8 +50,8 @@ class DrawingFrame(NamedTuple):
 
 
 WIDE = DrawingFrame(900, 78, 700, 14, 318, has_names=True)
-HALF = DrawingFrame(420, 50, 410, 12, 220, has_names=False)
-THIRD = DrawingFrame(290, 46, 282, 10, 170, has_names=False)
+HALF = DrawingFrame(420, 58, 410, 12, 220, has_names=False)
+THIRD = DrawingFrame(290, 56, 282, 10, 170, has_names=False)
 
 
 @dataclass(frozen=True)
@@ -161,15 +162,21 @@ def panels_of(of: Figures) -> Iterator[Panels]:
         frame = HALF if columns == 2 else THIRD
         titles = _panel_titles(group)
         panels = tuple(zip(titles, (svg(f, of, frame) for f in group), strict=True))
-        title = group[0].title.partition(" (")[0] if group[0].place else ""
+        what = group[0].y_title
+        title = f"{what[:1].upper()}{what[1:]}, by {of.axis.title}"
+        title = title if group[0].place else ""
         yield Panels(title, panels, columns, None, legend)
 
 
 def _panel_titles(group: Sequence[Figure]) -> list[str]:
-    """Returns a title for each figure of a group: its place on the other axes, the whole
-    title of a figure without one."""
+    """Returns a title for each figure of a group: its place on the other axes, by name
+    and value unless the value says what it is; the whole title of a figure without
+    one."""
     return [
-        ", ".join(f"{name} {value}" for name, value in figure.place.items())
+        ", ".join(
+            value if name in SELF_EXPLAINING else f"{name} {value}"
+            for name, value in figure.place.items()
+        )
         or figure.title
         for figure in group
     ]

@@ -30,6 +30,7 @@ class FailedNumbers:
     def __init__(self, report: Measured) -> None:
         self._failed_rows: set[tuple[int, str]] = set()
         self._styles: dict[Numbers, Style] = {}
+        self._rules: dict[tuple[str, str, str], dict[str, None]] = {}
         rules = _rules_of(report)
         for test in judged_by(report.kind).tests(report, rules) if rules else ():
             if not test.runs:
@@ -47,6 +48,7 @@ class FailedNumbers:
         for offender in test.beyond if failed else ():
             row, metric = offender.row, offender.limit.metric
             self._failed_rows.add((id(row), metric))
+            self._rules.setdefault((name, fmt, row.case), {})[test.rule] = None
             for phase in (None, row.phase):
                 numbers[name, fmt, tensor, metric, phase] = None
         for key in numbers:
@@ -58,6 +60,11 @@ class FailedNumbers:
     def style(self, row: DeviationRow, metric: str) -> Style:
         """Returns `bad` for a number of a row that a rule refuses, else no style."""
         return "bad" if (id(row), metric) in self._failed_rows else ""
+
+    def rules_of_case(self, kernel: str, format: str, case: str) -> list[str]:
+        """Returns the rules that refuse a number of a kernel (its name with options) in
+        one case; none where all pass."""
+        return list(self._rules.get((kernel, format, case), ()))
 
     def style_of_tensor(
         self,

@@ -16,7 +16,7 @@ def summarised(report: SweepReport) -> SweepReport:
     """Returns the report with its cells, figures and summary as its rows have them.
     Raises MeasurementError where rows, plan and request contradict each other."""
     request = _validated_request(report)
-    grid = _checked_grid(report, request)
+    grid = grid_of(report)
     baseline = baseline_of(request, report.plan)
     metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
     of = (baseline.kernel, baseline.options)
@@ -47,9 +47,11 @@ def _validated_request(report: SweepReport) -> SweepRequest:
         raise MeasurementError(what, hint=CUT) from error
 
 
-def _checked_grid(report: SweepReport, request: SweepRequest) -> Grid:
+def grid_of(report: SweepReport) -> Grid:
     """Returns the grid, which every row must stand in. Raises MeasurementError where one
-    does not, or the axis or metric is none of the grid's."""
+    does not, where the request is none of a sweep, or the axis or metric is none of the
+    grid's."""
+    request = _validated_request(report)
     grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])
     requested = {case.name for case in request.cases}
     if strays := {row.case for row in report.rows} - requested:

@@ -1,18 +1,29 @@
-"""A sweep, shown: its sentences, its curves, who could not be measured."""
+"""A sweep, shown: its sentences, its cells in one table, its curves, and who could not be
+measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from numdev.report import SweepReport
+from numdev.errors import MeasurementError
+from numdev.report import CellRow, DeviationRow, SweepReport
 from numdev.report import document as doc
+from numdev.report.document import Cell, Column
+from numdev.report.number_text import NONE, labelled, ratio, shade, si
+from numdev.studies.audit.failed_numbers import FailedNumbers
+
+CROWDED = 24  # places on an axis from which on curves are behind the table, not below it
+FIRST = {"kernel": 0, "control": 1, "baseline": 2, "floor": 3, "precision": 4}
+Where = tuple[tuple[str, str], ...]  # a row of the table: names and values on the axes
 
 
 def blocks(report: SweepReport) -> Iterator[doc.Node]:
-    """Yields what is shown of a sweep: what the curves are, the curves, and what was not
-    measured."""
+    """Yields what is shown of a sweep: the table of cells, what the curves are, the
+    curves, and what was not measured."""
     summary = report.summary
-    yield doc.Paragraph(
+    yield from _cell_blocks(report)
+    about = doc.Paragraph(
         "Deviation from the fp64 reference of the same rounded inputs, by "
         f"{summary.axis.title}: means over {len(summary.seeds)} seeds, with 95 % "
         "intervals for "
@@ -21,7 +32,128 @@ def blocks(report: SweepReport) -> Iterator[doc.Node]:
         "“input rounding” is what the format costs before any kernel runs.",
         "soft",
     )
-    yield doc.Figures(report.figures, summary.axis, summary.baseline)
+    yield about
+    figures = doc.Figures(report.figures, summary.axis, summary.baseline)
+    if len(summary.axis.ticks) >= CROWDED and report.cells:
+        yield doc.Details("As curves", (figures,))
+    else:
+        yield figures
     if summary.notes:
         yield doc.Heading("Not measured")
         yield from doc.notes(summary.notes)
+
+
+@dataclass
+class CellTable:
+    """The cells of one metric as a table: a row for each place on the axes, a column for
+    each kernel in each format."""
+
+    cells: dict[tuple[Where, str, str], CellRow] = field(default_factory=dict)
+    """By row, label of the kernel, and format."""
+    rows: dict[Where, None] = field(default_factory=dict)
+    columns: dict[tuple[str, str], str] = field(default_factory=dict)
+    """The role of each (label, format)."""
+
+    def add(self, where: Where, label: str, cell: CellRow) -> None:
+        """Puts a cell into its row and its column."""
+        self.cells[where, label, cell.format] = cell
+        self.rows.setdefault(where)
+        self.columns.setdefault((label, cell.format), cell.role)
+
+    @property
+    def ordered(self) -> list[tuple[str, str]]:
+        """Returns the columns, kernel by kernel: what is under audit first, then what it
+        is compared with; without those that have no number and are under no audit."""
+        labels = list(dict.fromkeys(label for label, _ in self.columns))
+        sized = {
+            (label, fmt)
+            for (_, label, fmt), cell in self.cells.items()
+            if cell.mean is not None or cell.role == "kernel"
+        }
+
+        def rank(column: tuple[str, str]) -> tuple[int, int, int]:
+            """Returns by what columns are sorted."""
+            at = list(self.columns).index(column)
+            return FIRST[self.columns[column]], labels.index(column[0]), at
+
+        return sorted(sized, key=rank)
+
+
+def _cell_blocks(report: SweepReport) -> Iterator[doc.Node]:
+    """Yields the table of the first metric that is drawn; nothing for a report without
+    cells, or whose request does not fit them."""
+    if not report.cells:
+        return
+    # It needs pandas, as no other report does
+    from numdev.report.sweep_curves import METRICS
+    from numdev.studies.audit.sweep_summary import grid_of
+
+    try:
+        grid = grid_of(report)
+        lines = grid.lines(report.cells)
+    except (MeasurementError, KeyError):
+        return
+    metric, table = grid.request.y[0], CellTable()
+    for (of_metric, place, label), cells in lines.items():
+        beside = tuple((name, value) for name, value in place if name != "format")
+        for value, cell in cells.items():
+            # A cell that the axis does not move holds at all its places.
+            places = [value] if value is not None else grid.axis_values
+            for each in places if of_metric == metric else ():
+                table.add(((grid.x, each), *beside), label, cell)
+    name = METRICS[metric][1]
+    yield _table_node(table, report, f"{name[0].upper()}{name[1:]}, cell by cell", metric)
+
+
+def _table_node(
+    table: CellTable, report: SweepReport, title: str, metric: str
+) -> doc.Table:
+    """Returns the table as a node: ratios shaded as multiples of the floor, red where a
+    rule refuses the call, in words where the kernel did not run."""
+    failed, columns = FailedNumbers(report), table.ordered
+    several = len({fmt for _, fmt in columns}) > 1
+    status = _reasons(report)
+    heads = [Column(name, "left") for name, _ in next(iter(table.rows))]
+    for label, fmt in columns:
+        heads.append(Column(f"{label} {fmt}" if several else label))
+
+    def cells(where: Where) -> Iterator[Cell]:
+        """Yields the cells of a row, one for each column."""
+        yield from (Cell(value) for _, value in where)
+        for label, fmt in columns:
+            cell = table.cells.get((where, label, fmt))
+            yield Cell(NONE) if cell is None else _cell(cell, metric, failed, status)
+
+    return doc.table(heads, map(cells, table.rows), title=title, only=doc.TEXT)
+
+
+def _cell(
+    cell: CellRow,
+    metric: str,
+    failed: FailedNumbers,
+    status: Mapping[tuple[str, str, str], DeviationRow],
+) -> Cell:
+    """Returns a cell of the sweep: its mean, with the interval and the rules that refuse
+    it as tooltip; why there is none where the kernel did not run."""
+    key = labelled(cell.kernel, cell.options), cell.format, cell.case
+    if cell.mean is None:
+        row = status.get(key)
+        if row is None:
+            return Cell(NONE)
+        style: doc.Style = "bad" if row.status == "failed" else "soft"
+        return Cell(row.status, style=style, title=row.reason or "")
+    ends = "" if cell.low is None else f"{si(cell.low)} to {si(cell.high)} (95 %)"
+    rules = failed.rules_of_case(*key)
+    about = "; ".join(filter(None, (ends, "fails: " * bool(rules) + ", ".join(rules))))
+    style = "bad" if rules else "" if cell.role == "kernel" else "soft"
+    if metric.endswith("_ratio"):
+        darkness = shade(cell.mean) if metric == "floor_ratio" else None
+        return Cell(ratio(cell.mean), darkness, style, about)
+    return Cell(si(cell.mean), style=style, title=about)
+
+
+def _reasons(report: SweepReport) -> dict[tuple[str, str, str], DeviationRow]:
+    """Returns by (kernel with its options, format, case) a row of one that did not
+    run."""
+    rows = (row for row in report.rows if row.status != "ok")
+    return {(labelled(r.kernel, r.options), r.format, r.case): r for r in rows}
