@@ -65,7 +65,7 @@ def main() -> None:
         passed = half_a_percent.PASSED[name]
         rows = [r for r in report.rows if r.kernel == kernel and r.tensor == "out"]
         rule = Counter(r.fa_rule for r in rows)
-        wrong = [f.sentence for f in report.findings if f.kernel == kernel]
+        wrong = [f.whole for f in report.findings if f.kernel == kernel]
         print(f"{name}:")
         for tolerance in TOLERANCES:
             print(

@@ -59,7 +59,7 @@ def judged(name: str, door: str) -> tuple[str, str, str, list[str], float]:
     causes = sorted({f.cause for f in findings if f.cause})
     verdict = "unnamed" if findings else "passed"
     if findings and one.place and not causes:
-        verdict = "named" if re.search(one.place, findings[0].sentence) else "unnamed"
+        verdict = "named" if re.search(one.place, findings[0].whole) else "unnamed"
     if causes:
         right = [
             one.says is not None and bool(re.search(one.says, cause)) for cause in causes

@@ -481,14 +481,17 @@ class InvarianceConfig(OneSource, Reading):
     """The keys of a YAML file for `numdev invariance`."""
 
     kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
-    """Kernel to ask: a name of `numdev kernels`, or package.module:function. Repeatable;
+    """Kernel to test: a name of `numdev kernels`, or package.module:function. Repeatable;
     replaces the default, all SDPA backends."""
     formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
     """Format, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
     backward: Annotated[bool, Option()] = False
     """Compare the backward pass too: dq, dk and dv."""
     axes: Annotated[Axes, Option("--axis", "NAME")] = ()
-    """Axis to go along, for example batch. Repeatable.  [all but compiled]"""
+    """Axis to test, for example batch. Repeatable.  [all but compiled]"""
+    require: Annotated[Axes, Option("--require", "NAME")] = ()
+    """Axis along which every kernel must be bit-identical: the exit code says whether it
+    is. Repeatable; without --axis only these are tested."""
     sequences: Annotated[Positive, Option(metavar="N")] = 2
     """Sequences that the model reads.  [2]"""
     logits: Annotated[bool, Option("--logits/--no-logits")] = True
@@ -501,6 +504,12 @@ class InvarianceConfig(OneSource, Reading):
 
 class InvarianceRequest(InvarianceConfig):
     target: str  # what it is called
+
+    @property
+    def axes_asked(self) -> tuple[str, ...]:
+        """Returns the axes that were asked for by name, those that are required among
+        them; empty where all are to be tested."""
+        return tuple(dict.fromkeys((*self.axes, *self.require)))
 
 
 def invariance_request(target: str, flags: Mapping[str, object]) -> InvarianceRequest:

@@ -375,5 +375,5 @@ def _verdict_lines(report: FunctionReport) -> list[str]:
         + (f": {verdict.reason}" if verdict.reason else "")
         for verdict in report.verdicts
     ]
-    wrong = [f.sentence for f in report.findings if f.severity != "note"]
+    wrong = [f.whole for f in report.findings if f.severity != "note"]
     return [*lines, *wrong] or [NOTHING]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from numdev.gate.compare_report import Compared
-    from numdev.gate.judgement import Beside, Judgement, Test
+    from numdev.gate.judgement import Beside, Judgement, Statement, Test
     from numdev.gate.row_pairs import Naming
     from numdev.gate.rules import Rules
     from numdev.report.document import Node, Style
@@ -56,9 +56,8 @@ class Judged(Generic[R]):
     summary."""
     beside: Callable[[R, Rules], Beside] = lambda report, rules: {}
     """Further fields of a Judgement: `power`, `fa_rule`."""
-    passing: Callable[[R, Sequence[Test]], str | None] = lambda report, tests: None
-    """What to say of a kernel that passed, in a sentence; None where a view has
-    better."""
+    passing: Callable[[R, Sequence[Test]], Statement | None] = lambda report, tests: None
+    """What to say of a kernel that passed; None where a view has better."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -517,7 +517,7 @@ def _verdict_words(
         words = [
             f"{name} passes the rules {judgement.rules}: {_tested_in_words(report)}."
         ]
-    return [*words, *(f.sentence for f in changes), *untried]
+    return [*words, *(f.whole for f in changes), *untried]
 
 
 def filled_text(
@@ -564,7 +564,7 @@ def _failure_paragraphs(
                 f"{ratio(x)}× {whose}" for x, whose in parts if x and x <= MOST
             )
             beside = f" The rms error there is {si(row.rms)}{times and f', {times}'}."
-        text.append(f"{finding.sentence}{beside}")
+        text.append(f"{finding.whole}{beside}")
     text += [f"And {len(wrong) - LISTED} more."] * (len(wrong) > LISTED)
     return text + [CLAIM] * (
         report.request.get("claims") is None and _may_be_design(wrong)

@@ -38,7 +38,7 @@ from numdev.gate.rules import Rules
 from numdev.kernels import find, kernel_of_function
 from numdev.report import read
 from numdev.report.document import Details, Document, Figures, StackedBars, Table
-from numdev.report.number_text import percent, si, three
+from numdev.report.number_text import percent, si
 from numdev.sources import capture, pipeline
 from numdev.sources.captured_calls import save_cases
 from numdev.studies.audit.isolation import attempt
@@ -184,7 +184,7 @@ def test_what_is_no_rounding_is_found_and_named(
     more = ("--sequences", "2", "--no-sites", "--kernel", "sdpa-math", *flags)
     report = studied(capsys, tmp_path, target, *more)
     assert {f.rule for f in report.findings} == set(rules.split())
-    assert words in report.findings[0].sentence
+    assert words in report.findings[0].whole
     assert report.outcome == "exceeded"
     assert not report.passed
 
@@ -355,10 +355,10 @@ def test_the_demo(capsys: Any, tmp_path: Path) -> None:
     assert alone["baseline"].share.mean > 2 * alone["sdpa-flash"].share.mean
     assert run_of(report, "repeat").from_against == 0
     assert sum(run.layer is not None for run in report.summary.runs) == 4
-    assert any(
-        " of the error; with sdpa-default and with " in line
-        for line in report.summary.answer
-    )
+    first, _, part, difference = report.summary.answer
+    assert "bfloat16 with sdpa-default: KL " in first
+    assert " of the error is from attention alone; largest sites: " in part
+    assert ": sdpa-default and baseline differ by " in difference
     assert run_of(report, "whole", kernel="sdpa-math").unexplained == 0
     audit = (
         "audit",
@@ -372,7 +372,7 @@ def test_the_demo(capsys: Any, tmp_path: Path) -> None:
     )
     code, out, _ = ran(capsys, *audit, "--effects", tmp_path / "out")
     assert code == 0
-    assert "At the model's output: bfloat16 with sdpa-default: attention" in " ".join(
+    assert "At the model's output: bfloat16 with sdpa-default: KL" in " ".join(
         out.split()
     )
     code, _, err = ran(capsys, *audit, "--effects", tmp_path / "audit")
@@ -391,7 +391,7 @@ def test_a_kernel_a_hundredth_off_in_one_head_fails(capsys: Any, tmp_path: Path)
     }
     code, out, _ = ran(capsys, "gate", tmp_path / "out")
     assert code == 1
-    assert "as much (KL) at the model's output as" in " ".join(out.split())
+    assert "float32 error of attention alone: " in " ".join(out.split())
 
 
 @pytest.mark.parametrize("name", ["stable_diffusion", "sd3"])
@@ -681,11 +681,11 @@ def test_a_model_that_attends_by_hand_and_sees_the_future_fails(
         "mask",
     ]
     where = "layer 0 is the first whose attention differs"
-    assert all(where in f.sentence for f in report.findings[:2])
+    assert all(where in f.details for f in report.findings[:2])
     assert report.outcome == "exceeded"
     assert {(r.status, r.reason) for r in report.rows} == {("skipped", UNSEEN)}
     [kernel] = (f for f in report.findings if f.kernel == "sdpa-math")
-    assert UNSEEN in kernel.sentence
+    assert UNSEEN[1:] in kernel.details
     judge_report(report)
 
 
@@ -1302,10 +1302,10 @@ def test_sites_add_up_within_a_tenth_either_way(total: float, adds_up: bool) -> 
     (budget,) = found.budgets
     assert budget.adds_up == adds_up
     assert budget.parts.mean == pytest.approx(total)
-    parts = f"add up to {three(total)} of that, the largest: " + ", ".join(
+    parts = "largest sites: " + ", ".join(
         f"{site} {percent(total * shares[site])}" for site in "bde"
     )
-    assert (parts in found.answer[0]) == adds_up
+    assert (parts in found.answer[-1]) == adds_up
     assert bool(found.notes) != adds_up
 
 
@@ -1320,22 +1320,20 @@ def test_the_answers_numbers_are_their_own() -> None:
         from_against=0.05,
         flips=3,
         unexplained=1,
+        log_perplexity=0.01,
     )
     rows += output(
         "whole", (5e-4,) * 3, kernel="baseline", error=0.5, flips=2, from_against=0.0
     )
     rows += output("attention", (1e-4,) * 3, kernel="k")
     rows += output("moved", (9e-4,) * 3, kernel="baseline", from_against=0.1)
-    first, _, last = summarise(rows, "baseline", logits=True).answer
-    assert "makes 25 % of the error" in first
-    assert (
-        "differ by 0.200 times the error (with inputs one ulp off by 0.400 times)"
-        in first
-    )
-    assert last == (
-        "bfloat16 with k changes the top token at 9 of 96 positions, 3 of them not "
-        "near ties "
-        "(6 with baseline)."
+    assert summarise(rows, "baseline", logits=True).answer == (
+        "bfloat16 with k: KL 4.0e-4 nats/token, loss +0.01 nats, perplexity +1 %.",
+        "bfloat16 with k: changes the top token at 9 of 96 positions, 3 of them not near "
+        "ties (6 with baseline).",
+        "bfloat16 with k: 25 % of the error is from attention alone.",
+        "bfloat16 with k: k and baseline differ by 0.200× the error (inputs one ulp off: "
+        "0.400×).",
     )
 
 
@@ -1483,9 +1481,10 @@ def test_a_finding_tells_ratio_limit_and_share_apart() -> None:
         "kernel_over_predicted": 2.0, "model_over_sites": 9.0}}))  # fmt: skip
     [finding] = found.findings
     assert finding.sentence == (
-        "sdpa-math (bfloat16) with all else exact, errs 2.5× as much (KL) at the "
-        "model's output as "
-        "its own rounding model predicts (limit 2×); 25 % of the whole error."
+        "sdpa-math (bfloat16) error of attention alone: 2.5× expected (limit 2×)."
+    )
+    assert finding.details == (
+        "Errors as KL; limit 2×. Attention makes 25 % of the model's bfloat16 error."
     )
     assert (finding.observed, finding.limit) == (pytest.approx(2.5), 2.0)
 
@@ -1522,7 +1521,7 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     check the difference and not the limit."""
     whole = (1e-3, 1e-3, 1e-3)
     shares = {"a": 0.1, "b": 0.5, "c": 0.4}
-    rows = output("whole", whole, kernel="k", from_against=0.01)
+    rows = output("whole", whole, kernel="k", from_against=0.01, log_perplexity=0.02)
     rows += output("attention", (2e-4,) * 3, kernel="k")
     for site, share in shares.items():
         rows += output("site", tuple(share * cost for cost in whole), site=site)
@@ -1533,13 +1532,13 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     shown = list(Document("", tuple(blocks(report))).shown_in("markdown"))
     tables = {node.title: node for node in shown if isinstance(node, Table)}
     [sites] = (
-        table for title, table in tables.items() if title.startswith("One site alone")
+        table for title, table in tables.items() if title.startswith("Share of the error")
     )
     assert [[c.text for c in row.cells[:2]] for row in sites.rows] == [
         ["b", "50 %"], ["c", "40 %"], ["a", "10 %"]
     ]  # fmt: skip
     kernels = tables["bfloat16 beside fp64"]
-    assert [c.title for c in kernels.columns][6] == "from attention"
+    assert [c.title for c in kernels.columns][6] == "attention's share"
     assert kernels.rows[0].cells[6].text == "20 %"
     (bars,) = (node for node in blocks(report) if isinstance(node, StackedBars))
     assert bars.names == ["b", "c", "a"]
@@ -1564,7 +1563,7 @@ def test_the_error_comes_first_as_loss_and_perplexity() -> None:
     shown = blocks(report.model_copy(update={"summary": summary}))
     kernels = next(node for node in shown if isinstance(node, Table))
     assert [c.title for c in kernels.columns[1:6]] == [
-        "KL, nats/token", "perplexity", "loss, nats", "log p, nats", "top tokens"
+        "KL, nats/token", "perplexity change", "loss change", "|Δ logprob|", "tokens changed"
     ]  # fmt: skip
     assert [[c.text for c in row.cells[1:6]] for row in kernels.rows] == [
         ["1.0e-3", "+1 %", "+0.01", "0.02", "12"],
@@ -1573,7 +1572,7 @@ def test_the_error_comes_first_as_loss_and_perplexity() -> None:
     for ratio, style in ((1.0, ""), (9.0, "bad")):
         made = judged(by_ratios((ratio,) * 3))
         table = next(node for node in blocks(made) if isinstance(node, Table))
-        at = [c.title for c in table.columns].index("error / expected")
+        at = [c.title for c in table.columns].index("attention / expected")
         cells = {row.cells[0].text: row.cells[at] for row in table.rows}
         assert (cells["sdpa-math"].style, cells["baseline"].style) == (style, "")
 

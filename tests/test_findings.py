@@ -41,7 +41,7 @@ def test_a_finding_stands_where_it_is_worst() -> None:
     """Not where it was met first or last."""
     (finding,) = found(*(row(h, expected_ratio=x) for h, x in enumerate((2.0, 9.0, 3.0))))
     assert (finding.place.head, finding.observed, finding.count) == (1, 9.0, 3)
-    assert "head 1" in finding.sentence
+    assert "head 1" in finding.details
 
 
 def test_a_kernel_that_no_rule_applies_to_is_not_judged() -> None:
@@ -57,16 +57,16 @@ def test_gradients_inherit_a_wrong_output() -> None:
     """They are no findings beside it, but are where the output is right."""
     wrong = row(suspicion="the scale is 1", suspicion_cut=50.0, expected_ratio=9.0)
     (finding,) = found(wrong, row(tensor="dq", expected_ratio=9.0))
-    assert finding.sentence.endswith("Its gradients are wrong for the same reason.")
+    assert finding.details.endswith("Its gradients are wrong for the same reason.")
     assert [f.tensor for f in found(row(), row(tensor="dq", expected_ratio=9.0))] == [
         "dq"
     ]
 
 
 @pytest.mark.parametrize(("metric", "at_most", "words"), [
-    ("baseline_ratio", 2, "has 3× eager attention's error in the output (limit 2×;"),
-    ("expected_ratio", 0.5, "is inaccurate: the error of the output, relative to "),
-    ("worst_row", 1.1, ("has a row of the output with 1.2× the error predicted for it (limit")),
+    ("baseline_ratio", 2, "has 3× eager attention's error in the output (limit 2×)."),
+    ("expected_ratio", 0.5, "is inaccurate: error of the output 1× expected (limit 0.5×)."),
+    ("worst_row", 1.1, ("has a row of the output with 1.2× the expected error (limit 1.1×).")),
     ("mean_abs", 3e-5, ("breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5")),
 ])  # fmt: skip
 def test_words_follow_the_metric_of_the_rule(
@@ -159,17 +159,16 @@ def test_a_mistake_says_what_correcting_it_removes() -> None:
         mistaken(h, cause, suspicion_share=x) for h, x in enumerate((0.05, 0.14, 0.9))
     ]
     (finding,) = found(*wrong)
-    assert finding.sentence == (
-        "mine (bfloat16) does not compute the requested attention: the scale is 1 "
-        "(correcting it "
-        "removes 14 % of the rms error of the median head; 3 of 3 heads, worst at "
-        "layer 0 head 0)."
+    assert finding.sentence == "mine (bfloat16) is wrong: the scale is 1."
+    assert finding.details == (
+        "In 3 of 3 heads, worst at layer 0 head 0. Correcting it removes 14 % of the rms "
+        "error of the median head."
     )
     finer: dict[str, Any] = {"suspicion_format": "float32", "suspicion_cut": 5000.0}
     (finding,) = found(mistaken(0, cause, suspicion_share=0.14, **finer))
     assert (
         "removes 14 % of the rms error, and at least 99.9 % where the inputs are in"
-        in (finding.sentence)
+        in (finding.details)
     )
 
 
@@ -182,9 +181,9 @@ def test_what_a_search_promises_of_all_rows(cut: float, words: str) -> None:
     cause."""
     finer: dict[str, Any] = {"suspicion_format": "float32", "suspicion_cut": cut}
     (finding,) = found(mistaken(0, ("x",), suspicion_share=0.05, **finer))
-    assert f"at least {words} where the inputs are in float32" in finding.sentence
+    assert f"at least {words} where the inputs are in float32" in finding.details
     (finding,) = found(mistaken(0, ("x",), suspicion_share=0.9, **finer))
-    assert "at least" not in finding.sentence
+    assert "at least" not in finding.details
 
 
 @pytest.mark.parametrize(("share", "words"), [
@@ -237,10 +236,9 @@ def test_heads_that_are_named_do_not_come_again() -> None:
     """In another rule's finding, whose number is that of the heads that are left."""
     rows = [mistaken(h, ("the scale is 1",), expected_ratio=900.0) for h in range(3)]
     _, rest = found(*rows, row(3, expected_ratio=2.0))
-    assert "is 2× what" in rest.sentence
-    assert (
-        "1 of 4 heads, beside 3 of other findings, worst at layer 0 head 3"
-        in rest.sentence
+    assert "error of the output 2× expected" in rest.sentence
+    assert rest.details.startswith(
+        "In 1 of 4 heads, beside 3 of other findings, worst at layer 0 head 3."
     )
 
 
@@ -252,7 +250,7 @@ def test_an_imprecise_step_is_the_cause_of_what_it_explains() -> None:
     assert finding.cause == "P is in e4m3"
     assert (
         "Cause: P is in e4m3. That explains 99.7 % of the error in 3 of these heads."
-        in (finding.sentence)
+        in (finding.details)
     )
 
 
@@ -264,7 +262,7 @@ def test_an_imprecise_step_that_leaves_the_worst_head_is_said_with_its_count() -
         *(row(h, expected_ratio=4.0, **cause) for h in (1, 2)),
     ]
     (finding,) = found(*rows)
-    assert finding.sentence.endswith(
+    assert finding.details.endswith(
         "That explains 95 % of the error in 2 of these heads, not in the worst."
     )
     assert found(*rows[:2])[0].cause is None
@@ -278,12 +276,9 @@ def test_a_place_is_said_where_it_holds() -> None:
         for h, x in enumerate(places)
     ]
     (finding,) = found(*rows, row(2, expected_ratio=5.0))
-    assert (
-        "is inaccurate in every 64th row from 63 (2 of 3 heads): the error"
-        in finding.sentence
-    )
+    assert "It errs in every 64th row from 63 (2 of 3 heads)." in finding.details
     (finding,) = found(rows[0], row(1, expected_ratio=5.0), row(2, expected_ratio=5.0))
-    assert "is inaccurate in row 63 of the worst head: the error" in finding.sentence
+    assert "It errs in row 63 of the worst head." in finding.details
 
 
 def test_gradients_inherit_a_wrong_output_in_its_own_format_alone() -> None:
@@ -312,5 +307,5 @@ def test_the_number_and_the_limit_of_a_finding_are_not_exchanged() -> None:
         1,
         4,
     )
-    assert "is 2.5× what" in finding.sentence
-    assert "(limit 1.1×; 1 of 4 heads, worst at layer 0 head 3)" in finding.sentence
+    assert "error of the output 2.5× expected (limit 1.1×)." in finding.sentence
+    assert "In 1 of 4 heads, worst at layer 0 head 3." in finding.details

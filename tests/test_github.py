@@ -163,9 +163,7 @@ def test_a_name_commands_nothing(name: str) -> None:
         "error",
         {"title": f"{plain(name)}: error"},
     )
-    assert command.data.startswith(
-        f"{plain(name)} (bfloat16) is inaccurate: the error of"
-    )
+    assert command.data.startswith(f"{plain(name)} (bfloat16) is inaccurate: error of")
 
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])

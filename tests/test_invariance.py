@@ -35,6 +35,14 @@ from numdev.report.document import Table
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit.prepared_attention import TERMS, part, settled
 from numdev.studies.invariance import axes, consistency, verdict
+from numdev.studies.invariance.answers import (
+    GROUPS,
+    WORDS,
+    AxisAnswer,
+    answers_clause,
+    answers_of_rows,
+    details_clause,
+)
 from numdev.studies.invariance.axes import VARIANTS
 from numdev.studies.invariance.consistency import _way_contradiction, check_consistency
 from numdev.studies.invariance.differences import (
@@ -158,7 +166,7 @@ def test_what_is_no_answer_is_not_judged(tmp_path):
     large = {**CASE, "heads": 64, "kv_heads": 64, "seq_len": 600}
     nan = studied(tmp_path / "n", "planted:always_nan", axes=["batch"])
     assert (nan.outcome, nan.measured) == ("unmeasured", False)
-    assert "NaN or infinite where the exact result is not" in nan.findings[0].sentence
+    assert "NaN or infinite where the exact result is not" in nan.findings[0].details
     bits = studied(tmp_path / "b", "planted:eight_bits", axes=["batch", "padding"])
     assert bits.outcome == "passed"
     assert not any(r.differ for r in bits.rows if r.axis == "batch")
@@ -170,10 +178,12 @@ def test_what_is_no_answer_is_not_judged(tmp_path):
     reason = verdict.passing(
         few, [t for t in verdict.tests(few, default_rules()) if t.runs]
     )
-    limits = "tried in part along batch (2 of 3 calls, with kv head 0 alone)"
-    assert reason == f"keeps its bits along batch; {limits}"
+    assert reason == (
+        "bit-identical: batch (in part)",
+        "Tried in part: batch (2 of 3 calls, with kv head 0 alone).",
+    )
     table = next(node for node in blocks(few) if isinstance(node, Table))
-    cell = table.rows[0].cells[1]
+    cell = table.rows[0].cells[2]
     assert (cell.text, cell.after) == ("same", "2 of 3 calls, with kv head 0 alone")
 
 
@@ -226,10 +236,8 @@ def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:
     [row] = rows_along("batch", {**MOVED, **part, "excess": 6.0, "case": "c"})
     report = stored(row, axes=("batch",), models=())
     found, _ = verdict.findings(judging.judgement_of(report, default_rules()), report)
-    assert (
-        "along batch (c: v0, kv head 0 alone) the output changes by 6×"
-        in found[0].sentence
-    )
+    assert "along batch: the output changes by 6×" in found[0].sentence
+    assert "in the batch: c, v0, kv head 0 alone." in found[0].details
     tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
     assert tables["What differs"].rows[0].cells[2].text == "v0, kv head 0 alone"
     check_way = report.plan.ways[0].model_copy(
@@ -273,25 +281,84 @@ def test_headline_table_and_answer_are_of_one_call() -> None:
     small = {**MOVED, "floor_ratio": 4.1e-8, "cause": cause, "repeats": True}
     rows = rows_along("padding", small, {**MOVED, "floor_ratio": 0.0174, "repeats": True})
     report = stored(*rows, axes=("padding",), models=())
-    assert verdict.bits_clause(rows) == "differs along padding (0.017× the floor's error)"
+    answers = list(answers_of_rows(rows, ()))
+    assert answers_clause(answers).text == "NOT bit-identical: padding"
+    sizes = "Differences over the floor's error: padding 0.017×."
+    assert details_clause(answers) == sizes
     [line] = verdict.answer_sentences(rows)
     name = rows[0].case
     assert line == (
-        f"sdpa-math (bfloat16) along padding: most in {name}, v1 (0.00458 % of out, "
-        "by 0.017× the "
-        f"floor's error (rms)); in {name}, v0 (0.00458 % of out, by 4.1e-8× the "
-        "floor's error "
-        "(rms)), explained by tiling: 16 keys a tile in one split in both, but the "
-        "tiles start at "
-        "other keys."
+        "sdpa-math (bfloat16) along padding: explained by tiling: 16 keys a tile in one "
+        f"split in both, but the tiles start at other keys ({name}, v0)."
     )
     tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
-    cell = (
-        tables["out in bfloat16: largest rms difference, × the floor's error"]
-        .rows[0]
-        .cells[1]
-    )
+    [table] = [node for title, node in tables.items() if "bfloat16." in title]
+    cell = table.rows[0].cells[2]
     assert (cell.text, cell.after) == ("0.017", "2/2")
+
+
+def test_each_axis_has_one_answer() -> None:
+    """Bit-identical, other bits within the limits, beyond one, and planned without a
+    call. Each axis is in one group."""
+    beyond = {**MOVED, "excess": 6.0}
+    rows = [
+        *rows_along("batch", {}),
+        *rows_along("decode", MOVED),
+        *rows_along("chunks", beyond),
+    ]
+    planned = ("batch", "decode", "chunks", "padding")
+    answers = verdict.axis_answers(stored(*rows, axes=planned, models=()))
+    words = {
+        a.axis: (a.answer, a.calls, a.moved) for a in answers if a.kernel == "sdpa-math"
+    }
+    assert words == {
+        "batch": ("same", 1, 0), "decode": ("differs", 1, 1),
+        "chunks": ("exceeds", 1, 1), "padding": ("not tried", 0, 0),
+    }  # fmt: skip
+    grouped_axes = [axis for group in GROUPS for axis in group.axes]
+    assert sorted(grouped_axes) == sorted(VARIANTS)
+
+
+@pytest.mark.parametrize("same", range(len(VARIANTS) + 1))
+def test_a_clause_of_answers_is_short(same: int) -> None:
+    """Whatever is bit-identical: at most WORDS words, and every axis is named or
+    counted."""
+    answers = [
+        AxisAnswer("k", "f", axis, "same" if i < same else "differs", part="1 of 2 calls")
+        for i, axis in enumerate(VARIANTS)
+    ]
+    text, named = answers_clause(answers)
+    assert len(text.split()) <= WORDS
+    others = sum(map(int, re.findall(r"and (\d+) others", text)))
+    assert len(named) + others == len(VARIANTS)
+
+
+def test_an_axis_that_is_required_decides(tmp_path, capsys, monkeypatch) -> None:
+    """Every tensor must keep its bits along it, in the command's exit code too; one that
+    could not be tested is no pass."""
+    monkeypatch.chdir(tmp_path)
+    request = {"cases": [CASE], "kernels": ["planted:batch_split"]}
+    Path("cases.yaml").write_text(yaml.safe_dump(request))
+    command = ("invariance", "cases.yaml", "--require")
+    code, out, _ = ran(capsys, *command, "batch", "-o", "batch")
+    assert code == 1
+    assert "fails along batch: the output is not bit-identical" in " ".join(out.split())
+    assert read(Path("batch")).plan.axes == ("batch",)
+    assert ran(capsys, "gate", "batch")[0] == 1
+    assert ran(capsys, *command, "order", "-o", "order")[0] == 0
+    assert ran(capsys, *command, "graph", "-o", "graph")[0] == 3
+    gradient = rows_along("batch", {**MOVED, "tensor": "dq"})
+    report = stored(*gradient, axes=("batch",), models=())
+    required = report.model_copy(update={"request": {"require": ["batch"]}})
+    standings = [
+        [
+            t.standing
+            for t in verdict.tests(r, default_rules())
+            if t.rule == "batch bitwise"
+        ]
+        for r in (report, required)
+    ]
+    assert standings == [[], ["exceeded"]]
 
 
 def test_a_maximum_in_autograds_graph_is_no_fault(tmp_path: Path) -> None:
@@ -451,7 +518,7 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     assert [t["rule"] for t in told["tests"] if t["standing"] == "exceeded"] == [
         "decode bitwise"
     ]
-    assert re.search(r"against 16 keys a tile", told["findings"][0]["sentence"])
+    assert re.search(r"against 16 keys a tile", told["findings"][0]["details"])
     assert 'failures="1"' in Path("j.xml").read_text()
     report = read(Path("r"))
     assert isinstance(report, InvarianceReport)
@@ -499,7 +566,7 @@ def test_a_finding_has_a_script(tmp_path, capsys, monkeypatch):
     done = subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": path},
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert done.stdout.strip() == read(Path("r")).findings[0].sentence
+    assert done.stdout.startswith(read(Path("r")).findings[0].sentence)
 
 
 def test_a_check_holds_a_function_to_axes(tmp_path):
@@ -511,7 +578,7 @@ def test_a_check_holds_a_function_to_axes(tmp_path):
         planted.in_tiles_of_16, invariant=["batch", "decode"], **how
     ).passed
     with pytest.raises(
-        CheckFailed, match=r"depends on whether a row is\s+decoded"
+        CheckFailed, match=r"depends\s+on\s+whether\s+a\s+row\s+is\s+decoded"
     ) as failed:
         check_attention(planted.cast_in_decode, invariant="decode", **how)
     assert failed.value.result.verdict == "FAIL"
@@ -676,13 +743,11 @@ def test_a_models_output_on_both_sides_of_its_limit(ratio: float, standing: str)
     [test] = (t for t in verdict.tests(report, book) if t.rule == "batch with sdpa-math")
     assert (test.standing, test.observed) == (standing, pytest.approx(ratio))
     findings = judging.judged(report, book).findings
-    said = [f.sentence for f in findings if "The model's" in f.sentence]
-    assert len(said) == (standing == "exceeded")
-    for sentence in said:
-        assert (
-            "batch it changes by 1 of its size, 4.1× what roundings explain (limit"
-            in sentence
-        )
+    of_model = [f for f in findings if f.kernel == "model"]
+    assert len(of_model) == (standing == "exceeded")
+    for finding in of_model:
+        assert "batch: it changes by 4.1× what roundings explain" in finding.sentence
+        assert finding.details.endswith("sequences in the batch, by 1 of its size.")
 
 
 @pytest.mark.parametrize(("excess", "nonfinite", "follows"), [
@@ -716,19 +781,20 @@ def test_a_finding_tells_its_numbers_apart() -> None:
     book = Rules.model_validate({"invariance": {"bitwise": ["repeat"]}})
     found, _ = verdict.findings(judging.judgement_of(report, book), report)
     assert found[0].sentence == (
-        "sdpa-math (bfloat16) depends on the number of sequences in the batch: "
-        "along batch (c: "
-        "v0) the output changes by 6× what roundings explain (limit 4×): c as it is "
-        "errs by 1.1× "
-        "the floor's error, v0 by 1.7×; first at sequence 0 head 1 row 2, which "
-        "sees 7 keys."
+        "sdpa-math (bfloat16) fails along batch: the output changes by 6× what roundings "
+        "explain (limit 4×)."
+    )
+    assert found[0].details == (
+        "It depends on the number of sequences in the batch: c, v0. The call as it is "
+        "errs by 1.1× the floor's error, the other form by 1.7×. First at sequence 0 "
+        "head 1 row 2, which sees 7 keys. In all, NOT bit-identical: batch."
     )
     book = Rules.model_validate({"invariance": {"bitwise": ["batch"]}})
     [same] = rows_along("batch", {**MOVED, "case": "c"})
     report = stored(same, axes=("batch",), models=())
     found, _ = verdict.findings(judging.judgement_of(report, book), report)
-    assert "must keep its bits, and 3 of 65,536 elements differ, by up to 1.5 ulp" in (
-        found[0].sentence
+    assert found[0].sentence.endswith(
+        "the output is not bit-identical: 3 of 65,536 elements differ, by up to 1.5 ulp."
     )
 
 
@@ -771,11 +837,8 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     )
     report = stored(*rows).model_copy(update={"models": (model,)})
     tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
-    cell = (
-        tables["out in bfloat16: largest rms difference, × the floor's error"]
-        .rows[0]
-        .cells[1]
-    )
+    [table] = [node for title, node in tables.items() if "bfloat16." in title]
+    cell = table.rows[0].cells[2]
     assert (cell.text, cell.after) == ("5.00", "2/3")
     assert [c.text for c in tables["The model's own output, over its size"].rows[0].cells] == [
         "batch", "sdpa-math", "25 %", "0.5", "0.3", "64 %"

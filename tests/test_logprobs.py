@@ -197,7 +197,7 @@ def test_stale_and_quantised_weights_are_told(tmp_path: Path) -> None:
     without = run(rollout, trainer)
     assert named(without) == []
     assert verdicts(without)["rollout"] is Outcome.EXCEEDED
-    assert "none of those that were looked for" in without.findings[0].sentence
+    assert "none of those that were looked for" in without.findings[0].details
 
 
 def test_without_a_model_no_side_is_accused() -> None:

@@ -546,7 +546,11 @@ def test_each_finding_has_its_own_script(tmp_path: Path) -> None:
     items = [
         x for n in document_of(made, tmp_path).blocks for x in getattr(n, "items", ())
     ]
-    scripts = {item.text.split()[0]: item.script for item in items if item.script}
+    scripts = {
+        (item.lead.split() or item.text.split())[1]: item.script
+        for item in items
+        if item.script
+    }
     assert scripts == {
         f.kernel: (f"reproducers/{f.folder}/reproduce.py", f"# of {f.kernel}")
         for f in made.findings[:2]

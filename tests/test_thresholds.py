@@ -465,7 +465,7 @@ def test_a_finding_counts_the_heads_of_all_its_formats() -> None:
         7,
         ("bfloat16", "float16"),
     )
-    assert "; 3 of 7 heads, worst at layer 0 head 0)." in finding.sentence
+    assert "In 3 of 7 heads, worst at layer 0 head 0." in finding.details
 
 
 def test_what_a_correction_removes_is_said_by_format() -> None:
@@ -480,9 +480,9 @@ def test_what_a_correction_removes_is_said_by_format() -> None:
     ]
     ((finding, *_), _) = findings_of(rows)
     said = "removes 60 % of the rms error of the median head in bfloat16, 95 % in float16"
-    assert said in finding.sentence
+    assert said in finding.details
     ((alone, *_), _) = findings_of(rows[:3])
-    assert "removes 60 % of the rms error of the median head; 3 of 3" in alone.sentence
+    assert "removes 60 % of the rms error of the median head." in alone.details
 
 
 def test_the_interval_of_a_median_is_told_from_its_lower_to_its_upper_end() -> None:

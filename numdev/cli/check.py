@@ -350,8 +350,8 @@ def check_document(result: CheckResult) -> Document:
         lines = (Item(result.in_short, f"NOT JUDGED  {result.kernel}", "warn"),)
     led = {v.finding for v in report.verdicts}
     every = enumerate(report.findings)
-    others = [f.sentence for i, f in every if f.severity == "exceeded" and i not in led]
-    more = [Item(sentence) for sentence in others[:SHOWN]]
+    others = [f for i, f in every if f.severity == "exceeded" and i not in led]
+    more = [Item(finding.sentence, detail=finding.details) for finding in others[:SHOWN]]
     if len(others) > SHOWN:
         more.append(Item(f"And {len(others) - SHOWN} more findings."))
     judged = f"Checked: {result.in_short}" if result.passed else ""

@@ -124,16 +124,19 @@ class Session:
         directory: Path,
         scripts: Callable[..., list[Path]] | None = None,
         verdict: Verdict | None = None,
+        *,
+        exits: bool = False,
     ) -> None:
         """Writes a finished report, and shows it or the `verdict` on it as asked; then
-        has the `scripts` of its findings written. Exits with the verdict's code. Raises
-        MeasurementError for a report in which nothing was measured: that is no
-        success."""
+        has the `scripts` of its findings written. Exits with the verdict's code, and with
+        `exits` with that of the report's outcome. Raises MeasurementError for a report in
+        which nothing was measured: that is no success."""
         from numdev import report as reports
         from numdev.report import Outcome
         from numdev.report.io import text_of
         from numdev.report.renderers import html, terminal
 
+        code: int | None = None
         reports.write(report, directory)
         html.write(report, directory)
         if self.as_json:
@@ -144,18 +147,21 @@ class Session:
             code = verdict.judge_and_show(
                 report, "nothing" if self.quiet or self.as_json else "page"
             )
+        elif exits and report.outcome is not None:
+            code = report.outcome.exit_code
+            click.get_current_context().find_root().obj = code
         if scripts and self.run_with_progress(
             scripts, report, directory=directory, say=self.say
         ):
             html.write(report, directory)  # which shows them
         if not self.as_json:
             self.say(f"Report: {directory / 'report.html'}")
-        failed = verdict and code == Outcome.EXCEEDED.exit_code  # which is certain
+        failed = code == Outcome.EXCEEDED.exit_code  # which is certain
         if not report.measured and not failed:
             raise MeasurementError(
                 report.unmeasured, hint=f"{directory}/report.json says why"
             )
-        if verdict:
+        if code is not None:
             click.get_current_context().exit(code)
 
 

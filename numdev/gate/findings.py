@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, assert_never
 
-from numdev.gate.judgement import MODEL, REPORT, RUNS, SOMETHING, Held, Judgement, Test
+from numdev.gate.judgement import (
+    MODEL,
+    REPORT,
+    RUNS,
+    SOMETHING,
+    Held,
+    Judgement,
+    Statement,
+    Test,
+)
 from numdev.gate.row_checks import FOUND, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
@@ -31,66 +40,72 @@ from numdev.report import (
 from numdev.report.number_text import labelled, power, si, three
 from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
 
-# What is wrong, by metric: how a sentence goes on that begins with the kernel.
+# What is wrong, by metric: how a sentence goes on that begins with the kernel. With
+# kernel and format it has at most 20 words; MORE has what the details add.
 WRONG = {
-    "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or "
-    "infinite{errs_in} where "
-    "the exact result, rounded once, is finite{reverse}",
-    "empty_nonfinite": "returns NaN or infinity in fully masked rows: "
-    "{empty_nonfinite} elements "
-    "in {empty_rows} rows of {tensor} that should be 0; NaN spreads from there to "
-    "dk and dv",
-    "suspicion": "does not compute the requested {operation}: {suspicion} ({removed})",
-    "expected_ratio": "is inaccurate{errs_in}: the error of {tensor}{median}, "
-    "relative to the size "
-    "of each row's terms, is {number}× what {claim} predicts (limit {bound}×)",
-    "rms_ratio": "is inaccurate{errs_in}: the rms of {tensor}'s error{median} is "
-    "{number}× that of "
-    "what {claim} predicts (limit {bound}×)",
-    "baseline_ratio": ("has {number}× {plain}'s error in {tensor} (limit {bound}×)"),
-    "narrow_sum": "sums {tensor} from tile to tile in 16 bits: at least {number}{median} "
-    "of the error that such a sum makes is in it (limit {bound})",
-    "worst_row": "has a{sampled} row of {tensor} with {number}× the error predicted for "
-    "it{errs_in} (limit {bound}×)",
-    "bias_size": "is biased: the mean error of {tensor} reaches {bias:+.3f} ulp "
-    "{direction} ("
-    "{bias_of}, {sequences} sequences, p {bias_p}; limit {bound} ulp); such errors "
-    "do not average "
-    "out",
-    "noise_ratio": "is not reproducible: {tensor} changes between runs on the same "
-    "inputs by up to "
-    "{number}× the error of one rounding ({allowed})",
+    "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or infinite "
+    "where the exact result is finite{reverse}",
+    "empty_nonfinite": "returns NaN or infinity in fully masked rows of {tensor}: "
+    "{empty_nonfinite} elements in {empty_rows} rows",
+    "suspicion": "is wrong: {suspicion}",
+    "expected_ratio": "is inaccurate: error of {tensor} {number}× expected{median} "
+    "(limit {bound}×)",
+    "rms_ratio": "is inaccurate: rms error of {tensor} {number}× expected{median} "
+    "(limit {bound}×)",
+    "baseline_ratio": "has {number}× {plain}'s error in {tensor} (limit {bound}×)",
+    "narrow_sum": "sums {tensor} from tile to tile in 16 bits: share {number}{median} "
+    "(limit {bound})",
+    "worst_row": "has a{sampled} row of {tensor} with {number}× the expected error "
+    "(limit {bound}×)",
+    "bias_size": "is biased: mean error of {tensor} {bias:+.3f} ulp, {direction} "
+    "(limit {bound} ulp)",
+    "noise_ratio": "is not reproducible: {tensor} changes between runs by {number}× one "
+    "rounding's error ({allowed})",
     "form": "does not return what the reference does: {tensor}: {form}",
     "mismatches": "returns other integers than the reference: {number} elements of "
     "{tensor} differ",
-    "reference_ratio": "is inaccurate{errs_in}: the rms error of {tensor} is {number}× "
-    "what the reference's own rounding explains (limit {bound}×)",
-    "slice_ratio": "is inaccurate in {slice_at} of {tensor}: the rms error there is "
-    "{number}× what the reference's own rounding explains (limit {bound}×)",
-    "element_ratio": "errs in single elements of {tensor}: at {element_at} by {number}× "
-    "what the reference's own rounding explains (limit {bound}×)",
-    "slope": "scales {tensor}: its error goes along with the exact result by {number} "
-    "unit roundoffs (limit {bound}); such errors do not average out",
+    "reference_ratio": "is inaccurate: rms error of {tensor} {number}× what the "
+    "reference's rounding explains (limit {bound}×)",
+    "slice_ratio": "is inaccurate in {slice_at} of {tensor}: rms error {number}× what "
+    "the reference's rounding explains (limit {bound}×)",
+    "element_ratio": "is inaccurate at {element_at} of {tensor}: error {number}× what "
+    "the reference's rounding explains (limit {bound}×)",
+    "slope": "scales {tensor}: its error follows the exact result by {number} unit "
+    "roundoffs (limit {bound})",
     "shift": "shifts {tensor}: its mean error is {number} unit roundoffs of its size "
-    "(limit {bound}); such errors do not average out",
-    "lse_error": "returns a wrong log-sum-exp: its error is {number} × (1 + "
-    "|log-sum-exp|) (limit "
-    "{bound}); the backward pass uses it",
+    "(limit {bound})",
+    "lse_error": "returns a wrong log-sum-exp: error {number} × (1 + |log-sum-exp|) "
+    "(limit {bound})",
     "": "breaks the rule `{rule}` in {tensor}: expected {limit}, got {number}",
 }
-REVERSE = ", or finite where it is infinite"
+STAYS = "Such errors do not average out."
+MORE = {
+    "empty_nonfinite": "They should be 0; NaN spreads from there to dk and dv.",
+    "expected_ratio": "Expected: what {claim} predicts, beside the size of each row's "
+    "terms.",
+    "rms_ratio": "Expected: what {claim} predicts.",
+    "narrow_sum": "Of the error that such a sum makes at least that share is in it.",
+    "worst_row": "Expected: what {claim} predicts for that row.",
+    "bias_size": "Bias of {bias_of} over {sequences} sequences, p {bias_p}. " + STAYS,
+    "slope": STAYS,
+    "shift": STAYS,
+    "lse_error": "The backward pass uses it.",
+}
+WORDS = 20  # of a sentence
+REVERSE = ", or the reverse"
+REASONS = 3  # of a verdict that nothing could be judged: in its line, and below it
 OF_SOURCE = ("reading", "finite weights")  # rules whose reasons no kernel's verdict has
 
 
 def kernel_verdicts(
     judgement: Judgement,
     findings: Sequence[Finding],
-    passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
+    passing: Callable[[Sequence[Test]], Statement | None] = lambda tests: None,
 ) -> list[KernelVerdict]:
     """Returns a verdict for each kernel in each format, the worst first; one on the
     report itself where something failed that no kernel's verdict shows. `findings`: those
-    of the judgement; `passing` returns in words what a kernel passed by its tests, or
-    None."""
+    of the judgement; `passing` returns what to say of a kernel that passed, by its
+    tests, or None."""
     by_kernel = grouped(
         (
             t
@@ -139,7 +154,7 @@ def _report_verdict(others: Sequence[Test]) -> KernelVerdict:
 def _kernel_verdict(
     tests: Sequence[Test],
     findings: Sequence[Finding],
-    passing: Callable[[Sequence[Test]], str | None],
+    passing: Callable[[Sequence[Test]], Statement | None],
 ) -> KernelVerdict:
     """Returns the verdict on one kernel in one format by its tests, at least one. It
     shows the finding on the kernel, else the test farthest beyond its limit, what could
@@ -179,10 +194,7 @@ def _kernel_verdict(
             }
         case Outcome.NOT_JUDGED:
             lacking = [test for test in tests if test.outcome is Outcome.NOT_JUDGED]
-            reasons = dict.fromkeys(
-                why for test in lacking or tests for why in test.reasons
-            )
-            about["reason"] = "; ".join(list(reasons)[:2]) or "no rule could be applied"
+            about["reason"], about["details"] = _reasons(lacking or tests)
             about["rule"] = lacking[0].rule if lacking else None
         case Outcome.PASSED:
             bound = [test for test in applied if test.bound is not None]
@@ -190,12 +202,20 @@ def _kernel_verdict(
             if nearest is not None:
                 about |= {name: getattr(nearest, name) for name in names}
                 about["limit"] = nearest.bound
-            about["reason"] = passing(tests)
+            if (statement := passing(tests)) is not None:
+                about["reason"], about["details"] = statement
         case _:
             assert_never(outcome)
     return KernelVerdict(
         kernel=of.kernel or "", options=of.options, format=of.format or "", **about
     )
+
+
+def _reasons(tests: Sequence[Test]) -> Statement:
+    """Returns the first reason of these tests, and some more as details."""
+    reasons = dict.fromkeys(why for test in tests for why in test.reasons)
+    first, *others = list(reasons)[:REASONS] or ["no rule could be applied"]
+    return Statement(first, "; ".join(others))
 
 
 def findings_in(
@@ -268,14 +288,15 @@ def _limit_findings(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     words = named.words
     for at, finding in enumerate(findings):
         rules = joined_words(f"`{rule}`" for rule in also.get(at, ()))
-        added = f" The same {words.unit}s also fail {rules}." if rules else ""
+        added = [f"The same {words.unit}s also fail {rules}."] if rules else []
         for count, rule in more.get(at, ()):
             units = f"{count} more {words.unit}{'s' * (count > 1)}"
-            added += f" For that cause {units} fail{'s' * (count == 1)} `{rule}`."
+            added.append(f"For that cause {units} fail{'s' * (count == 1)} `{rule}`.")
         if _is_of_function(finding) and label(finding) in heirs:
-            added += " Its gradients are wrong for the same reason."
+            added.append("Its gradients are wrong for the same reason.")
         if not inherits[at]:
-            yield finding.model_copy(update={"sentence": finding.sentence + added})
+            details = " ".join((finding.details, *added)).strip()
+            yield finding.model_copy(update={"details": details})
 
 
 def _owning_faults(faults: Sequence[Fault]) -> dict[int, int]:
@@ -350,7 +371,15 @@ class Fault(NamedTuple):
     """Rows that offend, the worst first, each with the test that it fails."""
 
     rows: list[tuple[Test, Held]]
-    cause: str | None = None  # of a mistake: what all of these rows are explained by
+    causes: tuple[str, ...] = ()
+    """Of a mistake: statements each of which explains all of these rows; the first is the
+    one that is shown first."""
+
+    @property
+    def cause(self) -> str | None:
+        """Returns the statements of the mistake as one text; None where the fault is no
+        mistake."""
+        return ", or ".join(self.causes) if self.causes else None
 
     @property
     def key(self) -> tuple[str, str | None]:
@@ -405,7 +434,7 @@ def _faults_by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
             if voters == most
         ]
         chosen = [unexplained[at] for at in most]
-        yield Fault(chosen, ", or ".join(_one_statement_each(alike, chosen[0][1].row)))
+        yield Fault(chosen, tuple(_one_statement_each(alike, chosen[0][1].row)))
         explained = set(most)
         unexplained = [x for at, x in enumerate(unexplained) if at not in explained]
 
@@ -502,34 +531,36 @@ def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
     judged = sum(test.judged for test in tests)
     if fault.cause is not None:
         rows.sort(key=_relative_error, reverse=True)
-    place = Place.of(rows[0])
-    words = named.words
-    count = f"{len(rows)} of {judged} {words.unit}s"
-    if before:
-        count += f", beside {before} of other findings"
-    where = f"{count}, worst at {named(place)}"
     observed = _shown_number(verdict, rows)
-    cause, why = fault.cause or "", rows[0].nulls.get("suspicion", "")
-    predicate = _predicate(verdict, rows, where, cause, words)
-    sentence = f"{label(verdict)} ({', '.join(formats)}) {predicate}."
-    if fault.cause is None and (step := _common_imprecise_step(rows)):
-        cause, why, alike = step, "", [row for row in rows if row.imprecision == step]
-        share = statistics.median(row.imprecision_share or 0.0 for row in alike)
-        sentence += (
-            f" Cause: {step}. That explains {share_in_words(share)} of the error "
-            f"in {len(alike)} "
-        )
-        sentence += f"of these {words.unit}s" + ", not in the worst." * (
-            rows[0] not in alike
-        )
-        sentence = sentence.removesuffix(".") + "."
-    place_known = bool(rows[0].errs_in)
-    if why and not (place_known and why.startswith("its cause")):
-        sentence += f" Cause not identified: {why}."
+    step = _common_imprecise_step(rows) if fault.cause is None else None
+    fields = _test_fields(verdict, observed, named.words)
+    fields |= _row_fields(rows, named.words.unit)
+    fields["suspicion"] = next(iter(fault.causes), "")
+    metric = verdict.metric or ""
+    wrong = WRONG.get(metric, WRONG[""]).format(**fields)
+    details = [*_where_sentences(rows, judged, before, named)]
+    details += [MORE.get(metric, "").format(**fields)]
+    details += _cause_sentences(fault.causes, step, rows, named.words.unit)
+    return _finding_of_rows(fault, rows, judged, observed, step).model_copy(
+        update={
+            "sentence": f"{label(verdict)} ({', '.join(formats)}) {wrong}.",
+            "details": " ".join(filter(None, details)),
+        }
+    )
+
+
+def _finding_of_rows(
+    fault: Fault, rows: Rows, judged: int, observed: Value, step: str | None
+) -> Finding:
+    """Returns the finding on a fault without its sentence. `rows`: the offending ones,
+    the worst first, of `judged`; `observed`: the number that it shows; `step`: the
+    imprecise step that explains it, None without one."""
+    verdict = fault.rows[0][0]
+    formats = tuple(dict.fromkeys(test.format or "" for test, _ in fault.rows))
     return Finding(
         rule=verdict.rule,
         severity="exceeded",
-        sentence=sentence,
+        sentence="",
         kernel=verdict.kernel or "",
         options=verdict.options,
         formats=formats,
@@ -539,9 +570,48 @@ def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
         limit=verdict.bound,
         count=len(rows),
         judged=judged,
-        place=place,
-        cause=cause or None,
+        place=Place.of(rows[0]),
+        cause=fault.cause or step,
     )
+
+
+def _where_sentences(
+    rows: Rows, judged: int, before: int, named: Places
+) -> Iterator[str]:
+    """Yields a sentence on how many of the `judged` units offend and which is worst, and
+    one on where in their units they err. `rows`: the offending ones, the worst first;
+    `before`: how many more earlier findings name."""
+    unit = named.words.unit
+    count = f"In {len(rows)} of {judged} {unit}s"
+    if before:
+        count += f", beside {before} of other findings"
+    yield f"{count}, worst at {named(rows[0])}."
+    if place := _place_in_units(rows, unit):
+        yield f"It errs{place}."
+
+
+def _cause_sentences(
+    causes: Sequence[str], step: str | None, rows: Rows, unit: str
+) -> Iterator[str]:
+    """Yields sentences on why rows err: of a mistake how much correcting it removes, and
+    the other statements that explain them; of an imprecise `step` (None: there is none)
+    how much it explains; else why no cause is known, where the worst row says so."""
+    if causes:
+        removed = _removal_clause(rows, unit)
+        yield f"{removed[0].upper()}{removed[1:]}."
+        if others := causes[1:]:
+            yield f"Or: {'; or '.join(others)}."
+        return
+    if step is not None:
+        alike = [row for row in rows if row.imprecision == step]
+        share = statistics.median(row.imprecision_share or 0.0 for row in alike)
+        text = f"Cause: {step}. That explains {share_in_words(share)} of the error in "
+        text += f"{len(alike)} of these {unit}s"
+        yield text + ("." if rows[0] in alike else ", not in the worst.")
+        return
+    why = rows[0].nulls.get("suspicion", "")
+    if why and not (rows[0].errs_in and why.startswith("its cause")):
+        yield f"Cause unknown: {why}."
 
 
 def _common_imprecise_step(rows: Rows) -> str | None:
@@ -618,19 +688,6 @@ def _least_removed_share(cut: float) -> float:
     return 1 - (left if left > 0.1 else 10.0 ** math.ceil(math.log10(left) - 1e-9))
 
 
-def _predicate(verdict: Test, rows: Rows, where: str, cause: str, words: Words) -> str:
-    """Returns the part of a sentence after the kernel: what is wrong in `rows`, the worst
-    first, and `where`, in parentheses. `cause`: the mistake, where the rule is on
-    mistakes; `words`: of the operation."""
-    template = WRONG.get(verdict.metric or "", WRONG[""])
-    fields = _test_fields(verdict, _shown_number(verdict, rows), words)
-    fields |= _row_fields(rows, words.unit)
-    sentence = template.format(**fields, suspicion=cause)
-    if sentence.endswith(")"):
-        return f"{sentence[:-1]}; {where})"
-    return f"{sentence} ({where})"
-
-
 def _test_fields(
     verdict: Test, observed: float | str | None, words: Words
 ) -> dict[str, object]:
@@ -651,7 +708,7 @@ def _test_fields(
         "operation": words.operation,
         "plain": words.plain,
         "reverse": REVERSE if verdict.format in OVERFLOWS else "",
-        "median": f" (median over {words.unit}s)" if verdict.median else "",
+        "median": f" in the median {words.unit}" if verdict.median else "",
         "allowed": f"limit {bound}×" if verdict.bound else "expected: identical bits",
     }
 
@@ -667,9 +724,7 @@ def _row_fields(rows: Rows, unit: str) -> dict[str, object]:
     }
     return fields | {
         "sampled": " sampled" if worst.sampled else "",
-        "errs_in": _place_in_units(rows, unit),
         "claim": _rounding_model_in_words(rows),
-        "removed": _removal_clause(rows, unit),
         "bias": worst.bias_size or 0.0,
         "direction": _bias_direction(worst),
         "bias_p": si(worst.bias_p),
@@ -723,6 +778,31 @@ def _rounding_model_in_words(rows: Rows) -> str:
     return f"the rounding model `{claim}`" if claim else "its rounding model"
 
 
+def exceeded_finding(
+    test: Test, statement: Statement, cause: str | None = None
+) -> Finding:
+    """Returns the finding of an exceeded test, whose sentence is the line of the
+    statement behind the kernel's name and format. `cause`: what explains it, None where
+    that is unknown."""
+    observed = test.observed if isinstance(test.observed, float) else None
+    return Finding(
+        rule=test.rule,
+        severity="exceeded",
+        sentence=f"{label(test)} ({test.format}) {statement.line}.",
+        details=statement.details,
+        kernel=test.kernel or "",
+        options=test.options,
+        formats=(test.format or "",),
+        tensor=test.tensor,
+        metric=test.metric,
+        observed=observed,
+        limit=test.bound,
+        count=test.offending,
+        judged=test.judged,
+        cause=cause,
+    )
+
+
 def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
     """Yields findings on calls in which a kernel failed, or did not run although it had
     to; then notes on calls that it declined while it ran others."""
@@ -743,8 +823,8 @@ def _run_finding(test: Test, rule: str, words: str) -> Finding:
     every = test.judged + test.unjudged + test.offending
     count = test.offending or test.unjudged or test.judged
     what = "backward passes" if test.is_backward else "calls"
-    why = "; ".join(test.reasons[:3])
-    sentence = f"{label(test)} ({test.format}) {words} {count} of {every} {what}: {why}."
+    sentence = f"{label(test)} ({test.format}) {words} {count} of {every} {what}"
+    sentence, details = first_clauses(sentence, list(test.reasons[:REASONS]))
     return Finding(
         kernel=test.kernel or "",
         options=test.options,
@@ -752,11 +832,26 @@ def _run_finding(test: Test, rule: str, words: str) -> Finding:
         rule=rule,
         severity="unmeasured" if rule == RUNS else "note",
         sentence=sentence,
+        details=details,
         formats=(test.format or "",),
         tensor=test.tensor if test.offending else None,
         count=count,
         judged=every,
     )
+
+
+def first_clauses(
+    name: str, clauses: Sequence[str], *, between: str = ": ", least: int = 0
+) -> Statement:
+    """Returns a sentence of `name` and as many of the first clauses, at least `least`, as
+    make WORDS words, and the others as a sentence of the details. `between`: what stands
+    behind the name."""
+    for count in range(len(clauses), least - 1, -1):
+        line = f"{name}{between if count else ''}{'; '.join(clauses[:count])}."
+        if len(line.split()) <= WORDS:
+            break
+    more = "; ".join(clauses[count:])
+    return Statement(line, f"{more[0].upper()}{more[1:]}." if more else "")
 
 
 def _tested_sentence(

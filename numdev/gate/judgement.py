@@ -106,6 +106,14 @@ class Test(Record):
         return size / self.bound if self.bound else math.inf if size else 0.0
 
 
+class Statement(NamedTuple):
+    """What a verdict says of a kernel, in a line without the kernel, and further
+    sentences below it."""
+
+    line: str
+    details: str = ""
+
+
 class TestFields(TypedDict, total=False):
     """Fields of a test but those that say whose it is."""
 

@@ -82,10 +82,11 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Item:
-    """A line of a list; `lead` is what it is about."""
+    """A line of a list; `lead` is what it is about, `detail` stands below it."""
 
     text: str
     lead: str = ""
+    detail: str = ""
     style: Style = ""
     script: tuple[str, str] | None = None  # path and text of the reproducer of a finding
     link: str = ""  # the id of a cell

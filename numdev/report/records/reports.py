@@ -123,7 +123,8 @@ class Finding(Record):
     # The threshold's name; `runs` for a kernel that failed, `refuses` for declined calls
     rule: str
     severity: Literal["exceeded", "unmeasured", "note"]
-    sentence: str
+    sentence: str  # what is wrong, in a line
+    details: str = ""  # further sentences: where else, how it is explained
     kernel: str
     options: dict[str, object] = Field(default_factory=dict)
     formats: tuple[str, ...]
@@ -135,6 +136,11 @@ class Finding(Record):
     judged: int
     place: Place | None = None  # the worst one
     cause: str | None = None  # what explains it, where that is known
+
+    @property
+    def whole(self) -> str:
+        """Returns the sentence with its details."""
+        return f"{self.sentence} {self.details}".rstrip()
 
     @property
     def folder(self) -> str:
@@ -157,7 +163,8 @@ class KernelVerdict(OfKernel):
     limit: float | None = None
     place: Place | None = None
     finding: int | None = None  # which of the report's findings it is
-    reason: str | None = None  # why it could not be judged
+    reason: str | None = None  # why it could not be judged, or what it passed
+    details: str = ""  # further sentences to that
 
 
 class Provenance(Record):

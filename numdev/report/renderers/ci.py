@@ -105,7 +105,7 @@ def _reason_lines(test: Test, findings: Sequence[Finding]) -> list[str]:
         message = f"{what} ({test.offending} of {test.judged} judged)"
     of = (test.rule, test.kernel, test.options, test.tensor)
     sentences = [
-        f.sentence
+        f.whole
         for f in findings
         if f.severity == "exceeded"
         and test.format in f.formats
@@ -123,7 +123,7 @@ def _place_line(place: Place) -> str:
 def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]:
     """Yields a GitHub workflow command for each problem, at most ten; then a warning that
     says how many more there are, since of errors GitHub would not show it."""
-    problems = [("error", p.title, p.sentence) for p in problems_of(judgement, findings)]
+    problems = [("error", p.title, p.whole) for p in problems_of(judgement, findings)]
     more = len(problems) - ERRORS
     if more > 0:
         text = (

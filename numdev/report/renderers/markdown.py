@@ -52,7 +52,11 @@ def _node_lines(node: doc.Node, heading: str) -> Iterator[str]:
         case doc.Bullets():
             for item in node.items:
                 lead = f"**{escaped(item.lead)}**" if item.lead else ""
-                yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
+                parts = [lead, escaped(item.text)]
+                if item.detail:
+                    parts[-1] = f"{parts[-1].removesuffix('.')}."
+                    parts.append(escaped(item.detail))
+                yield f"- {' '.join(filter(None, parts))}"
         case doc.Table():
             yield from _table_lines(node, heading)
 

@@ -45,6 +45,7 @@ PIPE = 120  # characters of a line in a file or a pipe, where $COLUMNS says no o
 WORD = re.compile(r"\S+(?: %)?")  # a number stays beside its sign
 WIDE_BAR = 100  # characters of a line from which a bar takes what is left of it
 FIRST = 5.0  # seconds from the line that a command begins with to the next
+INDENT = 4  # characters before what stands below a line
 QUIET = 20.0  # seconds between two lines of progress
 
 
@@ -75,6 +76,9 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
                         _rich_text(gap + item.text, style)
                     )
                     _print(Padding(line, (0, 0, 0, indent), expand=False), out)
+                    if item.detail:
+                        detail = _rich_text(item.detail, STYLES["soft"])
+                        _print(Padding(detail, (0, 0, 0, INDENT), expand=False), out)
             case doc.Table():
                 _print_table(node, out)
 

@@ -60,7 +60,7 @@ def document_of(
     target = report.request.get("target") or report.provenance.command
     findings = tuple(_finding_items(report, directory))
     lines, answer = (
-        list(verdicts(report)),
+        list(verdicts(report, directory)),
         [doc.item_with_lead(line) for line in summary.answer],
     )
     lines += [replace(answer.pop(0), style=style) for style in kind.styles(report)]
@@ -84,9 +84,12 @@ class Verdicts(NamedTuple):
     findings: Sequence[Finding]
 
 
-def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
+def verdicts(
+    report: Report | Verdicts, directory: Path | None = None
+) -> Iterator[doc.Item]:
     """Yields a line for each kernel in each format: its verdict, and the number or
-    finding that matters most. A finding that leads in several formats is one line."""
+    finding that matters most; below it the details, and the reproducer of its finding,
+    looked for under `directory`. A finding that leads in several formats is one line."""
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
     words: Words = getattr(report, "words", ATTENTION_WORDS)
     sizes = {
@@ -100,29 +103,30 @@ def verdicts(report: Report | Verdicts) -> Iterator[doc.Item]:
     for name, of in zip(names, lines, strict=True):
         v, formats = of[0], [each.format for each in of]
         summaries = [sizes.get((v.kernel, str(v.options), fmt)) for fmt in formats]
-        if v.finding is not None:
-            text = _finding_text(name, v, report.findings[v.finding], summaries, words)
-        elif v.reason is not None:
-            text = v.reason
-        elif (k := summaries[0]) is not None and k.max_abs is not None:
-            text = _error_sentence(k, words)
-        else:
-            number = three(v.observed, v.limit)
-            nearest = (
-                f"closest to its limit: rule `{v.rule}`, {number} (limit "
-                f"{three(v.limit)})"
-            )
-            text = (
-                nearest if v.rule else "no limit on the size of its errors applies here"
-            )
-        link = (
-            _cell_link(report, report.findings[v.finding])
-            if v.finding is not None
-            else ""
-        )
         word, style = _word_and_style(v)
         lead = f"{word:{wide}}  {name:{width}}  {', '.join(formats)} "
-        yield doc.Item(text, link=link, lead=lead, style=style)
+        if v.finding is None:
+            text = v.reason or _passed_line(v, summaries[0], words)
+            yield doc.Item(text, lead=lead, style=style, detail=v.details)
+            continue
+        finding = report.findings[v.finding]
+        yield doc.Item(
+            finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) "),
+            lead=lead, style=style, link=_cell_link(report, finding),
+            detail=_finding_details(v, finding, summaries, words),
+            script=_reproducer(finding, directory),
+        )  # fmt: skip
+
+
+def _passed_line(v: KernelVerdict, summary: KernelSummary | None, words: Words) -> str:
+    """Returns the line on a kernel that passed and whose study has no words for it: how
+    far it is from fp64, else the rule that it came nearest to."""
+    if summary is not None and summary.max_abs is not None:
+        return _error_line(summary, words)
+    if v.rule is None:
+        return "no limit on the size of its errors applies here"
+    number = three(v.observed, v.limit)
+    return f"closest to its limit: rule `{v.rule}`, {number} (limit {three(v.limit)})"
 
 
 def _line_key(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
@@ -133,18 +137,15 @@ def _line_key(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
     return labelled(v.kernel, v.options), _word_and_style(v), f"finding {v.finding}"
 
 
-def _finding_text(
-    name: str,
+def _finding_details(
     v: KernelVerdict,
     finding: Finding,
     summaries: Sequence[KernelSummary | None],
     words: Words,
 ) -> str:
-    """Returns what a finding says of a kernel, without the kernel, and how far off its
-    output is in each of these formats where a limit is exceeded. `name`: the kernel with
-    its options; `summaries`: of the kernel in each format, None where there is none;
-    `words`: of the operation."""
-    text = finding.sentence.removeprefix(f"{name} ({', '.join(finding.formats)}) ")
+    """Returns the details of a finding, and how far off the kernel's output is in each of
+    these formats where a limit is exceeded. `summaries`: of the kernel in each format,
+    None where there is none; `words`: of the operation."""
     far = [
         k
         for k in summaries
@@ -153,13 +154,9 @@ def _finding_text(
         and not k.nonfinite
         and (k.floor_ratio or MOST) < MOST
     ]
-    if not far:
-        return text
-    sizes = [
-        _over_floor_clause(k, words) + f" in {k.format}" * (len(summaries) > 1)
-        for k in far
-    ]
-    return f"{text} The output's rms error: {'; '.join(sizes)}."
+    sizes = [f"{_over_clause(k, words)}" + f" ({k.format})" * (len(far) > 1) for k in far]
+    whole = f"Error of its output: {'; '.join(sizes)}." if sizes else ""
+    return f"{finding.details} {whole}".strip()
 
 
 def _verdict_rank(verdict: KernelVerdict) -> int:
@@ -181,37 +178,37 @@ def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
     return outcome.word, "soft" if soft else style_of(outcome)
 
 
-def _error_sentence(k: KernelSummary, words: Words) -> str:
-    """Returns a sentence on how far a kernel that passed is from fp64: its error over the
-    floor, over the expected and over the baseline's; its largest error where there is no
-    floor. `words`: of the operation."""
+def _error_line(k: KernelSummary, words: Words) -> str:
+    """Returns how far a kernel that passed is from fp64: its error over the expected,
+    over the floor and over the baseline's; its largest error where there is no floor.
+    `words`: of the operation."""
     if k.format == "float64":
-        return f"max difference {si(k.max_abs)} from the reference, which is float64 too."
+        return f"max difference {si(k.max_abs)} from the reference, which is float64 too"
     if k.floor_ratio is None or k.floor_ratio > MOST:
-        return f"max error {si(k.max_abs)}; the exact result needs no rounding."
-    text = f"rms error {_over_floor_clause(k, words)}"
-    # In other formats what a kernel's arithmetic may err is a bound, no prediction.
-    if k.expected_ratio is not None and k.format in BIAS_FORMATS:
-        how = "less than" if k.expected_ratio < 0.9 else "as"
-        how = "more than" if k.expected_ratio > 1.1 else how
-        text += f"; {how} its rounding model predicts (median {ratio(k.expected_ratio)}×)"
-    if k.baseline_ratio is not None:
-        text += f"; {ratio(k.baseline_ratio)}× the error of {words.plain} (median)"
-    return f"{text}."
+        return f"max error {si(k.max_abs)}; the exact result needs no rounding"
+    return f"error {_over_clause(k, words)}"
 
 
-def _over_floor_clause(k: KernelSummary, words: Words) -> str:
-    """Returns `1.23× the least possible in the median head, 1.48× in the worst (decode
-    head 2)`; without the worst where that is too large to mean anything."""
-    text = f"{ratio(k.floor_ratio)}× the least possible in the median {words.unit}"
+def _over_clause(k: KernelSummary, words: Words) -> str:
+    """Returns `1.00× expected, 1.23× floor, 0.34× eager; worst head 1.48× (decode head
+    2)`: medians, and the worst over the floor; without what is not in the summary, or too
+    large to mean anything."""
+    expected = k.expected_ratio if k.format in BIAS_FORMATS else None
+    sizes = {
+        "expected": expected,
+        "floor": k.floor_ratio,
+        words.baseline: k.baseline_ratio,
+    }
+    text = ", ".join(f"{ratio(x)}× {name}" for name, x in sizes.items() if x is not None)
     if (k.floor_ratio_worst or math.inf) > MOST:
         return text
-    return f"{text}, {ratio(k.floor_ratio_worst)}× in the worst ({k.floor_ratio_where})"
+    where = f"({k.floor_ratio_where})"
+    return f"{text}; worst {words.unit} {ratio(k.floor_ratio_worst)}× {where}"
 
 
 def _finding_items(report: Report, directory: Path | None) -> Iterator[doc.Item]:
-    """Yields as lines the findings that no verdict shows, and those that have a script.
-    Kernels are in the order of their verdicts."""
+    """Yields as lines the findings that no verdict shows. Kernels are in the order of
+    their verdicts."""
     shown = {v.finding for v in report.verdicts}
     ordered = sorted(report.verdicts, key=_verdict_rank)
     names = [labelled(v.kernel, v.options) for v in ordered]
@@ -220,13 +217,14 @@ def _finding_items(report: Report, directory: Path | None) -> Iterator[doc.Item]
     for number, finding in sorted(
         enumerate(report.findings), key=lambda pair: places[pair[0]]
     ):
-        script = _reproducer(finding, directory)
-        if number not in shown or script:
+        if number not in shown:
+            script = _reproducer(finding, directory)
             (name, style), link = _word_and_style(finding), _cell_link(report, finding)
             lead = f"{name} ({finding.rule}):" if name else ""
             yield doc.Item(
-                finding.sentence, lead=lead, style=style, script=script, link=link
-            )
+                finding.sentence, lead=lead, style=style, script=script, link=link,
+                detail=finding.details,
+            )  # fmt: skip
 
 
 def _cell_link(report: Report | Verdicts, finding: Finding) -> str:

@@ -13,7 +13,15 @@ from operator import attrgetter
 from typing import NamedTuple, assert_never
 
 from numdev.gate.findings import kernel_verdicts, label
-from numdev.gate.judgement import REQUIRED, SOMETHING, Held, Judgement, Power, Test
+from numdev.gate.judgement import (
+    REQUIRED,
+    SOMETHING,
+    Held,
+    Judgement,
+    Power,
+    Statement,
+    Test,
+)
 from numdev.grouping import grouped
 from numdev.report import Finding, Outcome, Place, Places, Report, Standing
 from numdev.report import document as doc
@@ -38,6 +46,12 @@ class Problem(NamedTuple):
     outcome: Outcome
     title: str
     sentence: str
+    details: str = ""
+
+    @property
+    def whole(self) -> str:
+        """Returns the sentence with its details."""
+        return f"{self.sentence} {self.details}".rstrip()
 
 
 def page_of(judgement: Judgement, report: Report) -> doc.Document:
@@ -62,7 +76,7 @@ def document(
     place: Places,
     *,
     plants: bool = True,
-    passing: Callable[[Sequence[Test]], str | None] = lambda tests: None,
+    passing: Callable[[Sequence[Test]], Statement | None] = lambda tests: None,
 ) -> doc.Document:
     """Returns a judgement as a document. `findings` are the exceeded tests in sentences;
     `tested`: sentences on what was tested; `place` puts a place in words; `plants`:
@@ -73,7 +87,10 @@ def document(
     shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
     problems = [p for p in problems_of(judgement, findings) if p.sentence not in shown]
     room = SENTENCES - len(leading)
-    items = [doc.Item(p.sentence, style=style_of(p.outcome)) for p in problems[:room]]
+    items = [
+        doc.Item(p.sentence, style=style_of(p.outcome), detail=p.details)
+        for p in problems[:room]
+    ]
     if len(problems) > room:
         items.append(doc.Item(f"and {len(problems) - room} more"))
     declined = [finding.sentence for finding in findings if finding.severity == "note"]
@@ -110,11 +127,12 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
     where it passed. `findings` are its own; their notes are no problems."""
     for f in findings:
         if f.severity == "exceeded":
-            yield Problem(Outcome.EXCEEDED, f"{f.kernel}: {f.rule}", f.sentence)
+            title = f"{f.kernel}: {f.rule}"
+            yield Problem(Outcome.EXCEEDED, title, f.sentence, f.details)
     for f in findings:
         if f.severity == "unmeasured":
             title = f"{f.kernel} {'crashed' if f.tensor else 'did not run'}"
-            yield Problem(Outcome.NOT_JUDGED, title, f.sentence)
+            yield Problem(Outcome.NOT_JUDGED, title, f.sentence, f.details)
     lacking = [t for t in judgement.tests if _decides_nothing(t) and not t.runs]
     for test in lacking:
         if test.rule == SOMETHING or test.rule.startswith(f"{REQUIRED} "):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.gate.findings import findings_in
-from numdev.gate.judgement import Judgement, Test
+from numdev.gate.judgement import Judgement, Statement, Test
 from numdev.gate.row_checks import check_whole
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
 from numdev.gate.thresholds import tests_of_rows
@@ -201,10 +201,10 @@ def _own_ratio(row: DeviationRow) -> float:
     return 0.0 if numbers is None else numbers.predicted_ratio or 0.0
 
 
-def passing(report: FunctionReport, passed: Sequence[Test]) -> str | None:
-    """Returns the clause on a function that passed, never None: as exact as its format
-    allows, where no row errs by more than SOUND times the floor; else as the reference
-    is. `passed`: its tests, at least one."""
+def passing(report: FunctionReport, passed: Sequence[Test]) -> Statement:
+    """Returns the statement on a function that passed: as exact as its format allows,
+    where no row errs by more than SOUND times the floor; else as the reference is.
+    `passed`: its tests, at least one."""
     name = passed[0].kernel
     rows = [r for r in report.rows if r.role == "kernel" and r.kernel == name]
     over_floor = [row.floor_ratio for row in rows if row.floor_ratio is not None]
@@ -212,16 +212,16 @@ def passing(report: FunctionReport, passed: Sequence[Test]) -> str | None:
     ratios = [x.reference_ratio for x in numbers if x.reference_ratio is not None]
     if not ratios:
         are_integers = any(x.mismatches is not None for x in numbers)
-        return "the reference's integers" if are_integers else "as the reference"
+        return Statement(
+            "the reference's integers" if are_integers else "as the reference"
+        )
     worst = max(ratios)
     beside = f"rms error at most {three(worst)}× what the reference's rounding explains"
     if over_floor and max(over_floor) <= SOUND:
-        return f"as exact as the format allows; {beside}"
+        return Statement(f"as exact as the format allows; {beside}")
     if not over_floor:
-        return "as the reference"
-    return (
-        f"as the reference in this format; {beside}, {ratio(max(over_floor))}× the floor"
-    )
+        return Statement("as the reference")
+    return Statement(f"as the reference; {beside}, {ratio(max(over_floor))}× floor")
 
 
 def summarised(report: FunctionReport) -> FunctionReport:

@@ -110,7 +110,7 @@ def write_reproducer(
         facts = _facts_of_call(small.call, figure, tensor)
         facts |= _facts_of_figure(small, tensor, figure)
         tensors = {**_stored_inputs(small.call), **_stored_exact(small, tensor)}
-    words = textwrap.wrap(plain(finding.sentence), 97)
+    words = textwrap.wrap(plain(finding.whole), 97)
     about = {
         "words": words,
         "about": f"Checked with torch {torch.__version__} on {call.draws[0].device}.",

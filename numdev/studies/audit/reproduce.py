@@ -52,7 +52,7 @@ def written(
         if (facts := facts_of(finding)) is not None:
             script = directory / FOLDER / finding.folder / "reproduce.py"
             script.parent.mkdir(parents=True, exist_ok=True)
-            sentence = plain(finding.sentence).replace('"', "'").replace("\\", "/")
+            sentence = plain(finding.whole).replace('"', "'").replace("\\", "/")
             text = rendered(template, {"sentence": sentence, **facts})
             script.write_text(text, encoding="utf-8")
             scripts.append(script)
@@ -97,7 +97,7 @@ def reproduce(
                 try:
                     whole = Selection.of(located.load(), gradients=plan.backward).case
                     shown = _shrink_call(finding, whole, plan, run, seconds)
-                    about: Any = {"words": finding.sentence, "system": plan.system}
+                    about: Any = {"words": finding.whole, "system": plan.system}
                     script = write(at, **about, **shown)
                 except (NumdevError, RuntimeError, ValueError) as error:
                     say(f"No reproducer for {finding.folder}: {error}")

@@ -3,6 +3,7 @@ their shares, the budget of sites, and the answer in sentences. Needs no torch."
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -143,64 +144,63 @@ class OutputRuns:
 
     def answer(self) -> Iterator[str]:
         """Yields the sentences on the run that stands for what a user runs, in the order
-        in which a reader asks: attention's part, the whole error, what it changes. Yields
-        nothing where no run has a cost."""
+        in which a reader asks: how large the error is, what it changes, attention's part,
+        what makes it. Yields nothing where no run has a cost."""
         main = self.main
         if main is None or main.cost is None:
             return
         attention = attention_alone(main, self.runs)
         share = attention.share if attention else None
-        if main.from_against is not None and main.kernel != self.against and share:
-            yield self._attention_sentence(main, main.from_against, share)
         yield self._cost_sentence(main, main.cost)
         if main.flips is not None:
             yield self._flips_sentence(main)
+        if parts := "; ".join(self._part_clauses(share)):
+            yield f"{self._run_name(main)}: {parts}."
+        if main.from_against is not None and main.kernel != self.against:
+            yield self._difference_sentence(main, main.from_against)
 
     def _run_name(self, main: RunSummary) -> str:
         """Returns the run in words: format, kernel, and the output of a pipeline."""
         fmt = f"{main.format} with {labelled(main.kernel, main.options)}"
         return f"{fmt}, {main.place}" if main.at else fmt
 
-    def _tensors_name(self, main: RunSummary) -> str:
-        """Returns what the error is of, in words: `logits`, `final states`, or an output
-        of a pipeline."""
-        return main.place if main.at else "logits" if self.logits else "final states"
-
-    def _attention_sentence(
-        self, main: RunSummary, difference: float, share: Estimate
-    ) -> str:
-        """Returns the sentence on attention's share of the error and on how far the
-        output is from that of the kernel `against`. `difference`: that distance, over the
-        rms of the exact output."""
-        size = main.error or 1.0
-        again = (r.from_against for r in self.runs if r.kind == "moved")
-        moved = next(filter(None, again), None)
-        ulp = (
-            f" (with inputs one ulp off by {three(moved / size)} times)" if moved else ""
-        )
-        kernel = labelled(main.kernel, main.options)
-        return (
-            f"{self._run_name(main)}: attention, with its inputs rounded (which the "
-            f"sites `q, k, v` and `rotary` count too), makes "
-            f"{_with_range(share, percent)} of the error; with {kernel} and with "
-            f"{self.against} the {self._tensors_name(main)} differ by "
-            f"{three(difference / size)} times the error{ulp}."
-        )
-
-    def _cost_sentence(self, main: RunSummary, cost: Estimate) -> str:
-        """Returns the sentence on the size of the error and, if the sites add up to it,
-        the three that make most of it."""
-        unit = " nats a position" if self.logits else ", relative and squared"
-        text = (
-            f"{self._run_name(main)}: the error of the {self._tensors_name(main)} is "
-            f"{_with_range(cost)}{unit}"
-        )
+    def _part_clauses(self, share: Estimate | None) -> Iterator[str]:
+        """Yields a clause on attention's share of the error, if that is known, and if the
+        sites add up to it one on the three that make most of it."""
+        if share is not None:
+            yield f"{_with_range(share, percent)} of the error is from attention alone"
         if (budget := self.budget) and budget.adds_up:
             shares = {run.site: run.share.mean for run in self.sites if run.share}
             first = sorted(shares, key=lambda site: -shares[site])[:3]
-            sum_of_sites = three(budget.parts.mean)
-            text += f"; its sites add up to {sum_of_sites} of that, the largest: "
-            text += ", ".join(f"{site} {percent(shares[site])}" for site in first)
+            largest = ", ".join(f"{site} {percent(shares[site])}" for site in first)
+            yield f"largest sites: {largest}"
+
+    def _difference_sentence(self, main: RunSummary, difference: float) -> str:
+        """Returns the sentence on how far the output is from that of the kernel
+        `against`, beside inputs one ulp off. `difference`: over the rms of the exact
+        output."""
+        size = main.error or 1.0
+        again = (r.from_against for r in self.runs if r.kind == "moved")
+        moved = next(filter(None, again), None)
+        ulp = f" (inputs one ulp off: {three(moved / size)}×)" if moved else ""
+        kernel = labelled(main.kernel, main.options)
+        return (
+            f"{self._run_name(main)}: {kernel} and {self.against} differ by "
+            f"{three(difference / size)}× the error{ulp}."
+        )
+
+    def _cost_sentence(self, main: RunSummary, cost: Estimate) -> str:
+        """Returns the sentence on the size of the error: of logits the KL divergence, and
+        the changes of loss and perplexity."""
+        if not self.logits:
+            what = main.place if main.at else "final states"
+            size = f"squared relative error of the {what} {_with_range(cost)}"
+            return f"{self._run_name(main)}: {size}."
+        text = f"{self._run_name(main)}: KL {_with_range(cost)} nats/token"
+        if main.log_perplexity is not None:
+            loss = f"{'+' * (main.log_perplexity > 0)}{si(main.log_perplexity)}"
+            perplexity = percent(math.expm1(main.log_perplexity), sign=True)
+            text += f", loss {loss} nats, perplexity {perplexity}"
         return f"{text}."
 
     def _flips_sentence(self, main: RunSummary) -> str:
@@ -208,8 +208,7 @@ class OutputRuns:
         with the first other kernel, if it does."""
         other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
         beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
-        name = f"{main.format} with {labelled(main.kernel, main.options)}"
-        return f"{name} {flips_in_words(main)}{beside}."
+        return f"{self._run_name(main)}: {flips_in_words(main)}{beside}."
 
 
 def _costs(rows: Sequence[OutputRow]) -> Costs:

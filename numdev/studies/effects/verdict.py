@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from numdev.gate.findings import joined_words, label, run_findings
-from numdev.gate.judgement import MODEL, RUNS, Judgement, Test, TestFields
+from numdev.gate.findings import exceeded_finding, joined_words, label, run_findings
+from numdev.gate.judgement import MODEL, RUNS, Judgement, Statement, Test, TestFields
 from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
@@ -34,6 +34,18 @@ __all__ = ["EffectsLimits", "findings", "passing", "tests", "with_summary"]
 
 UNSTEADY = "the model does not repeat itself"
 SURELY = 10  # times a limit: exceeded in one sequence alone, or without an interval
+FAILED = {  # by check: how a sentence goes on that begins with the model
+    "repeat": "does not repeat itself",
+    "eager": "has an eager attention that computes another function",
+    "sdpa": "has a call of SDPA that computes another function",
+    "causality": "is not causal",
+    "cache": "computes another function when it decodes with a cache",
+    "mask": "ignores the attention mask",
+    "batch": "lets a sequence depend on the others in its batch",
+    "compiled": "computes another function when compiled",
+    "compiled eager": "computes another function when compiled with eager attention",
+    "format": "computes in a narrower format at some sites",
+}
 WHOLE = ("whole", "attention")  # the kinds of runs with a kernel that are judged
 
 
@@ -53,15 +65,18 @@ class RatioRule(NamedTuple):
 
     rule: str
     limit: str  # the name of its limit
-    words: str
+    words: str  # what it is a multiple of
 
 
 RATIO_RULES = {
-    "predicted": RatioRule(
-        "own share", "kernel_over_predicted", "its own rounding model predicts"
-    ),
-    "eager": RatioRule("own share", "kernel_over_baseline", "eager attention"),
-    "sites": RatioRule("model", "model_over_sites", "all rounding sites together"),
+    "predicted": RatioRule("own share", "kernel_over_predicted", "expected"),
+    "eager": RatioRule("own share", "kernel_over_baseline", "eager"),
+    "sites": RatioRule("model", "model_over_sites", "all sites together"),
+}
+NOTHING_BESIDE = {
+    "predicted": "its rounding model's prediction",
+    "eager": "eager attention",
+    "sites": "all rounding sites together",
 }
 
 
@@ -302,11 +317,10 @@ def _ratio_test(
         assert run.cost is not None
         if run.cost.mean == 0:
             return test | {"standing": Standing.HELD, "observed": 0.0}
-        why = (
-            f"there is an error, and none in {by.words.replace('predicts', 'prediction')}"
-        )
+        why = f"there is an error, and none in {NOTHING_BESIDE[run.beside or 'sites']}"
         return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
     ratio, low, worst = run.over.mean, run.over.low, run.over_worst or 0.0
+    what = "model" if by.rule == "model" else "attention"
     test |= {"observed": ratio, "beyond": (run,), "offending": 1}
     if low is not None and run.over.high is not None:
         test["interval"] = (low, run.over.high)
@@ -316,12 +330,15 @@ def _ratio_test(
         return test | {"standing": Standing.EXCEEDED, "observed": worst, "interval": None}
     test |= {"beyond": (), "offending": 0}
     if low is None:
-        why = f"{three(ratio, limit)}× without an interval: read 3 sequences or more"
+        why = (
+            f"{what} {three(ratio, limit)}× {by.words}, without an interval: read 3 "
+            "sequences or more"
+        )
     elif ratio > limit:
         ends = f"{three(low)} to {three(run.over.high)}"
         why = (
-            f"{three(ratio, limit)}× ({ends}): more sequences would tell on which side "
-            "of the limit it is"
+            f"{what} {three(ratio, limit)}× {by.words} ({ends}): more sequences would "
+            "tell on which side of the limit"
         )
     else:
         return test | {"standing": Standing.HELD}
@@ -334,86 +351,79 @@ def findings(
     """Returns a finding for each limit that is exceeded, kernel by kernel and the
     farthest first, and for each kernel that did not run; and no notes."""
     wrong = [test for test in judgement.tests if test.beyond]
-    sentences = []
+    sentences: list[Finding] = []
     for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
-        for test in sorted(of_kernel, key=lambda test: -test.nearness):
-            name = "" if test.kernel == MODEL else f"{label(test)} ({test.format}) "
-            sentences.append(
-                Finding(
-                    rule=test.rule,
-                    severity="exceeded",
-                    sentence=f"{name}{_finding_clause(test)}.",
-                    kernel=test.kernel or "",
-                    options=test.options,
-                    formats=(test.format or "",),
-                    tensor=test.tensor,
-                    metric=test.metric,
-                    limit=test.bound,
-                    count=test.offending,
-                    observed=test.observed if isinstance(test.observed, float) else None,
-                    judged=test.judged,
-                )
-            )
+        sentences += [
+            exceeded_finding(test, _finding_statement(test))
+            for test in sorted(of_kernel, key=lambda test: -test.nearness)
+        ]
     return (*sentences, *run_findings(judgement.tests)), ()
 
 
-def _finding_clause(test: Test) -> str:
-    """Returns what an exceeded test says, from its numbers, as a clause that follows the
-    kernel's name. `test`: one with a run or a check in `beyond`."""
+def _finding_statement(test: Test) -> Statement:
+    """Returns what an exceeded test says, from its numbers, to follow the kernel's name.
+    `test`: one with a run or a check in `beyond`."""
     subject: Any = test.beyond[0]
     if isinstance(subject, Check):
-        return subject.reason
+        return Statement(FAILED[subject.name], f"{subject.reason}.")
     if test.rule == "finite":
-        return f"gives NaN or infinity where another kernel does not: {subject.reason}"
-    return (
-        flips_in_words(subject) if test.rule == "flips" else _ratio_clause(test, subject)
-    )
+        line = "gives NaN or infinity where another kernel does not"
+        return Statement(line, f"{subject.reason}." if subject.reason else "")
+    if test.rule == "flips":
+        return Statement(flips_in_words(subject))
+    line = f"{_ratio_clause(test, subject)} (limit {three(test.bound)}×)"
+    return Statement(line, _ratio_details(test, subject))
 
 
 def _ratio_clause(test: Test, run: RunSummary) -> str:
-    """Returns the clause on a ratio, with its interval, its limit and attention's share
-    of the whole error."""
+    """Returns the clause on a ratio, with its interval: what errs, and how much of what
+    it is held against."""
     by = RATIO_RULES[run.beside or "sites"]
-    with_all = "" if by.rule == "model" else "with all else exact, "
-    place = f"the {'pipeline' if run.at else 'model'}'s {run.place}"
-    within = "in one sequence; limit"
+    what = "the whole model" if by.rule == "model" else "attention alone"
+    place = "" if run.place == "output" else f" in the {run.place}"
+    ratio = test.observed if isinstance(test.observed, float) else None
+    within = " in one sequence"
     if test.interval:
         low, high = map(three, test.interval)
-        within = "limit" if low == high else f"{low} to {high}; limit"
+        within = "" if low == high else f" [{low}, {high}]"
     elif run.over and run.over.low is None:
-        within = "limit"
-    ratio = test.observed if isinstance(test.observed, float) else None
-    measure = "squared" if run.flips is None else "KL"  # what a cost is
-    text = (
-        f"{with_all}errs {three(ratio, test.bound)}× as much ({measure}) at "
-        f"{place} as {by.words} "
-    )
-    text += f"({within} {three(test.bound)}×)"
-    if with_all and run.share:
-        text += f"; {percent(run.share.mean)} of the whole error"
+        within = ""
+    return f"error of {what}{place}: {three(ratio, test.bound)}× {by.words}{within}"
+
+
+def _ratio_details(test: Test, run: RunSummary) -> str:
+    """Returns sentences on what a ratio is of, and on attention's share of the whole
+    error."""
+    what = "Squared errors" if run.flips is None else "Errors as KL"  # what a cost is
+    text = f"{what}; limit {three(test.bound)}×."
+    if test.rule != "model" and run.share:
+        share = percent(run.share.mean)
+        text += f" Attention makes {share} of the model's {run.format} error."
     return text
 
 
-def passing(report: EffectsReport, tests: Sequence[Test]) -> str | None:
+def passing(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
     """Returns what to say of the passed `tests` of one kernel: its number nearest to a
     limit, None where no number was judged. Of the model, whose tests have no kernel:
     which checks hold, and which were not tested and why. `tests`: at least one."""
     if tests[0].kernel != MODEL:
-        return _nearest_to_limit_clause(report, tests)
+        return _nearest_to_limit(report, tests)
     holding = [
         test.rule for test in tests if test.standing is Standing.HELD and test.metric
     ]
+    by_reason = grouped(
+        (t for t in tests if t.standing is Standing.NOT_APPLICABLE), lambda t: t.reasons
+    )
     untested = [
-        f"{t.rule} ({t.reasons[0]})"
-        for t in tests
-        if t.standing is Standing.NOT_APPLICABLE
+        f"{joined_words(t.rule for t in of)} ({'; '.join(reasons)})"
+        for reasons, of in by_reason.items()
     ]
     text = f"{joined_words(holding)} hold" + "s" * (len(holding) == 1)
-    return text + (f"; not tested: {', '.join(untested)}" if untested else "")
+    return Statement(text, f"Not tested: {'; '.join(untested)}." if untested else "")
 
 
-def _nearest_to_limit_clause(report: EffectsReport, tests: Sequence[Test]) -> str | None:
-    """Returns the clause on the passed test whose number is nearest to its limit; None
+def _nearest_to_limit(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
+    """Returns the statement on the passed test whose number is nearest to its limit; None
     where no number was judged."""
     passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
     test = max(passed, key=lambda test: test.nearness, default=None)
@@ -424,6 +434,7 @@ def _nearest_to_limit_clause(report: EffectsReport, tests: Sequence[Test]) -> st
     for run in report.summary.runs or recomputed_summary(report).runs:
         of_run = (labelled(run.kernel, run.options), run.format, run.at or "output")
         if run.kind == kind and run.layer is None and of_run == who:
-            ratio = test.rule in ("own share", "model") and run.over
-            return _ratio_clause(test, run) if ratio else flips_in_words(run)
+            if test.rule in ("own share", "model") and run.over:
+                return Statement(_ratio_clause(test, run), _ratio_details(test, run))
+            return Statement(flips_in_words(run))
     return None

@@ -16,9 +16,9 @@ from numdev.studies.effects.report import Check, EffectsReport, Estimate, RunSum
 
 LOGITS = (
     "KL: Kullback-Leibler divergence from the exact distribution of the next token, a "
-    "mean over positions. Perplexity and loss: how they change on the text, with their "
-    "sign. Log p: the mean |change| of the log-probability of the text's own tokens. Top "
-    "tokens: positions where another token becomes the likeliest."
+    "mean over positions. Perplexity and loss (nats a token): how they change on the "
+    "text, with their sign. |Δ logprob|: the mean change of the text's own tokens, in "
+    "nats. Tokens changed: positions where another token becomes the likeliest."
 )
 STATES = (
     "Squared error: the squared relative error of the {}, a mean over positions. Error: "
@@ -26,11 +26,11 @@ STATES = (
     "and the exact ones."
 )
 BOTH = (
-    "From attention: the share of {} with attention alone in the format, all else in "
-    "fp64; its inputs are rounded, which the sites q, k, v and rotary count too. Error / "
-    "expected: that over what the kernel's own rounding model predicts; error / eager: "
-    "where nothing is predicted, over that of eager attention. Off {}: rms difference of "
-    "the output from that with {}, over the exact output's rms."
+    "Attention's share: of {}, with attention alone in the format, all else in fp64; its "
+    "inputs are rounded, which the sites q, k, v and rotary count too. Attention / "
+    "expected: that over what the kernel's own rounding model predicts; attention / "
+    "eager: where nothing is predicted, over that of eager attention. From {}: rms "
+    "difference of the output from that with {}, over the exact output's rms."
 )
 SITES = (
     "attention scores, P and output: as {} rounds; in calls for which it has no rounding "
@@ -40,7 +40,7 @@ STANDARD = {
     "repeat": "{}, again", "moved": "{}, inputs one ulp off",
     "emulated": "all sites together", "random": "all sites, rounded at random",
 }  # fmt: skip
-BESIDE = {"predicted": "error / expected", "eager": "error / eager"}
+BESIDE = {"predicted": "attention / expected", "eager": "attention / eager"}
 BAR = 24  # the width of the longest bar
 MIN_SHARE = 5e-5  # of the whole that a site must make to be shown
 NOT_ON_PAGE: tuple[doc.Medium, ...] = ("terminal", "markdown")
@@ -87,8 +87,8 @@ def _budget_blocks(report: EffectsReport) -> Iterator[doc.Node]:
         ]
         whole = ratio(budget.parts.mean)
         title = (
-            f"One site alone in {budget.format}, of the whole with {budget.kernel}; "
-            f"together {whole}"
+            f"Share of the error by site, {budget.format} with {budget.kernel} "
+            f"(sum {whole})"
         )
         shares = _site_shares(sites)
         tables.append(_site_table(shares, title))
@@ -265,18 +265,18 @@ class KernelColumns:
         ]
         if self.logits:
             numbers = [
-                Column("perplexity"),
-                Column("loss, nats", width=110),
-                Column("log p, nats", width=120),
-                Column("top tokens"),
+                Column("perplexity change"),
+                Column("loss change", width=110),
+                Column("|Δ logprob|", width=120),
+                Column("tokens changed"),
             ]
         columns = (
             Column("kernel", align="left"),
             Column(error_name(logits=self.logits)),
             *numbers,
-            Column("from attention"),
+            Column("attention's share"),
             *(Column(BESIDE[what]) for what in self.beside),
-            Column(f"off {self.against}", width=100),
+            Column(f"from {self.against}", width=100),
         )
         standard = [run.kind != "whole" for run in self.shown]
         return doc.table(columns, map(self._cells, self.shown), standard, title=title)

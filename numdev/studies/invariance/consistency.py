@@ -50,7 +50,8 @@ def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
     """Yields a sentence for each way in which the plan is not what the request asked
     for."""
     plan, request = report.plan, report.request
-    if list(request.get("axes") or plan.axes) != list(plan.axes):
+    asked = (*(request.get("axes") or ()), *(request.get("require") or ()))
+    if list(dict.fromkeys(asked) or plan.axes) != list(plan.axes):
         yield "the plan has other axes than the request"
     if request.get("backward") != plan.backward:
         yield "the plan and the request differ in `backward`"

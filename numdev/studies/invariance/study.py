@@ -114,7 +114,7 @@ def invariance(
         p for p in plan_kernels(request.kernels, under_audit=True) if p.role == "kernel"
     ]
     formats = plan_formats(request.formats, kernels)
-    axes = request.axes or tuple(name for name in AXES if name not in ONLY_ASKED)
+    axes = request.axes_asked or tuple(name for name in AXES if name not in ONLY_ASKED)
     watch = Stopwatch(system.device, SECTIONS)
     with watch("capture"):
         source = open_cases(request, system)
@@ -146,7 +146,7 @@ def invariance(
         provenance=provenance(system, described, command),
         request=asked,
         timings=watch.seconds(),
-        plan=plan.model_copy(update={"asked": bool(request.axes)}),
+        plan=plan.model_copy(update={"asked": bool(request.axes_asked)}),
         summary=InvarianceSummary(answer=()),
         rows=rows,
         models=models,
@@ -156,9 +156,9 @@ def invariance(
 
 def _no_call_error(request: InvarianceRequest) -> UsageError:
     """Returns the error for a request of which no call can be made another way."""
-    along = joined_words(request.axes) if request.axes else "any axis"
+    along = joined_words(request.axes_asked) or "any axis"
     what = f"{request.target}: no attention call could be made another way along {along}"
-    return UsageError(what, hint="check --layers and --axis")
+    return UsageError(what, hint="check --layers, --axis and --require")
 
 
 def _complete_journal(
@@ -237,8 +237,10 @@ def reproducers(
         as JSON, and the folders to import from; None for any other finding."""
         if finding.severity != "exceeded" or finding.kernel == MODEL:
             return None
+        axis = finding.rule.split()[0]
         alone: dict[str, object] = {
-            "axes": (finding.rule.split()[0],),
+            "axes": (axis,),
+            "require": tuple(name for name in request.require if name == axis),
             "formats": finding.formats,
             "logits": False,
             "kernels": ({"name": finding.kernel, "options": finding.options},),

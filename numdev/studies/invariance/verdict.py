@@ -10,13 +10,22 @@ from functools import partial
 from typing import NamedTuple
 
 from numdev.config import AXES, Axes
-from numdev.gate.findings import joined_words, label, run_findings
-from numdev.gate.judgement import MODEL, Judgement, Test
-from numdev.gate.rules import AtMost, Rules, Tensors
+from numdev.gate.findings import exceeded_finding, joined_words, label, run_findings
+from numdev.gate.judgement import MODEL, Judgement, Statement, Test
+from numdev.gate.rules import AtMost, Rules, Tensors, default_rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who
-from numdev.report.number_text import labelled, ratio, si, three
+from numdev.report.number_text import labelled, si, three
+from numdev.studies.invariance.answers import (
+    AxisAnswer,
+    answers_clause,
+    answers_of_rows,
+    details_clause,
+    floor_multiple_in_words,
+    largest_change,
+    model_answers,
+)
 from numdev.studies.invariance.report import (
     InvarianceReport,
     InvarianceRow,
@@ -44,15 +53,14 @@ ALIKE = 2
 TINY = 1e-300  # a divisor that is never 0
 UNTRIED = ("call", "option", "mask")  # excuses of a kernel that did not refuse a call
 NAMES = ("ok", "skipped", "failed")
-WRONG = {  # by rule, the gravest first
+WRONG = {  # by rule, the gravest first: how the sentence on an axis goes on
     "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN or "
     "infinite in one form alone",
-    "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×): "
-    "{row.case} as it is errs by {base}× the floor's error, {row.variant} by {other}×",
+    "rounding": "{tensor} changes by {number}× what roundings explain (limit {limit}×)",
     "row": "a row of {tensor} changes by {number}× what roundings explain (limit "
     "{limit}×)",
     "log-sum-exp": "{tensor} changes by {number} × (1 + |log-sum-exp|) (limit {limit})",
-    "bitwise": "{tensor} must keep its bits, and {row.differ:,} of {row.elements:,} "
+    "bitwise": "{tensor} is not bit-identical: {row.differ:,} of {row.elements:,} "
     "elements differ, by up to {ulps} ulp",
     "floor": "{tensor} changes by {number}× the floor's error (limit {limit}×)",
 }
@@ -97,10 +105,11 @@ def gravest_number(numbers: Iterable[JudgedNumber]) -> JudgedNumber:
 
 
 def judged_numbers(
-    row: InvarianceRow, limits: InvarianceLimits
+    row: InvarianceRow, limits: InvarianceLimits, required: Axes = ()
 ) -> Iterator[JudgedNumber]:
     """Yields the numbers of a measured row, one for each rule that judges it. A number
-    that is missing is infinite, beyond every limit."""
+    that is missing is infinite, beyond every limit. `required`: axes along which every
+    tensor must keep its bits, whatever the rules say."""
 
     def number(name: str) -> float:
         """Returns a number of the row; infinity for null."""
@@ -117,7 +126,8 @@ def judged_numbers(
             yield JudgedNumber(
                 row, "row", "excess_of_a_row", number("excess_of_a_row"), limit_of_a_row
             )
-    if row.axis in limits.bitwise and row.tensor in limits.bitwise_tensors:
+    by_rule = row.axis in limits.bitwise and row.tensor in limits.bitwise_tensors
+    if by_rule or row.axis in required:
         yield JudgedNumber(row, "bitwise", "differ", float(row.differ), 0)
     if row.axis in limits.within_floor and row.tensor != "lse":
         # Where the exact result needs no rounding, nothing may differ.
@@ -137,7 +147,8 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
     models = grouped(report.models, lambda m: (labelled(m.kernel, m.options), m.format))
     # Rules that somebody wrote are for axes that the report has to have.
     ours = "invariance" not in rules.limits
-    needed = () if ours else (*limits.bitwise, *limits.within_floor)
+    required = tuple(report.request.get("require") or ())
+    needed = required if ours else (*required, *limits.bitwise, *limits.within_floor)
     every = list(itertools.product(plan.kernels, plan.formats))
     for kernel, fmt in every:
         of_kernel = rows.get((labelled(kernel.kernel, kernel.options), fmt), [])
@@ -153,7 +164,7 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
         for axis in dict.fromkeys(axes):
             along = [row for row in of_kernel if row.axis == axis]
             if any(row.status == "ok" for row in along):
-                yield from _axis_tests(axis, who, along, limits)
+                yield from _axis_tests(axis, who, along, limits, required)
             else:
                 keeps = axis in limits.bitwise and plan.named and rules.skipped != "allow"
                 asked = plan.asked or axis in needed
@@ -228,11 +239,12 @@ def _axis_tests(
     who: Who,
     rows: Sequence[InvarianceRow],
     limits: InvarianceLimits,
+    required: Axes,
 ) -> Iterator[Test]:
     """Yields a test for each rule on each tensor along one axis. `rows`: a kernel's, of
-    which those with numbers are judged."""
+    which those with numbers are judged; `required`: axes that must keep all bits."""
     ok = [row for row in rows if row.status == "ok"]
-    numbers = [number for row in ok for number in judged_numbers(row, limits)]
+    numbers = [number for row in ok for number in judged_numbers(row, limits, required)]
     by_rule = grouped(numbers, lambda x: (x.rule, x.row.tensor))
     for (rule, tensor), of_rule in by_rule.items():
         worst = gravest_number(of_rule)
@@ -295,10 +307,10 @@ def findings(
     for of_kernel in grouped(beyond, lambda t: (label(t), t.format)).values():
         if of_kernel[0].kernel == MODEL:
             wrong += [
-                _exceeded_finding(test, _output_sentence(test)) for test in of_kernel
+                exceeded_finding(test, _output_statement(test)) for test in of_kernel
             ]
         else:
-            wrong += _dependence_findings(of_kernel)
+            wrong += _dependence_findings(of_kernel, report.rows)
     accused = {(f.kernel, str(f.options), fmt) for f in wrong for fmt in f.formats}
     wrong += [
         f
@@ -309,10 +321,13 @@ def findings(
     return wrong, tuple(_judged_sentences(judgement, report))
 
 
-def _dependence_findings(tests: Sequence[Test]) -> Iterator[Finding]:
+def _dependence_findings(
+    tests: Sequence[Test], rows: Sequence[InvarianceRow]
+) -> Iterator[Finding]:
     """Yields a finding for each axis on which one kernel depends, unless that follows
-    from another axis; the one farthest beyond its limit comes first. `tests`: those of
-    the kernel that are exceeded."""
+    from another axis; the one farthest beyond its limit comes first, and says along which
+    axes the kernel is bit-identical. `tests`: those of the kernel that are exceeded;
+    `rows`: of the report."""
     by_axis = grouped(tests, lambda test: test.beyond[0].row.axis)
     gravest = {
         axis: gravest_number(number for test in of_axis for number in test.beyond)
@@ -323,41 +338,29 @@ def _dependence_findings(tests: Sequence[Test]) -> Iterator[Finding]:
     for axis, worst in gravest.items():
         if axis not in follows:
             leading += [(test, worst) for test in by_axis[axis] if worst in test.beyond]
-    for test, worst in sorted(leading, key=lambda pair: -pair[0].nearness):
+    who = (label(tests[0]), tests[0].format)
+    of_kernel = [row for row in rows if (label(row), row.format) == who]
+    answers = answers_clause(answers_of_rows(of_kernel, ())).text
+    leading.sort(key=lambda pair: -pair[0].nearness)
+    for number, (test, worst) in enumerate(leading):
         also = [gravest[a].row for a, cause in follows.items() if cause == worst.row.axis]
-        yield _exceeded_finding(test, _dependence_sentence(worst, also))
+        details = _dependence_details(worst, also)
+        if not number:
+            details += f" In all, {answers}."
+        yield exceeded_finding(test, Statement(_dependence_sentence(worst), details))
 
 
-def _exceeded_finding(test: Test, text: str) -> Finding:
-    """Returns the finding of a test that is exceeded; `text` follows the kernel's
-    name."""
-    name = f"{label(test)} ({test.format}) " if test.kernel != MODEL else ""
-    return Finding(
-        rule=test.rule,
-        severity="exceeded",
-        sentence=f"{name}{text}.",
-        kernel=test.kernel or "",
-        options=test.options,
-        formats=(test.format or "",),
-        tensor=test.tensor,
-        metric=test.metric,
-        observed=test.observed if isinstance(test.observed, float) else None,
-        limit=test.bound,
-        count=test.offending,
-        judged=test.judged,
-    )
-
-
-def _output_sentence(test: Test) -> str:
-    """Returns the sentence that the model's own output depends on an axis, with its
-    change and the limit. `test`: an exceeded one of the model."""
+def _output_statement(test: Test) -> Statement:
+    """Returns what to say of the model's own output that depends on an axis: the number
+    that was judged; in the details with which kernel, and how much of its size it
+    changes. `test`: an exceeded one of the model."""
     row: ModelRow = test.beyond[0]
     ratio = test.observed if isinstance(test.observed, float) else None
-    name = labelled(row.kernel, row.options)
-    return (
-        f"The model's output ({row.format}, with {name}) depends on {AXES[row.axis]}: "
-        f"along {row.axis} it changes by {si(row.difference)} of its size, "
-        f"{three(ratio, test.bound)}× what roundings explain (limit {three(test.bound)}×)"
+    return Statement(
+        f"output fails along {row.axis}: it changes by {three(ratio, test.bound)}× what "
+        f"roundings explain (limit {three(test.bound)}×)",
+        f"The model's output ({row.format}, with {labelled(row.kernel, row.options)}) "
+        f"depends on {AXES[row.axis]}, by {si(row.difference)} of its size.",
     )
 
 
@@ -380,34 +383,46 @@ def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
     return follows | dict.fromkeys(wrong[1:], *wrong[:1]) if wrong else follows
 
 
-def _dependence_sentence(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
-    """Returns what is wrong, to follow the kernel's name: axis, case, number, where it
-    begins and its cause. `also`: the rows of axes along which it differs for the same
-    cause."""
+def _dependence_sentence(worst: JudgedNumber) -> str:
+    """Returns what is wrong along an axis, to follow the kernel's name."""
     row = worst.row
     wrong = WRONG[worst.rule].format(
         row=row, tensor=tensor_spec(row.tensor).in_words, ulps=three(row.ulps),
         number=three(worst.observed, worst.limit), limit=three(worst.limit),
-        base=three(row.error_base), other=three(row.error_variant),
     )  # fmt: skip
-    begins = ""
+    if row.axis == "repeat":
+        return f"does not repeat itself: {wrong}"
+    return f"fails along {row.axis}: {wrong}"
+
+
+def _dependence_details(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
+    """Returns sentences on what a kernel depends on, the call and form that show it, the
+    error of either form, where the difference begins, and its cause. `also`: the rows of
+    axes along which it differs for the same cause."""
+    row = worst.row
+    what = f"It depends on {AXES[row.axis]}"
+    if row.axis == "repeat":
+        what = "The same call gives another answer"
+    texts = [f"{what}: {row.case}, {other_form_in_words(row)}."]
+    if worst.rule == "rounding":
+        texts.append(
+            f"The call as it is errs by {three(row.error_base)}× the floor's error, the "
+            f"other form by {three(row.error_variant)}×."
+        )
     if row.first is not None:
         sequence, head, place, _ = row.first
-        what = "key" if row.tensor in ("dk", "dv") else "row"
-        begins = f"; first at sequence {sequence} head {head} {what} {place}"
+        part = "key" if row.tensor in ("dk", "dv") else "row"
+        begins = f"First at sequence {sequence} head {head} {part} {place}"
         if row.keys:
             begins += f", which sees {row.keys} key{'s' * (row.keys != 1)}"
-    cause = f"; {row.cause}" if row.cause is not None else ""
-    what = f"depends on {AXES[row.axis]}"
-    if row.axis == "repeat":
-        what = "gives another answer to the same call"
-    too = (
-        f". It differs along {joined_words(map(_axis_and_change, also))} too"
-        if also
-        else ""
-    )
-    where = f"{row.case}: {other_form_in_words(row)}"
-    return f"{what}: along {row.axis} ({where}) {wrong}{begins}{cause}{too}"
+        texts.append(f"{begins}.")
+    if row.cause is not None:
+        cause = str(row.cause)
+        texts.append(f"{cause[0].upper()}{cause[1:]}.")
+    if also:
+        changes = joined_words(map(_axis_and_change, also))
+        texts.append(f"It differs along {changes} too.")
+    return " ".join(texts)
 
 
 def _axis_and_change(row: InvarianceRow) -> str:
@@ -429,9 +444,8 @@ def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterato
     }
     if limits:
         yield (
-            f"Judged: {axes and f'the same bits along {axes}; '}along all axes no "
-            f"difference beyond {three(max(limits))}× what roundings explain. All else "
-            "is reported, and judged where a rule says so."
+            f"Limits: {axes and f'bit-identical along {axes}; '}differences at most "
+            f"{three(max(limits))}× what roundings explain."
         )
     lacking = [
         t for t in judgement.tests if t.standing is Standing.NOT_APPLICABLE and t.unjudged
@@ -447,14 +461,49 @@ def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterato
         yield f"Not judged: {name} ({fmt}) along {'; '.join(parts)}."
 
 
-def passing(report: InvarianceReport, tests: Sequence[Test]) -> str | None:
-    """Returns the clause on a kernel that passed: along which axes it keeps its bits; or
-    that on the model's own output. `tests`: at least one, of one kernel or the model."""
-    first = tests[0]
-    if first.kernel == MODEL:
-        return "its output changes along no axis by more than roundings explain"
-    name, fmt = label(first), first.format
-    return bits_clause([r for r in report.rows if (label(r), r.format) == (name, fmt)])
+def passing(report: InvarianceReport, tests: Sequence[Test]) -> Statement:
+    """Returns what to say of a kernel that passed, or of the model's own output: along
+    which axes it is bit-identical and along which not. `tests`: at least one, of one
+    kernel or the model."""
+    name, fmt = label(tests[0]), tests[0].format
+    if tests[0].kernel == MODEL:
+        answers = [a for a in model_answers(report.models) if a.format == fmt]
+        limits = {test.bound for test in tests if test.bound}
+        judged = {a.axis: max(limits) for a in answers if limits}
+    else:
+        rows = [r for r in report.rows if (label(r), r.format) == (name, fmt)]
+        answers = list(answers_of_rows(rows, ()))
+        judged = {}
+        for test in tests:
+            axis, _, rule = test.rule.partition(" ")
+            if rule == "rounding" and test.bound:
+                judged[axis] = test.bound
+    clause = answers_clause(answers)
+    line = f"output {clause.text}" if tests[0].kernel == MODEL else clause.text
+    return Statement(line, details_clause(answers, _rounding_sentence(answers, judged)))
+
+
+def _rounding_sentence(answers: Sequence[AxisAnswer], judged: Mapping[str, float]) -> str:
+    """Returns a sentence on the differences of a kernel that passed: that they are judged
+    as rounding, but those along axes that no limit is on; empty without a difference.
+    `judged`: the limits by axis, as multiples of what roundings explain."""
+    moved = [a.axis for a in answers if a.answer == "differs"]
+    free = [axis for axis in moved if axis not in judged]
+    if not moved or len(free) == len(moved):
+        return "No limit is on them." if moved else ""
+    but = f", but {joined_words(free)} (no limit)" if free else ""
+    return f"Judged as rounding (limit {three(max(judged.values()))}×){but}."
+
+
+def axis_answers(report: InvarianceReport) -> tuple[AxisAnswer, ...]:
+    """Returns the answer of each kernel in each format along each planned axis, from the
+    rows of a report and the rules that it was judged by (the default ones where it was
+    not): a limit that is exceeded makes `exceeds`, other bits alone `differs`."""
+    stored = report.rules
+    rules = default_rules() if stored is None else Rules.model_validate(stored)
+    failed = [t for t in tests(report, rules) if t.beyond and t.kernel != MODEL]
+    exceeding = {(label(t), t.format or "", t.beyond[0].row.axis) for t in failed}
+    return tuple(answers_of_rows(report.rows, exceeding, report.plan.axes))
 
 
 def with_summary(report: InvarianceReport) -> InvarianceReport:
@@ -465,108 +514,32 @@ def with_summary(report: InvarianceReport) -> InvarianceReport:
     return report.model_copy(update={"summary": summary})
 
 
-def bits_clause(rows: Sequence[InvarianceRow]) -> str:
-    """Returns a clause on the axes along which a kernel does not keep its bits, and by
-    how much, and on those that were tried in part. `rows`: one kernel's in one format."""
-    by_axis = grouped((r for r in rows if r.status == "ok"), lambda r: r.axis)
-    parts: list[str] = []
-    for axis, along in by_axis.items():
-        moved = [r for r in along if r.differ]
-        if sized := [r for r in moved if r.tensor != "lse"]:
-            unit = "" if any("×" in part for part in parts) else " the floor's error"
-            worst = largest_change(sized)
-            tensor = "" if worst.tensor == "out" else f" in {worst.tensor}"
-            size = f"{floor_multiple_in_words(worst.floor_ratio)}×{unit}{tensor}"
-        else:
-            size = "the log-sum-exp alone"
-        if moved:
-            parts.append(f"{axis} ({'NaN' if any(r.nonfinite for r in moved) else size})")
-    same = len(by_axis) - len(parts)
-    less = [
-        f"{axis} ({text})"
-        for axis in by_axis
-        if (text := untried_part_clause(rows, axis))
-    ]
-    limits = f"; tried in part along {joined_words(less)}" if less else ""
-    if not parts:
-        every = joined_words(by_axis) if same < 4 else f"all {same} axes"
-        return f"keeps its bits along {every}{limits}"
-    others = f"; keeps its bits along the other {same}" if same else ""
-    return f"differs along {joined_words(parts)}{others}{limits}"
-
-
-def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
-    """Returns a clause on what a kernel's rows leave out of an axis: calls that could not
-    be made or were declined, and kv heads; empty where nothing. A variant that is an
-    option which the kernel has not is no part of its axis."""
-    along = [row for row in rows if row.axis == axis and row.excuse != "option"]
-    calls = {(row.case, row.variant) for row in along}
-    ok = [row for row in along if row.status == "ok"]
-    ran = {(row.case, row.variant) for row in ok}
-    cut = {(row.case, row.variant): row.part for row in ok if row.part}
-    texts = [f"{len(ran)} of {len(calls)} calls"] if len(ran) < len(calls) else []
-    if cut:
-        count = "" if len(cut) == len(ran) else f"{len(cut)} "
-        texts.append(f"{count}with {' and '.join(dict.fromkeys(cut.values()))}")
-    return ", ".join(texts)
-
-
-def floor_multiple_in_words(value: float | None) -> str:
-    """Returns a multiple of the floor's error as every table and sentence of a report
-    writes it; a dash for None."""
-    return si(value) if value is not None and value < 1 else ratio(value)
-
-
-def largest_change(rows: Iterable[InvarianceRow]) -> InvarianceRow:
-    """Returns the row that table, headline and answer show for several: with the most
-    elements that are not finite, else the largest difference over the floor's error.
-    `rows`: at least one."""
-    return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))
-
-
 def other_form_in_words(row: InvarianceRow) -> str:
     """Returns the other form of a call, and the part of it that is compared where that is
     not all."""
     return row.variant + (f", {row.part}" if row.part else "")
 
 
-def _change_clause(row: InvarianceRow) -> str:
-    """Returns a clause on a call, its other form, which share of it differs, and by how
-    much."""
-    share = f"{three(100 * row.differ / row.elements)} % of {row.tensor}"
-    change = f"{floor_multiple_in_words(row.floor_ratio)}× the floor's error (rms)"
-    if row.nonfinite:
-        change = "NaN"
-    return f"{row.case}, {other_form_in_words(row)} ({share}, by {change})"
-
-
 def answer_sentences(
     rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()
 ) -> Iterator[str]:
     """Yields a sentence on the cause of a difference, for each kernel and axis that has
-    one; then, for each format and axis, on what becomes of it in the model's own
-    output."""
-    moved = (r for r in rows if r.status == "ok" and r.differ and r.tensor != "lse")
-    by_axis = grouped(moved, lambda r: (label(r), r.format, r.axis))
+    one; then, for each format and axis along which the model's own output changes, by how
+    much and through what."""
+    causes = [row for row in rows if row.differ and row.cause and row.tensor != "lse"]
+    by_axis = grouped(causes, lambda r: (label(r), r.format, r.axis))
     for (kernel, fmt, axis), along in by_axis.items():
-        causes = [row for row in along if row.cause is not None]
-        if not causes:
-            continue
-        most, explained = largest_change(along), largest_change(causes)
-        text = f"{kernel} ({fmt}) along {axis}: most in {_change_clause(most)}"
-        if most.cause is not None:
-            yield f"{text}; {most.cause}."
-        else:
-            yield f"{text}; in {_change_clause(explained)}, {explained.cause}."
-    ran = grouped((m for m in models if m.reason is None), lambda m: (m.format, m.axis))
+        row = largest_change(along)
+        where = f"{row.case}, {other_form_in_words(row)}"
+        yield f"{kernel} ({fmt}) along {axis}: {row.cause} ({where})."
+    ran = grouped((m for m in models if m.difference), lambda m: (m.format, m.axis))
     for (fmt, axis), outputs in ran.items():
         shares = [
-            f"{100 * (m.share or 0.0):.0f} % with {m.kernel}"
+            f"{100 * (m.share or 0.0):.0f} % with {labelled(m.kernel, m.options)}"
             for m in outputs
-            if m.difference
         ]
-        text = f"keeps its bits along {axis}"
-        if shares:
-            worst = si(max(m.difference or 0.0 for m in outputs))
-            text = f"moves by up to {worst} of its size along {axis}; attention's share: "
-        yield f"The model's output in {fmt} {text}{joined_words(shares)}."
+        worst = si(max(m.difference or 0.0 for m in outputs))
+        yield (
+            f"model ({fmt}) along {axis}: output changes by up to {worst} of its size; "
+            f"attention's share {joined_words(shares)}."
+        )

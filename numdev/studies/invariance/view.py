@@ -3,41 +3,45 @@ model's own output."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.config import AXES
 from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.report import document as doc
 from numdev.report.number_text import NONE, si, three
-from numdev.studies.invariance.report import InvarianceReport, InvarianceRow, ModelRow
-from numdev.studies.invariance.verdict import (
+from numdev.studies.invariance.answers import (
+    GROUPS,
+    Answer,
+    AxisGroup,
     floor_multiple_in_words,
     largest_change,
-    other_form_in_words,
     untried_part_clause,
 )
+from numdev.studies.invariance.report import InvarianceReport, InvarianceRow, ModelRow
+from numdev.studies.invariance.verdict import axis_answers, other_form_in_words
+from numdev.tensor_specs import TENSORS
 
 SAME = "same"
 LEGEND = (
-    "same: the same bits in all calls and variants, or in those that it says were made. "
-    "Otherwise the largest rms difference over the error of the exact result rounded "
-    "once (the floor's), and in how many there is one of those that were made. "
-    "Red: a finding. It is judged by another number, the difference over what roundings "
-    "explain; they explain more where a kernel errs more. A dash: not run."
+    "same: bit-identical in all calls and variants, or in those that it says were made. "
+    "Otherwise the largest rms difference over the floor's error (of the exact result, "
+    "rounded once), and in how many variants there is one. Red: beyond a limit. Limits "
+    "are on the difference over what roundings explain, which is more where a kernel "
+    "errs more. A dash: not tried, or no such tensor."
 )
 SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
 
 def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     """Yields what is shown below the verdicts: a table of axes by kernels for each format
-    and tensor, the differences, the model's own output, and what did not run."""
-    accused = {(label(f), f.rule.split()[0]) for f in report.findings}
+    and group of axes, the differences, the model's own output, and what did not run."""
+    answers = {(a.kernel, a.format, a.axis): a.answer for a in axis_answers(report)}
     for fmt, rows in grouped(report.rows, lambda r: r.format).items():
-        for tensor in dict.fromkeys(r.tensor for r in rows if r.status == "ok"):
-            of_tensor = [r for r in rows if r.tensor == tensor or not r.elements]
-            title = f"{tensor} in {fmt}: largest rms difference, × the floor's error"
-            yield _axis_table(title, of_tensor, accused)
+        for group in GROUPS:
+            of_group = [r for r in rows if r.axis in group.axes]
+            if of_group:
+                yield _group_table(group, fmt, of_group, answers)
     yield from doc.notes((LEGEND,))
     moved = list(_difference_rows(report.rows))
     yield _difference_table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
@@ -78,24 +82,35 @@ def _percent(x: float | None) -> str:
     return NONE if x is None else f"{three(100 * x)} %"
 
 
-def _axis_table(
-    title: str, rows: Sequence[InvarianceRow], accused: Container[tuple[str, str]]
+def _group_table(
+    group: AxisGroup,
+    fmt: str,
+    rows: Sequence[InvarianceRow],
+    answers: Mapping[tuple[str, str, str], Answer],
 ) -> doc.Table:
-    """Returns a table with a row for each axis and a column for each kernel; red where
-    `accused` has (kernel, axis)."""
-    kernels = dict.fromkeys(label(r) for r in rows if r.status == "ok")
-    cells = grouped(rows, lambda r: (r.axis, label(r)))
-    table = (
-        (
-            doc.Cell(axis, title=AXES[axis]),
-            *(
-                _axis_cell(cells.get((axis, k), ()), bad=(k, axis) in accused)
-                for k in kernels
-            ),
-        )
-        for axis in dict.fromkeys(r.axis for r in rows)
+    """Returns a table of a group of axes with a column for each kernel, and a row for
+    each axis: one for all tensors where no kernel changes any, else one for each tensor
+    that a kernel changes. Red where the answer is `exceeds`."""
+    kernels = dict.fromkeys(label(r) for r in rows)
+    table: list[tuple[doc.Cell, ...]] = []
+    for axis, along in grouped(rows, lambda r: r.axis).items():
+        differing = {r.tensor for r in along if r.status == "ok" and r.differ}
+        moved = [name for name in TENSORS if name in differing]
+        for number, tensor in enumerate(moved or ("all",)):
+            of_tensor = [
+                r for r in along if tensor in ("all", r.tensor) or r.status != "ok"
+            ]
+            by_kernel = grouped(of_tensor, label)
+            name = doc.Cell("" if number else axis, title=AXES[axis])
+            cells = [name, doc.Cell(tensor, style="soft")]
+            for kernel in kernels:
+                bad = answers[kernel, fmt, axis] == "exceeds"
+                cells.append(_axis_cell(by_kernel.get(kernel, ()), bad=bad))
+            table.append(tuple(cells))
+    title = f"{group.title}, {fmt}. {group.sentence}"
+    return doc.table(
+        ("axis", doc.Column("tensor", align="left"), *kernels), table, title=title
     )
-    return doc.table(("axis", *kernels), table, title=title)
 
 
 def _axis_cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from numdev.gate.findings import run_findings
-from numdev.gate.judgement import Judgement, Test, TestFields
+from numdev.gate.findings import exceeded_finding, first_clauses, label, run_findings
+from numdev.gate.judgement import Judgement, Statement, Test, TestFields
 from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
@@ -236,25 +236,12 @@ def findings(
     sentences = []
     for of_side in grouped(wrong, lambda test: test.kernel).values():
         test = of_side[0]
-        clause = "; ".join(_finding_clauses(report, of_side))
+        clauses = list(_finding_clauses(report, of_side))
+        name = f"{label(test)} ({test.format})"
+        sentence, details = first_clauses(name, clauses, between=" ", least=1)
         named = ", ".join(cause.cause for cause in _causes_in(of_side))
-        observed = test.observed if isinstance(test.observed, float) else None
-        sentences.append(
-            Finding(
-                rule=test.rule,
-                severity="exceeded",
-                sentence=f"{test.kernel} ({test.format}) {clause}.",
-                kernel=test.kernel or "",
-                formats=(test.format or "",),
-                tensor=test.tensor,
-                metric=test.metric,
-                limit=test.bound,
-                count=test.offending,
-                observed=observed,
-                judged=test.judged,
-                cause=named or None,
-            )
-        )
+        finding = exceeded_finding(test, Statement("", details), named or None)
+        sentences.append(finding.model_copy(update={"sentence": sentence}))
     return (*sentences, *run_findings(judgement.tests)), tuple(_not_tested(report))
 
 
@@ -302,26 +289,27 @@ def _not_tested(report: LogprobsReport) -> Iterator[str]:
             yield f"{side.name}: not looked for: {'; '.join(texts)}."
 
 
-def passing(report: LogprobsReport, tests_of_side: Sequence[Test]) -> str | None:
-    """Returns what to say of a side that passed, as a clause; of both together, that
-    their tokens are the same."""
+def passing(report: LogprobsReport, tests_of_side: Sequence[Test]) -> Statement:
+    """Returns what to say of a side that passed; of both together, that their tokens are
+    the same."""
     name = tests_of_side[0].kernel
     planned = next((side for side in report.plan.sides if side.name == name), None)
     if planned is None:
         tokens = sum(row.tokens for row in report.pairs)
-        return f"the same tokens on both sides ({tokens:,} compared)"
-    return side_clause(side_summary(report, planned))
+        return Statement(f"the same tokens on both sides ({tokens:,} compared)")
+    return side_statement(side_summary(report, planned))
 
 
-def side_clause(side: SideSummary) -> str:
-    """Returns `1.02× what bfloat16 explains (0.97 to 1.07) at 9,120 tokens; mean 1e-4,
-    4e-4 expected; no cause named`."""
+def side_statement(side: SideSummary) -> Statement:
+    """Returns `1.02× what bfloat16 explains (0.97 to 1.07), 9,120 tokens; no cause
+    named`, and the mean in the details."""
     assert side.ratio is not None
     ends = ""
     if side.ratio.low is not None and side.ratio.high is not None:
         ends = f" ({ratio(side.ratio.low)} to {ratio(side.ratio.high)})"
     mean = side.mean.mean if side.mean is not None else None
-    return (
+    return Statement(
         f"{ratio(side.ratio.mean)}× what {side.format} explains{ends}, {side.tokens:,} "
-        f"tokens; mean {si(mean)} beside {si(side.expected_mean)}; no cause named"
+        "tokens; no cause named",
+        f"Mean {si(mean)} nats, expected {si(side.expected_mean)}.",
     )
