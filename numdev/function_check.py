@@ -46,6 +46,7 @@ from numdev.studies.audit.functions import (
     run_all,
 )
 from numdev.studies.audit.reproducer_script import name_of
+from numdev.studies.audit.script_target import ScriptTarget
 from numdev.system import System
 from numdev.testing import CheckResult, Thresholds, filled_text
 from numdev.yamlfile import validated
@@ -107,18 +108,20 @@ def check_beside(
     source = name_of(inputs) if callable(inputs) else inputs and str(inputs)
     request = {"target": asked.name, "inputs": source or shapes}
     rules = rules_of(thresholds)
-    result = judged_result(parts, request, system, rules, tolerance)
-    if reproducers is None or result.passed:
-        return result
-    return _with_reproducer(result, parts, rules, Path(reproducers))
+    return judged_result(parts, request, system, rules, tolerance, reproducers)
 
 
 def _with_reproducer(
-    result: CheckResult, parts: Sequence[FormatPart], rules: Rules, directory: Path
+    result: CheckResult,
+    parts: Sequence[FormatPart],
+    rules: Rules,
+    directory: str | Path | None,
 ) -> CheckResult:
     """Returns a result with a script that shows its gravest finding, or among its notes
-    why there is none."""
-    target = parts[0].asked.name
+    why there is none; one that passed, and any without a directory, as it is."""
+    if directory is None or result.passed:
+        return result
+    target, directory = parts[0].asked.name, Path(directory)
     findings = result.report.findings
     script, why = reproducer_of(findings, parts, rules, target, directory)
     if script is None:
@@ -138,14 +141,15 @@ def check_problem(
     thresholds: Thresholds = None,
     process: FunctionProcess | None = None,
     power: str | None = None,
+    reproducers: str | Path | None = None,
 ) -> CheckResult:
     """Returns the result of a check whether the class ModelNew of a solution's file
     computes what the class Model of a problem's file computes, on its `get_inputs`, as
     exactly as its format allows. `formats`: in which arguments and modules are; none: as
     they are made. `backward`: whether gradients are checked. `process`: what runs the
-    solution; None: this process. `power`: as of `check_beside`. Raises UsageError for
-    wrong arguments and files, MeasurementError where the process does not answer, and for
-    rules made for another system."""
+    solution; None: this process. `power`, `reproducers`: as of `check_beside`. Raises
+    UsageError for wrong arguments and files, MeasurementError where the process does not
+    answer, and for rules made for another system."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")
@@ -156,7 +160,9 @@ def check_problem(
     for fmt in _formats_to_check(formats, read.get_inputs):
         dtype = None if fmt is None else dtype_of(fmt)
         build = dataclasses.replace(read.build, dtype=dtype)
-        reference, run = _modules(solution, read, build, process, backward=backward)
+        reference, run, build = _modules(
+            solution, read, build, process, backward=backward
+        )
         asked = Asked(
             name=f"{Path(solution).stem}:{SOLUTION}",
             reference=reference,
@@ -166,9 +172,11 @@ def check_problem(
             seeds=seeds,
             device=system.device,
         )
-        parts.append(run_format(asked, run))
+        script = ScriptTarget(file=Path(solution), name=SOLUTION, build=build)
+        parts.append(run_format(asked, run, script))
     request = {"target": str(solution), "inputs": f"{read.path.name}:get_inputs"}
-    return judged_result(parts, request, system, rules_of(thresholds), tolerance)
+    rules = rules_of(thresholds)
+    return judged_result(parts, request, system, rules, tolerance, reproducers)
 
 
 def _modules(
@@ -178,11 +186,12 @@ def _modules(
     process: FunctionProcess | None,
     *,
     backward: bool,
-) -> tuple[Callable[..., object], RunAll]:
-    """Returns the reference, and what runs the solution: both with the same state, the
-    problem's with what is all 0 or all 1 redrawn, where theirs has the same names and
-    shapes, else each with its own. Where they differ the parameters are no arguments of
-    the reference, and have no gradients. `build`: how a module is made of a class."""
+) -> tuple[Callable[..., object], RunAll, ModuleBuild]:
+    """Returns the reference, what runs the solution, and how its module is made: both
+    with the same state, the problem's with what is all 0 or all 1 redrawn, where theirs
+    has the same names and shapes, else each with its own. Where they differ the
+    parameters are no arguments of the reference, and have no gradients. `build`: how a
+    module is made of a class."""
     target = f"{solution}:{SOLUTION}"
     if process is not None:
         forms = _forms_in(process, target, build)
@@ -195,8 +204,9 @@ def _modules(
         build = dataclasses.replace(build, state=redrawn_state(plain)[0])
         reference = build.module(problem.model)
     if process is not None:
-        return reference, in_process(process, target, backward=backward, build=build)
-    return reference, partial(run_all, build.module(make), backward=backward)
+        run = in_process(process, target, backward=backward, build=build)
+        return reference, run, build
+    return reference, partial(run_all, build.module(make), backward=backward), build
 
 
 def _forms_in(
@@ -220,11 +230,12 @@ def judged_result(
     system: System,
     rules: Rules,
     tolerance: tuple[float, float] | None = None,
+    reproducers: str | Path | None = None,
 ) -> CheckResult:
     """Returns the result of the runs, judged by the rules. `parts`: one for each format,
     at least one; `source`: further keys of the report's request; `tolerance`: rtol and
-    atol, to be told what they pass. Raises MeasurementError
-    for rules made for another system."""
+    atol, to be told what they pass; `reproducers`: a directory for the script of a failed
+    check. Raises MeasurementError for rules made for another system."""
     check_system(system.as_dict(), rules)
     asked = parts[0].asked
     request = {
@@ -236,7 +247,8 @@ def judged_result(
         "rules": rules.name,
     }
     judged = judge_function_runs(parts, rules, request, system, tolerance)
-    return _result_of_report(*judged, asked.remarks)
+    result = _result_of_report(*judged, asked.remarks)
+    return _with_reproducer(result, parts, rules, reproducers)
 
 
 def _result_of_report(
@@ -330,16 +342,18 @@ def _runner(
     return partial(run_all, function, backward=backward)
 
 
-def run_format(asked: Asked, run: RunAll) -> FormatPart:
+def run_format(
+    asked: Asked, run: RunAll, script: ScriptTarget | None = None
+) -> FormatPart:
     """Runs the function on all calls, before anything of the reference is computed, and
     returns both; where a result is few numbers, and with `asked.again`, those of a
-    second run, of DRAWS draws for each call."""
+    second run, of DRAWS draws for each call. `script`: how a script gets the function."""
     plan = planned(asked)
     outputs = run(plan.draws)
     if asked.again and is_few(outputs, plan):
         plan = planned(asked, DRAWS)
         outputs = run(plan.draws)
-    return FormatPart(asked=asked, plan=plan, runs=outputs, run=run)
+    return FormatPart(asked=asked, plan=plan, runs=outputs, run=run, script=script)
 
 
 def _wants_gradients(calls: Sequence[Arguments]) -> bool:

@@ -38,7 +38,10 @@ from numdev.operations.function.task_folders import (
     TaskFolder,
     sizes_text,
 )
+from numdev.operations.function.trees import Arguments
+from numdev.studies.audit.function_power import parsed_tolerance
 from numdev.studies.audit.functions import Asked, RunAll, in_process, run_all
+from numdev.studies.audit.script_target import ScriptTarget
 from numdev.system import System
 from numdev.testing import CheckResult, Thresholds
 
@@ -70,6 +73,8 @@ def check_task(
     device: str = "auto",
     thresholds: Thresholds = None,
     process: FunctionProcess | None = None,
+    power: str | None = None,
+    reproducers: str | Path | None = None,
 ) -> CheckResult:
     """Returns the result of a check whether `custom_kernel` of a submission's file
     computes what `ref_kernel` of a task's folder computes, as exactly as its formats
@@ -78,10 +83,12 @@ def check_task(
     The smaller of the task's tests run, of `shapes` (`m=64,n=32`) that call alone. On a
     CPU "cuda" in these files means the CPU, so that other numbers are drawn than on a
     GPU. `seeds`: added to the tests' own. `process`: what runs the submission; None: this
-    process. Raises UsageError for wrong arguments and files, for tasks of several GPUs
-    and those that judge outputs by their properties, and where all tests are too large;
-    MeasurementError for rules made for another system."""
+    process. `power`, `reproducers`: as of `check_beside`. Raises UsageError for wrong
+    arguments and files, for tasks of several GPUs and those that judge outputs by their
+    properties, and where all tests are too large; MeasurementError for rules made for
+    another system."""
     seeds = _seeds(seeds)
+    tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
     folder = TaskFolder.read(Path(task))
     with ExitStack() as stack:
@@ -102,13 +109,15 @@ def check_task(
             remarks=remarks,
         )
         run = _runner(f"{submission}:{SUBMISSION}", around, process)
-        part = run_format(asked, run)
+        script = ScriptTarget(file=Path(submission), name=SUBMISSION, folder=place)
+        part = run_format(asked, run, script)
         request = {
             "target": str(submission),
             "inputs": f"{folder.path / 'reference.py'}:generate_input",
             "reference": f"{folder.path / 'reference.py'}:ref_kernel",
         }
-        return judged_result([part], request, system, rules_of(thresholds))
+        rules = rules_of(thresholds)
+        return judged_result([part], request, system, rules, tolerance, reproducers)
 
 
 def check_definition(
@@ -121,6 +130,8 @@ def check_definition(
     device: str = "auto",
     thresholds: Thresholds = None,
     process: FunctionProcess | None = None,
+    power: str | None = None,
+    reproducers: str | Path | None = None,
 ) -> CheckResult:
     """Returns the result of a check whether a solution computes what the reference of a
     definition's file computes, as exactly as its formats allow. `solution`: a JSON file
@@ -128,20 +139,17 @@ def check_definition(
 
     `inputs`: a file of workloads (.jsonl), of which the first SHOWN are run; or a
     function of a seed, or a safetensors file, as of `check_beside`; None: normal numbers,
-    variable axes as in `shapes` (`M=64,N=32`). `seeds`: of these numbers. `process`: what
-    runs the solution; None: this process. Raises UsageError for wrong arguments and
-    files, for solutions that need a build, and for inputs whose meaning a definition does
-    not tell; MeasurementError for rules made for another system."""
+    variable axes as in `shapes` (`M=64,N=32`). `seeds`: of these numbers. `process`,
+    `power`, `reproducers`: as of `check_beside`. Raises UsageError for wrong arguments
+    and files, for solutions that need a build, and for inputs whose meaning a definition
+    does not tell; MeasurementError for rules made for another system."""
     seeds = _seeds(seeds)
+    tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
     read = read_definition(Path(definition))
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        target, passes_outputs = str(solution), False
-        if target.endswith(".json"):
-            form = read_solution(Path(solution))
-            target = form.unpacked(place)
-            passes_outputs = form.spec.destination_passing_style
+        target, passes_outputs = _unpacked(str(solution), place)
         around = DefinitionSurroundings(
             folder=str(place), modules=(), device=system.device, definition=read,
             passes_outputs=passes_outputs,
@@ -160,13 +168,46 @@ def check_definition(
             outputs_only=True,
             remarks=remarks,
         )
-        part = run_format(asked, _runner(target, around, process))
+        script = _script_of(target, around, place)
+        part = run_format(asked, _runner(target, around, process), script)
         request = {
             "target": str(solution),
             "inputs": str(inputs or shapes or "normal numbers"),
             "reference": f"{definition}:run",
         }
-        return judged_result([part], request, system, rules_of(thresholds))
+        rules = rules_of(thresholds)
+        return judged_result([part], request, system, rules, tolerance, reproducers)
+
+
+def _unpacked(solution: str, folder: Path) -> tuple[str, bool]:
+    """Returns the target `FILE.py:NAME` of a solution, whose sources are written into a
+    folder where it is JSON; and whether it gets memory for its outputs."""
+    if not solution.endswith(".json"):
+        return solution, False
+    form = read_solution(Path(solution))
+    return form.unpacked(folder), form.spec.destination_passing_style
+
+
+def _script_of(target: str, around: DefinitionSurroundings, folder: Path) -> ScriptTarget:
+    """Returns how a script gets a solution, whose sources are in `folder` where it came
+    as JSON."""
+    path, _, name = target.rpartition(":")
+    read = around.definition
+
+    def memory(arguments: Arguments) -> Sequence[Tensor]:
+        """Returns memory for the outputs of a call."""
+        inputs = in_order(read, arguments.positional, arguments.named)
+        return around.memory(inputs) if around.passes_outputs else ()
+
+    return ScriptTarget(
+        file=Path(path),
+        name=name,
+        source=read.reference,
+        folder=folder if Path(path).resolve().is_relative_to(folder.resolve()) else None,
+        memory=memory,
+        outputs=tuple(read.outputs),
+        constants=frozenset(x.value for x in read.axes.values() if x.value),
+    )
 
 
 def _reference(

@@ -13,13 +13,15 @@ import function_examples as examples
 import pytest
 import torch
 from click.testing import CliRunner
+from loaded import ROOT
 from safetensors.torch import load_file
 from torch import Tensor
 
 from numdev.cli.main import cli
-from numdev.function_check import check_beside
+from numdev.function_check import check_beside, check_problem
 from numdev.operations.function.trees import Arguments
 from numdev.studies.audit.function_reproducer import sizes_to_cut
+from numdev.task_check import check_definition, check_task
 from numdev.testing import CheckResult
 
 EXAMPLES = Path(examples.__file__)
@@ -152,3 +154,72 @@ def test_a_scalar_is_shown_over_its_draws(tmp_path: Path) -> None:
     assert sum(name.endswith("in.target") for name in stored) == 8
     assert ran(result.reproducer)[0] == 1
     assert ran(result.reproducer, instead="loss")[0] == 0
+
+
+DOORS = ROOT / "examples"
+
+
+def with_sound_code(script: Path, wrong: str, sound: str) -> int:
+    """What a script returns where other code stands in the place of the wrong one."""
+    other = script.with_name("other.py")
+    other.write_text(script.read_text().replace(wrong, sound))
+    return ran(other)[0]
+
+
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_script_makes_the_module_of_a_problem(backward: bool, tmp_path: Path) -> None:
+    """Of its class, with the state that the check gave it."""
+    folder = DOORS / "problem"
+    result = check_problem(
+        folder / "wrong_solution.py", problem=folder / "problem.py", backward=backward,
+        device="cpu", reproducers=tmp_path,
+    )  # fmt: skip
+    assert result.reproducer is not None, result.notes
+    code, out = ran(result.reproducer)
+    assert code == 1, out
+    assert with_sound_code(result.reproducer, "wrong_solution.py", "solution.py") == 0
+
+
+def test_a_script_has_the_files_of_a_task_beside_it(tmp_path: Path) -> None:
+    folder = DOORS / "task"
+    result = check_task(
+        folder / "wrong_submission.py", task=folder, device="cpu", power="1e-2",
+        reproducers=tmp_path,
+    )  # fmt: skip
+    assert result.reproducer is not None, result.notes
+    assert (result.reproducer.parent / "files" / "task.py").is_file()
+    assert ran(result.reproducer)[0] == 1
+    wrong, sound = "wrong_submission.py", "submission.py"
+    assert with_sound_code(result.reproducer, wrong, sound) == 0
+    assert any("tolerance 0.01 passes 4 of 14" in note for note in result.notes)
+
+
+def test_a_script_has_the_sources_and_the_memory_of_a_definition(tmp_path: Path) -> None:
+    folder = DOORS / "definition"
+    result = check_definition(
+        folder / "wrong_solution.json", definition=folder / "definition.json",
+        device="cpu", power="1e-2", reproducers=tmp_path,
+    )  # fmt: skip
+    script = result.reproducer
+    assert script is not None, result.notes
+    assert "# def run(x, weight):" in script.read_text()
+    assert ran(script)[0] == 1
+    sound = json.loads((folder / "solution.json").read_text())["sources"]
+    for source in sound:
+        (script.parent / "files" / source["path"]).write_text(source["content"])
+    assert ran(script)[0] == 0
+    assert any("passes 0 of 14" in note for note in result.notes)
+
+
+def test_no_script_takes_a_cpu_for_a_gpu(tmp_path: Path) -> None:
+    """The check may; the script alone would ask for CUDA."""
+    folder = DOORS / "problem"
+    solution = tmp_path / "asks.py"
+    text = (folder / "wrong_solution.py").read_text()
+    solution.write_text(text.replace("import torch\n", 'import torch\nON = "cuda"\n', 1))
+    result = check_problem(
+        solution, problem=folder / "problem.py", device="cpu", reproducers=tmp_path / "o"
+    )
+    assert result.verdict == "FAIL"
+    assert result.reproducer is None
+    assert "No reproducer: the function's file asks for CUDA" in result.notes[-1]

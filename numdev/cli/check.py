@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ SHAPE = (
     "--task the arguments of generate_input, with --definition its axes: m=64,n=32."
 )
 POWER = (
-    "With --reference or --problem: a tolerance, 1e-2 or RTOL,ATOL. Says which of "
+    "Beside a reference of any kind: a tolerance, 1e-2 or RTOL,ATOL. Says which of "
     "fourteen wrong kernels it passes on these inputs, beside numdev."
 )
 OUTPUT = "Directory for failure scripts.  [default: a temporary folder]"
@@ -137,8 +138,6 @@ def check(
         if cases or claims:
             raise UsageError("--case and --claim are of attention alone")
         beside.check_options(inputs, shapes, formats, backward)
-        if power is not None and (task or definition):
-            raise UsageError("--power needs a --reference or a --problem")
         result = check_function(
             target, beside, inputs, shapes=shapes, formats=formats,
             backward=backward, device=device, seeds=seeds or 0, thresholds=thresholds,
@@ -148,7 +147,7 @@ def check(
         if inputs or shapes:
             raise UsageError("--inputs and --shape need a --reference")
         if power is not None:
-            raise UsageError("--power needs a --reference or a --problem")
+            raise UsageError("--power needs a --reference")
         result = check_attention_kernel(
             target, cases, formats, claims, backward=backward, device=device,
             seeds=seeds, thresholds=thresholds, output=output,
@@ -257,30 +256,29 @@ def check_function(
     from numdev.studies.audit.functions import served
     from numdev.task_check import check_definition, check_task
 
+    scripts = output or tempfile.mkdtemp(prefix="numdev-check-")
     on_cpu = device == "cpu" or (device == "auto" and not _has_cuda())
     with (
         FunctionProcess(run=served, forks=on_cpu) as process,
         contextlib.redirect_stdout(sys.stderr),
     ):
-        is_function = inputs is not None and ":" in inputs
-        source = (
-            import_callable(str(inputs), "function of inputs") if is_function else inputs
-        )
+        source = _source_of_inputs(inputs)
         if beside.problem is not None:
             result = check_problem(
                 target, problem=beside.problem, formats=formats, backward=bool(backward),
                 seeds=seeds, device=device, thresholds=thresholds, process=process,
-                power=power,
+                power=power, reproducers=scripts,
             )  # fmt: skip
         elif beside.task is not None:
             result = check_task(
                 target, task=beside.task, shapes=shapes, seeds=seeds, device=device,
-                thresholds=thresholds, process=process,
+                thresholds=thresholds, process=process, power=power, reproducers=scripts,
             )  # fmt: skip
         elif beside.definition is not None:
             result = check_definition(
                 target, definition=beside.definition, inputs=source, shapes=shapes,
                 seeds=seeds, device=device, thresholds=thresholds, process=process,
+                power=power, reproducers=scripts,
             )  # fmt: skip
         else:
             reference = import_callable(str(beside.reference), "reference")
@@ -288,11 +286,20 @@ def check_function(
                 target, reference=reference, inputs=source, shapes=shapes,
                 formats=formats, backward=backward, seeds=seeds, device=device,
                 thresholds=thresholds, process=process, power=power,
-                reproducers=output or tempfile.mkdtemp(prefix="numdev-check-"),
+                reproducers=scripts,
             )  # fmt: skip
     if output is not None:
         write_report(result, output)
     return result
+
+
+def _source_of_inputs(inputs: str | None) -> Callable[..., object] | str | None:
+    """Returns the function that FILE:NAME names; anything else as it is."""
+    from numdev.kernels import import_callable
+
+    if inputs is None or ":" not in inputs:
+        return inputs
+    return import_callable(inputs, "function of inputs")
 
 
 def write_report(result: CheckResult, output: Path) -> None:

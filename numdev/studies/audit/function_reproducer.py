@@ -13,7 +13,7 @@ import inspect
 import math
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -73,6 +73,11 @@ SAFETENSORS = {
     "I32": torch.int32, "I64": torch.int64, "C64": torch.complex64,
 }  # fmt: skip
 TINY = 1e-300
+# What a template is told of a function that a module has by its name
+NO_TARGET: Mapping[str, object] = {
+    "file": None, "aside": None, "class_arguments": None, "class_seed": 0,
+    "class_dtype": None, "has_state": False, "memory": [], "outputs": [],
+}  # fmt: skip
 CLEARLY = 1.2  # times sound code's figure: from there on a call shows the failure
 
 
@@ -98,7 +103,10 @@ def write_reproducer(
     folder of `directory`, and returns the script. `target`: `FILE.py:name` or
     `module:name`. Raises NumdevError where the fault does not show again, a script cannot
     import the function or cannot spell its arguments, or it cannot be written."""
-    module, name, folder = _import_of(target)
+    script = part.script
+    module, name, folder = (
+        _import_of(target) if script is None else (script.file.name, script.name, None)
+    )
     call, runs = _call_of(finding, part)
     failed = next((x for x in runs if isinstance(x, Failure)), None)
     if failed is not None:
@@ -110,20 +118,29 @@ def write_reproducer(
         facts = _facts_of_call(small.call, figure, tensor)
         facts |= _facts_of_figure(small, tensor, figure)
         tensors = {**_stored_inputs(small.call), **_stored_exact(small, tensor)}
+        call = small.call
     words = textwrap.wrap(plain(finding.whole), 97)
+    if script is not None:
+        first = call.draws[0].arguments
+        facts |= script.facts(first, call.draws[0].device)
+        tensors |= script.stored()
     about = {
         "words": words,
         "about": f"Checked with torch {torch.__version__} on {call.draws[0].device}.",
         "module": module,
         "name": name,
         "folder": folder,
-        "source": _source_of(part.asked.reference),
+        "source": _source_of(part),
         "device": call.draws[0].device,
         "figures": FIGURES,
         "dtypes": {n: d for n, d in SAFETENSORS.items() if d in _dtypes(tensors)},
     }
-    text = rendered("function", {**facts, **about})
-    return _written(directory / FOLDER / finding.folder, text, tensors)
+    text = rendered("function", {**NO_TARGET, **facts, **about})
+    place = directory / FOLDER / finding.folder
+    path = _written(place, text, tensors)
+    if script is not None:
+        script.write_aside(place)
+    return path
 
 
 def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
@@ -146,8 +163,11 @@ def _import_of(target: str) -> tuple[str, str, str | None]:
     return module, name, str(path.parents[levels])
 
 
-def _source_of(reference: Callable[..., object]) -> list[str]:
+def _source_of(part: FormatPart) -> list[str]:
     """Returns the lines of a reference's source; one that says so where there is none."""
+    if part.script is not None and part.script.source:
+        return part.script.source.rstrip().splitlines()
+    reference = part.asked.reference
     called = reference.forward if isinstance(reference, torch.nn.Module) else reference
     try:
         return textwrap.dedent(inspect.getsource(called)).rstrip().splitlines()
@@ -182,7 +202,10 @@ def _smaller(
         raise MeasurementError("the failure does not show every time")
     wanted = next(iter(best.figures.items()))
     deadline = time.monotonic() + SECONDS
+    constants = part.script.constants if part.script is not None else frozenset()
     for size in sizes_to_cut(call.draws[0].arguments):
+        if size in constants:
+            continue
         smaller = size // 2
         while smaller >= 1 and time.monotonic() < deadline:
             candidate = _cut_call(best.call, size, smaller)
@@ -316,7 +339,9 @@ def _facts_of_figure(failing: FailingCall, tensor: str, figure: str) -> dict[str
     the middle of the function's and sound code's, or is one element of a count."""
     form = failing.call.forms[tensor]
     unit = failing.call.judges[tensor].format.unit_roundoff
-    facts: dict[str, object] = {"shape": list(form.shape), "dtype": str(form.dtype)}
+    facts: dict[str, object] = {
+        "shape": list(form.shape), "dtype": str(form.dtype), "on": form.device,
+    }  # fmt: skip
     if figure == "form":
         return facts
     observed, sound = _observed(failing, tensor, figure)
@@ -334,6 +359,7 @@ def _facts_of_call(
     outputs = list(first.plain.outputs)
     is_gradient = tensor is not None and tensor in first.plain.gradients
     leaves = first.arguments.leaves()
+    is_of_module = is_gradient and str(tensor).removesuffix(GRADIENT) not in leaves
     index = None if tensor else 0
     if tensor in outputs:
         index = outputs.index(tensor)
@@ -342,6 +368,7 @@ def _facts_of_call(
         "tensor": tensor or "output",
         "index": index,
         "gradient": tensor.removesuffix(GRADIENT) if tensor and is_gradient else None,
+        "is_of_module": is_of_module,
     }
     return {
         **looked_at,

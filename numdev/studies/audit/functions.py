@@ -73,6 +73,7 @@ from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
+from numdev.studies.audit.script_target import ScriptTarget
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 
@@ -653,6 +654,7 @@ class FormatPart:
     plan: FunctionPlan
     runs: Runs
     run: RunAll
+    script: ScriptTarget | None = None  # None: a module has the function by its name
 
     @property
     def format(self) -> Format:

@@ -1,0 +1,98 @@
+"""How a script of its own gets the function that a check ran: which file has it, what
+lies beside that, and how a module is made, or memory for outputs is, where a function is
+not simply called."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from numdev.errors import MeasurementError, UsageError
+from numdev.operations.function.problem_files import SEED, ModuleBuild
+from numdev.operations.function.trees import Arguments
+from numdev.studies.audit.reproducer_script import literal
+
+STATE = "state."  # before the names of a module's parameters and buffers in the tensors
+ASIDE = "files"  # the folder beside a script that holds what the function's file imports
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTarget:
+    """A function of a file that is no plain module: of a solution or a submission."""
+
+    file: Path
+    name: str
+    source: str = ""  # of the reference, where that is no Python function's own
+    folder: Path | None = None  # of files that it imports, and perhaps its own
+    build: ModuleBuild | None = None  # how a module is made of the class that it is
+    # Memory for the outputs of a call, which the function gets after its arguments
+    memory: Callable[[Arguments], Sequence[Tensor]] | None = None
+    outputs: tuple[str, ...] = ()  # names of what a returned mapping has
+    constants: frozenset[int] = frozenset()  # sizes that a call cannot change
+
+    def facts(self, arguments: Arguments, device: str) -> dict[str, object]:
+        """Returns what the template of a script says of the function. Raises UsageError
+        for arguments of a module that have no spelling, and for code that asks for CUDA
+        where the check ran on a CPU: the script alone has no GPU in its place."""
+        text = self.file.read_text(encoding="utf-8", errors="replace")
+        if not device.startswith("cuda") and "cuda" in text:
+            what = "the function's file asks for CUDA, and this check ran on a CPU"
+            raise UsageError(what)
+        memory = () if self.memory is None else self.memory(arguments)
+        facts: dict[str, object] = {
+            "file": self._path_in_script(),
+            "aside": ASIDE if self.folder is not None else None,
+            "memory": [_unwritten_text(x) for x in memory],
+            "outputs": list(self.outputs),
+        }
+        if self.build is not None:
+            facts["class_arguments"] = self._class_arguments(self.build)
+            facts["class_seed"] = SEED
+            facts["class_dtype"] = self.build.dtype
+            facts["has_state"] = self.build.state is not None
+        return facts
+
+    def stored(self) -> dict[str, Tensor]:
+        """Returns the tensors that a script needs beside its calls': a module's state."""
+        state = None if self.build is None else self.build.state
+        items: Mapping[str, Tensor] = state or {}
+        return {f"{STATE}{name}": x.detach().contiguous() for name, x in items.items()}
+
+    def write_aside(self, folder: Path) -> None:
+        """Copies what the function's file imports beside a script. Raises
+        MeasurementError where that cannot be done."""
+        if self.folder is None:
+            return
+        ignored = shutil.ignore_patterns("__pycache__", "definition_reference.py")
+        try:
+            shutil.copytree(self.folder, folder / ASIDE, ignore=ignored)
+        except OSError as error:
+            what = f"{folder / ASIDE}: cannot be written ({error})"
+            raise MeasurementError(what) from error
+
+    def _path_in_script(self) -> str:
+        """Returns the path of the file: absolute, or of one in `folder` that of its
+        copy beside the script."""
+        file = self.file.resolve()
+        if self.folder is not None and file.is_relative_to(self.folder.resolve()):
+            return str(Path(ASIDE) / file.relative_to(self.folder.resolve()))
+        return str(file)
+
+    @staticmethod
+    def _class_arguments(build: ModuleBuild) -> str:
+        """Returns the arguments of the module's class as Python source. Raises UsageError
+        for one that has none."""
+        return ", ".join(map(literal, build.arguments))
+
+
+def _unwritten_text(x: Tensor) -> str:
+    """Returns as Python source memory for an output into which nobody has written."""
+    value = "torch.nan"
+    if not x.is_floating_point():
+        value = "True" if x.dtype == torch.bool else f"torch.iinfo({x.dtype}).max"
+    return f"torch.full({list(x.shape)}, {value}, dtype={x.dtype}, device=DEVICE)"
