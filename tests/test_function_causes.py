@@ -253,3 +253,24 @@ def test_a_reference_that_does_not_run_again_costs_the_name_alone() -> None:
         backward=False,
     )  # fmt: skip
     assert causes_of(of, {"output": x * 3}, {}) == {}
+
+
+def test_rows_of_a_table_that_are_left_out_are_named_for_the_table() -> None:
+    """Which rows of the output are 0 for it is a matter of these tokens; rows that a
+    kernel did not write are named as what they are."""
+    [table] = drawn((96, 32))
+    tokens = torch.randint(0, 96, (64,), generator=torch.Generator().manual_seed(0))
+
+    def embed(table: Tensor, tokens: Tensor) -> Tensor:
+        return table[tokens] * 5.5
+
+    def unwritten(table: Tensor, tokens: Tensor) -> Tensor:
+        return embed(table, tokens).index_fill(0, torch.arange(7, 9), 0.0)
+
+    words = "the last 6 of 96 places of axis 0 of table are left out"
+
+    def without_six(table: Tensor, tokens: Tensor) -> Tensor:
+        return embed(table.index_fill(0, torch.arange(90, 96), 0.0), tokens)
+
+    assert cause(embed, without_six, table, tokens) == words
+    assert cause(embed, unwritten, table, tokens) == "rows 7 to 8 of axis 0 hold 0"

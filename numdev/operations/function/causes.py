@@ -4,7 +4,8 @@ Other functions are made from the exact result (`other_results`) and from the re
 of other arguments, with other operations (`other_references`), with another number in
 place of one that it computes with (`other_numbers`). One is named where it leaves at most
 a tenth of the error, unrounded or rounded once as the output is; of two that leave about
-as much, the one that comes first, which says less. Its place is that of the call's first
+as much, the one that comes first, which says less, unless it may be the effect of the
+other in this call. Its place is that of the call's first
 draw."""
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from numdev.operations.function.other_numbers import (
 )
 from numdev.operations.function.other_references import (
     other_references,
+    references_of_other_inputs,
     simplest_references,
 )
 from numdev.operations.function.other_results import other_results
@@ -126,6 +128,7 @@ class Search:
         }
         self.best: dict[str, OtherFunction] = {}
         self.explained: set[str] = set()  # of which nothing more could be explained
+        self.effects: set[str] = set()  # whose best may be the effect of another function
         size = sum(x.numel() for x in reference.arguments.leaves().values())
         self.tries = max(LEAST_TRIES, WORK // max(size, 1))
 
@@ -140,10 +143,12 @@ class Search:
         left than its own rounding leaves."""
         return self.tries <= 0 or len(self.explained) == len(self.wrong)
 
-    def consider(self, name: str, words: str, other: Tensor | None) -> None:
+    def consider(
+        self, name: str, words: str, other: Tensor | None, *, is_effect: bool = False
+    ) -> None:
         """Takes an alternative to an output where it leaves at most a tenth of the rms
-        error, and clearly less than the one before. An output without an error has no
-        explanation."""
+        error, and clearly less than the one before, or not clearly more where that is an
+        effect and this is none. An output without an error has no explanation."""
         error = self.errors[name]
         left, rounded = self.wrong[name].left_by(other)
         if not error or not math.isfinite(left):
@@ -152,8 +157,10 @@ class Search:
             self.explained.add(name)
         cut = LARGEST if not rounded else min(error / rounded, LARGEST)
         before = self.best.get(name)
-        if cut < TENFOLD or (before is not None and cut <= CLEARLY * before.cut):
+        wanted = 1 / CLEARLY if name in self.effects and not is_effect else CLEARLY
+        if cut < TENFOLD or (before is not None and cut <= wanted * before.cut):
             return
+        (self.effects.add if is_effect else self.effects.discard)(name)
         share = max(0.0, 1 - left / error)
         self.best[name] = OtherFunction(words=words, cut=cut, share=share)
 
@@ -192,8 +199,12 @@ def causes_of(
         search.consider_all(words, results())
     for name, wrong in search.wrong.items():
         floor = search.floors[name]
-        for words, other in other_results(name, wrong.values, reference, earlier, floor):
-            search.consider(name, words, other)
+        for other in other_results(name, wrong.values, reference, earlier, floor):
+            search.consider(name, other.words, other.values, is_effect=other.is_effect)
+    if search.effects:
+        for words, results in references_of_other_inputs(reference):
+            if search.spend():
+                search.consider_all(words, results())
     for number in numbers_of(reference):
         if not search.is_over:
             search.fit(number)

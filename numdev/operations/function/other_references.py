@@ -66,7 +66,7 @@ def other_references(reference: FunctionReference) -> Iterator[OtherReference]:
     out."""
     calls = calls_of_operators(reference)
     yield from _of_other_sums(reference, calls)
-    yield from _of_other_inputs(reference)
+    yield from references_of_other_inputs(reference)
     yield from _of_other_parameters(reference)
     yield from _of_other_options(reference)
     yield from _of_missing_operations(reference, calls)
@@ -104,7 +104,7 @@ def calls_of_operators(reference: FunctionReference) -> Mapping[str, int]:
 # --- other arguments ------------------------------------------------------------------
 
 
-def _of_other_inputs(reference: FunctionReference) -> Iterator[OtherReference]:
+def references_of_other_inputs(reference: FunctionReference) -> Iterator[OtherReference]:
     """Yields the reference on each wrong input of `faults_of_inputs`, and on others: 1
     added or taken away, another layout, two arguments exchanged, indices off by one."""
     arguments = reference.arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,16 @@ MAX_TILES = 4096
 DIGITS = 4
 AS_GOOD = 1.1  # times the squared error that the best number leaves, or a rounding
 TINY = 1e-300
-OtherResult = tuple[str, Tensor]  # in words, and what would come out
+
+
+class OtherResult(NamedTuple):
+    """What would come out, fp64, in words."""
+
+    words: str
+    values: Tensor
+    # Whether other arguments may have it as their effect in this call, and say more:
+    # entries in the midst that hold 0 are a row of a table that was left out
+    is_effect: bool = False
 
 
 def other_results(
@@ -35,16 +45,18 @@ def other_results(
     truth = reference.truth[name]
     finite = truth.isfinite() & x.isfinite()
     t, o = (torch.where(finite, y, 0.0) for y in (truth, x))
-    yield "it is 0 everywhere", torch.zeros_like(truth)
+    yield OtherResult("it is 0 everywhere", torch.zeros_like(truth))
     if not bool(o.any()):
         return
     yield from _linear(o, t, truth, int(finite.sum()), floor)
-    yield "it is one constant", torch.full_like(truth, float(o.sum() / finite.sum()))
+    yield OtherResult(
+        "it is one constant", torch.full_like(truth, float(o.sum() / finite.sum()))
+    )
     if name in earlier and earlier[name].shape == truth.shape:
-        yield "it is the result of an earlier call", earlier[name].double()
+        yield OtherResult("it is the result of an earlier call", earlier[name].double())
     for argument, value in reference.arguments.leaves().items():
         if value.shape == truth.shape:
-            yield f"it is the argument {argument}", value.detach().double()
+            yield OtherResult(f"it is the argument {argument}", value.detach().double())
     yield from _rearranged(truth)
     for axis in range(truth.ndim):
         yield from _other_entries(o, truth, axis)
@@ -62,11 +74,11 @@ def _linear(
     scale = float((o * t).sum()) / max(power, TINY)
     left = float((o - scale * t).square().sum())
     scale = _in_few_digits(scale, power, left, enough)
-    yield f"it is {scale:.4g} times what it should be", scale * truth
+    yield OtherResult(f"it is {scale:.4g} times what it should be", scale * truth)
     offset = float((o - t).sum()) / max(1, count)
     left = float((o - t - offset).square().sum())
     offset = _in_few_digits(offset, count, left, enough)
-    yield f"{offset:.4g} is added to it", truth + offset
+    yield OtherResult(f"{offset:.4g} is added to it", truth + offset)
 
 
 def _in_few_digits(value: float, power: float, left: float, enough: float) -> float:
@@ -84,30 +96,32 @@ def _rearranged(truth: Tensor) -> Iterator[OtherResult]:
     """Yields the exact result averaged, shifted, reversed or constant along an axis,
     and with axes exchanged, in its shape or in memory."""
     if truth.ndim:
-        yield "it is the mean along its last axis", mean_along_last(truth)
+        yield OtherResult("it is the mean along its last axis", mean_along_last(truth))
     for axis in range(truth.ndim):
         if truth.shape[axis] < 2:
             continue
         if axis < truth.ndim - 1:
             mean = truth.mean(axis, keepdim=True).expand_as(truth)
-            yield f"it is the mean along axis {axis}", mean
+            yield OtherResult(f"it is the mean along axis {axis}", mean)
         what = f"places along axis {axis}" if axis else "rows"
         for step in (1, -1):
-            yield f"its {what} are shifted by one", truth.roll(step, axis)
-        yield f"its {what} are in reverse order", truth.flip(axis)
+            yield OtherResult(f"its {what} are shifted by one", truth.roll(step, axis))
+        yield OtherResult(f"its {what} are in reverse order", truth.flip(axis))
         if truth.ndim > 1:
             first = truth.narrow(axis, 0, 1).expand_as(truth)
-            yield f"its {what} all hold place 0", first
+            yield OtherResult(f"its {what} all hold place 0", first)
     if truth.ndim >= 2 and truth.shape[-1] == truth.shape[-2] > 1:
-        yield "its last two axes are exchanged", transposed(truth)
+        yield OtherResult("its last two axes are exchanged", transposed(truth))
     elif truth.ndim >= 2 and 1 not in truth.shape[-2:]:
         words = "its last two axes are exchanged in memory"
-        yield words, truth.mT.reshape(truth.shape)
+        yield OtherResult(words, truth.mT.reshape(truth.shape))
     for i in range(truth.ndim - 1):
         for j in range(i + 1, truth.ndim):
             is_last = (i, j) == (truth.ndim - 2, truth.ndim - 1)
             if truth.shape[i] == truth.shape[j] > 1 and not is_last:
-                yield f"its axes {i} and {j} are exchanged", truth.transpose(i, j)
+                yield OtherResult(
+                    f"its axes {i} and {j} are exchanged", truth.transpose(i, j)
+                )
 
 
 def _other_entries(x: Tensor, truth: Tensor, axis: int) -> Iterator[OtherResult]:
@@ -124,10 +138,10 @@ def _other_entries(x: Tensor, truth: Tensor, axis: int) -> Iterator[OtherResult]
     noun = "row" if axis == 0 else "place"
     changed = _with_others(entries, out, noun)
     if changed is not None:
-        words, other = changed
         shape = truth.movedim(axis, 0).shape
-        at = words.replace(" hold", f" of axis {axis} hold")
-        yield at, other.reshape(shape).movedim(0, axis)
+        words = changed.words.replace(" hold", f" of axis {axis} hold")
+        other = changed.values.reshape(shape).movedim(0, axis)
+        yield OtherResult(words, other, changed.is_effect)
 
 
 def _other_tiles(x: Tensor, truth: Tensor) -> Iterator[OtherResult]:
@@ -148,15 +162,16 @@ def _other_tiles(x: Tensor, truth: Tensor) -> Iterator[OtherResult]:
             tiles.reshape(-1, size**2), out.reshape(-1, size**2), "tile"
         )
         if changed is not None:
-            words, other = changed
-            whole = other.reshape(tiles.shape).transpose(2, 3).reshape(truth.shape)
-            yield words.replace(" hold", f" of {size} × {size} places hold"), whole
+            whole = changed.values.reshape(tiles.shape).transpose(2, 3)
+            words = changed.words.replace(" hold", f" of {size} × {size} places hold")
+            yield OtherResult(words, whole.reshape(truth.shape))
 
 
 def _with_others(entries: Tensor, out: Tensor, noun: str) -> OtherResult | None:
-    """Returns (words, exact entries [n, width] in which those that err are replaced by
-    the nearest other or 0), None where there is nothing to replace. `out`: the output's
-    entries; `noun`: what one is called."""
+    """Returns exact entries [n, width] in which those that err are replaced by the
+    nearest other or 0, an effect where these are all 0 and not the last ones; None where
+    there is nothing to replace. `out`: the output's entries; `noun`: what one is
+    called."""
     if len(entries) < 2:
         return None
     entries = torch.where(entries.isfinite(), entries, 0.0)
@@ -180,7 +195,9 @@ def _with_others(entries: Tensor, out: Tensor, noun: str) -> OtherResult | None:
         changed[i] = 0.0 if is_nothing else entries[source]
     what = _sources_in_words(sources, wrong, noun)
     holds = "holds" if len(wrong) == 1 else "hold"
-    return f"{in_words(torch.tensor(wrong), noun)} {holds} {what}", changed
+    words = f"{in_words(torch.tensor(wrong), noun)} {holds} {what}"
+    is_last = wrong == list(range(len(entries) - len(wrong), len(entries)))
+    return OtherResult(words, changed, is_effect=what == "0" and not is_last)
 
 
 def _sources_in_words(sources: Sequence[str], wrong: Sequence[int], noun: str) -> str:
