@@ -126,6 +126,7 @@ ELSEWHERE = {  # what runs it
     "scripts/cli_reference.py": "tests/test_docs.py",
     "scripts/fuzz.py": "tests/test_fuzz.py",
     "scripts/kill_and_resume.py": "tests/test_sweep.py",
+    "scripts/known_results.py": "tests/test_docs.py",
     "scripts/own_gate.py": "Makefile",
     "scripts/site_hooks.py": "mkdocs.yml",
     "scripts/sites_page.py": "tests/test_docs.py",

@@ -28,9 +28,13 @@ OFF_SITE = [  # for contributors
 ]
 
 
-@pytest.mark.parametrize("script", ["scripts/cli_reference.py", "scripts/sites_page.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["scripts/cli_reference.py", "scripts/known_results.py", "scripts/sites_page.py"],
+)
 def test_generated_pages_are_what_their_scripts_write(script):
-    """docs/cli.md by the commands, and docs/sites.md by the code."""
+    """docs/cli.md by the commands, docs/known-results.md by the files of benchmarks/known,
+    and docs/sites.md by the code."""
     module = load(script)
     assert module.PAGE.read_text() == module.render(), f"run python {script}"
 
