@@ -35,6 +35,7 @@ from numdev.report import (
 from numdev.report.document import (
     Cell,
     Column,
+    Details,
     Document,
     Figures,
     Row,
@@ -49,6 +50,7 @@ from numdev.studies.audit.failed_numbers import FailedNumbers
 from numdev.studies.diagnose import view as diagnose
 from numdev.studies.diagnose.head_ranking import DELTA
 from numdev.studies.diagnose.report import CureRow, HeadRow, KernelRow, Ranked
+from numdev.studies.logprobs import view as logprobs
 from numdev.studies.training.weights import view as weights
 
 
@@ -220,6 +222,32 @@ def test_a_diagnosis_of_nothing_wrong_has_no_tables_in_the_way(
     assert bool(tables(document.shown_in("terminal"))) != clean
     assert "All 3 heads in numbers" in html.page(document) or not clean
     assert "Heads by" in markdown.page(document)
+
+
+def test_a_side_is_coloured_by_the_rule_on_its_error() -> None:
+    """Of the stored report: the rollout's error of 6.41 times the predicted one has no
+    interval above its limit yet, and warns; were it 10 in every sequence, it would be
+    sure. The trainer's passes. A cause that is named is refused by itself. Where the sides are
+    off, and the worst tokens, are behind a line of the page."""
+    made: Any = reports.read(sample("logprobs"))
+    for sure, style in ((False, "warn"), (True, "bad")):
+        rows = tuple(
+            row.model_copy(update={"square": 100 * row.predicted_square})
+            if sure and row.side == "rollout"
+            else row
+            for row in made.rows
+        )
+        nodes = list(logprobs.blocks(made.model_copy(update={"rows": rows})))
+        sides, causes, *_ = tables(nodes)
+        assert [row.cells[3].style for row in sides.rows] == [style, ""]
+        assert [row.cells[1].style for row in causes.rows] == ["bad"]
+    details = {node.title: node.blocks for node in nodes if isinstance(node, Details)}
+    assert [*details] == [
+        "By position, entropy and probability", "The tokens that are farthest off"
+    ]  # fmt: skip
+    assert len(details["By position, entropy and probability"]) == 6
+    unjudged = made.model_copy(update={"rules": None})
+    assert {r.cells[3].style for r in tables(logprobs.blocks(unjudged))[0].rows} == {""}
 
 
 def test_each_number_of_a_diagnosis_is_its_own() -> None:

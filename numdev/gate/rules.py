@@ -17,6 +17,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    ValidationError,
     create_model,
     field_validator,
     model_validator,
@@ -397,6 +398,17 @@ def _take_limits(values: dict[str, Any]) -> dict[str, object]:
     whole = create_model("Limits", __base__=Strict, **typed)
     checked: dict[str, object] = whole.model_validate(limits).model_dump(mode="json")
     return checked
+
+
+def rules_from_data(data: Mapping[str, object] | None) -> Rules | None:
+    """Returns the rules that a report says it was judged by, as `rules_as_data` wrote
+    them; None where there are none, or they are none of this version."""
+    if data is None:
+        return None
+    try:
+        return Rules.model_validate(data)
+    except ValidationError:
+        return None
 
 
 def rules_as_data(rules: Rules) -> dict[str, object]:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import ValidationError
-
 from numdev.gate.findings import label
 from numdev.gate.judgement import Test
 from numdev.gate.row_checks import Measured
-from numdev.gate.rules import Rules
+from numdev.gate.rules import rules_from_data
 from numdev.report import DeviationRow, Standing
 from numdev.report.document import Style
 from numdev.report.number_text import labelled
@@ -31,7 +29,7 @@ class FailedNumbers:
         self._failed_rows: set[tuple[int, str]] = set()
         self._styles: dict[Numbers, Style] = {}
         self._rules: dict[tuple[str, str, str], dict[str, None]] = {}
-        rules = _rules_of(report)
+        rules = rules_from_data(report.rules)
         for test in judged_by(report.kind).tests(report, rules) if rules else ():
             if not test.runs:
                 self._add(test)
@@ -80,14 +78,3 @@ class FailedNumbers:
         was applied."""
         name = labelled(kernel, options)
         return self._styles.get((name, format, tensor, metric, phase), "")
-
-
-def _rules_of(report: Measured) -> Rules | None:
-    """Returns the rules that a report was judged by; None where there are none, or they
-    are none of this version."""
-    if report.rules is None:
-        return None
-    try:
-        return Rules.model_validate(report.rules)
-    except ValidationError:
-        return None

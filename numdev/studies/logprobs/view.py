@@ -4,11 +4,12 @@ sequences a side is off, and the worst tokens."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import assert_never
 
+from numdev.gate.rules import rules_from_data
 from numdev.grouping import grouped
-from numdev.report import Outcome
+from numdev.report import Outcome, Standing
 from numdev.report import document as doc
 from numdev.report.number_text import NONE, percent, ratio, si, three
 from numdev.studies.logprobs.report import (
@@ -19,6 +20,7 @@ from numdev.studies.logprobs.report import (
     SequenceEstimate,
     SideSummary,
 )
+from numdev.studies.logprobs.verdict import NOISE, tests
 
 LEGEND = (
     "rms: of the log-probability less the exact one, nats a token. × predicted: that "
@@ -59,7 +61,7 @@ def blocks(report: LogprobsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the verdicts."""
     summary = report.summary
     measured = [side for side in summary.sides if side.tokens]
-    yield _side_table(measured)
+    yield _side_table(measured, _noise_styles(report))
     yield from doc.notes((LEGEND,) if measured else ())
     support = "; ".join(f"{s.name}: {s.support}, {s.recipe}" for s in report.plan.sides)
     yield from doc.notes((f"Held to: {support}.",))
@@ -78,9 +80,11 @@ def blocks(report: LogprobsReport) -> Iterator[doc.Node]:
         title="The difference of the two sides",
     )  # fmt: skip
     yield from doc.notes((PAIRED,) if summary.statistics else ())
-    for (side, by), bins in grouped(report.bins, lambda b: (b.side, b.by)).items():
-        yield _bin_table(side, by, bins)
-    yield _worst_table(report)
+    by_range = grouped(report.bins, lambda b: (b.side, b.by)).items()
+    bins = tuple(_bin_table(side, by, of_range) for (side, by), of_range in by_range)
+    yield doc.Details("By position, entropy and probability", bins, doc.TEXT)
+    worst = _worst_table(report)
+    yield doc.Details(worst.title, (worst,) if worst.rows else (), doc.TEXT)
     yield from doc.notes(summary.notes)
 
 
@@ -91,8 +95,26 @@ def _ends(estimate: SequenceEstimate | None) -> str:
     return f"{three(estimate.low)} to {three(estimate.high)}"
 
 
-def _side_table(sides: Sequence[SideSummary]) -> doc.Table:
-    """Returns the table of sides beside the truth."""
+def _noise_styles(report: LogprobsReport) -> Mapping[str, doc.Style]:
+    """Returns by side the style of its error over the predicted one: `bad` where the
+    rules refuse it, `warn` where they could not tell; none without rules."""
+    rules = rules_from_data(report.rules)
+    styles: dict[Standing, doc.Style] = {
+        Standing.EXCEEDED: "bad",
+        Standing.UNDECIDED: "warn",
+    }
+    return {
+        test.kernel or "": styles.get(test.standing, "")
+        for test in (tests(report, rules) if rules else ())
+        if test.rule == NOISE
+    }
+
+
+def _side_table(
+    sides: Sequence[SideSummary], styles: Mapping[str, doc.Style]
+) -> doc.Table:
+    """Returns the table of sides beside the truth. `styles`: by side that of its error
+    over the predicted one."""
     columns = (
         *("side", "tokens", "rms", "× predicted", "interval"),
         *(doc.Column("mean", width=100), doc.Column("expected mean", width=110)),
@@ -105,7 +127,8 @@ def _side_table(sides: Sequence[SideSummary]) -> doc.Table:
         yield doc.Cell(f"{side.name} {side.format}", style="strong")
         yield f"{side.tokens:,}"
         yield si(side.rms)
-        yield ratio(side.ratio.mean if side.ratio else None)
+        error = ratio(side.ratio.mean if side.ratio else None)
+        yield doc.Cell(error, style=styles.get(side.name, ""))
         yield _ends(side.ratio)
         yield si(side.mean.mean if side.mean else None)
         yield si(side.expected_mean)
@@ -120,7 +143,7 @@ def _cause_table(named: Sequence[NamedCause]) -> doc.Table:
     return doc.text_table(
         ("side", "cause", "what it is", "takes away", "slope", "leaves"),
         (
-            (c.side, c.cause, c.words, percent(c.share),
+            (c.side, doc.Cell(c.cause, style="bad"), c.words, percent(c.share),
              ratio(c.slope.mean if c.slope else None), ratio(c.left))
             for c in named
         ),
