@@ -43,7 +43,7 @@ LEGEND = (
     "{unit}. error / "
     "{baseline}: divided by {plain}'s (the row baseline), median. Mean and max "
     "error are in the "
-    "output's units."
+    "output's units. Red: beyond a rule's limit."
 )
 SAMPLED = (
     "Only {} random query rows per head were measured, over all positions, and the {} "
@@ -256,11 +256,11 @@ LIMITS = {"expected_ratio": (1.1, 1.5, 3.0, 10.0), "floor_ratio": SHADES}
 Group = tuple[str, str, str]  # kernel with its options, format and tensor
 
 
-def maps(report: AuditReport, failed: FailedNumbers) -> Iterator[doc.Table]:
+def maps(report: AuditReport, failed: FailedNumbers | None = None) -> Iterator[doc.Table]:
     """Yields for each kernel, format and tensor a heat map, layer by unit, of the error
     over what is expected, or over the floor if any of its heads has no expected error; of
     several calls the largest. The kernel that is farthest off comes first; a number that
-    a rule refuses (`failed`) is `bad`."""
+    a rule refuses (`failed`; None: none does) is `bad`."""
     places = Places(report.rows, report.words)
     groups = defaultdict[Group, dict[tuple[str, int | None], DeviationRow]](dict)
     for row in report.rows:
@@ -301,7 +301,7 @@ def _severity(row: DeviationRow) -> float:
 
 
 def _head_cell(
-    row: DeviationRow | None, metric: str, name: str, failed: FailedNumbers
+    row: DeviationRow | None, metric: str, name: str, failed: FailedNumbers | None
 ) -> Cell:
     """Returns the cell of a head: its value of `metric`, coloured by the logarithm, its
     ratios and largest error as tooltip, and `name` as the cell's id. NONE without a row
@@ -324,7 +324,7 @@ def _head_cell(
     return Cell(
         short(value),
         shade(value, LIMITS[metric]),
-        style=failed.style(row, metric),
+        style=failed.style(row, metric) if failed else "",
         title=about,
         heat=heat,
         id=name,
