@@ -11,6 +11,7 @@ with a cache. Causes are planted in what one way records, alone and in pairs."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import tempfile
 from collections import Counter
@@ -27,12 +28,27 @@ from torch import nn
 
 from numdev.config import logprobs_request
 from numdev.report import Outcome
+from numdev.studies.logprobs.model_variants import (
+    CACHES,
+    cached,
+    linear_layers,
+    quantised,
+    without,
+)
 from numdev.studies.logprobs.records import RecordedSequence, RecordedSettings
 from numdev.studies.logprobs.report import LogprobsReport
 from numdev.studies.logprobs.study import logprobs
-from numdev.studies.logprobs.truth import VARIANTS, ExactModel, Support, token_logprobs
+from numdev.studies.logprobs.truth import ExactModel, Support, token_logprobs
 from tests.support import models
-from tests.support.logprob_records import changed, drawn_tokens, joined, recorded, side
+from tests.support.logprob_records import (
+    changed,
+    drawn_tokens,
+    joined,
+    recorded,
+    side,
+    with_head_in,
+    write_adapter,
+)
 
 Records = list[RecordedSequence]
 TOKENS_OF_A_POOL = 24  # sequences
@@ -61,6 +77,7 @@ class Subject:
     def __init__(self, name: str, folder: Path, length: int) -> None:
         self.name, self.folder = name, folder
         changes = WIDER if name == "gemma2" else {}
+        self.attention = "eager" if name == "gemma2" else "sdpa"
         self.path = (
             "demo" if name == "demo" else str(models.saved(name, folder, **changes))
         )
@@ -216,15 +233,17 @@ def planted_causes(subject: Subject, count: int, *, top: int) -> Iterator[Plante
     )
     yield Planted("temperature 0.7 + top_p 0.9", two, both)
     for cause, dose in subject.exact.variants():
+        if cause == "quantised cache":
+            continue
         model = subject.exact.source.load(torch.float32)
         planted_in_place(model, cause, dose)
         model = model.to(torch.bfloat16)
-        model.set_attn_implementation("eager" if subject.name == "gemma2" else "sdpa")
+        model.set_attn_implementation(subject.attention)
         yield Planted(f"{cause}: {dose}", (cause,), by(Support(), model))
     for step in (0.003, 0.02):
         older = stale(subject, step)
         model = ExactModel(older, device="cpu").source.load(torch.bfloat16)
-        model.set_attn_implementation("eager" if subject.name == "gemma2" else "sdpa")
+        model.set_attn_implementation(subject.attention)
         expected, flags = ("stale weights",), {"previous": older}
         name = f"stale, {step:g} of a weight's sd"
         yield Planted(name, expected, by(Support(), model), flags)
@@ -235,17 +254,158 @@ def planted_causes(subject: Subject, count: int, *, top: int) -> Iterator[Plante
 
 def planted_in_place(model: nn.Module, cause: str, dose: str) -> None:
     """Makes the mistake in a model of plain tensors."""
-    if cause == "window or cap":
-        VARIANTS[cause, dose](model)
+    if cause == "window, cap or scale":
+        without(model, dose)
         return
-    levels = 2 ** (int(dose.removeprefix("int")) - 1) - 1
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if type(module).__name__ in ("Linear", "Conv1D") and module is not head:
-            axis = 1 if type(module).__name__ == "Linear" else 0
-            scale = module.weight.double().abs().amax(axis, keepdim=True) / levels
-            whole = (module.weight.double() / scale).round() * scale
-            module.weight.data = whole.to(module.weight.dtype)
+    for _name, module, axis in linear_layers(model):
+        weight = module.weight.data
+        module.weight.data = quantised(weight.double(), axis, dose).to(weight.dtype)
+
+
+def planted_programs(subject: Subject, count: int, *, top: int) -> Iterator[Planted]:
+    """Yields causes that lie in how a program runs a sound model."""
+    tokens = subject.tokens[:count]
+
+    def by(dtype: str, head: str | None = None, said: str | None = None) -> Records:
+        """What a program in a format, with a head in another, records; it may say that
+        its head is in a third."""
+        model = subject.exact.source.load(getattr(torch, dtype))
+        model.set_attn_implementation(subject.attention)
+        if head is not None:
+            with_head_in(model, getattr(torch, head))
+        settings = RecordedSettings(dtype=dtype, head=said)
+        return [recorded(model, ids, top=top, settings=settings) for ids in tokens]
+
+    def to_bfloat16(values: np.ndarray) -> np.ndarray:
+        """Values, stored."""
+        return torch.from_numpy(values).bfloat16().double().numpy()
+
+    stored = ("stored in 16 bits",)
+    for dtype in ("float16", "float32", "bfloat16"):
+        records = [changed(s, to_bfloat16) for s in by(dtype)]
+        yield Planted(f"{dtype} stored in bfloat16", stored, records)
+    for head in ("bfloat16", "float16"):
+        yield Planted(
+            f"float32 with a head in {head}", ("narrow head",), by("float32", head)
+        )
+    yield Planted(
+        "float16 with a head in bfloat16", ("narrow head",), by("float16", "bfloat16")
+    )
+    wide = by("bfloat16", said="float32")
+    yield Planted("bfloat16, a head in float32 is said", ("logits in 16 bits",), wide)
+    warm = by("float32", "bfloat16")
+    both = ("narrow head", "stored in 16 bits")
+    yield Planted(
+        "a head in bfloat16 + stored", both, [changed(s, to_bfloat16) for s in warm]
+    )
+    if padding := -subject.exact.vocabulary % 64:
+        for dtype in ("float32", "bfloat16"):
+            model = subject.used(getattr(torch, dtype), subject.attention)
+            records = [padded(model, ids, padding, dtype) for ids in tokens]
+            yield Planted(
+                f"{padding} rows of padding, {dtype}", ("padded vocabulary",), records
+            )
+
+
+def padded(model: nn.Module, ids: np.ndarray, rows: int, dtype: str) -> RecordedSequence:
+    """What a program records whose head has rows of padding, with logits of 0."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0].double()
+    wider = torch.nn.functional.pad(logits, (0, rows))
+    return RecordedSequence(
+        token_ids=ids, logprobs=token_logprobs(wider, ids, Support()),
+        mask=np.ones(len(ids), dtype=bool), settings=RecordedSettings(dtype=dtype),
+    )  # fmt: skip
+
+
+def planted_in_serving(subject: Subject, count: int) -> Iterator[Planted]:
+    """Yields causes that lie in what surrounds a model: its cache, packs of sequences, an
+    adapter, and chance."""
+    tokens = subject.tokens[:count]
+    for dose in CACHES if subject.name != "gemma2" else ():
+        for dtype in ("bfloat16", "float16"):
+            model = subject.exact.source.load(getattr(torch, dtype))
+            model.set_attn_implementation(reading_a_cache(dose))
+            settings = RecordedSettings(dtype=dtype)
+            records = [recorded(model, ids, settings=settings) for ids in tokens]
+            yield Planted(f"{dose}, {dtype}", ("quantised cache",), records)
+    used = subject.used(torch.bfloat16, subject.attention)
+    half = min(subject.length, subject.exact.most_positions // 2)
+    packs = [
+        np.concatenate([a[:half], b[:half]])
+        for a, b in zip(tokens, [*tokens[1:], tokens[0]], strict=True)
+    ]
+    lengths = np.array([half, half])
+    together = [replace(recorded(used, ids), sequence_lengths=lengths) for ids in packs]
+    for s in together:
+        s.logprobs[half] = np.nan  # as the truth has it: nothing comes before
+    yield Planted("a pack sees all of itself", ("packing",), together)
+    on = [with_positions(used, ids, half) for ids in packs]
+    yield Planted("positions of a pack go on", ("packing",), on)
+    path = subject.folder / f"{subject.name}-adapter"
+    write_adapter(subject.exact.source.load(torch.float32), path)
+    flags = {"adapter": str(path)}
+    doses = (("absent", 0, None), ("added twice", 2, None), ("merged", 1, torch.bfloat16))
+    for dose, times, grid in doses:
+        for dtype in ("bfloat16", "float32"):
+            model = adapted(subject, path, times, grid).to(getattr(torch, dtype))
+            model.set_attn_implementation(subject.attention)
+            settings = RecordedSettings(dtype=dtype)
+            records = [recorded(model, ids, settings=settings) for ids in tokens]
+            yield Planted(f"adapter {dose}, {dtype}", ("adapter",), records, flags)
+
+
+def adapted(
+    subject: Subject, path: Path, times: int, grid: torch.dtype | None
+) -> nn.Module:
+    """The model with an adapter added so many times, on a grid."""
+    from numdev.studies.logprobs.model_variants import read_adapter
+
+    model = subject.exact.source.load(torch.float32)
+    layers = {name: (m, axis) for name, m, axis in linear_layers(model)}
+    for name, delta in read_adapter(str(path)).deltas.items():
+        module, axis = layers[name]
+        own = delta if axis == 1 else delta.T
+        merged = module.weight.data.double() + times * own
+        module.weight.data = merged.to(grid or torch.float32).float()
+    return model
+
+
+def with_positions(used: nn.Module, ids: np.ndarray, half: int) -> RecordedSequence:
+    """What a program records of two sequences whose positions go on from the first to
+    the second."""
+    values = []
+    for start in (0, half):
+        part, positions = ids[start : start + half], torch.arange(start, start + half)
+        with torch.no_grad():
+            tensor = torch.from_numpy(part)[None]
+            logits = used(input_ids=tensor, position_ids=positions[None]).logits[0]
+        values.append(token_logprobs(logits.double(), part, Support()))
+    return RecordedSequence(
+        token_ids=ids, logprobs=np.concatenate(values),
+        mask=np.ones(len(ids), dtype=bool), settings=RecordedSettings(dtype="bfloat16"),
+        sequence_lengths=np.array([half, half]),
+    )  # fmt: skip
+
+
+@cache
+def reading_a_cache(dose: str) -> str:
+    """The name under which transformers has SDPA that reads keys and values from a cache
+    in 8 bits."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+               mask: object, **more: object) -> object:  # fmt: skip
+        """SDPA on the cached values."""
+        k, v = (cached(x.double(), dose).to(x.dtype) for x in (k, v))
+        return sdpa_attention_forward(module, q, k, v, mask, **more)
+
+    name = dose.replace(" ", "_")
+    AttentionInterface.register(name, attend)
+    MASKS.register(name, MASKS["sdpa"])
+    return name
 
 
 @cache
@@ -273,9 +433,12 @@ def causes_of(subject: Subject, sequences: int) -> None:
             opened[path] = ExactModel(path, device="cpu")
         return opened[path]
 
-    by = "eager" if subject.name == "gemma2" else "sdpa"
+    by = subject.attention
     for top in (0, 4):
-        for planted in planted_causes(subject, sequences, top=top):
+        every = [planted_causes(subject, sequences, top=top)]
+        every += [planted_programs(subject, sequences, top=top)]
+        every += [] if top else [planted_in_serving(subject, sequences)]
+        for planted in itertools.chain(*every):
             report = subject.study(
                 [planted.records], opening, attention=by, **planted.flags
             )
@@ -288,6 +451,36 @@ def causes_of(subject: Subject, sequences: int) -> None:
                 pair = subject.study([planted.records, trainer], opening, model=None)
                 named = tuple(cause.cause for cause in pair.summary.pair_causes)
                 print_row(subject, planted, -1, named, "", None)
+    for planted, both in planted_pairs(subject, sequences):
+        pair = subject.study(both, opening, model=None)
+        causes = pair.summary.pair_causes
+        named = tuple(cause.cause for cause in causes)
+        doses = ", ".join(f"{cause.cause} {cause.dose}" for cause in causes)
+        print_row(subject, planted, -2, named, doses, None)
+
+
+def planted_pairs(
+    subject: Subject, count: int
+) -> Iterator[tuple[Planted, list[Records]]]:
+    """Yields causes that two sides alone tell by their alternatives, each on either
+    side."""
+    server = subject.used(torch.bfloat16, subject.attention)
+    trainer = subject.used(torch.bfloat16, "eager")
+    table = [(Support(), ()), (Support(top_p=0.8), ("truncated support",))]
+    table += [(Support(top_k=20), ("truncated support",))]
+    table += [(Support(t), ("temperature",)) for t in (0.6, 0.9, 1.2)]
+    table += [(Support(0.7, top_p=0.9), ("temperature",))]
+    for support, expected in table:
+        tokens = subject.tokens[:count]
+        if not support.is_full:
+            tokens = subject.sampled(count, support)
+        both = [
+            [recorded(server, ids, support, top=4) for ids in tokens],
+            [recorded(trainer, ids, top=4) for ids in tokens],
+        ]
+        for sides, words in ((both, "rollout"), (both[::-1], "trainer")):
+            name = f"{support.words} of the {words}"
+            yield Planted(name, expected, sides[0]), sides
 
 
 def print_row(
@@ -299,7 +492,8 @@ def print_row(
     missed = set(planted.expected) - set(named)
     word = "named" if not missed else "part" if named else "not named"
     word = "WRONG" if wrong else word
-    how = {-1: "no model", 0: "model", 4: "model, 4 alternatives"}[top]
+    how = {-2: "no model, 4 alternatives", -1: "no model", 0: "model",
+           4: "model, 4 alternatives"}[top]  # fmt: skip
     over = "" if ratio is None else f"{ratio:.2f}"
     cells = (subject.name, planted.name, how, over, word, doses)
     print(f"| {' | '.join(cells)} |", flush=True)

@@ -395,6 +395,11 @@ class LogprobsRequest(Placed):
     tell which side is off. Without it only the difference of two sides is known."""
     previous: Annotated[str | None, Option(metavar="CHECKPOINT")] = None
     """An earlier checkpoint, to tell stale weights."""
+    adapter: Annotated[str | None, Option(metavar="DIR")] = None
+    """Adapter (LoRA, as PEFT writes it) that both sides are meant to add to the model."""
+    repeat: Annotated[str | None, Option(metavar="FILE")] = None
+    """A second run of one side on the same tokens, to tell chance from rounding: of the
+    side that FILE names, else of the first."""
     temperature: Annotated[Temperature | None, Option(metavar="T")] = None
     """Temperature that the values are meant to be under, where a file does not say.
     [1]"""

@@ -692,6 +692,21 @@ class Streamed:
 
         return module_hooks(self.units, enter, leave)
 
+    def replace(
+        self, module: nn.Module, name: str, change: Callable[[Tensor], Tensor]
+    ) -> bool:
+        """Replaces a weight that stays on disk by what `change` makes of it, whenever it
+        is read. Returns whether the module has such a weight of this name."""
+        for slots in self.units.values():
+            for i, (places, leaf, weight, empty) in enumerate(slots):
+                if places is module.__dict__["_parameters"] and leaf == name:
+                    changed = partial(_changed_on, weight.make, change)
+                    slots[i] = (
+                        places, leaf, Deferred.of(weight._empty, changed), empty,
+                    )  # fmt: skip
+                    return True
+        return False
+
     @torch.no_grad()
     def _fill(self, slots: Sequence[Slot]) -> None:
         """Computes the weights of these slots and puts them in place, parameters without
@@ -701,6 +716,15 @@ class Streamed:
             places[name] = (
                 nn.Parameter(value, requires_grad=False) if empty._is_param else value
             )
+
+
+def _changed_on(
+    make: Callable[[torch.device], Tensor],
+    change: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> Tensor:
+    """Returns a changed weight on a device."""
+    return change(make(device))
 
 
 def _streamed_units(module: nn.Module) -> Iterator[nn.Module]:

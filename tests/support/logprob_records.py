@@ -3,14 +3,17 @@ another, sound or with a planted cause, would have recorded of them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from numdev.studies.logprobs.model_variants import linear_layers
 from numdev.studies.logprobs.records import (
     Joined,
     RecordedSequence,
@@ -18,7 +21,7 @@ from numdev.studies.logprobs.records import (
     SequencePair,
     Side,
 )
-from numdev.studies.logprobs.truth import Support, token_logprobs
+from numdev.studies.logprobs.truth import Support, kept_tokens, token_logprobs
 
 FULL = Support()
 BFLOAT16 = RecordedSettings(dtype="bfloat16")
@@ -28,8 +31,6 @@ def drawn_tokens(
     model: nn.Module, count: int, length: int, *, seed: int = 0, support: Support = FULL
 ) -> list[np.ndarray]:  # fmt: skip
     """Sequences that a model samples, int64 [length] each, in its own dtype."""
-    from numdev.studies.logprobs.truth import kept_tokens
-
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (count, 1), generator=generator)
@@ -56,6 +57,9 @@ def recorded(
     fields: dict[str, object] = {}
     if top:
         logprobs = (logits[:-1] / support.temperature).log_softmax(-1)
+        if not support.is_full:  # as servers record it: renormalised over what is left
+            left = kept_tokens(logprobs, support)
+            logprobs = logprobs.masked_fill(~left, -torch.inf).log_softmax(-1)
         best = logprobs.topk(top)
         empty = np.full((1, top), np.nan)
         fields["top_logprobs"] = np.concatenate([empty, best.values.numpy()])
@@ -75,6 +79,25 @@ def with_head_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     head.register_forward_pre_hook(lambda _head, args: (args[0].to(dtype),))
     model.set_output_embeddings(head)
     return model
+
+
+def write_adapter(model: nn.Module, folder: Path, rank: int = 4) -> None:
+    """Writes an adapter (LoRA) of a model's linear layers, as PEFT does: random, of a
+    tenth of their weights' size."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, module, axis in linear_layers(model):
+        size = module.weight.shape if axis == 1 else module.weight.shape[::-1]
+        scale = 0.1 * float(module.weight.detach().std()) / rank**0.5
+        stem = f"base_model.model.{name}"
+        up, down = (
+            torch.randn(shape, generator=generator)
+            for shape in ((size[0], rank), (rank, size[1]))
+        )
+        tensors |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": scale * up}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def side(name: str, sequences: Sequence[RecordedSequence]) -> Side:

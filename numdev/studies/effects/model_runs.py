@@ -77,8 +77,10 @@ class Subject:
         # The context in which each model has its weights at hand
         self.weights: dict[nn.Module, Callable[[], AbstractContextManager[None]]]
         self.weights = dict.fromkeys(models, nullcontext)
+        self.streamed: dict[nn.Module, Streamed] = {}
         if source.streamed:
-            self.weights = {m: Streamed(m, device=self.device).running for m in models}
+            self.streamed = {m: Streamed(m, device=self.device) for m in models}
+            self.weights = {m: each.running for m, each in self.streamed.items()}
         self.places = SiteTracker(self.wide)
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
         # Whether it chooses among its parts, as a router of experts does
@@ -86,6 +88,24 @@ class Subject:
         self.ran_exactly = False  # until then `narrower` and `routes` are empty
         # Why no kernel can answer its attention, once a run has shown it
         self.by_hand = ""
+
+    def change_weight(
+        self, module: nn.Module, change: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Replaces the weight of a module of `wide` by what `change` makes of its values,
+        fp64 tensors: at once, or where it stays on disk whenever it is read. The source's
+        weights, and others that are tied to it, stay as they are."""
+
+        def changed(x: Tensor) -> Tensor:
+            """Returns the new parameter."""
+            with _disable_current_modes():
+                values = change(widened(x.detach()))
+                wide = Wide.of(values, x.dtype, is_weight=True)
+                return nn.Parameter(wide, requires_grad=False)
+
+        streamed = self.streamed.get(self.wide)
+        if streamed is None or not streamed.replace(module, "weight", changed):
+            module.weight = changed(module.weight)  # type: ignore[arg-type]
 
     def run_as_used(
         self, inputs: Inputs, attention: Attention, moved: int | None = None

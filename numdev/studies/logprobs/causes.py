@@ -16,12 +16,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from numdev.studies.logprobs.pair_causes import (
+    Alternatives,
+    constants,
+    sign_of,
+    slope_sums,
+)
 from numdev.studies.logprobs.report import CauseRow, SequenceEstimate
 from numdev.studies.logprobs.statistics import jackknife
 
 if TYPE_CHECKING:
     from numdev.studies.logprobs.records import RecordedSequence
-    from numdev.studies.logprobs.truth import ExactValues, Support
+    from numdev.studies.logprobs.truth import ExactValues, ProgramRecipe, Support
 
 TENFOLD = 10.0
 LEAST_CUT = 1.3  # of the squared error, by a cause that its slope names
@@ -40,6 +46,8 @@ LN2, LN10 = math.log(2), math.log(10)
 PADDINGS = (8, 64, 128, 256)  # multiples that vocabularies are padded to
 CHANCE = 0.5  # share of differences on a grid from which they lie on it; by chance 1 %
 GRID = 2.0**-8
+GRID_BITS = {"bfloat16": 8, "float16": 11}  # significant bits
+ON_GRID = 0.02  # of a step: float32's resolution; by chance 4 % are as near
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +64,9 @@ class Observed:
     exact: ExactValues | None = None
     vocabulary: int = 0
     support: Support | None = None  # that `reference` is under
+    recipe: ProgramRecipe | None = None  # that `predicted` is by
+    again: np.ndarray | None = None  # float64 [n], values of a second run
+    shared: Alternatives | None = None  # of both sides, where `reference` is the other's
     # float64 [n]: exact log-probabilities under a cause, by cause and dose
     instead: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
@@ -95,6 +106,9 @@ class CauseKind(NamedTuple):
     counted: bool = False  # named by its own sign, wherever a token has it
     stage: int = 1  # those of stage 0 are undone before others are looked for
     is_size: bool = False  # known by its size alone: it cannot be undone
+    # It rounds to few bits: the format's noise turns some of its roundings over, so that
+    # it is undone in part, and known by its size too
+    in_part: bool = False
 
 
 def shifted(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
@@ -136,13 +150,16 @@ def forced(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effect of tokens whose value is exactly 0 where the reference is below
     FORCED, or the other way round: nobody sampled them, or they are masked. Undone they
     have no value. Where the model is known, only in sequences in which one of them is not
-    the likeliest token: of that one a filter may have left it alone."""
+    the likeliest token: of that one a filter may have left it alone. Where both sides
+    recorded alternatives, only where these have some in common."""
     signs = []
     for seen, d in zip(sequences, errors, strict=True):
         zero = (seen.record.logprobs == 0) | (seen.reference == 0)
         sign = seen.counts & zero & (np.abs(np.nan_to_num(d)) > -FORCED)
         if seen.exact is not None and seen.exact.likeliest[sign].all():
             sign = np.zeros_like(sign)
+        if seen.shared is not None:  # without another token, a filter left it alone
+            sign &= np.isfinite(seen.shared.x).any(axis=1)
         signs.append(sign)
     effects = [np.where(sign, np.nan, 0.0) for sign in signs]
     return [Effects("", effects, counts=[int(sign.sum()) for sign in signs])]
@@ -200,6 +217,42 @@ def temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     dose, fitted = f"{first.temperature / beta:.3g}", of_alternatives is None
     tops = () if fitted else tuple(map(_alternatives, sequences))
     return [Effects(dose, effects, scale=beta, fitted=fitted, alternatives=tops)]
+
+
+def other_temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effect of another temperature than the other side's, by the
+    alternatives of both: a factor for all tokens, and at each position the constant that
+    its alternatives have besides, its normalisation's. Empty where one side recorded no
+    alternatives."""
+    shared = [(seen, seen.shared) for seen in sequences if seen.shared is not None]
+    if len(shared) < len(sequences):
+        return []
+    sums = [slope_sums(x, (seen.reference, seen.values)) for seen, x in shared]
+    product, square = (math.fsum(each[i] for each in sums) for i in (0, 1))
+    if product <= 0:
+        return []
+    slope = product / square
+    effects = [(slope - 1) * seen.reference + constants(x, slope) for seen, x in shared]
+    return [Effects(f"{1 / slope:.3g}", effects, alternatives=sums)]
+
+
+def other_normalisation(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effect of a support with fewer tokens, or more, than the other side's:
+    by the alternatives of both, a constant at each position, of one sign at all of them;
+    the whole difference of a token that is certain on one side and has no alternative.
+    Zero where they have several; empty where one side recorded no alternatives."""
+    shared = [seen.shared for seen in sequences if seen.shared is not None]
+    if len(shared) < len(sequences):
+        return []
+    effects = []
+    for seen, d, x in zip(sequences, errors, shared, strict=True):
+        alone = (seen.values == 0) | (seen.reference == 0)  # all that a filter left
+        alone &= ~np.isfinite(x.x).any(axis=1)
+        effects.append(np.where(alone, d, constants(x, 1.0)))
+    sign = sign_of(effects)
+    if not sign:
+        return [Effects("", [np.zeros_like(x) for x in effects])]
+    return [Effects("fewer tokens" if sign > 0 else "more tokens", effects)]
 
 
 def _is_full(seen: Observed) -> bool:
@@ -325,12 +378,32 @@ def instead_of(name: str) -> Callable[[Sequences, Errors], Sequence[Effects]]:
 def stored_in_16_bits(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns, where every value equals its own cast to bfloat16 or float16, what that
     rounding errs: half a unit in the last place over the square root of 3, rms."""
-    for dose, bits in (("bfloat16", 8), ("float16", 11)):
-        if all(_is_cast(seen.values[seen.counts], bits) for seen in sequences):
-            effects = [_spacing(s.values, bits) / math.sqrt(12) for s in sequences]
+    for dose, bits in GRID_BITS.items():
+        # As recorded: other causes may be undone in `values`
+        if all(_is_cast(s.record.logprobs[s.counts], bits) for s in sequences):
+            effects = [
+                _spacing(s.record.logprobs, bits) / math.sqrt(12) for s in sequences
+            ]
             counts = [int(seen.counts.sum()) for seen in sequences]
             return [Effects(dose, effects, counts=counts)]
     return [Effects("", [np.zeros_like(d) for d in errors])]
+
+
+def not_repeatable(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the size by which one run of a side scatters, from the difference of two:
+    that over the square root of 2. Empty where a sequence has no second run."""
+    runs = [seen.again for seen in sequences if seen.again is not None]
+    if len(runs) < len(sequences):
+        return []
+    effects = [
+        (again - seen.record.logprobs) / math.sqrt(2)
+        for seen, again in zip(sequences, runs, strict=True)
+    ]
+    counts = [
+        int((np.isfinite(x) & np.isfinite(d)).sum())
+        for x, d in zip(effects, errors, strict=True)
+    ]
+    return [Effects("", effects, counts=counts)]
 
 
 def _spacing(values: np.ndarray, bits: int) -> np.ndarray:
@@ -347,17 +420,74 @@ def _is_cast(values: np.ndarray, bits: int) -> bool:
     return bool((mantissa == np.rint(mantissa)).all())
 
 
-def share_on_grid(tops: Sequence[np.ndarray]) -> float | None:
+def share_on_grid(
+    tops: Sequence[np.ndarray], temperatures: Sequence[float] = (1.0,)
+) -> float | None:
     """Returns the share of differences between alternatives of a position, each from the
-    first, that are multiples of 2^-8 within float32's resolution: logits in bfloat16 of
-    size 1/2 and more give 1, float32's some 0.01. None with fewer than FEWEST_TOKENS.
-    `tops`: float64 [n, k] each, NaN where there is none."""
+    first, that are multiples of 2^-8 within float32's resolution, once they are
+    multiplied by a temperature: logits in bfloat16 of size 1/2 and more give 1, float32's
+    some 0.01. The largest over `temperatures`; None with fewer than FEWEST_TOKENS
+    differences. `tops`: float64 [n, k] each, NaN where there is none."""
     differences = np.concatenate([(x[:, 1:] - x[:, :1]).ravel() for x in tops] or [[]])
     differences = differences[np.isfinite(differences)]
     if len(differences) < FEWEST_TOKENS:
         return None
-    steps = differences / GRID
-    return float((np.abs(steps - np.rint(steps)) < 0.005).mean())
+    steps = [differences * t / GRID for t in temperatures]
+    return max(float((np.abs(x - np.rint(x)) < 0.005).mean()) for x in steps)
+
+
+def on_grid(sequences: Sequences, fmt: str) -> bool:
+    """Whether the recorded alternatives say that logits are in a format of 16 bits: most
+    of their differences, at the support's temperature or as they are, are multiples of
+    the distance between its numbers at the smaller of the two exact logits. False with
+    fewer than FEWEST_TOKENS differences."""
+    steps = [_steps(seen, GRID_BITS[fmt]) for seen in sequences]
+    shares = []
+    for of_side in zip(*steps, strict=True):
+        values = np.concatenate(of_side)
+        if len(values) < FEWEST_TOKENS:
+            return False
+        shares.append(float((np.abs(values - np.rint(values)) < ON_GRID).mean()))
+    return max(shares) > CHANCE
+
+
+def _steps(seen: Observed, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the differences of recorded alternatives from the first of a position, in
+    units of the distance between numbers of so many bits, flat: as recorded, and times
+    the support's temperature. Empty without alternatives."""
+    top, exact, support = seen.record.top_logprobs, seen.exact, seen.support
+    if top is None or exact is None or exact.top_logits is None or support is None:
+        return np.zeros(0), np.zeros(0)
+    sizes = np.abs(exact.top_logits)
+    smaller = np.minimum(sizes[:, 1:], sizes[:, :1])
+    differences = top[:, 1:] - top[:, :1]
+    finite = np.isfinite(differences) & (smaller > 0)
+    plain = differences[finite] / _spacing(smaller[finite], bits)
+    return plain, plain * support.temperature
+
+
+def narrow_head(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns, for each format that is narrower than the head is meant to be and than
+    what comes before it, what such a head errs; with all tokens counted where the
+    alternatives lie on its grid."""
+    tried = instead_of("narrow head")(sequences, errors)
+    return [_with_grid(effects, sequences) for effects in tried]
+
+
+def logits_in_16_bits(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns, where a head is meant to be wider than the model, what one in the model's
+    own format errs; with all tokens counted where the alternatives lie on its grid. Empty
+    where the head is meant to be like that."""
+    tried = instead_of("logits in 16 bits")(sequences, errors)
+    return [_with_grid(effects, sequences) for effects in tried]
+
+
+def _with_grid(effects: Effects, sequences: Sequences) -> Effects:
+    """Returns the effects of a head in the format that is their dose, with the tokens
+    counted where recorded alternatives lie on its grid, else none."""
+    is_on_grid = on_grid(sequences, effects.dose)
+    counts = [int(seen.counts.sum()) * is_on_grid for seen in sequences]
+    return effects._replace(counts=counts)
 
 
 _STRUCTURAL = (
@@ -377,21 +507,39 @@ _OF_THE_DISTRIBUTION = (
 _OF_THE_MODEL = (
     CauseKind("stale weights", "weights of {dose}", instead_of("stale weights"),
               by_slope=True),
-    CauseKind("window or cap", "computed without {dose}", instead_of("window or cap"),
+    CauseKind("window, cap or scale", "computed without {dose}",
+              instead_of("window, cap or scale"), by_slope=True),
+    CauseKind("packing", "sequences of a pack {dose}", instead_of("packing"),
               by_slope=True),
-    CauseKind("packing", "sequences of a pack see each other", instead_of("packing"),
-              by_slope=True),
+    CauseKind("adapter", "the adapter is {dose}", instead_of("adapter"), by_slope=True),
     CauseKind("quantised weights", "weights in {dose}", instead_of("quantised weights"),
               by_slope=True),
+)  # fmt: skip
+_OF_THE_FORMAT = (
+    CauseKind("quantised cache", "keys and values in an {dose}",
+              instead_of("quantised cache"), by_slope=True, in_part=True),
+    CauseKind("narrow head", "a head in {dose}", narrow_head, by_slope=True,
+              in_part=True),
+    CauseKind("logits in 16 bits", "logits in {dose}, where a wider head is meant",
+              logits_in_16_bits, is_size=True),
+    CauseKind("not repeatable", "two runs of it differ as much: dropout, or other chance",
+              not_repeatable, is_size=True),
     CauseKind("stored in 16 bits", "values stored, or a softmax computed, in {dose}",
               stored_in_16_bits, is_size=True),
 )  # fmt: skip
-SIDE_CAUSES = (*_STRUCTURAL, *_OF_THE_DISTRIBUTION, *_OF_THE_MODEL)
+SIDE_CAUSES = (
+    *_STRUCTURAL, *_OF_THE_DISTRIBUTION, *_OF_THE_MODEL, *_OF_THE_FORMAT,
+)  # fmt: skip
 # Without a model, what one side is beside the other
-PAIR_CAUSES = tuple(
-    kind for kind in SIDE_CAUSES if kind.name in ("shift", "forced tokens", "other base")
-)
+PAIR_CAUSES = (
+    *_STRUCTURAL,
+    CauseKind("temperature", "temperature {dose} times the other side's, a filter on top "
+              "of it not told apart", other_temperature, by_slope=True),
+    CauseKind("truncated support", "normalised over {dose} than the other side",
+              other_normalisation),
+)  # fmt: skip
 KINDS = {kind.name: kind for kind in SIDE_CAUSES}
+PAIR_WORDS = {kind.name: kind.words for kind in PAIR_CAUSES}
 
 
 def cause_rows(
@@ -496,10 +644,17 @@ def decide(rows: Sequence[CauseRow]) -> Decision:
         return Decision(whole and explained, cut)
     if effect <= RESOLVED * noise or tokens < FEWEST_TOKENS:
         return Decision(False, cut)
-    slope = _slope(rows)
-    if cut >= TENFOLD or (cut > 1 and _has_other_slope(rows)):
+    slope, of_alternatives = _slope(rows), _slope_of_alternatives(rows)
+    if of_alternatives is not None and not _is_other(of_alternatives, LEAST_TEMPERATURE):
+        return Decision(False, cut, slope)
+    if cut >= TENFOLD or (cut > 1 and _has_other_slope(of_alternatives)):
         return Decision(True, cut, slope)
-    by_slope = kind.by_slope and not any(row.fitted for row in rows)
+    # Without a prediction, two sound sides share noise with what is taken from both.
+    by_slope = kind.by_slope and noise > 0 and not any(row.fitted for row in rows)
+    size = before / (noise + effect)
+    if by_slope and kind.in_part and 1 / AT_PREDICTION**2 <= size <= AT_PREDICTION**2:
+        by_sign = count == tokens  # as the grid of a head's logits
+        return Decision(by_sign or (cut >= LEAST_CUT and _is_far(slope)), cut, slope)
     return Decision(by_slope and cut >= LEAST_CUT and _is_one(slope), cut, slope)
 
 
@@ -509,24 +664,38 @@ def _slope(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
     return jackknife(sums, lambda s: s["product"] / s["effect"], CONFIDENCE)
 
 
-def _has_other_slope(rows: Sequence[CauseRow]) -> bool:
+def _slope_of_alternatives(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
+    """Returns the slope of the recorded alternatives on the exact ones, or on the other
+    side's, with its interval; None without alternatives."""
+    sums = [{"product": row.top_product, "square": row.top_square} for row in rows]
+    return jackknife(sums, lambda s: s["product"] / s["square"], CONFIDENCE)
+
+
+def _is_other(slope: SequenceEstimate, least: float) -> bool:
+    """Whether a slope of alternatives is off 1 by more than `least`."""
+    return abs(slope.mean - 1) > least
+
+
+def _has_other_slope(slope: SequenceEstimate | None) -> bool:
     """Whether the recorded alternatives have a slope on the exact ones that is not 1, FAR
     beyond its interval: another temperature, whatever else is wrong, since a filter or a
     constant adds the same to all alternatives of a position."""
-    sums = [{"product": row.top_product, "square": row.top_square} for row in rows]
-    slope = jackknife(sums, lambda s: s["product"] / s["square"], CONFIDENCE)
     if slope is None or slope.low is None or slope.high is None:
         return False
     half = (slope.high - slope.low) / 2
-    return abs(slope.mean - 1) > max(LEAST_TEMPERATURE, FAR / 2.576 * half)
+    return _is_other(slope, max(LEAST_TEMPERATURE, FAR / 2.576 * half))
 
 
 def _is_one(slope: SequenceEstimate | None) -> bool:
     """Whether a slope is 1 within its interval, and 0 is FAR outside."""
     if slope is None or slope.low is None or slope.high is None:
         return False
-    if not slope.low - NEAR_ONE <= 1 <= slope.high + NEAR_ONE:
+    return slope.low - NEAR_ONE <= 1 <= slope.high + NEAR_ONE and _is_far(slope)
+
+
+def _is_far(slope: SequenceEstimate | None) -> bool:
+    """Whether a slope lies FAR above 0."""
+    if slope is None or slope.low is None or slope.high is None:
         return False
-    half = (slope.high - slope.low) / 2
     # The half of a 99 % interval is 2.6 standard errors and more.
-    return slope.mean > FAR / 2.576 * half
+    return slope.mean > FAR / 2.576 * (slope.high - slope.low) / 2

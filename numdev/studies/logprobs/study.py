@@ -4,6 +4,7 @@ each other, looks for causes, and makes the report."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from numdev.formats import FORMATS
 from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.report import Provenance
+from numdev.report.number_text import ratio, si
 from numdev.sources.checkpoint import load_tokenizer
 from numdev.studies.logprobs import causes
 from numdev.studies.logprobs.causes import CauseKind, Observed
@@ -30,6 +32,7 @@ from numdev.studies.logprobs.costs import (
     side_cost_rows,
 )
 from numdev.studies.logprobs.joining import join
+from numdev.studies.logprobs.pair_causes import shared_alternatives
 from numdev.studies.logprobs.readers import read_sides
 from numdev.studies.logprobs.records import Joined, RecordedSequence, Side
 from numdev.studies.logprobs.report import (
@@ -47,6 +50,7 @@ from numdev.studies.logprobs.report import (
 from numdev.studies.logprobs.statistics import outside, pair_sums
 from numdev.studies.logprobs.token_bins import bins_of, worst_tokens
 from numdev.studies.logprobs.truth import (
+    FP64,
     ExactModel,
     ProgramRecipe,
     Support,
@@ -71,17 +75,22 @@ NEEDS = {
     "truncated support": "no filter is known that could be undone",
     "padded vocabulary": "the vocabulary needs no padding, or is filtered",
     "stale weights": "needs an earlier checkpoint: --previous",
-    "window or cap": "the model has no window and no cap",
+    "window, cap or scale": "the model has none of its own",
     "packing": "no record packs several sequences",
     "quantised weights": "the side is held to a filtered support",
+    "quantised cache": "no kernel answers for the attention of the model",
+    "adapter": "needs the adapter: --adapter",
+    "not repeatable": "needs a second run of the side: --repeat",
+    "narrow head": "the head is meant to be in 16 bits, or its logits' grid tells",
+    "logits in 16 bits": "the head is meant to be in 16 bits, or needs top_logprobs",
 }
 AT_PREDICTION = "the side is at its prediction"
-NEVER = {
-    "adapter": "not built: compare with --model of the merged checkpoint",
-    "routing of experts": "not built: recorded experts are not replayed",
-    "quantised cache": "not built",
-    "batch, chunks and decode": "not built: needs a repeat of one side",
-}
+# Causes that the model must be run for
+BY_MODEL = (
+    *("stale weights", "window, cap or scale", "packing", "quantised weights"),
+    *("narrow head", "logits in 16 bits", "quantised cache", "adapter"),
+)
+NEVER = {"routing of experts": "not built: recorded experts are not replayed"}
 
 
 def logprobs(
@@ -126,7 +135,7 @@ def logprobs(
         summary=LogprobsSummary(answer=()),
         **study.measured_fields(measured, text_of),
         pairs=tuple(pairs),
-        remarks=tuple(study.remarks()),
+        remarks=tuple(study.remarks(measured)),
     )
     cause_rows = (*report.causes, *pair_causes)
     report = report.model_copy(update={"causes": cause_rows})
@@ -154,6 +163,36 @@ def logprobs_of_files(
         rules=rules,
         text_of=text_of_tokens(request.model) if request.show_text else None,
     )
+
+
+Key = tuple[str | None, bytes]
+
+
+def key_of(record: RecordedSequence) -> Key:
+    """Returns what a second run of a sequence shares with the first."""
+    return record.uid, record.token_ids.tobytes()
+
+
+def repeats_of(
+    request: LogprobsRequest, sides: Sequence[Side]
+) -> dict[tuple[str, Key], np.ndarray]:
+    """Returns by side and sequence the log-probabilities of a second run, of the side
+    that the request's file names, else of the first. Raises what reading it raises, and
+    UsageError where it has both sides, or none of the sequences."""
+    if request.repeat is None:
+        return {}
+    runs = read_sides(Path(request.repeat))
+    if len(runs) != 1:
+        what = f"expected one side, got {len(runs)}"
+        raise UsageError(f"--repeat {request.repeat}: {what}")
+    names = [side.name for side in sides]
+    of = runs[0].name if runs[0].name in names else names[0]
+    first = next(side for side in sides if side.name == of)
+    values = {key_of(x): x.logprobs for x in runs[0].sequences}
+    if not values.keys() & {key_of(x) for x in first.sequences}:
+        what = f"none of its sequences is one of {of}, by uid and tokens"
+        raise UsageError(f"--repeat {request.repeat}: {what}")
+    return {(of, key): x for key, x in values.items()}
 
 
 def distinct_sides(sides: Sequence[Side]) -> list[Side]:
@@ -214,13 +253,14 @@ class LogprobsStudy:
         self.clip = (request.clip_low, request.clip_high)
         self.model: ExactModel | None = None
         self.previous: ExactModel | None = None
-        opening = open_model or partial(
-            ExactModel, device=request.device, stream=request.stream
-        )
+        plain = partial(ExactModel, device=request.device, stream=request.stream)
+        opening = open_model or plain
         if request.model is not None:
-            self.model = opening(request.model)
+            adapted = partial(plain, adapter=request.adapter)
+            self.model = (adapted if request.adapter else opening)(request.model)
             if request.previous is not None:
                 self.previous = opening(request.previous)
+        self.repeats = repeats_of(request, sides)
 
     @property
     def pair_count(self) -> int:
@@ -395,6 +435,8 @@ class LogprobsStudy:
             exact=exact,
             vocabulary=self.model.vocabulary,
             support=support,
+            recipe=recipe,
+            again=self.repeats.get((side, key_of(record))),
         )
         return side_row(about, seen, self.clip), seen
 
@@ -411,10 +453,7 @@ class LogprobsStudy:
         search.undo_all([kind for kind in causes.SIDE_CAUSES if kind.stage == 0])
         later = [kind for kind in causes.SIDE_CAUSES if kind.stage == 1]
         if search.at_prediction:
-            untested |= dict.fromkeys(
-                ("stale weights", "window or cap", "packing", "quantised weights"),
-                AT_PREDICTION,
-            )
+            untested |= dict.fromkeys(BY_MODEL, AT_PREDICTION)
         else:
             search.sequences = [self.with_instead(seen) for seen in search.sequences]
         search.undo_all(later)
@@ -446,14 +485,42 @@ class LogprobsStudy:
             (cause, dose): exact_instead(self.model, record, support, dose)
             for cause, dose in self.model.variants()
         }
+        instead |= self.with_narrow_head(seen)
         if self.previous is not None:
             values = exact_instead(self.previous, record, support)
             instead["stale weights", self.previous.name] = values
-        if record.sequence_lengths is not None and len(record.sequence_lengths) > 1:
-            instead["packing", ""] = exact_instead(
-                self.model, record, support, as_one=True
-            )
+        lengths = record.sequence_lengths
+        is_pack = lengths is not None and len(lengths) > 1
+        if is_pack and len(record) <= self.model.most_positions:
+            together = exact_instead(self.model, record, support, as_one=True)
+            onward = exact_instead(self.model, record, support, continued=True)
+            instead["packing", "see each other"] = together
+            instead["packing", "continue each other's positions"] = onward
         return dataclasses.replace(seen, instead=instead)
+
+    def with_narrow_head(self, seen: Observed) -> dict[tuple[str, str], np.ndarray]:
+        """Returns the log-probabilities of a sequence, by cause and format, with a head
+        that is narrower than is meant, after exact states: what it errs token by token
+        where the states are more exact than it, and how much where they are not."""
+        assert self.model is not None
+        recipe, support = seen.recipe, seen.support
+        if recipe is None or support is None:
+            return {}
+        meant, states = (
+            FORMATS[name].precision
+            for name in (recipe.head or recipe.format, recipe.format)
+        )
+        values = {}
+        for fmt in ("bfloat16", "float16"):
+            bits = FORMATS[fmt].precision
+            if bits < meant and (bits < states or fmt == recipe.format):
+                cause = "narrow head" if bits < states else "logits in 16 bits"
+                narrow = ProgramRecipe(FP64, head=fmt)
+                errors = predicted_errors(
+                    self.model, seen.record, seen.reference, support, narrow
+                )
+                values[cause, fmt] = seen.reference + errors
+        return values
 
     def pair_values(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the comparable finite log-probabilities of a pair: of the second side
@@ -470,8 +537,8 @@ class LogprobsStudy:
         if self.joined is None:
             return []
         search = CauseSearch(PAIR, list(self.observed_pairs()))
-        if search.sequences:
-            search.undo_all(list(causes.PAIR_CAUSES))
+        for stage in (0, 1) if search.sequences else ():
+            search.undo_all([k for k in causes.PAIR_CAUSES if k.stage == stage])
         return search.rows
 
     def observed_pairs(self) -> Iterator[Observed]:
@@ -486,7 +553,12 @@ class LogprobsStudy:
                     token_ids=pair.b.token_ids[pair.at_b], logprobs=b, mask=counts
                 )
                 yield Observed(
-                    sequence=number, record=record, values=b, counts=counts, reference=a
+                    sequence=number,
+                    record=record,
+                    values=b,
+                    counts=counts,
+                    reference=a,
+                    shared=shared_alternatives(pair),
                 )
 
     def worst(self, measured: Sequence[ComparedSide]) -> list[WorstToken]:
@@ -524,20 +596,43 @@ class LogprobsStudy:
             first, second = (side.errors for side in measured)
             yield from pair_cost_rows(self.joined.pairs, first, second, self.clip)
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self, measured: Sequence[ComparedSide]) -> Iterator[str]:
         """Yields what the readers said, what does not match, and what values look like
         without that anything follows."""
         for side in self.sides:
             yield from (f"{side.name}: {note}" for note in side.notes)
         yield from self.joined.findings if self.joined is not None else ()
+        for each in measured:
+            yield from repeat_remark(each.errors)
         for side in self.sides:
             tops = [s.top_logprobs for s in side.sequences if s.top_logprobs is not None]
-            share = causes.share_on_grid(tops)
+            temperatures = {self.support_of(s).temperature for s in side.sequences}
+            share = causes.share_on_grid(tops, sorted({1.0, *temperatures}))
             if share is not None and share > causes.CHANCE:
                 yield (
                     f"{side.name}: {100 * share:.0f} % of the differences between "
                     "alternatives are multiples of 2^-8: its logits have 16 bits."
                 )
+
+
+def repeat_remark(side: SideErrors) -> Iterator[str]:
+    """Yields a sentence on how far two runs of a side differ, beside its predicted error;
+    none without a second run."""
+    pairs = [
+        (s.again[s.counts] - s.values[s.counts], s.predicted[s.counts])
+        for s in side.sequences
+        if s.again is not None and s.predicted is not None
+    ]
+    if pairs:
+        d, e = (np.concatenate(x) for x in zip(*pairs, strict=True))
+        finite = np.isfinite(d)
+        rms, noise = (float(np.sqrt(np.mean(x[finite] ** 2))) for x in (d, e))
+        if finite.any() and noise:
+            yield (
+                f"{side.name}: two runs of it differ by {si(rms)} nats (rms, "
+                f"{int(finite.sum()):,} tokens), {ratio(rms / noise)}× what its format "
+                "errs."
+            )
 
 
 def fixed_recipes(recipe: ProgramRecipe) -> dict[str, ProgramRecipe]:
@@ -662,6 +757,9 @@ class CauseSearch:
             self.rows += rows
             self._undo(kind, effects)
             self.scale *= effects.scale
+            if kind.in_part:  # what is left of it is noise from here on
+                squares = sum(float(np.nansum(d**2)) for d in self.errors)
+                self.scale *= max(1.0, math.sqrt(squares / sum(self.noise)))
             self.stage += 1
             kinds.remove(kind)
         self.rows += [row for _, rows, _ in self._tried(kinds) for row in rows]

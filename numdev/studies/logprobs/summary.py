@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from numdev.grouping import grouped
 from numdev.report import Outcome
 from numdev.report.number_text import percent, ratio, three
-from numdev.studies.logprobs.causes import KINDS, decide
+from numdev.studies.logprobs.causes import KINDS, PAIR_WORDS, decide
 from numdev.studies.logprobs.costs import FIXES, HALF, HEAD, NOW, ROUNDINGS, UNDONE
 from numdev.studies.logprobs.report import (
     PAIR,
@@ -149,18 +149,19 @@ def named_causes(rows: Sequence[CauseRow], side: str) -> Iterator[NamedCause]:
         decision = decide(of_cause)
         if decision.named:
             kind, dose = KINDS[of_cause[0].cause], of_cause[0].dose
+            words = PAIR_WORDS[kind.name] if side == PAIR else kind.words
             yield NamedCause(
                 side=side,
                 cause=kind.name,
                 dose=dose,
-                words=kind.words.format(dose=dose),
+                words=words.format(dose=dose),
                 share=1 - 1 / decision.cut,
                 slope=decision.slope,
-                left=_left(of_cause, is_size=kind.is_size),
+                left=_left(of_cause, by_size=kind.is_size or kind.in_part),
             )
 
 
-def _left(rows: Sequence[CauseRow], *, is_size: bool) -> float | None:
+def _left(rows: Sequence[CauseRow], *, by_size: bool) -> float | None:
     """Returns the rms error over the predicted one that undoing a cause leaves, or that
     is left where its size is predicted too; None where nothing is predicted."""
     names = ("before", "after", "effect", "noise", "noise_left")
@@ -169,7 +170,7 @@ def _left(rows: Sequence[CauseRow], *, is_size: bool) -> float | None:
     )
     if not noise_left:
         return None
-    return math.sqrt(before / (noise + effect) if is_size else after / noise_left)
+    return math.sqrt(before / (noise + effect) if by_size else after / noise_left)
 
 
 def answer(
@@ -255,7 +256,9 @@ def causes_clause(named: Sequence[NamedCause], *, with_side: bool = True) -> str
         side = "one side beside the other" if cause.side == PAIR else cause.side
         undone = ""
         if cause.left is not None:
-            what = "with its size" if KINDS[cause.cause].is_size else "undoing it leaves"
+            kind = KINDS[cause.cause]
+            by_size = kind.is_size or kind.in_part
+            what = "with its size" if by_size else "undoing it leaves"
             undone = f"; {what} {ratio(cause.left)}×"
         texts.append(
             f"{side}: {cause.words}{undone}" if with_side else cause.words + undone

@@ -9,8 +9,9 @@ vocabulary, or of what a temperature and a filter of tokens leave of it."""
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.exact.evaluation import computing
-from numdev.exact.wide_tensors import Wide, widened
-from numdev.formats import Format, format_named, round_to
+from numdev.exact.wide_tensors import Wide
+from numdev.formats import format_named
 from numdev.sources.case_sources import CheckpointSource
 from numdev.sources.files import naming
 from numdev.studies.audit.isolation import attempt
@@ -33,12 +33,20 @@ from numdev.studies.audit.run import describe
 from numdev.studies.effects.model_runs import Subject
 from numdev.studies.effects.output_error import outputs_by_name
 from numdev.studies.effects.rounding_sites import SITES
+from numdev.studies.logprobs.model_variants import (
+    ADAPTER_DOSES,
+    CACHES,
+    NARROW_HEAD,
+    VARIANTS,
+    has,
+    read_adapter,
+    round_head,
+)
 from numdev.studies.logprobs.records import RecordedSequence
 from numdev.system import System
 
 Attention = Literal["sdpa", "eager"]
 LOGITS = "logits"  # the site of the head and of what follows it
-NARROW_HEAD = "narrow head"  # a variant: the head alone computes in the format
 FP64 = "float64"
 CACHE = 1 << 26  # logits in memory: half a gigabyte
 # Inverse temperatures between which the log of the partition function is interpolated:
@@ -161,9 +169,11 @@ class ExactModel:
     roundings make of them. One model is in memory for each format asked for."""
 
     def __init__(
-        self, checkpoint: str, *, device: str = "auto", stream: bool = False
-    ) -> None:
-        """`checkpoint`: a directory, a state dict, or `demo`. Raises UsageError where it
+        self, checkpoint: str, *, device: str = "auto", stream: bool = False,
+        adapter: str | None = None,
+    ) -> None:  # fmt: skip
+        """`checkpoint`: a directory, a state dict, or `demo`; `adapter`: the directory of
+        one that is added to its weights. Raises UsageError where it
         does not exist, MeasurementError where its model cannot be built or has no logits
         over tokens."""
         path = demo_checkpoint() if checkpoint == "demo" else Path(checkpoint)
@@ -174,6 +184,7 @@ class ExactModel:
             target=self.name, checkpoint=str(path), model_dtype=FP64, stream=stream,
             device=device, sequences=1, length=8,
         )  # fmt: skip
+        self.adapter = read_adapter(adapter) if adapter is not None else None
         self.system = System.probe(device)
         self.source = CheckpointSource(request, self.system)
         self._subjects: dict[tuple[str, str], Subject] = {}
@@ -201,35 +212,57 @@ class ExactModel:
             choose = getattr(subject.wide, "set_attn_implementation", None)
             if variant == "eager" and choose is not None:
                 choose("eager")
+            if self.adapter is not None:
+                self.adapter.add_to(subject, variant)
             for edit in (e for name, e in VARIANTS.items() if name[1] == variant):
-                edit(subject.wide)
+                edit(subject)
             if variant == NARROW_HEAD:
-                _round_before_head(subject.wide, subject.format)
+                round_head(subject)
             self._subjects[key] = subject
         return self._subjects[key]
 
     def variants(self) -> list[tuple[str, str]]:
         """Returns (cause, dose) of the mistakes that this model can be computed with:
-        without a window or a cap that its config has, and with quantised weights."""
-        config: Any = getattr(self.source.model, "config", None)
-        return [
+        without a window, a cap or a scale that its config has, with quantised weights, a
+        quantised cache where kernels answer for its attention, and with its adapter
+        absent, added twice, or merged."""
+        doses = [
             (cause, dose)
             for cause, dose in VARIANTS
-            if cause != "window or cap" or getattr(config, KEYS[dose], None)
+            if cause == "quantised weights" or has(self.source.model, dose)
         ]
+        if not self._subject(FP64, "sdpa").by_hand:
+            doses += [("quantised cache", dose) for dose in CACHES]
+        if self.adapter is not None:
+            doses += [("adapter", dose) for dose in ADAPTER_DOSES]
+        return doses
 
-    def exact_logits(self, token_ids: np.ndarray, variant: str = "sdpa") -> Tensor:
+    @property
+    def most_positions(self) -> int:
+        """Returns how many positions the model has; no end where its config says none."""
+        config: object = getattr(self.source.model, "config", None)
+        return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
+
+    def exact_logits(
+        self, token_ids: np.ndarray, variant: str = "sdpa", begin: int = 0
+    ) -> Tensor:
         """Returns the exact logits, fp64 [n, vocabulary], of token ids, int64 [n], by the
-        model or a dose of `variants`. Raises MeasurementError for an id that the model
-        has no token for."""
+        model or a dose of `variants`; their positions are counted from `begin`. Raises
+        MeasurementError for an id that the model has no token for."""
         self._check_ids(token_ids)
 
         def run() -> object:
             """Returns the model's answer."""
-            subject = self._subject(FP64, variant)
-            return subject.run_exactly(_inputs(token_ids))
+            inputs = _inputs(token_ids)
+            if begin:
+                positions = torch.arange(begin, begin + len(token_ids))
+                inputs["position_ids"] = positions[None]
+            attention = CACHES.get(variant)
+            if attention is not None:
+                return self._subject(FP64, "sdpa").run_exactly(inputs, attention)
+            return self._subject(FP64, variant).run_exactly(inputs)
 
-        return self._cached((FP64, variant, token_ids.tobytes()), run)
+        return self._cached((FP64, variant, begin, token_ids.tobytes()), run)
 
     def rounded_logits(self, token_ids: np.ndarray, recipe: ProgramRecipe) -> Tensor:
         """Returns the logits, fp64 [n, vocabulary], where each operation is rounded to
@@ -295,78 +328,9 @@ def _widen_rotary_tables(model: nn.Module) -> None:
                 module._buffers[name] = Wide.of(values, home.dtype)
 
 
-def _round_before_head(model: nn.Module, fmt: Format) -> None:
-    """Rounds what the head of a model reads, in place: its weight, and by a hook the
-    states before it."""
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-
-    def rounded(x: Tensor) -> Tensor:
-        """Returns a tensor in fp64 rounded to the format."""
-        with _disable_current_modes():
-            is_weight = isinstance(x, nn.Parameter)
-            return Wide.of(round_to(widened(x), fmt), x.dtype, is_weight=is_weight)
-
-    head.weight = nn.Parameter(rounded(head.weight), requires_grad=False)
-    head.register_forward_pre_hook(lambda _head, args: tuple(map(rounded, args)))
-
-
 def _inputs(token_ids: np.ndarray) -> dict[str, Tensor]:
     """Returns the model's inputs of one sequence of token ids, int64 [n]."""
     return {"input_ids": torch.from_numpy(np.ascontiguousarray(token_ids))[None]}
-
-
-def _without(key: str) -> Callable[[nn.Module], None]:
-    """Returns a function that takes a window or a cap out of a model, in place: `key` of
-    its config, and of every module that has copied it."""
-
-    def edit(model: nn.Module) -> None:
-        """Takes it out of the model."""
-        value = ALL_KEYS if key == "sliding_window" else None
-        for holder in (model.config, *model.modules()):
-            if getattr(holder, key, None):
-                setattr(holder, key, value)
-
-    return edit
-
-
-def _quantised(bits: int) -> Callable[[nn.Module], None]:
-    """Returns a function that rounds the weights of a model's linear layers to integers
-    of so many bits with a scale for each row, in place; the head stays as it is."""
-
-    def edit(model: nn.Module) -> None:
-        """Rounds them."""
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        for module in model.modules():
-            weight = getattr(module, "weight", None)
-            named = type(module).__name__
-            if named not in ("Linear", "Conv1D") or module is head:
-                continue
-            assert isinstance(weight, Wide)
-            over = 1 if named == "Linear" else 0  # a Conv1D's rows are its columns
-            scale = weight.exact.abs().amax(dim=over, keepdim=True) / (
-                2 ** (bits - 1) - 1
-            )
-            whole = (weight.exact / scale.clamp_min(1e-300)).round() * scale
-            # The tensor itself is the source's too, in a model that is fp64.
-            fresh = Wide.of(whole, weight.dtype, is_weight=True)
-            module.weight = nn.Parameter(fresh, requires_grad=False)
-
-    return edit
-
-
-ALL_KEYS = 1 << 30  # a window that hides nothing
-# By the dose of a cause, the key of the config that it leaves out
-KEYS = {
-    "the sliding window": "sliding_window",
-    "the cap of scores": "attn_logit_softcapping",
-    "the cap of logits": "final_logit_softcapping",
-}
-# By cause and dose, what makes that mistake of a model, in place
-VARIANTS: Mapping[tuple[str, str], Callable[[nn.Module], None]] = {
-    **{("window or cap", dose): _without(key) for dose, key in KEYS.items()},
-    ("quantised weights", "int8"): _quantised(8),
-    ("quantised weights", "int4"): _quantised(4),
-}
 
 
 def _logits(answer: object) -> Tensor:
@@ -533,15 +497,17 @@ def predicted_errors(
 
 def exact_instead(
     model: ExactModel, sequence: RecordedSequence, support: Support,
-    dose: str = "sdpa", *, as_one: bool = False,
+    dose: str = "sdpa", *, as_one: bool = False, continued: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Returns the exact log-probabilities of a sequence, float64 [n], by another model,
     or with the mistake `dose` of `ExactModel.variants`; `as_one`: a pack as one sequence,
-    whose parts see each other. NaN where `exact_values` has it."""
+    whose parts see each other; `continued`: its parts alone, but their positions counted
+    from the beginning of the pack. NaN where `exact_values` has it."""
     values = np.full(len(sequence), np.nan)
     parts = segments_of(sequence)
     for part in [slice(0, len(sequence))] if as_one else parts:
-        logits = model.exact_logits(sequence.token_ids[part], dose)
+        begin = part.start if continued else 0
+        logits = model.exact_logits(sequence.token_ids[part], dose, begin)
         values[part] = token_logprobs(logits, sequence.token_ids[part], support)
     values[[part.start for part in parts]] = np.nan
     return values

@@ -1,0 +1,222 @@
+"""Mistakes that a whole model can be computed with, as changes of it in place: a window,
+a cap or a scale left out, weights or a cache in fewer bits, a narrow head, an adapter
+that is absent or added twice. Each gives an exact model of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from numdev.cases import AttentionCase
+from numdev.errors import UsageError
+from numdev.exact.wide_tensors import Wide, widened
+from numdev.formats import Format, format_named, round_to
+from numdev.studies.effects.model_runs import Subject, exact_attention
+
+Edit = Callable[[Subject], None]
+NARROW_HEAD = "narrow head"  # a variant: the head alone computes in the format
+SCALE = "the model's scale of scores"
+ALL_KEYS = 1 << 30  # a window that hides nothing
+TINY = 1e-300  # a scale of a row of zeros
+# By the dose of a cause, the key of the config that it leaves out
+KEYS = {
+    "the sliding window": "sliding_window",
+    "the cap of scores": "attn_logit_softcapping",
+    "the cap of logits": "final_logit_softcapping",
+}
+BASE = ("base_model.model.", "base_model.")  # before a module's name in an adapter's file
+
+
+def without(model: nn.Module, dose: str) -> None:
+    """Takes a window or a cap out of a model, in place: the key of `dose` in its config,
+    and in every module that has copied it; or its own scale of scores, in place of which
+    stands the root of the heads' size."""
+    if dose == SCALE:
+        for module in model.modules():
+            size = getattr(module, "head_dim", None)
+            if isinstance(getattr(module, "scaling", None), float) and size:
+                module.scaling = size**-0.5
+        return
+    key = KEYS[dose]
+    value = ALL_KEYS if key == "sliding_window" else None
+    for holder in (model.config, *model.modules()):
+        if getattr(holder, key, None):
+            setattr(holder, key, value)
+
+
+def has(model: object, dose: str) -> bool:
+    """Whether a model has the window, the cap or the scale that `dose` leaves out."""
+    config = getattr(model, "config", None)
+    if dose != SCALE:
+        return bool(getattr(config, KEYS[dose], None))
+    scalar = getattr(config, "query_pre_attn_scalar", None)
+    return scalar is not None and scalar != getattr(config, "head_dim", None)
+
+
+def round_head(subject: Subject) -> None:
+    """Rounds what the head of a model reads, in place, to the subject's format: its
+    weight, and by a hook the states before it."""
+    head: Any = subject.wide.get_output_embeddings()  # type: ignore[operator]
+    subject.change_weight(head, lambda values: round_to(values, subject.format))
+
+    def rounded(_head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns the states, rounded."""
+        states, *others = args
+        with _disable_current_modes():
+            narrow = round_to(widened(states), subject.format)
+            return Wide.of(narrow, states.dtype), *others
+
+    head.register_forward_pre_hook(rounded)
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Yields (name, module, axis) of the linear layers of a model but its head; `axis`:
+    of the weight, the one that is summed over. A Conv1D of GPT-2's has it first."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in ("Linear", "Conv1D") and module is not head:
+            yield name, module, 1 if kind == "Linear" else 0
+
+
+def quantised(values: Tensor, axis: int, dose: str) -> Tensor:
+    """Returns values of a weight, fp64, in 8 or 4 bits with a scale for each row along
+    `axis`: integers up to 127 or 7, or float8_e4m3fn up to 448."""
+    e4m3 = format_named("float8_e4m3fn")
+    largest = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}[dose]
+    scale = (values.abs().amax(dim=axis, keepdim=True) / largest).clamp_min(TINY)
+    scaled = values / scale
+    return (round_to(scaled, e4m3) if dose == "e4m3" else scaled.round()) * scale
+
+
+def quantise(dose: str) -> Edit:
+    """Returns the edit that rounds the weights of linear layers; the head stays as it
+    is."""
+
+    def edit(subject: Subject) -> None:
+        """Rounds them."""
+        for _name, module, axis in linear_layers(subject.wide):
+            subject.change_weight(module, lambda x, a=axis: quantised(x, a, dose))  # type: ignore[misc]
+
+    return edit
+
+
+def cached(x: Tensor, dose: str) -> Tensor:
+    """Returns keys or values, fp64 [batch, heads, n, dim], as a cache in 8 bits holds
+    them: float8_e4m3fn without a scale, or integers with a scale for each token and
+    head."""
+    if dose == "int8 cache":
+        return quantised(x, -1, "int8")
+    return round_to(x.clamp(-448.0, 448.0), format_named("float8_e4m3fn"))
+
+
+def cached_attention(dose: str) -> Callable[[AttentionCase, Format], Tensor]:
+    """Returns exact attention that reads its keys and values from such a cache."""
+
+    def attention(case: AttentionCase, fmt: Format) -> Tensor:
+        """Returns the output of a call."""
+        k, v = (cached(x, dose) for x in (case.k, case.v))
+        return exact_attention(dataclasses.replace(case, k=k, v=v), fmt)
+
+    return attention
+
+
+# By cause and dose, what makes that mistake of a model, in place
+VARIANTS: Mapping[tuple[str, str], Edit] = {
+    **{
+        ("window, cap or scale", dose): lambda subject, d=dose: without(subject.wide, d)  # type: ignore[misc]
+        for dose in (*KEYS, SCALE)
+    },
+    **{("quantised weights", dose): quantise(dose) for dose in ("int8", "e4m3", "int4")},
+}
+CACHES = {
+    dose: cached_attention(dose) for dose in ("e4m3 cache", "int8 cache")
+}  # by dose, how attention reads
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter (LoRA): what it adds to the weights of modules, by their
+    name."""
+
+    name: str
+    deltas: Mapping[str, Tensor]  # float64 [out, in]
+
+    def add_to(self, subject: Subject, dose: str = "") -> None:
+        """Adds it to the weights of a subject, in place: once, or as a dose of
+        ADAPTER_DOSES has it. Raises UsageError where a module is not in the model."""
+        times = {"absent": 0, "added twice": 2}.get(dose, 1)
+        modules = {name: (m, axis) for name, m, axis in linear_layers(subject.wide)}
+        for name, delta in self.deltas.items():
+            ends = [key for key in modules if key == name or key.endswith(f".{name}")]
+            if len(ends) != 1:
+                raise UsageError(
+                    f"--adapter: {name} is not one linear layer of the model"
+                )
+            module, axis = modules[ends[0]]
+            matrix = delta if axis == 1 else delta.T
+
+            def added(values: Tensor, change: Tensor = matrix) -> Tensor:
+                """Returns the weight with the adapter, on its grid where it is merged."""
+                if values.shape != change.shape:
+                    what = f"expected {tuple(values.shape)}, got {tuple(change.shape)}"
+                    raise UsageError(f"--adapter: a weight's shape: {what}")
+                merged = values + times * change.to(values.device)
+                on_grid = dose.partition("merged in ")[2]
+                return round_to(merged, format_named(on_grid)) if on_grid else merged
+
+            subject.change_weight(module, added)
+
+
+ADAPTER_DOSES = ("absent", "added twice", "merged in bfloat16")
+
+
+def read_adapter(path: str) -> Adapter:
+    """Returns the adapter of a directory as PEFT writes it, adapter_config.json and
+    adapter_model.safetensors. Raises UsageError where they are not there, or are of
+    another kind."""
+    folder = Path(path)
+    settings, weights = (
+        folder / "adapter_config.json",
+        folder / "adapter_model.safetensors",
+    )
+    if not settings.is_file() or not weights.is_file():
+        what = (
+            "expected a directory with adapter_config.json and adapter_model.safetensors"
+        )
+        raise UsageError(f"--adapter {path}: {what}")
+    try:
+        config = json.loads(settings.read_text(encoding="utf-8"))
+        tensors = load_file(weights)
+    except Exception as error:  # of a foreign file, whatever its reader raises
+        raise UsageError(f"--adapter {path}: cannot be read: {error}") from error
+    if config.get("peft_type") != "LORA" or config.get("use_dora"):
+        raise UsageError(
+            f"--adapter {path}: expected LoRA, got {config.get('peft_type')}"
+        )
+    if config.get("alpha_pattern") or config.get("rank_pattern"):
+        raise UsageError(f"--adapter {path}: patterns of ranks are not read")
+    deltas = {}
+    for key, down in tensors.items():
+        if not key.endswith(".lora_A.weight"):
+            continue
+        stem = key.removesuffix(".lora_A.weight")
+        up = tensors.get(f"{stem}.lora_B.weight")
+        if up is None or up.ndim != 2 or down.ndim != 2 or up.shape[1] != len(down):
+            raise UsageError(f"--adapter {path}: {stem} is no pair of matrices")
+        rank = len(down)
+        over = rank**0.5 if config.get("use_rslora") else rank
+        scale = float(config.get("lora_alpha") or rank) / over
+        name = stem
+        for prefix in BASE:
+            name = name.removeprefix(prefix)
+        deltas[name] = scale * (up.double() @ down.double())
+    if not deltas:
+        raise UsageError(f"--adapter {path}: has no weights of LoRA")
+    return Adapter(folder.name, deltas)

@@ -1,0 +1,80 @@
+"""What one side is beside the other where no model is known: a temperature, and a
+support, from the alternatives that both recorded.
+
+At a position, log-probabilities of two programs differ by a factor, the temperature's,
+and by a constant, the normalisation's: y = beta x + c. Both are taken from the
+alternatives; the chosen token's difference is what they must explain. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from numdev.studies.logprobs.records import NO_TOKEN, SequencePair
+
+ONE_SIGN = 0.02  # of the squared constants, what those of the rarer sign may come to
+
+
+class Alternatives(NamedTuple):
+    """Of each of n tokens the alternatives that both sides recorded, but the token
+    itself, float64 [n, k] each; NaN where a side has none."""
+
+    x: np.ndarray  # log-probabilities by the first side, which is the reference
+    y: np.ndarray  # by the second
+
+
+def shared_alternatives(pair: SequencePair) -> Alternatives | None:
+    """Returns the alternatives of the shared tokens of a pair; None where a side recorded
+    none."""
+    a, b = pair.a, pair.b
+    if a.top_ids is None or a.top_logprobs is None:
+        return None
+    if b.top_ids is None or b.top_logprobs is None:
+        return None
+    ids_a, ids_b = a.top_ids[pair.at_a], b.top_ids[pair.at_b]
+    same = (ids_b[:, :, None] == ids_a[:, None, :]) & (ids_b != NO_TOKEN)[:, :, None]
+    same &= (ids_b != b.token_ids[pair.at_b][:, None])[:, :, None]
+    x = np.take_along_axis(a.top_logprobs[pair.at_a], same.argmax(axis=2), axis=1)
+    y = b.top_logprobs[pair.at_b]
+    valid = same.any(axis=2) & np.isfinite(x) & np.isfinite(y)
+    return Alternatives(np.where(valid, x, np.nan), np.where(valid, y, np.nan))
+
+
+def slope_sums(
+    alternatives: Alternatives, chosen: tuple[np.ndarray, np.ndarray]
+) -> tuple[float, float]:
+    """Returns the sums of x times y and of x squared over alternatives and chosen tokens,
+    each less its mean over those of a position; `chosen`: x and y of the tokens, float64
+    [n] each."""
+    tokens = [np.where(np.isfinite(sum(chosen)), c, np.nan)[:, None] for c in chosen]
+    x = np.concatenate([alternatives.x, tokens[0]], axis=1)
+    y = np.concatenate([alternatives.y, tokens[1]], axis=1)
+    valid = np.isfinite(x) & np.isfinite(y)
+    count = np.maximum(1, valid.sum(axis=1, keepdims=True))
+    x, y = (np.where(valid, z, 0.0) for z in (x, y))
+    x, y = (z - z.sum(axis=1, keepdims=True) / count for z in (x, y))
+    return float((x * y)[valid].sum()), float((x * x)[valid].sum())
+
+
+def constants(alternatives: Alternatives, slope: float) -> np.ndarray:
+    """Returns by token the mean of y - slope x over its alternatives, float64 [n]; NaN
+    without any."""
+    differences = alternatives.y - slope * alternatives.x
+    valid = np.isfinite(differences)
+    sums = np.where(valid, differences, 0.0).sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(sums / valid.sum(axis=1))
+
+
+def sign_of(parts: Sequence[np.ndarray]) -> int:
+    """Returns the one sign that constants have, 1 or -1; 0 where neither sign has all but
+    ONE_SIGN of their squares."""
+    values = np.concatenate(parts)
+    values = values[np.isfinite(values)]
+    squares = [math.fsum(values[s * values > 0] ** 2) for s in (1, -1)]
+    if min(squares) > ONE_SIGN * sum(squares) or not sum(squares):
+        return 0
+    return 1 if squares[0] > squares[1] else -1
