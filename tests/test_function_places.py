@@ -59,5 +59,5 @@ def test_a_finding_says_where_noise_is() -> None:
     assert {row.errs_in for row in report.rows if row.role == "kernel"} == {
         "rows 32 to 63 of axis 0"
     }
-    sentence = report.findings[0].sentence
-    assert "is inaccurate in rows 32 to 63 of axis 0 of the worst result: " in sentence
+    sentence = report.findings[0].details
+    assert "It errs in rows 32 to 63 of axis 0 of the worst result." in sentence

@@ -291,7 +291,9 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
         "no element of this tensor could be judged",
     )
     (finding,) = run_findings(required.tests)
-    said = "mine (bfloat16) is required, but gave no result in 1 of 1 calls. No el"
+    said = (
+        "mine (bfloat16) is required, but gave no result in 1 of 1 calls. Reason: no el"
+    )
     assert said in finding.whole
 
 

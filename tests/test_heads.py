@@ -180,25 +180,26 @@ PEAKED = {"tied": 0.0, "ones": 0.0}
     ("rows", "words"),
     [
         ([innocent(), guilty(3, 5), guilty(3, 7, moved=0.01)],
-         ("L3H5: rounding shifts its delta to one side, by -0.4 % of what it is summed from "
-          "(t = -14); that alone moves its dW_Q by 3.1 %. Rank 1 of 3; heads at fault: 2.",
+         ("L3H5 is at fault: rounding shifts its delta by -0.4 % (t = -14), and so its dW_Q by "
+          "3.1 %.", "of what delta is summed from. Rank 1 of 3; heads at fault: 2.",
           "It begins in forward: tied maxima, weights at powers of two, V of one sign, ",
           "; missing conditions: none; rows of dS sum to 0.4 % of their size.")),
-        ([innocent(0, 0, moved=0.2), guilty(3, 5)], ("L3H5: ", "Rank 2 of 2;")),
-        ([guilty(moved=None)], ("moves its dW_Q by –.",)),
+        ([innocent(0, 0, moved=0.2), guilty(3, 5)], ("L3H5 is", "Rank 2 of 2;")),
+        ([guilty(moved=None)], ("and so its dW_Q by –.",)),
         ([guilty(layer=3).model_copy(update={"layer": None, "module": "", "case": "a"})],
-         ("a H5: rounding",)),
+         ("a H5 is at fault: rounding",)),
         ([guilty(**PEAKED, powers=0.1, one_signed=None)],
          ("Not the published cause: ", ("missing conditions: tied maxima, weights at powers of "))),
         ([innocent(0, 1), innocent(2, 3, moved=1e-3)],
-         ("No head of 2 is at fault: delta's error has one sign in 0 of 2 heads (largest |t|: 0.6, "
-          "L2H3); it moves a dW_Q by at most 0.1 % (L2H3, mean error +2.0e-3 %).",)),
+         ("No head of 2 is at fault: delta's error has one sign in 0 of 2 heads.",
+          "Largest |t|: 0.6 (L2H3). Delta's error moves a dW_Q by at most 0.1 % (L2H3, mean "
+          "error +2.0e-3 %).")),
         ([guilty(1, 1, moved=1e-4), innocent(moved=0.2)],
-         ("has one sign in 1 of 2 heads (largest |t|: 14, L1H1); ", ("0.01 % (L1H1, mean error -"))),
+         ("has one sign in 1 of 2 heads.", "Largest |t|: 14 (L1H1). ", ("0.01 % (L1H1, mean error -"))),
         ([NULL], (("Sign of delta's error not known in 1 of 1: no query sees more than one key."),)),
         ([LOUD, innocent(1, 1, dw_q_error=0.01, dw_q_norm=1.0)],
-         ("L1H0: rounding changes its layer's dW_Q by 2.8e3 % (1 of 2 heads ≥ 50 %); the errors "
-          "have no consistent sign (t = 0.6); rows of dS sum to 98 % of their size, not to 0.",)),
+         ("L1H0: rounding changes its layer's dW_Q by 2.8e3 % (1 of 2 heads ≥ 50 %).",
+          "The errors have no consistent sign (t = 0.6); rows of dS sum to 98 % of their size, not to 0.",)),
     ],
     ids=["found", "ranked 2", "no W_Q", "no layer", "backward", "nothing", "no harm", "not known",
          "drowned"],

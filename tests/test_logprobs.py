@@ -110,7 +110,7 @@ def test_a_cause_is_named_and_undone(name: str) -> None:
     assert left is not None
     assert left < 1.5
     assert "FAIL rollout" in report.summary.answer[0]
-    assert "undoing it leaves" in report.summary.answer[0]
+    assert "undoing it leaves" in report.summary.answer[1]
 
 
 @pytest.mark.parametrize("top", [True, False])

@@ -104,7 +104,7 @@ def test_the_default_rules_catch_it(report: AuditReport) -> None:
     assert (finding.rule, finding.tensor, finding.limit) == ("narrow sum", "dq", 0.6)
     assert (finding.observed or 0) > 0.6
     assert finding.cause == "dQ is summed in bfloat16 over tiles of 128 keys"
-    assert "sums dq from tile to tile in 16 bits: at least 0." in finding.sentence
+    assert "sums dq from tile to tile in 16 bits: share 0." in finding.sentence
     middle = [r.expected_ratio for r in report.rows if r.tensor == "dq"]
     assert max(x for x in middle if x is not None) < 1.05
     judge_report(report)

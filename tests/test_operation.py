@@ -219,9 +219,9 @@ def test_a_sound_norm_passes_and_a_wrong_eps_is_named(
     assert not report.passed
     assert "eps is 1e-05" in report.findings[0].sentence
     assert report.findings[0].sentence.startswith(
-        "fused (bfloat16) does not compute the requested function: eps is 1e-05"
+        "fused (bfloat16) is wrong: eps is 1e-05"
     )
-    assert "1 of 1 results, worst at rms_norm)" in report.findings[0].sentence
+    assert "In 1 of 1 results, worst at rms_norm." in report.findings[0].details
     write(report, tmp_path)
     options = {
         "gate": ("--junit", tmp_path / "junit.xml", "--summary", tmp_path / "gate.md"),

@@ -48,7 +48,7 @@ def test_a_fault_is_caught_and_named(entry: Planted) -> None:
         assert bool(causes) == (entry.says is not None and entry.is_named), causes
         assert all(re.search(str(entry.says), cause) for cause in causes), causes
         assert first.rule == (entry.rule or first.rule)
-        assert re.search(entry.place or "", first.sentence), first.sentence
+        assert re.search(entry.place or "", first.whole), first.whole
         may = {*entry.tensors}.union(*(DERIVED.get(x, ()) for x in entry.tensors))
         assert {f.tensor for f in findings} & may
         place = getattr(first.place, "case", None)
@@ -132,4 +132,4 @@ def test_the_worst_is_told_where_the_limit_is_0() -> None:
     worst = max(noise, key=lambda head: noise[head] or 0.0)
     finding = next(f for f in report.findings if f.rule == "reproducibility")
     assert finding.observed == noise[worst]
-    assert f"worst at {worst[0]} head {worst[1]}" in finding.sentence
+    assert f"worst at {worst[0]} head {worst[1]}" in finding.details

@@ -27,7 +27,7 @@ from numdev.gate.compare_report import (
     Presence,
     Which,
 )
-from numdev.gate.findings import joined_words, label
+from numdev.gate.findings import first_clauses, joined_words, label
 from numdev.gate.noise_model import (
     FAR,
     THRESHOLD,
@@ -661,12 +661,16 @@ def answer_sentences(
         if name not in moved
     ]
     verdict = _verdict(moves, presences, summary)
-    what = _moved_clause(moves, numbers, moved, place)
+    what = list(_moved_clauses(moves, numbers, moved, place))
     if not moves and not summary.judged and not summary.unjudged:
-        what = NO_KERNEL if groups else NOTHING
+        what = [NO_KERNEL if groups else NOTHING]
     uncompared = _uncompared_clause(presences, summary.unjudged)
-    parts = [uncompared, what] if "BUT" in verdict else [what, uncompared or NEITHER]
-    yield f"{verdict}: {sides}{'; '.join(parts)}."
+    parts = [uncompared, *what] if "BUT" in verdict else [*what, uncompared or NEITHER]
+    # A side's path may have blanks: it is one word of the verdict
+    line, more = first_clauses(verdict, parts, least=1)
+    yield line.replace(f"{verdict}: ", f"{verdict}: {sides}", 1)
+    if more:
+        yield more
     if allowed:
         keys = joined_words(f"{d.key} ({d.a} and {d.b})" for d in allowed)
         yield f"Compared although they differ: {keys}."
@@ -710,24 +714,23 @@ def _uncompared_clause(presences: Sequence[Presence], unjudged: int) -> str:
     return ", ".join(parts)
 
 
-def _moved_clause(
+def _moved_clauses(
     moves: Sequence[Move], numbers: Sequence[Move], moved: Sequence[str], place: Places
-) -> str:
-    """Returns a clause on the kernels that moved, the move farthest beyond noise, and the
+) -> Iterator[str]:
+    """Yields clauses on the kernels that moved, the move farthest beyond noise, and the
     one of the largest factor, where that is another. `numbers`: the moves but those of
     operators, the farthest first; `moved`: the kernels that moved."""
     what = f"{joined_words(moved) or 'nothing'} moved beyond noise"
+    yield f"other code ran, {what}" if moves and not moved else what
     farthest = next(iter(numbers), None)
     if farthest is not None:
         where = _place_clause(farthest, moved, place)
-        what += f", farthest beyond noise {where}, {farthest.words}"
-        if farthest.change:
-            what += f" ({times(farthest.change)} times as much)"
+        factor = f" ({times(farthest.change)} times as much)" if farthest.change else ""
+        yield f"farthest beyond noise {where}, {farthest.words}{factor}"
     largest = max(moves, key=_size_of_factor, default=None)
     if largest and largest.change and largest not in numbers[:1]:
         where = _place_clause(largest, moved, place)
-        what += f"; the largest factor, {times(largest.change)}×, {where}"
-    return f"other code ran, {what}" if moves and not moved else what
+        yield f"the largest factor, {times(largest.change)}×, {where}"
 
 
 def _size_of_factor(move: Move) -> float:

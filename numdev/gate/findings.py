@@ -585,9 +585,9 @@ def _where_sentences(
     count = f"In {len(rows)} of {judged} {unit}s"
     if before:
         count += f", beside {before} of other findings"
-    yield f"{count}, worst at {named(rows[0])}."
     if place := _place_in_units(rows, unit):
         yield f"It errs{place}."
+    yield f"{count}, worst at {named(rows[0])}."
 
 
 def _cause_sentences(
@@ -824,7 +824,8 @@ def _run_finding(test: Test, rule: str, words: str) -> Finding:
     count = test.offending or test.unjudged or test.judged
     what = "backward passes" if test.is_backward else "calls"
     sentence = f"{label(test)} ({test.format}) {words} {count} of {every} {what}"
-    sentence, details = first_clauses(sentence, list(test.reasons[:REASONS]))
+    reasons = test.reasons[:REASONS]
+    sentence, details = first_clauses(sentence, reasons, more="Reason: ")
     return Finding(
         kernel=test.kernel or "",
         options=test.options,
@@ -841,17 +842,22 @@ def _run_finding(test: Test, rule: str, words: str) -> Finding:
 
 
 def first_clauses(
-    name: str, clauses: Sequence[str], *, between: str = ": ", least: int = 0
+    name: str,
+    clauses: Sequence[str],
+    *,
+    between: str = ": ",
+    more: str = "",
+    least: int = 0,
 ) -> Statement:
     """Returns a sentence of `name` and as many of the first clauses, at least `least`, as
     make WORDS words, and the others as a sentence of the details. `between`: what stands
-    behind the name."""
+    behind the name; `more`: how the details begin."""
     for count in range(len(clauses), least - 1, -1):
         line = f"{name}{between if count else ''}{'; '.join(clauses[:count])}."
         if len(line.split()) <= WORDS:
             break
-    more = "; ".join(clauses[count:])
-    return Statement(line, f"{more[0].upper()}{more[1:]}." if more else "")
+    others = "; ".join(clauses[count:])
+    return Statement(line, f"{more}{others}." if others else "")
 
 
 def _tested_sentence(

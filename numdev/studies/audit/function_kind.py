@@ -216,7 +216,7 @@ def passing(report: FunctionReport, passed: Sequence[Test]) -> Statement:
             "the reference's integers" if are_integers else "as the reference"
         )
     worst = max(ratios)
-    beside = f"rms error at most {three(worst)}× what the reference's rounding explains"
+    beside = f"rms error at most {three(worst)}× what rounding explains"
     if over_floor and max(over_floor) <= SOUND:
         return Statement(f"as exact as the format allows; {beside}")
     if not over_floor:
@@ -249,7 +249,7 @@ def _largest_error_text(rows: Sequence[DeviationRow]) -> str:
     if not ratios:
         return "no error over what the reference's rounding explains"
     times = three(max(ratios))
-    return f"rms error at most {times}× what the reference's rounding explains"
+    return f"rms error at most {times}× what rounding explains"
 
 
 COLUMNS = (

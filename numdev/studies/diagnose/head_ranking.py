@@ -197,11 +197,11 @@ def answer_sentences(
         ]
     elif _has_half_changed(first):
         sentences = [
-            _drowned_sentence(first, rows[first.key], ranking),
+            *_drowned_sentences(first, rows[first.key], ranking),
             *_cure_sentences(first, cures),
         ]
     elif judged_rows:
-        sentences = [_no_fault_sentence(judged_rows)]
+        sentences = [*_no_fault_sentences(judged_rows)]
     else:
         sentences = []
     if len(judged_rows) < len(ranking):
@@ -215,27 +215,36 @@ def answer_sentences(
 
 def _fault_sentences(
     first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
-) -> tuple[str, str]:
-    """Returns what the errors of a head at fault do, and which conditions of the chain
-    hold. `row`: the head's numbers."""
+) -> tuple[str, ...]:
+    """Returns what the errors of a head at fault do, how it ranks, and which conditions
+    of the chain hold. `row`: the head's numbers."""
     # A head that attends to one key has P at 1 without any tie: then only a biased
     # output shows that rounding P V to one side is where it begins.
     peaked = {EXACT, OUTPUT} <= set(first.conditions)
     forward = (TIES in first.conditions or peaked) and SIGN not in first.missing
     origin = "It begins in forward" if forward else "Not the published cause"
     effect = (
-        f"{first.brief}: rounding shifts its delta to one side, by "
-        f"{percent(row.delta_mean, sign=True)} of what it is summed from "
-        f"(t = {si(row.delta_t)}); that alone moves its dW_Q by {percent(row.moved)}. "
-        f"Rank {first.rank} of {len(ranking)}; "
-        f"heads at fault: {sum(map(is_at_fault, ranking))}."
+        f"{first.brief} is at fault: rounding shifts its delta by "
+        f"{percent(row.delta_mean, sign=True)} (t = {si(row.delta_t)}), and so its dW_Q "
+        f"by {percent(row.moved)}."
+    )
+    rank = (
+        f"The shift is to one side, of what delta is summed from. Rank {first.rank} of "
+        f"{len(ranking)}; heads at fault: {sum(map(is_at_fault, ranking))}."
     )
     cause = (
         f"{origin}: {_names_in_words(first.conditions)}; "
         f"missing conditions: {_names_in_words(first.missing)}; "
         f"rows of dS sum to {percent(row.ds_row_sum)} of their size."
     )
-    return effect, cause
+    return effect, rank, cause
+
+
+def is_faultless(ranking: Sequence[Ranked]) -> bool:
+    """Whether every head was judged, none is at fault, and rounding changes the dW_Q of
+    no layer by half; False without a head."""
+    off = any(is_at_fault(ranked) or _has_half_changed(ranked) for ranked in ranking)
+    return bool(ranking) and all(map(is_judged, ranking)) and not off
 
 
 def _has_half_changed(ranked: Ranked) -> bool:
@@ -244,19 +253,21 @@ def _has_half_changed(ranked: Ranked) -> bool:
     return ranked.score >= DROWNED and is_judged(ranked, WRONG)
 
 
-def _drowned_sentence(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
-    """Returns what rounding does to the layer of a head whose errors have no common
-    sign."""
+def _drowned_sentences(
+    first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
+) -> tuple[str, str]:
+    """Returns what rounding does to the layer of a head whose errors have no common sign,
+    and the numbers that show it."""
     return (
         f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
         f"({sum(map(_has_half_changed, ranking))} of {len(ranking)} heads "
-        f"≥ {percent(DROWNED)}); "
-        f"the errors have no consistent sign (t = {si(row.delta_t)}); "
-        f"rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0."
+        f"≥ {percent(DROWNED)}).",
+        f"The errors have no consistent sign (t = {si(row.delta_t)}); "
+        f"rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0.",
     )
 
 
-def _no_fault_sentence(judged_rows: Sequence[HeadRow]) -> str:
+def _no_fault_sentences(judged_rows: Sequence[HeadRow]) -> tuple[str, str]:
     """Returns how many heads are not at fault, and how far the worst of them is off.
     `judged_rows`: at least one."""
     count = len(judged_rows)
@@ -268,10 +279,10 @@ def _no_fault_sentence(judged_rows: Sequence[HeadRow]) -> str:
     top = max(judged_rows, key=lambda head: abs(head.delta_t or 0.0))
     return (
         f"No head of {count} is at fault: delta's error has one sign in "
-        f"{len(shifted)} of {count} heads "
-        f"(largest |t|: {si(abs(top.delta_t or 0.0))}, {top.brief}); "
-        f"it moves a dW_Q by at most {percent(worst.moved)} ({worst.brief}, "
-        f"mean error {percent(worst.delta_mean, sign=True)})."
+        f"{len(shifted)} of {count} heads.",
+        f"Largest |t|: {si(abs(top.delta_t or 0.0))} ({top.brief}). Delta's error moves "
+        f"a dW_Q by at most {percent(worst.moved)} ({worst.brief}, mean error "
+        f"{percent(worst.delta_mean, sign=True)}).",
     )
 
 

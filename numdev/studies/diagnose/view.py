@@ -17,6 +17,7 @@ from numdev.studies.diagnose.head_ranking import (
     T,
     does_harm,
     is_at_fault,
+    is_faultless,
     is_judged,
     leading_head,
 )
@@ -59,8 +60,7 @@ def styles(report: DiagnoseReport) -> tuple[doc.Style]:
     every head was judged and none is, else none."""
     if any(map(is_at_fault, report.summary.ranking)):
         return ("bad",)
-    answer = report.summary.answer
-    return ("good" if len(answer) == 1 and answer[0].startswith("No head ") else "",)
+    return ("good" if is_faultless(report.summary.ranking) else "",)
 
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:

@@ -184,7 +184,9 @@ def answer(
     parts = list(_ratio_clauses(ordered(sides, verdicts)))
     if report.outcome is not None:
         why = causes_clause([c for side in sides for c in side.causes] or pair_causes)
-        yield f"{report.outcome.word} {'; '.join(parts)}.{f' {why}' if why else ''}"
+        yield f"{report.outcome.word} {'; '.join(parts)}."
+        if why:
+            yield why
     yield from cost_sentence(list(costs_of(report)), report.plan.clip)
     if report.plan.model is None:
         yield "No model: which side is off is not told; give --model for that."

@@ -238,7 +238,9 @@ def findings(
         test = of_side[0]
         clauses = list(_finding_clauses(report, of_side))
         name = f"{label(test)} ({test.format})"
-        sentence, details = first_clauses(name, clauses, between=" ", least=1)
+        sentence, details = first_clauses(
+            name, clauses, between=" ", more="Also: ", least=1
+        )
         named = ", ".join(cause.cause for cause in _causes_in(of_side))
         finding = exceeded_finding(test, Statement("", details), named or None)
         sentences.append(finding.model_copy(update={"sentence": sentence}))
