@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from numdev.errors import UsageError, closest
+from numdev.errors import UsageError, closest, similar_file
 from numdev.yamlfile import (
     Names,
     Scalar,
@@ -583,7 +583,9 @@ def _cached_model(name: str) -> str:
     """Returns the directory of a model of this name in the local cache of Hugging Face;
     nothing is downloaded. Raises UsageError where it is not there."""
     hint = "give a checkpoint, a file of captured tensors, a YAML file, or `demo`"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
+    if near := similar_file(Path(name)):
+        hint = f"did you mean {str(near)!r}?"
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) and not _is_path(name):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -594,6 +596,15 @@ def _cached_model(name: str) -> str:
                 f"; a Hugging Face model must be downloaded first: `hf download {name}`"
             )
     raise UsageError(f"{name}: no such file or directory", hint=hint)
+
+
+def _is_path(name: str) -> bool:
+    """Whether `part/part` is a path that does not exist, and no model's name: its first
+    part is a folder, or its ending is a file's."""
+    path = Path(name)
+    endings = "safetensors bin pt pth ckpt gguf onnx json jsonl yaml yml py txt html npz"
+    is_file = path.suffix.lower().removeprefix(".") in endings.split()
+    return is_file or name.startswith((".", "~")) or path.parent.is_dir()
 
 
 def _fields_set(config: Strict) -> dict[str, object]:

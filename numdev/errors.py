@@ -9,6 +9,7 @@ passed, 1 a gate's threshold was exceeded, 2 usage or configuration, 3 could not
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 LONGEST_LINE = 2000  # characters of a foreign message
 
@@ -57,6 +58,22 @@ def first_line(text: str) -> str:
     surrogates, and at most LONGEST_LINE characters. Empty for an empty text."""
     lines = text.strip().splitlines() or [""]
     return lines[0][:LONGEST_LINE].encode(errors="replace").decode()
+
+
+def similar_file(path: Path) -> Path | None:
+    """Returns the file or folder whose name is nearest to that of a path that does not
+    exist, in the same folder; None where none is near, or there is no such folder."""
+    import difflib
+
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return None
+    for name in difflib.get_close_matches(path.name, names, n=9, cutoff=0.7):
+        # An ending that two names share does not make them alike
+        if difflib.SequenceMatcher(None, path.stem, Path(name).stem).ratio() >= 0.7:
+            return path.parent / name
+    return None
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:

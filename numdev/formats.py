@@ -105,6 +105,7 @@ FORMATS: Mapping[str, Format] = {format.name: format for format in _CATALOGUE}
 # Bare "fp8", "fp8_e4m3" and "float8_e4m3" are left out on purpose: they mean different
 # formats to different people (in ml_dtypes the last one is the IEEE-style format with
 # largest value 240).
+AMBIGUOUS = re.compile(r"(fp|float|f)_?8")
 _WRITTEN = {
     "float64": "fp64 f64 double",
     "float32": "fp32 f32 single float",
@@ -154,13 +155,12 @@ def format_named(name: str) -> Format:
         bias = 2 ** (exponent - 1) - 1
         name = f"e{exponent}m{fraction}"
         return Format(name=name, precision=fraction + 1, emin=1 - bias, emax=bias)
-    raise UsageError(
-        f"unknown format {name!r}",
-        hint=(
-            f"{closest(key, [*FORMATS, *_ALIASES])} ({', '.join(FORMATS)}, and "
-            "eXmY for others)"
-        ),
-    )
+    hint = f"{closest(key, [*FORMATS, *_ALIASES])}"
+    if AMBIGUOUS.fullmatch(key):
+        hint = "give float8_e4m3fn or float8_e5m2: the name stands for both"
+    elif "did you mean" not in hint:
+        hint = f"known: {', '.join(FORMATS)}, and eXmY for others"
+    raise UsageError(f"unknown format {name!r}", hint=hint)
 
 
 def format_of(dtype: torch.dtype) -> Format:

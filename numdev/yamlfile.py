@@ -22,11 +22,12 @@ from pydantic import (
     ValidationError,
 )
 
-from numdev.errors import UsageError, closest
+from numdev.errors import UsageError, closest, similar_file
 
 Scalar = bool | int | float | str | None
 # Of a grid in one file: more are a slip of the pen, and would fill the memory
 MOST_CELLS = 100_000
+LONGEST_VALUE = 40  # characters of a wrong value that a message repeats
 
 
 class Strict(BaseModel):
@@ -92,7 +93,8 @@ def read_yaml(path: Path, model: type[M]) -> M:
         node = loader.get_single_node()
         raw = loader.construct_document(node) if node is not None else None
     except FileNotFoundError as error:
-        hint = "give a YAML file"
+        near = similar_file(path)
+        hint = f"did you mean {str(near)!r}?" if near else "give a YAML file"
         # As the documentation writes it
         with contextlib.suppress(UsageError, ValueError):
             hint = (
@@ -156,12 +158,23 @@ def validated(
             hint = closest(str(place[-1]), _model_at(place, model).model_fields)
             what = f"unknown key {named!r}; {hint}"
         else:
-            what = f"{named}: {first['msg']}".removeprefix(": ").replace(
-                "Value error, ", "", 1
-            )
+            what = f"{named}: {problem_of(first)}".removeprefix(": ")
         if len(place) > 1 and place[0] in origins and isinstance(place[1], int):
             place = (place[0], origins[place[0]][place[1]], *place[2:])
         raise UsageError(f"{where}{_line_clause(node, place)}: {what}") from error
+
+
+def problem_of(error: Mapping[str, Any]) -> str:
+    """Returns what is wrong with a value, by one of the errors of pydantic: what was
+    expected, and what it got where that is short."""
+    words = str(error["msg"]).replace("Value error, ", "", 1)
+    if error["type"] == "missing":
+        return "expected a value, got none"
+    if not words.startswith("Input should be "):
+        return words
+    got = repr(error["input"])
+    clause = f", got {got}" if len(got) <= LONGEST_VALUE else ""
+    return f"expected {words.removeprefix('Input should be ')}{clause}"
 
 
 def _line_clause(node: yaml.Node | None, place: Sequence[int | str]) -> str:

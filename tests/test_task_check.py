@@ -392,7 +392,7 @@ def test_workloads_give_sizes_numbers_and_tensors(tmp_path: Path) -> None:
             "expected FILE::NAME of its sources",
         ),
         ({"sources": [{"path": "../x.py", "content": ""}]}, "expected a relative path"),
-        ({"name": 3}, "name: Input should be a valid string"),
+        ({"name": 3}, "name: expected a valid string, got 3"),
     ],
 )
 def test_a_solution_that_is_not_taken_is_told(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from numdev.cli.file_kinds import expect_file
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of, seed_option
 from numdev.cli.session import FILE, Session, command
@@ -53,6 +54,8 @@ def audit(
     a YAML configuration, or `demo` (the checkpoint that ships with numdev). Default:
     configs/audit/default.yaml. The same request with the same --output resumes where it
     stopped."""
+    if target is not None:
+        expect_file(target, "audit")
     request = audit_request(target, flags)
     answer = None if effects is None else _effects_answer(effects, request)
     directory = session.begin(Path(request.target).stem or "audit", request.model_dump())
@@ -77,6 +80,7 @@ def _effects_answer(path: Path, request: AuditRequest) -> tuple[str, ...]:
     from numdev.report import read
     from numdev.studies.effects.report import EffectsReport
 
+    expect_file(path, "--effects")
     other = read(path)
     if not isinstance(other, EffectsReport):
         raise UsageError(
@@ -116,6 +120,7 @@ def sweep(
     cell is measured with every seed, and the report gives means with confidence
     intervals. With --seed N the seeds are counted from N. The same request with the same
     --output resumes where it stopped."""
+    expect_file(config, "sweep")
     request = sweep_request(config, flags)
     name, measured = config.stem, request.measured()
     directory = Path() if dry_run else session.begin(name, measured)

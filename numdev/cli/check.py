@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import click
 
 from numdev.cli.diagnose import attention_options
-from numdev.cli.options import DEVICES
+from numdev.cli.file_kinds import expect_file
+from numdev.cli.options import DEVICES, AtLeast
 from numdev.cli.session import FILE, command
 from numdev.errors import MeasurementError, UsageError
 
@@ -85,7 +86,7 @@ CLAIM = (
 @click.option("--claim", "claims", multiple=True, metavar="NAME=VALUE", help=CLAIM)
 @click.option("--thresholds", type=FILE, metavar="FILE", help=RULES)
 @click.option(
-    "--seed", "seeds", multiple=True, type=click.IntRange(min=0), metavar="N",
+    "--seed", "seeds", multiple=True, type=AtLeast(0), metavar="N",
     help="Seed for random inputs. Repeatable.  [default: 0]",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help=DEVICE)
@@ -129,11 +130,12 @@ def check(
     passed. 1: a limit is exceeded. 2: a wrong option, or a function that cannot be
     imported. 3: nothing could be judged (not a pass)."""
     gc.disable()  # a tenth of the time, most of it while torch is imported
-    from numdev.report.renderers import terminal
-
     beside = CheckedAgainst(
         reference=reference, problem=problem, task=task, definition=definition
     )
+    beside.expect_files(thresholds)
+    from numdev.report.renderers import terminal
+
     if beside.options():
         if cases or claims:
             raise UsageError("--case and --claim are of attention alone")
@@ -178,6 +180,8 @@ def check_attention_kernel(
     from numdev.system import System
     from numdev.testing import check as run
 
+    for case in cases:
+        expect_file(case, "--case")
     with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
         kernel = find(target)
         if missing := kernel.missing(System.probe(device)):
@@ -207,6 +211,13 @@ class CheckedAgainst:
     def options(self) -> list[str]:
         """Returns the options that are set, as they are written."""
         return [f"--{name}" for name, value in vars(self).items() if value is not None]
+
+    def expect_files(self, thresholds: Path | None) -> None:
+        """Raises UsageError for a file of another kind than its option takes."""
+        paths = {**vars(self), "thresholds": thresholds}
+        for name, path in paths.items():
+            if isinstance(path, Path):
+                expect_file(path, f"--{name}")
 
     def check_options(
         self,

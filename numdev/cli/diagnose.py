@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import yaml
 
+from numdev.cli.file_kinds import expect_file
 from numdev.cli.options import options_of
 from numdev.cli.session import Session, command
 from numdev.config import DiagnoseRequest
@@ -46,6 +47,8 @@ def diagnose(
     grad_out. Several checkpoints, or a directory of them such as that of a `numdev
     train`, are a series over training. The same request with the same --output resumes
     where it stopped."""
+    for target in targets:
+        expect_file(target, "diagnose")
     first = targets[0]
     asked = {
         **flags,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from numdev.cli.file_kinds import expect_file
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of
 from numdev.cli.session import Session, command
@@ -28,6 +29,7 @@ def effects(
     truth; beside it stand the model in each format with each kernel, attention alone, and
     one rounding site at a time. The same request into the same directory continues where
     it stopped."""
+    expect_file(target, "effects")
     request = effects_request(target, flags)
     name = f"effects-{Path(request.target).stem or 'model'}"
     directory = session.begin(name, request.model_dump(mode="json"))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from numdev.cli.file_kinds import expect_file
 from numdev.cli.session import FILE, command
 from numdev.errors import UsageError
 
@@ -49,7 +50,10 @@ class Verdict:
         wrong file."""
         from numdev.gate.rules import default_rules, read_rules
 
-        return read_rules(self.rules) if self.rules else default_rules()
+        if self.rules is None:
+            return default_rules()
+        expect_file(self.rules, "--thresholds")
+        return read_rules(self.rules)
 
     def judge_and_show(
         self, report: Report, show: Literal["page", "json", "nothing"]
@@ -163,6 +167,7 @@ def gate(
     Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong
     option or threshold file. 3: something could not be measured or judged, which is never
     a pass."""
+    expect_file(path, "gate")
     if init:
         if as_json or any(vars(verdict).values()):
             raise UsageError(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from numdev.cli.file_kinds import expect_file
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import options_of
 from numdev.cli.session import Session, command
@@ -29,6 +30,7 @@ def invariance(
     every kernel is bit-identical along these axes, 1 where one is not, 3 where that could
     not be tested. The same request into the same directory continues where it
     stopped."""
+    expect_file(target, "invariance")
     request = invariance_request(target, flags)
     name = f"invariance-{Path(request.target).stem}"
     directory = session.begin(name, request.model_dump(mode="json"))

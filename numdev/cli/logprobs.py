@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from numdev.cli.file_kinds import expect_file
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import options_of
 from numdev.cli.session import Session, command, command_line
@@ -26,6 +27,8 @@ def logprobs(
     they are; `numdev.dump_logprobs` writes one from any program. With --model each side
     is set beside the exact log-probabilities of its tokens, in multiples of what its
     format's own roundings explain. No text is shown or stored without --show-text."""
+    for file in files:
+        expect_file(file, "logprobs")
     request = logprobs_request(files, flags)
     data, name = request.model_dump(mode="json"), f"logprobs-{Path(files[0]).stem}"
     session.begin(name, data)

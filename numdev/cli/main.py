@@ -10,11 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from numdev import __version__
-from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
+from numdev.errors import MeasurementError, NumdevError, UsageError, closest, one_line
 from numdev.studies.audit.interrupt import noticing
 
 EMPTY_OPTION = re.compile(r"--[a-z-]+=")
@@ -96,6 +97,16 @@ class _Commands(click.Group):
         command: click.Command = getattr(module, cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns what click returns of a known command. Raises UsageError for another
+        word: it names the nearest command, or the one that takes the file."""
+        name = args[0]
+        if name in COMMANDS or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        raise UsageError(f"no command {name!r}", hint=_command_for(name))
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands in sections, then the options."""
         for title, section in SECTIONS.items():
@@ -125,6 +136,20 @@ class _Commands(click.Group):
             ):
                 raise _ReaderLeft(ctx.obj or 0) from error
             raise
+
+
+def _command_for(word: str) -> str:
+    """Returns what to type in place of a word that is no command."""
+    from numdev.cli.file_kinds import USES, kind_of_path
+
+    file, colon, _ = word.partition(":")
+    if colon and file.endswith(".py"):
+        return f"numdev check {word}"
+    if kind := kind_of_path(Path(word)):
+        return f"{USES[kind].command.format(word)} takes {USES[kind].words}"
+    if word == "demo" or Path(word).is_dir():
+        return f"numdev audit {word}"
+    return f"{closest(word, COMMANDS)}; see `numdev --help`"
 
 
 @click.group(
@@ -170,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
-        _exit_with_error(error.format_message().rstrip(".") + hint, 2)
+        _exit_with_error(_parser_words(error) + hint, 2)
     except _ReaderLeft as left:
         # Say nothing more, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -196,6 +221,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         if code:
             sys.exit(code)
+
+
+def _parser_words(error: click.ClickException) -> str:
+    """Returns what click has against a command line, without its full stop; of an unknown
+    option the one that is nearest."""
+    if isinstance(error, click.NoSuchOption):
+        near = ", ".join(map(repr, error.possibilities or ()))
+        return f"no option {error.option_name!r}" + f"; did you mean {near}?" * bool(near)
+    return error.format_message().rstrip(".")
 
 
 def _exit_with_error(message: str, code: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar, get_origin
@@ -74,6 +75,33 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
         return tuple(dict.fromkeys(chosen))
 
 
+class AtLeast(click.ParamType):  # type: ignore[type-arg]
+    """A whole number that is not below `least`, or with `whole` False any number above
+    it."""
+
+    name = "number"
+
+    def __init__(self, least: int, *, whole: bool = True) -> None:
+        self.least, self.whole = least, whole
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | float:
+        """Returns the number. Raises UsageError for text that is none, and for one that
+        is too small or not finite."""
+        try:
+            number = int(value) if self.whole else float(value)
+        except ValueError:
+            number = math.nan
+        fits = number >= self.least if self.whole else self.least < number < math.inf
+        if not fits:
+            flag = param.opts[0] if param else self.name
+            bound = "of at least" if self.whole else "above"
+            kind = "a whole number" if self.whole else "a number"
+            raise UsageError(f"{flag}: expected {kind} {bound} {self.least}, got {value}")
+        return number
+
+
 def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
     """Returns a decorator that adds an option for each field of a model that has one, or
     for the fields `names` alone. A value that is not on the command line is None, or
@@ -110,9 +138,9 @@ def _option_type(name: str, flag: str, field: FieldInfo) -> dict[str, Any]:
     if int in parts and several:
         return {"type": NumberList()}
     if int in parts:
-        return {"type": click.IntRange(min=int(any(isinstance(x, Gt) for x in parts)))}
+        return {"type": AtLeast(int(any(isinstance(x, Gt) for x in parts)))}
     if float in parts:
-        return {"type": click.FloatRange(min=0, min_open=True)}
+        return {"type": AtLeast(0, whole=False)}
     return {"multiple": several}
 
 
@@ -129,7 +157,7 @@ def cluster_options(function: F) -> F:
     )  # fmt: skip
     workers = click.option(
         "--workers",
-        type=click.IntRange(min=1),
+        type=AtLeast(1),
         metavar="N",
         help="Measure in N processes of this machine: one GPU each, or a "
         "share of "

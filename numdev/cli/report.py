@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from numdev.cli.file_kinds import expect_file
 from numdev.cli.session import FILE, Session, command, command_line
 from numdev.errors import MeasurementError, UsageError
 
@@ -32,6 +33,7 @@ def report(path: Path, form: str | None, as_json: bool) -> None:
         raise UsageError(
             f"--json and --format {form} exclude each other", hint="give one of them"
         )
+    expect_file(path, "report")
     finished, form = read(path), "json" if as_json else form
     if form == "json":
         text = text_of(finished)
@@ -77,6 +79,8 @@ def compare(
     itself, a kernel failed, or something could not be compared."""
     from numdev.gate.compare import compare as run
 
+    for path in reports:
+        expect_file(path, "compare")
     comparison = run(*reports, allow=allow, by_date=by_date, command=command_line())
     directory = session.claim_directory("compare", comparison.request)
     context.find_root().obj = comparison.exit_code

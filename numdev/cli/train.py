@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from numdev.cli.options import device_option, seed_option
+from numdev.cli.file_kinds import expect_file
+from numdev.cli.options import AtLeast, device_option, seed_option
 from numdev.cli.session import FILE, Session, command, command_line
 from numdev.errors import MeasurementError, UsageError
 
@@ -21,10 +22,10 @@ STOP = "Stop after this time with everything saved; the same command resumes."
 
 @command("train configs/train/tiny-ci.yaml")
 @click.argument("config", type=FILE)
-@click.option("--steps", type=click.IntRange(1, 10_000_000), metavar="N", help=STEPS)
+@click.option("--steps", type=AtLeast(1), metavar="N", help=STEPS)
 @click.option(
     "--stop-after",
-    type=click.FloatRange(min=0, min_open=True),
+    type=AtLeast(0, whole=False),
     metavar="SECONDS",
     help=STOP,
 )
@@ -48,6 +49,7 @@ def train(
     from numdev.studies.training.config import TrainConfig, resolve
     from numdev.yamlfile import read_yaml
 
+    expect_file(config, "train")
     raw = read_yaml(config, TrainConfig)
     request = resolve(raw, config.name, steps=steps, seed=seed, device=device)
     directory = session.begin(config.stem, request.fields_of_numbers())
@@ -83,6 +85,8 @@ def weights(
     from numdev.studies.training.weights.study import weights as compare
     from numdev.studies.training.weights.weights_over_steps import weights_over_steps
 
+    for target in targets:
+        expect_file(target, "weights")
     by_step = has_runs(targets)
     if nulls and not by_step:
         what = "--null: expected runs of several steps, got sets of weights"
@@ -117,6 +121,7 @@ def bounds(run: Path, session: Session) -> None:
     GPU. Distances between weights are proxies."""
     from numdev.studies.training.bounds import study
 
+    expect_file(run, "bounds")
     report = study.bounds(run, command=command_line())
     directory = session.claim_directory(
         f"bounds-{report.request['target']}", report.request

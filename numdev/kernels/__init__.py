@@ -38,6 +38,7 @@ from numdev.kernels.output import (
     upstream,
     why_not,
 )
+from numdev.kernels.python_files import no_function_named, why_not_imported
 from numdev.system import Requirement, System
 
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
@@ -289,13 +290,15 @@ def find(name: str) -> Kernel:
     `FILE.py:function`, that function as a kernel. Raises UsageError for an unknown name,
     a plugin that could not be loaded, and a function that cannot be imported or
     adapted."""
-    if ":" in name:
+    if ":" in name or name.endswith(".py"):
         name = importable_path(name)
         return kernel_of_function(name, import_callable(name, "kernel"))
     kernels = all_kernels()
     if name not in kernels:
         broken = [k.broken for k in kernels.values() if k.broken]
         hint = "; ".join([closest(name, kernels), *broken])
+        if Path(f"{name}.py").is_file():
+            hint = f"for a function of {name}.py give {name}.py:FUNCTION"
         raise UsageError(f"unknown kernel {name!r}", hint=hint)
     if kernels[name].broken:
         raise UsageError(str(kernels[name].broken), hint="fix or uninstall it")
@@ -323,10 +326,12 @@ def import_callable(path: str, role: str) -> Callable[..., object]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # an import runs foreign code: anything may come out of it
-        what = f"cannot import {module_name!r} for the {role} {path!r}: {error!r}"
-        raise UsageError(what, hint="is its folder on PYTHONPATH?") from error
+        raise _import_error(error, module_name, f"the {role} {path!r}") from error
     function: Callable[..., object] | None = getattr(module, attribute, None)
     if not callable(function):
+        if hasattr(module, attribute):
+            got = f"got {type(function).__name__}"
+            raise UsageError(f"{module_name}.{attribute}: expected a function, {got}")
         names = [
             n for n, f in vars(module).items() if callable(f) and not n.startswith("_")
         ]
@@ -335,13 +340,30 @@ def import_callable(path: str, role: str) -> Callable[..., object]:
     return function
 
 
+def _import_error(error: Exception, module: str, purpose: str) -> UsageError:
+    """Returns what an exception that an import raised is told as. `purpose`: what the
+    module is imported for."""
+    why = why_not_imported(error)
+    if isinstance(error, SyntaxError):
+        return UsageError(why)
+    hint = None
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        missing = "is its folder on PYTHONPATH?"
+        is_it = f"{module}.".startswith(f"{error.name}.")
+        hint = missing if is_it else f"is {error.name} installed?"
+    return UsageError(f"cannot import {module!r} for {purpose}: {why}", hint=hint)
+
+
 def importable_path(path: str) -> str:
     """Returns `FILE.py:name` as `package.module:name`; anything else as it is. Adds the
     folder of the file's package to the end of sys.path. Raises UsageError where there is
-    no such file, and where Python finds another module of that name."""
+    no such file, for a file without the name of a function, and where Python finds
+    another module of that name."""
     file, _, attribute = path.partition(":")
     if not file.endswith(".py"):
         return path
+    if not attribute:
+        raise no_function_named(file)
     source = Path(file).resolve()
     if not source.is_file():
         raise UsageError(f"{file}: no such file")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
 
 import numdev
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError, UsageError, similar_file
 from numdev.report.records.reports import SCHEMA_VERSION, Report
 from numdev.report.records.rows import Record
 from numdev.report.safe_text import csv_cell, json_text
@@ -42,9 +42,10 @@ def read(path: Path) -> Report:
         text = bytearray(path.read_bytes())
     except OSError as error:
         what = f"{path}: cannot read a report there ({error.strerror})"
-        raise UsageError(
-            what, hint="give a report.json, or a directory an audit wrote"
-        ) from error
+        near = similar_file(path)
+        hint = f"did you mean {str(near)!r}?" if near else ""
+        hint = hint or "give a report.json, or a directory an audit wrote"
+        raise UsageError(what, hint=hint) from error
     head = _Head()
     try:
         head = _Head.model_validate(from_json(bytes(text[:HEAD]), allow_partial=True))
@@ -69,8 +70,10 @@ def read(path: Path) -> Report:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        hint = "measure again"
-        if (wrote := head.provenance.get("numdev", "?")) != numdev.__version__:
+        hint, wrote = "measure again", head.provenance.get("numdev")
+        if wrote is None and head.kind not in REGISTERED:
+            hint = "give a report.json that numdev wrote"
+        elif wrote != numdev.__version__:
             versions = f"numdev {wrote} wrote it, and this is {numdev.__version__}"
             hint = f"{versions}: update numdev, or {hint}"
         hint = "measure again" if problem.startswith("digest:") else hint

@@ -31,7 +31,7 @@ import numdev
 from numdev import temporary_files
 from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef, Phase, Window
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.files import FETCH
 from numdev.sources.upstream_gradients import drawn_origin, with_drawn_gradient
@@ -274,6 +274,24 @@ def holds_cases(path: Path) -> bool:
         return False
     with storage.open_safetensors(path) as file:
         return KEY in (file.metadata() or {})
+
+
+def headerless_hint(path: Path) -> str:
+    """Returns how to give the header to a safetensors file, or to those of a directory,
+    whose tensors are named as those of calls (`q`, `0.k`) and whose header is missing;
+    empty for any other path, and for a damaged file."""
+    for file in sorted(path.glob("*.safetensors"))[:1] if path.is_dir() else (path,):
+        with contextlib.suppress(NumdevError, OSError):
+            if file.suffix != ".safetensors":
+                return ""
+            with storage.open_safetensors(file) as opened:
+                names = {name.rpartition(".")[2] for name in opened.keys()}  # noqa: SIM118
+            if names.issuperset(REQUIRED):
+                return (
+                    f"captured tensors are named 0.q, 0.k, 0.v and need a header: give "
+                    f"save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
+                )
+    return ""
 
 
 def open_cases(

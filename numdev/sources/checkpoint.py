@@ -32,6 +32,7 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, import_callable
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation, module_hooks
+from numdev.sources.captured_calls import headerless_hint
 from numdev.sources.containers import (
     INDEX,
     SUFFIXES,
@@ -361,7 +362,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not stored.is_file():
         refuse_directory(path)
         raise UsageError(
-            f"{path}: has no config.json", hint="give a Hugging Face directory"
+            f"{path}: has no config.json",
+            hint=headerless_hint(path) or "give a Hugging Face directory",
         )
     config = read_config(stored)
     refuse_config(stored, config)
@@ -518,7 +520,10 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     if not factory or ":" not in factory:
         got = f", got {factory!r}" if factory else ""
         what = f"{path}: weights alone need --model package.module:factory{got}"
-        raise UsageError(what, hint="or give the directory of a Hugging Face checkpoint")
+        hint = headerless_hint(path)
+        if not hint:
+            hint = "or give the directory of a Hugging Face checkpoint"
+        raise UsageError(what, hint=hint)
     build = import_callable(factory, "model")
     config: Mapping[str, object] = {}
     beside = (path if path.is_dir() else path.parent) / "config.json"

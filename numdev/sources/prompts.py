@@ -269,7 +269,9 @@ def read_text(file: Path) -> str:
     refuse_pointer(file)
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
         raise UsageError(
             f"{file}: expected text in UTF-8, got {one_line(error)}"
         ) from error

@@ -22,6 +22,7 @@ from numdev.errors import UsageError, one_line
 from numdev.operations.function.inputs import Make
 from numdev.operations.function.surroundings import Surroundings
 from numdev.operations.function.trees import Arguments
+from numdev.yamlfile import problem_of
 
 RUN = "run"
 REFERENCE_FILE = "definition_reference.py"
@@ -179,8 +180,9 @@ def _read(path: Path, record: type[R]) -> R:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{path}: {where}: {first['msg']}") from error
+        where = "".join(f"{part}." for part in first["loc"]).rstrip(".")
+        place = f"{path}: {where}" if where else str(path)
+        raise UsageError(f"{place}: {problem_of(first)}") from error
 
 
 def reference_of(definition: Definition, folder: Path) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from numdev.errors import UsageError, one_line
+from numdev.errors import UsageError, closest, one_line
 from numdev.exact.dtypes import is_floating
 from numdev.formats import Format, dtype_of, round_to
 from numdev.metrics.checksums import same
@@ -44,6 +44,7 @@ def calls_of(
         )
     if source is None:
         sizes = parsed_shapes(shapes)
+        _check_names(sizes, function)
         return lambda seed: [_drawn(sizes, seed)]
     if callable(source):
         make = source
@@ -53,6 +54,8 @@ def calls_of(
         raise UsageError(
             f"inputs: expected FILE.py:function or FILE.safetensors, got {source}"
         )
+    if not path.exists():
+        raise UsageError(f"inputs: {path}: no such file")
     from safetensors.torch import load_file
 
     try:
@@ -60,6 +63,24 @@ def calls_of(
     except Exception as error:
         raise UsageError(f"{path}: cannot be read: {one_line(error)}") from error
     return lambda seed: [Arguments(named=tensors)]
+
+
+def _check_names(names: Iterable[str], function: Callable[..., object]) -> None:
+    """Raises UsageError for a name that is no parameter of a function; for none where its
+    signature cannot be read, or it takes any name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in names:
+        if name not in parameters:
+            accepted = ", ".join(parameters) or "no argument"
+            raise UsageError(
+                f"shape: the reference takes {accepted}, got {name!r}",
+                hint=closest(name, parameters),
+            )
 
 
 def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:

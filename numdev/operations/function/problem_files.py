@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev.errors import UsageError, one_line
+from numdev.kernels.python_files import why_not_imported
 from numdev.operations.function.inputs import TRIVIAL
 from numdev.operations.function.trees import Values
 
@@ -113,7 +114,10 @@ def module_of(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UsageError(f"{path}: cannot be imported: {one_line(error)}") from error
+        why = why_not_imported(error)
+        if not isinstance(error, SyntaxError):
+            why = f"{path}: cannot be imported: {why}"
+        raise UsageError(why) from error
     return module
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.gate.judgement import RUNS
 from numdev.gate.rules import Rules
 from numdev.kernels import importable_path
@@ -478,4 +478,6 @@ def reproducer_of(
             return write_reproducer(finding, part, rules, target, directory), ""
         except NumdevError as error:
             why = why or f"No reproducer: {error}"
+        except Exception as error:  # of the reference, which may be any code
+            why = why or f"No reproducer: {one_line(error)}"
     return None, why

@@ -83,10 +83,10 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             remove_stale(directory)
             journal._open_file(overwrite=overwrite)
         except OSError as error:
-            what = (
-                f"{error.filename or directory}: cannot write results there "
-                f"({error.strerror})"
-            )
+            why = f"cannot write results there ({error.strerror})"
+            if directory.is_file():
+                why = "expected a directory for the results, got a file"
+            what = f"{error.filename or directory}: {why}"
             raise UsageError(what, hint="choose another --output") from error
         return journal
 

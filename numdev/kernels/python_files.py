@@ -1,0 +1,79 @@
+"""What a user's Python file has, and what is wrong with it, in words. A file is parsed
+here, never run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import traceback
+from pathlib import Path
+
+from numdev.errors import UsageError, one_line
+
+MOST_NAMED = 8  # functions of a file that a message names
+
+
+def functions_in(file: Path) -> list[str]:
+    """Returns the public functions that a file defines at its top level, in its order,
+    each with the names of its parameters: `attend(q, k, v)`. Raises UsageError for a file
+    that cannot be read, and for what is not valid Python."""
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read ({error.strerror})") from error
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(why_not_imported(error)) from error
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [node for node in tree.body if isinstance(node, kinds)]
+    return [_signature(f) for f in functions if not f.name.startswith("_")]
+
+
+def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Returns a function's name with the names of its parameters."""
+    a = function.args
+    stars = [f"*{a.vararg.arg}"] if a.vararg else ["*"] if a.kwonlyargs else []
+    named = [*(x.arg for x in (*a.posonlyargs, *a.args)), *stars]
+    named += [x.arg for x in a.kwonlyargs] + ([f"**{a.kwarg.arg}"] if a.kwarg else [])
+    return f"{function.name}({', '.join(named)})"
+
+
+def no_function_named(file: str) -> UsageError:
+    """Returns the error for a Python file where one of its functions is expected: it
+    names them. Raises UsageError for a file that is missing, or not valid Python."""
+    if not Path(file).is_file():
+        return UsageError(f"{file}: no such file")
+    functions = functions_in(Path(file))
+    words = ", ".join(functions[:MOST_NAMED])
+    if len(functions) > MOST_NAMED:
+        words += f" and {len(functions) - MOST_NAMED} more"
+    return UsageError(
+        f"{file}: expected {file}:FUNCTION, got no function",
+        hint=f"it has {words}" if words else "it defines none",
+    )
+
+
+def why_not_imported(error: BaseException) -> str:
+    """Returns why Python cannot import a file: of a SyntaxError its file, line and text;
+    of another exception its message, and the last line of a file that raised it."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        text = f": {error.text.strip()}" if error.text else ""
+        where = f"{_shown(error.filename)}, line {error.lineno}"
+        return f"{where}: not valid Python ({error.msg}){text}"
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [f for f in frames if not f.filename.startswith("<") and _is_foreign(f)]
+    place = f" ({_shown(files[-1].filename)}, line {files[-1].lineno})" if files else ""
+    return one_line(error) + place
+
+
+def _is_foreign(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of neither numdev nor importlib."""
+    path = Path(frame.filename)
+    return path.parent.name != "importlib" and not path.is_relative_to(
+        Path(__file__).parent.parent
+    )
+
+
+def _shown(filename: str) -> str:
+    """Returns a path as it is from the current folder, where it lies below that."""
+    path, folder = Path(filename), Path(os.getcwd())
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else filename
