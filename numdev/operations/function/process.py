@@ -132,7 +132,7 @@ class FunctionProcess:
         answer, and by what, or that its answer is unusable, and why."""
         if not isinstance(error, EOFError | BrokenPipeError):
             return f"gave an unusable answer ({one_line(error)})"
-        return f"ended without an answer{_ending(self._pid)}"
+        return f"ended without an answer{ending_of(self._pid)}"
 
     def _read_header(self, until: float) -> list[Mapping[str, object]]:
         """Returns the header of the process's answers, a mapping for each: the tensors of
@@ -259,7 +259,7 @@ def _listed(value: object) -> list[object]:
     return value
 
 
-def _ending(pid: int) -> str:
+def ending_of(pid: int) -> str:
     """Returns in brackets how a child process ended: its exit status, or the signal's
     name; empty where the system does not tell. The process is not reaped."""
     if not pid or not hasattr(os, "waitid"):

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import torch
@@ -26,7 +26,7 @@ from numdev.gate.rules import Rules, rules_as_data
 from numdev.kernels import Kernel, import_callable, no_claim
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.yardstick import Yardstick
-from numdev.operations.function.causes import OtherFunction, causes_of
+from numdev.operations.function.causes import causes_of
 from numdev.operations.function.function_runs import (
     Cotangents,
     FunctionRun,
@@ -69,6 +69,7 @@ from numdev.report import (
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_power import power_of, tolerance_power
+from numdev.studies.audit.guarded_search import Named, guarded
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.plan import Task
@@ -501,13 +502,14 @@ def _named(
     float32. A row that is not far off, or without such a cause, comes as it is."""
     rows = [_with_place(row, call, ran) for row in rows]
     far = [row.tensor for row in rows if _is_far_off(row)]
-    causes = _causes(call.draws[0], ran, far, earlier)
+    causes, why = _causes(call.draws[0], ran, far, earlier)
     unnamed = [name for name in far if name not in causes]
-    finer = _causes_in_float32(call.draws[0], run, unnamed) if unnamed else {}
+    finer, _ = _causes_in_float32(call.draws[0], run, unnamed) if unnamed else ({}, None)
     for row in rows:
         cause = causes.get(row.tensor) or finer.get(row.tensor)
         if cause is None:
-            yield row
+            lost = {"suspicion": why} if why and row.tensor in far else {}
+            yield row.model_copy(update={"nulls": {**row.nulls, **lost}})
             continue
         fields: dict[str, object] = {
             "suspicion": cause.words, "suspicion_cut": cause.cut,
@@ -534,29 +536,27 @@ def _with_place(row: DeviationRow, call: FunctionCall, ran: FunctionRun) -> Devi
 
 def _causes(
     reference: FunctionReference, ran: FunctionRun, names: Sequence[str], earlier: Values
-) -> Mapping[str, OtherFunction]:
-    """Returns the functions that explain the outputs `names` of a run, by name; empty
-    where it has none of them, nothing explains them, or the reference does not run once
-    more."""
+) -> tuple[Named, str | None]:
+    """Returns the functions that explain the outputs `names` of a run, by name, empty
+    where it has none of them or nothing explains them; and in words why nothing was
+    looked for to the end, None where it was."""
     outputs = {name: as_real(ran.tensors[name]) for name in names if name in ran.tensors}
     if not outputs:
-        return {}
-    try:
-        return causes_of(reference, outputs, earlier)
-    except Exception:  # the reference is foreign code; what errs is shown without a name
-        return {}
+        return {}, None
+    search = partial(causes_of, reference, outputs, earlier)
+    return guarded(search, torch.device(reference.device).type)
 
 
 def _causes_in_float32(
     reference: FunctionReference, run: RunAll, names: Sequence[str]
-) -> Mapping[str, OtherFunction]:
+) -> tuple[Named, str | None]:
     """Returns what explains outputs where the inputs are in float32, in which rounding
-    hides less, by name; empty where the function does not take them, or the reference
-    raises."""
+    hides less, by name, empty where the function does not take them; and why nothing was
+    looked for to the end, if so."""
     wide = prepared(reference.arguments, FORMATS["float32"], reference.device)
     [ran] = run([Draw(call=0, seed=reference.seed, arguments=wide)])
     if isinstance(ran, Failure):
-        return {}
+        return {}, None
     return _causes(dataclasses.replace(reference, arguments=wide), ran, names, {})
 
 

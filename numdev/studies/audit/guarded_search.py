@@ -1,0 +1,103 @@
+"""The search for a cause in a process of its own: code that ends its process costs the
+name then, and no verdict. The reference with other options is foreign code in a state
+that nobody has tried, on which PyTorch may crash.
+
+The process is a fork that computes with one thread, since those of the parent are gone in
+it. Where there may be no fork (no Linux, CUDA in use) the search runs here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+
+from numdev.operations.function.causes import OtherFunction
+from numdev.operations.function.process import ending_of
+
+LIMIT_S = 300.0
+Named = Mapping[str, OtherFunction]  # by tensor
+Search = Callable[[], Named]
+RAISED = "the reference does not run again"
+
+
+def guarded(search: Search, device: str) -> tuple[Named, str | None]:
+    """Returns what a search names, and None; or nothing, and in words why: it raised, it
+    ended its process, or took longer than LIMIT_S. `device`: where it computes."""
+    is_forked = device == "cpu" and sys.platform == "linux"
+    if is_forked and not torch.cuda.is_initialized():
+        return _in_a_fork(search)
+    try:
+        return search(), None
+    except Exception:  # the reference is foreign code
+        return {}, RAISED
+
+
+def _in_a_fork(search: Search) -> tuple[Named, str | None]:
+    """Returns what a search in a forked process names, or why there is nothing."""
+    answer, write = os.pipe()
+    with warnings.catch_warnings():
+        # Of other threads, which the fork does not need
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        os.close(answer)
+        _search_and_exit(search, write)
+    os.close(write)
+    try:
+        text = _read(answer, time.monotonic() + LIMIT_S)
+        if text is None:
+            return {}, f"the search took more than {LIMIT_S:g} s"
+        if not text:
+            return {}, f"the search ended its process{ending_of(pid)}"
+        named: dict[str, dict[str, object]] | None = json.loads(text)
+        if named is None:
+            return {}, RAISED
+        return {name: OtherFunction(**each) for name, each in named.items()}, None  # type: ignore[arg-type]
+    finally:
+        os.close(answer)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _search_and_exit(search: Search, write: int) -> None:
+    """Writes what a search names into a descriptor, as JSON (null where it raised), and
+    ends the process; never returns. What foreign code prints goes to stderr."""
+    try:
+        os.dup2(2, 1)
+        faulthandler.disable()  # a test runner's, which would show the parent's stack
+        torch.set_num_threads(1)
+        try:
+            named = {name: dataclasses.asdict(x) for name, x in search().items()}
+            text = json.dumps(named)
+        except Exception:  # the reference is foreign code
+            text = "null"
+        with os.fdopen(write, "w") as stream:
+            stream.write(text)
+    finally:
+        os._exit(0)
+
+
+def _read(descriptor: int, until: float) -> str | None:
+    """Returns all that comes from a descriptor; None where it has no end by a deadline of
+    time.monotonic()."""
+    parts: list[bytes] = []
+    while True:
+        left = max(0.0, until - time.monotonic())
+        if not select.select([descriptor], [], [], left)[0]:
+            return None
+        part = os.read(descriptor, 1 << 16)
+        if not part:
+            return b"".join(parts).decode()
+        parts.append(part)

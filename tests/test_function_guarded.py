@@ -1,0 +1,73 @@
+"""A search for causes that ends its process costs the name, and no verdict."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from numdev.function_check import check_beside
+from numdev.operations.function.causes import OtherFunction
+from numdev.studies.audit import guarded_search
+from numdev.studies.audit.guarded_search import RAISED, guarded
+
+FOUND = {"output": OtherFunction(words="it is 0 everywhere", cut=1e300, share=1.0)}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="searches in a fork")
+
+
+def ends() -> dict[str, OtherFunction]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return FOUND
+
+
+def raises() -> dict[str, OtherFunction]:
+    raise RuntimeError("not with this option")
+
+
+def waits() -> dict[str, OtherFunction]:
+    time.sleep(60)
+    return FOUND
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_a_search_names_what_it_finds_and_may_raise(device: str) -> None:
+    assert guarded(lambda: FOUND, device) == (FOUND, None)
+    assert guarded(raises, device) == ({}, RAISED)
+
+
+@linux
+def test_a_search_may_end_its_process_and_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    named, why = guarded(ends, "cpu")
+    assert (named, why) == ({}, "the search ended its process (signal SIGSEGV)")
+    monkeypatch.setattr(guarded_search, "LIMIT_S", 0.2)
+    assert guarded(waits, "cpu") == ({}, "the search took more than 0.2 s")
+
+
+def inputs(seed: int) -> tuple[Tensor]:
+    return (torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)),)
+
+
+@linux
+def test_a_crash_of_the_reference_with_another_number_costs_the_name_alone() -> None:
+    """As a batch norm of PyTorch's does with an option that the module never has."""
+
+    def reference(x: Tensor, eps: float = 1e-3) -> Tensor:
+        out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        if float(out.double().square().mean()) < 0.5:  # with a large eps
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return out
+
+    def wrong(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-2)
+
+    result = check_beside(wrong, reference=reference, inputs=inputs, device="cpu")
+    assert result.verdict == "FAIL"
+    rows = [row for row in result.report.rows if row.role == "kernel"]
+    words = "the search ended its process (signal SIGSEGV)"
+    assert {row.nulls.get("suspicion") for row in rows} == {words}
+    assert f"Cause not identified: {words}" in " ".join(str(result).split())
