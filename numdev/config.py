@@ -209,7 +209,7 @@ class Measuring(Placed):
     reproducers: Annotated[Count, Option(metavar="N")] = 8
     """Write reproducer scripts for the first N findings.  [8]"""
     time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0
-    """Time limit of a kernel with --isolate, --workers or --scheduler.  [60]"""
+    """Time limit of a kernel with --isolate or --workers.  [60]"""
 
 
 class OneSource(Strict):

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from numdev.cli.main import COMMANDS, cli
+from numdev.cli.options import WHOLE
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 
@@ -18,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 COMPLETION = """\
 ## Completion in the shell
 
-Commands and options are completed by the shell; add the line to its start file.
+Commands, options, kernels, formats, axes, presets and files are completed by the shell; add the line to its start file.
 
 | shell | file | line |
 |---|---|---|
@@ -115,7 +116,7 @@ def render() -> str:
     """The page: the group's help, then every command's."""
     parts = [
         "# Command line\n\nWritten by `python scripts/cli_reference.py` from the "
-        "commands' own `--help`. What is in brackets is the default, or the range.\n\n",
+        "commands' own `--help-all`. What is in brackets is the default, or the range.\n\n",
         help_of("numdev", cli),
     ]
     context = click.Context(cli)
@@ -129,6 +130,7 @@ def render() -> str:
 def help_of(path: str, command: click.Command) -> str:
     """Returns a command's help as Markdown."""
     context = click.Context(command, info_name=path, help_option_names=["-h", "--help"])
+    context.meta[WHOLE] = True
     page = Page(path.removeprefix("numdev").strip() or "numdev")
     command.format_help(context, page)
     return page.getvalue()

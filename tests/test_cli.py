@@ -23,13 +23,17 @@ from commands import STARTED, ran, unstarted
 
 import numdev
 from numdev import report
-from numdev.cli import check
+from numdev.cli import check, completion, version
 from numdev.cli.gate import gated
 from numdev.cli.main import COMMANDS, FOREIGN, cli
+from numdev.cli.options import cluster_options
 from numdev.cli.session import Session, raising_lost_interrupts
 from numdev.config import demo_checkpoint
+from numdev.formats import FORMATS
 from numdev.gate import judging
 from numdev.gate.rules import Rules
+from numdev.kernels import all_kernels
+from numdev.kernels.emulation.recipe import PRESETS
 from numdev.studies.audit.journal import JOURNAL
 
 ROOT = Path(numdev.__file__).parent.parent
@@ -156,7 +160,6 @@ USAGE = [
     ("report none", "none: cannot read a report", "give"),
     ("bounds", "Missing argument 'RUN'", "numdev bounds --help"),
     ("gate out --init --json", "--init only writes rules", "-o"),
-    ("report out --json --format csv", "exclude each other", ""),
     ("audit \x1b[2Jevil", "[2Jevil: no such file", ""),  # no escape sequence is sent on
     *(
         (f"{name} ", "an argument is empty", "not set?")
@@ -428,6 +431,101 @@ def test_the_shell_gets_its_completions_and_nothing_else(
     assert found.out.startswith("#compdef numdev")
 
 
+def completed(words: str, run: Any, monkeypatch: Any) -> list[str]:
+    """What bash is offered for the last of these words."""
+    monkeypatch.setenv("COMP_WORDS", f"numdev {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    monkeypatch.setenv("_NUMDEV_COMPLETE", "bash_complete")
+    return [line.partition(",")[2] for line in run().out.splitlines()]
+
+
+@pytest.mark.parametrize(("words", "offered"), [
+    ("audit --kernel sdpa-f", ["sdpa-flash"]), ("check sdpa-m", ["sdpa-math"]),
+    ("effects --against flashi", ["flashinfer"]), ("sweep --format bf", ["bfloat16"]),
+    ("logprobs --format float8", ["float8_e4m3fn", "float8_e5m2"]), ("check --format tf", ["tf32"]),
+    ("invariance --axis hidden", ["hidden", "hidden-nan"]), ("diagnose --preset go", ["golden2024"]),
+    ("audit de", ["demo", "de"]), ("audit --kernel mine.py", ["mine.py"]),
+])  # fmt: skip
+def test_the_shell_is_offered_kernels_formats_and_axes(
+    run: Any, monkeypatch: pytest.MonkeyPatch, words: str, offered: list[str]
+) -> None:
+    """By every command that takes one; a file where no kernel's name begins so."""
+    assert completed(words, run, monkeypatch) == offered
+
+
+def test_what_the_shell_is_offered_is_what_there_is() -> None:
+    """Every built-in kernel, format and preset, and none that is not."""
+    ours = {
+        k.name
+        for k in all_kernels().values()
+        if k.function.__module__.startswith("numdev.")
+    }
+    assert {*completion.KERNELS} == ours
+    assert {*completion.FORMATS} == {*FORMATS}
+    assert {*completion.PRESETS} == {*PRESETS}
+
+
+def test_help_is_short_and_help_all_is_whole(run: Any) -> None:
+    """A command with many options shows the common ones, says how many more there are,
+    and shows each once with `--help-all`; one with few shows all."""
+    assert "--help-all" not in run("kernels", "--help").out
+    for name in (
+        "audit",
+        "check",
+        "effects",
+        "invariance",
+        "sweep",
+        "logprobs",
+        "diagnose",
+    ):
+        short, whole = run(name, "--help").out, run(name, "--help-all").out
+        command = cli.get_command(click.Context(cli), name)
+        flags = [p.opts[0] for p in command.params if isinstance(p, click.Option)]
+        shown = [f for f in flags if re.search(rf"^  (-\w, )?{f}\b", short, re.MULTILINE)]
+        assert (
+            f"\n{len(flags) - len(shown)} more options: numdev {name} --help-all\n"
+            in short
+        )
+        assert 5 <= len(shown) < len(flags)
+        assert "-h, --help" in short
+        for flag in (*flags, "--help", "--help-all"):
+            pattern = rf"^  (-\w, )?{flag}\b(?!-)"
+            assert len(re.findall(pattern, whole, re.MULTILINE)) == 1, flag
+
+
+def test_the_version_names_the_commit_and_torch(run: Any, monkeypatch: Any) -> None:
+    """Of a source tree its commit, with a plus where files differ; of an installation
+    from a repository the one that pip noted; else none. Nothing heavy is imported."""
+    dist = SimpleNamespace(
+        read_text=lambda name: '{"vcs_info": {"commit_id": "0123456789"}}'
+    )
+    line = re.compile(r"numdev \S+( \(commit \w+\+?\))?, torch \d\S+, Python \d\S+\n")
+    assert line.fullmatch(run("--version").out)
+    monkeypatch.setattr(version.importlib.metadata, "distribution", lambda name: dist)
+    assert version.commit_of_install() == "01234567"
+    dist.read_text = lambda name: None
+    assert version.commit_of_install() == ""
+    monkeypatch.setattr(version.numdev, "__file__", "/nowhere/numdev/__init__.py")
+    assert version.commit_of_source() == ""
+    assert "commit" not in run("--version").out
+
+
+@pytest.mark.parametrize(("words", "workers", "scheduler"), [
+    ([], None, None), (["--workers", "3"], 3, None),
+    (["--workers", "tcp://10.0.0.1:8786"], None, "tcp://10.0.0.1:8786"),
+])  # fmt: skip
+def test_workers_are_a_number_or_an_address(
+    words: list[str], workers: int | None, scheduler: str | None
+) -> None:
+    """Processes here, or those of a scheduler."""
+    seen: list[Any] = []
+    command = click.command()(
+        cluster_options(lambda workers, scheduler: seen.append((workers, scheduler)))
+    )
+    command.main(words, standalone_mode=False)
+    assert seen == [(workers, scheduler)]
+
+
 def test_a_configuration_that_numdev_ships_is_found(run: Any) -> None:
     """Named as in the documentation, from a folder without it, the error says where it
     is."""
@@ -518,7 +616,7 @@ def test_reports_are_read_without_tensors(run: Any) -> None:
         run("audit", "demo", "--layers", "0", "--rows", "16", "-q", "-o", "out").code == 0
     )
     answer = without(
-        TENSORS, ["report", "out"], ["report", "out", "--json"], ["gate", "out"]
+        TENSORS, ["report", "out"], ["report", "out", "--format", "json"], ["gate", "out"]
     )
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.index("sdpa-flash") < answer.stdout.index("{")
@@ -649,7 +747,7 @@ def test_an_option_of_the_verdict_asks_for_one() -> None:
     """`--junit`, `--summary`, `--github` and `--thresholds` imply `--gate`; without any
     there is none."""
     seen: list[Any] = []
-    command = click.command()(gated(lambda verdict: seen.append(verdict)))
+    command = click.command()(gated(lambda verdict: seen.append(verdict), files=True))
     for words in (
         [],
         ["--gate"],

@@ -494,7 +494,7 @@ def test_what_is_no_model_and_what_means_nothing_is_refused(
         (pipeline, "--stream"): "'stream' does not apply",
         ("demo", "--denoise", "2"): "demo is not a diffusers pipeline",
         (calls,): "got captured tensors",
-        (grid,): "got a configuration",
+        (grid,): "got a YAML file of attention cases",
     }.items():
         capsys.readouterr()
         code, _, err = ran(capsys, "effects", *arguments, "-o", tmp_path / "out")

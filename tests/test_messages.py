@@ -85,6 +85,7 @@ MISTAKES = [
     ("audit demo --layers 5-3", 2, "--layers: expected e.g. 0,3-5, got '5-3'"),
     ("audit demo --length 0", 2, "--length: expected a whole number of at least 1, got 0"),
     ("audit demo --time-limit nan", 2, "--time-limit: expected a number above 0, got nan"),
+    ("audit demo --workers 0", 2, "--workers: expected a whole number of at least 1, got 0"),
     ("audit demo --device gpu", 2, "'gpu' is not one of 'auto', 'cpu', 'cuda'; see `numdev audit"),
     ("audit demo --kernel sdpa-flsh", 2, "unknown kernel 'sdpa-flsh'; did you mean 'sdpa-flash'?"),
     ("audit demo --kernel mine.py", 2, HAS),

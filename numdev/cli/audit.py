@@ -33,7 +33,7 @@ from numdev.errors import UsageError
     "--effects", type=FILE, metavar="DIR",
     help="Report of `numdev effects` on the same checkpoint: its answer is repeated.",
 )  # fmt: skip
-@gated
+@functools.partial(gated, files=True)
 def audit(
     target: str | None,
     session: Session,
@@ -98,7 +98,7 @@ def _effects_answer(path: Path, request: AuditRequest) -> tuple[str, ...]:
 
 @command("sweep configs/sweep/ci.yaml --dry-run")
 @click.argument("config", type=FILE)
-@options_of(SweepConfig)
+@options_of(SweepConfig, without="reproducers time_limit repeats")
 @cluster_options
 @click.option(
     "--dry-run", is_flag=True, help="Say how many tasks it would measure, and stop."

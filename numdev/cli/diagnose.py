@@ -32,7 +32,7 @@ from numdev.yamlfile import Scalar, validated
     metavar="NAME=VALUE",
     help="Another option of `emulated`, e.g. pv=bfloat16 or delta_from=dP*P. Repeatable.",
 )
-@options_of(DiagnoseRequest)
+@options_of(DiagnoseRequest, without="tokenizer inputs")
 def diagnose(
     targets: tuple[str, ...],
     session: Session,

@@ -29,6 +29,8 @@ GATE = (
     "Judge the report as `numdev gate` does, and exit with its code. Implied by "
     "the options below."
 )
+JUNIT = "Write the verdicts as JUnit XML."
+SUMMARY = "Write the verdicts as Markdown."
 GITHUB = (
     "On GitHub Actions: problems as annotations, and the Markdown in the step's summary "
     "($GITHUB_STEP_SUMMARY)."
@@ -39,10 +41,10 @@ GITHUB = (
 class Verdict:
     """The rules, and where the verdict goes beside the terminal."""
 
-    rules: Path | None
-    junit: Path | None
-    summary: Path | None
-    github: bool
+    rules: Path | None = None
+    junit: Path | None = None
+    summary: Path | None = None
+    github: bool = False
 
     @functools.cached_property
     def limits(self) -> Rules:
@@ -99,34 +101,41 @@ class Verdict:
         return judged.exit_code
 
 
-def verdict_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Returns a command with the options of a verdict, which it gets as `verdict`."""
+def verdict_options(
+    function: Callable[..., object], *, files: bool = True
+) -> Callable[..., object]:
+    """Returns a command with the options of a verdict, which it gets as `verdict`.
+    `files`: also those that say where it goes beside the terminal."""
 
-    @click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
-    @click.option(
-        "--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML."
-    )
-    @click.option(
-        "--summary", type=FILE, metavar="FILE", help="Write the verdicts as Markdown."
-    )
-    @click.option("--github", is_flag=True, help=GITHUB)
     @functools.wraps(function)
     def with_verdict(*args: object, **parameters: Any) -> object:
         """Calls the command with the options of the verdict as one record."""
-        asked = Verdict(
-            **{part.name: parameters.pop(part.name) for part in fields(Verdict)}
-        )
+        names = [x.name for x in fields(Verdict) if x.name in parameters]
+        asked = Verdict(**{name: parameters.pop(name) for name in names})
         return function(*args, verdict=asked, **parameters)
 
-    return with_verdict
+    options = [
+        click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
+    ]
+    if files:
+        options += [
+            click.option("--junit", type=FILE, metavar="FILE", help=JUNIT),
+            click.option("--summary", type=FILE, metavar="FILE", help=SUMMARY),
+            click.option("--github", is_flag=True, help=GITHUB),
+        ]
+    command_function: Callable[..., object] = with_verdict
+    for option in reversed(options):
+        command_function = option(command_function)
+    return command_function
 
 
-def gated(function: Callable[..., object]) -> Callable[..., object]:
+def gated(
+    function: Callable[..., object], *, files: bool = False
+) -> Callable[..., object]:
     """Returns a command that measures with `--gate` and the options of a verdict: its
-    `verdict` is None where none of these is on the command line."""
+    `verdict` is None where none of these is on the command line. `files`: as for
+    `verdict_options`; `numdev gate` writes those of any report."""
 
-    @click.option("--gate", is_flag=True, help=GATE)
-    @verdict_options
     @functools.wraps(function)
     def with_gate(
         *args: object, verdict: Verdict, gate: bool, **parameters: object
@@ -138,7 +147,8 @@ def gated(function: Callable[..., object]) -> Callable[..., object]:
             _ = verdict.limits  # refuse a wrong file before anything is measured
         return function(*args, verdict=verdict if asked else None, **parameters)
 
-    return with_gate
+    with_options = verdict_options(with_gate, files=files)
+    return click.option("--gate", is_flag=True, help=GATE)(with_options)
 
 
 @command("gate numdev-reports/demo-1234abcd")

@@ -16,7 +16,7 @@ from numdev.config import InvarianceConfig, invariance_request
 
 @command("invariance demo --require batch")
 @click.argument("target")
-@options_of(InvarianceConfig)
+@options_of(InvarianceConfig, without="text tokenizer inputs")
 @gated
 def invariance(
     target: str, session: Session, verdict: Verdict | None, **flags: object

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import click
 
-from numdev import __version__
 from numdev.errors import MeasurementError, NumdevError, UsageError, closest, one_line
 from numdev.studies.audit.interrupt import noticing
 
@@ -158,7 +157,11 @@ def _command_for(word: str) -> str:
     invoke_without_command=True,
     epilog="Example:  numdev audit demo",
 )
-@click.version_option(__version__, prog_name="numdev")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False,
+    callback=lambda context, parameter, asked: _show_version(context, asked),
+    help="Show the version, the commit where it is known, and torch's.",
+)  # fmt: skip
 @click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error.")
 @click.pass_context
 def cli(context: click.Context, debug: bool) -> None:
@@ -169,6 +172,15 @@ def cli(context: click.Context, debug: bool) -> None:
     precision."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+
+
+def _show_version(context: click.Context, asked: bool) -> None:
+    """Prints the version where it is asked for, and ends the command."""
+    if asked and not context.resilient_parsing:
+        from numdev.cli.version import version_line
+
+        click.echo(version_line())
+        context.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

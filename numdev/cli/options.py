@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -18,40 +19,76 @@ from numdev.yamlfile import parts_of
 
 F = TypeVar("F", bound=Callable[..., object])
 DEVICES = ("auto", "cpu", "cuda")
+# The options that `--help` shows of a command that has many, by parameter
+COMMON = (
+    "kernels kernel formats format axes require backward reference inputs shapes problem "
+    "task definition cases model preset text sequences length layers rows temperature "
+    "dry_run device output gate rules"
+)
+# How `--help-all` orders the others
 GROUPS = {
-    "Common options": (
-        "kernels kernel formats format axes backward against sites length output"
-    ),
-    "What the model reads": "text tokenizer inputs sequences seed generate denoise steps",
-    "How it is built": "model model_dtype stream",
-    "What is measured": "layers heads rows repeats control explain save_cases "
-    "preset attention "
-    "by_layer compile",
-    "Where and how it runs": "device isolate time_limit workers scheduler dry_run",
+    "What it reads": "text tokenizer inputs sequences seed seeds generate denoise steps "
+    "previous adapter repeat",
+    "How the model is built": "model model_dtype stream",
+    "What it is checked against": "claims power",
+    "What is measured": "against sites layers heads rows repeats control explain "
+    "save_cases preset attention by_layer compile logits head",
+    "What values are meant to be": "temperature top_p top_k min_p clip_low clip_high",
+    "Where and how it runs": "device isolate time_limit workers dry_run",
     "Cures": "cures every_checkpoint",
     "Verdict": "gate rules junit summary github",
     "Results": "",  # what has no other group
 }
-"""How `--help` orders the options of a command that has many, by the names of their
-parameters."""
-MANY = 18
+MANY = 14  # options; with fewer, `--help` shows all
+WHOLE = "numdev.help_all"  # in a context's `meta`: whether all are to be shown
 
 
 class Grouped(click.Command):
-    """A command whose options stand in groups, where they are many."""
+    """A command whose help shows the common options, and with `--help-all` all in groups,
+    where they are many."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Returns the command's parameters, and `--help-all` where it differs from
+        `--help`."""
+        params = super().get_params(ctx)
+        return params if len(self.params) < MANY else [*params, HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options for `--help`, in GROUPS where there are MANY or more."""
+        """Writes the options for `--help`: the common ones where there are MANY or more,
+        and with WHOLE in the context's `meta` the others in GROUPS."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
-        if len(options) < MANY:
+        if len(self.params) < MANY:
             super().format_options(ctx, formatter)
             return
-        records = {p.name: p.get_help_record(ctx) for p in options}
-        for title, names in GROUPS.items():
+        # The name of click's own option for help depends on its version
+        names_of = {p: "help" if "--help" in p.opts else p.name for p in options}
+        records = {name: p.get_help_record(ctx) for p, name in names_of.items()}
+        groups = {"Common options": f"{COMMON} help help_all"}
+        if ctx.meta.get(WHOLE):
+            groups |= GROUPS
+        for title, names in groups.items():
             chosen = [records.pop(n) for n in names.split() or [*records] if n in records]
             if chosen:
                 with formatter.section(title):
                     formatter.write_dl([record for record in chosen if record])
+        if records:
+            line = f"{len(records)} more options: {ctx.command_path} --help-all"
+            formatter.write_paragraph()
+            formatter.write_text(line)
+
+
+def _show_all(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    """Prints the help with all options, and ends the command."""
+    if asked and not context.resilient_parsing:
+        context.meta[WHOLE] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+HELP_ALL = click.Option(
+    ["--help-all"], is_flag=True, is_eager=True, expose_value=False,
+    callback=_show_all, help="Show all options and exit.",
+)  # fmt: skip
 
 
 class NumberList(click.ParamType):  # type: ignore[type-arg]
@@ -85,8 +122,8 @@ class AtLeast(click.ParamType):  # type: ignore[type-arg]
         self.least, self.whole = least, whole
 
     def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | float:
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | float | str:
         """Returns the number. Raises UsageError for text that is none, and for one that
         is too small or not finite."""
         try:
@@ -102,10 +139,12 @@ class AtLeast(click.ParamType):  # type: ignore[type-arg]
         return number
 
 
-def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
+def options_of(
+    model: type[BaseModel], *names: str, without: str = ""
+) -> Callable[[F], F]:
     """Returns a decorator that adds an option for each field of a model that has one, or
-    for the fields `names` alone. A value that is not on the command line is None, or
-    ()."""
+    for the fields `names` alone, but for those in `without`, which a file may set. A
+    value that is not on the command line is None, or ()."""
 
     def decorate(function: F) -> F:
         """Returns the function with the options, in the order of the fields."""
@@ -115,7 +154,7 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
         ):
             field = model.model_fields[name]
             option = next((m for m in field.metadata if isinstance(m, Option)), None)
-            if option is not None:
+            if option is not None and name not in without.split():
                 flag = option.flag or f"--{name.replace('_', '-')}"
                 more = {"metavar": option.metavar} | _option_type(name, flag, field)
                 function = click.option(flag, name, help=field.description, **more)(
@@ -148,20 +187,42 @@ seed_option = options_of(Reading, "seed")
 device_option = options_of(Reading, "device")
 
 
-def cluster_options(function: F) -> F:
-    """Returns a command with `--workers` and `--scheduler`, by which processes other than
-    this one measure."""
-    scheduler = click.option(
-        "--scheduler", metavar="ADDRESS",
-        help="Measure on the workers of the Dask scheduler at ADDRESS, e.g. tcp://10.0.0.1:8786.",
+class WorkersOrAddress(AtLeast):
+    """How many processes of this machine measure, or the address of a Dask scheduler
+    whose workers do."""
+
+    name = "workers"
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | float | str:
+        """Returns a number, or text that has the form of an address as it is. Raises
+        UsageError for any other."""
+        return value if ":" in value else super().convert(value, param, ctx)
+
+
+def cluster_options(function: Callable[..., object]) -> Callable[..., object]:
+    """Returns a command with `--workers`, by which processes other than this one measure.
+    The function gets it as `workers`, a number, and `scheduler`, an address."""
+
+    @click.option(
+        "--workers", type=WorkersOrAddress(), metavar="N|ADDRESS",
+        help="Measure in N processes of this machine: one GPU each, or a share of the "
+        "CPU's threads. Or on the workers of the Dask scheduler at ADDRESS, e.g. "
+        "tcp://10.0.0.1:8786.",
     )  # fmt: skip
-    workers = click.option(
-        "--workers",
-        type=AtLeast(1),
-        metavar="N",
-        help="Measure in N processes of this machine: one GPU each, or a "
-        "share of "
-        "the CPU's "
-        "threads.",
-    )
-    return workers(scheduler(function))
+    @functools.wraps(function)
+    def with_cluster(*args: object, workers: object, **parameters: object) -> object:
+        """Calls the command with the option as two parameters."""
+        is_address = isinstance(workers, str)
+        return function(
+            *args,
+            workers=None if is_address else workers,
+            scheduler=workers if is_address else None,
+            **parameters,
+        )
+
+    return with_cluster

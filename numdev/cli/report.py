@@ -9,7 +9,7 @@ import click
 
 from numdev.cli.file_kinds import expect_file
 from numdev.cli.session import FILE, Session, command, command_line
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
 HELP = (
@@ -22,19 +22,14 @@ HELP = (
 @command("report numdev-reports/demo-1234abcd --format markdown")
 @click.argument("path", type=FILE)
 @click.option("--format", "form", type=click.Choice(FORMATS), help=HELP)
-@click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
-def report(path: Path, form: str | None, as_json: bool) -> None:
+def report(path: Path, form: str | None) -> None:
     """Show a finished report again. PATH is a report.json or a directory with one."""
     from numdev.report import read, write_csv
     from numdev.report.io import text_of
     from numdev.report.renderers import html, markdown, terminal
 
-    if as_json and form not in (None, "json"):
-        raise UsageError(
-            f"--json and --format {form} exclude each other", hint="give one of them"
-        )
     expect_file(path, "report")
-    finished, form = read(path), "json" if as_json else form
+    finished = read(path)
     if form == "json":
         text = text_of(finished)
     elif form == "html":

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from numdev.cli.completion import with_completions
 from numdev.cli.options import Grouped
 from numdev.errors import MeasurementError
 
@@ -200,7 +201,7 @@ def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
         """Returns the function as a click command."""
         as_command = click.command(cls=Grouped, epilog=f"Example:  numdev {example}")
         if "session" not in inspect.signature(function).parameters:
-            return as_command(function)
+            return with_completions(as_command(function))
 
         @functools.wraps(function)
         def with_session(*args: object, **parameters: Any) -> object:
@@ -212,7 +213,7 @@ def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
 
         report_command = as_command(with_session)
         report_command.params += [
-            click.Option(["--output", "-o"], type=FILE, help=OUTPUT),
+            click.Option(["--output", "-o"], type=FILE, metavar="DIR", help=OUTPUT),
             click.Option(
                 ["--overwrite"], is_flag=True, help="Replace the directory's results."
             ),
@@ -223,7 +224,7 @@ def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
                 ["--quiet", "-q"], is_flag=True, help="Print nothing but errors."
             ),
         ]
-        return report_command
+        return with_completions(report_command)
 
     return decorate
 

@@ -76,7 +76,7 @@ class Cluster:
 
 
 def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
-    """Returns the cluster that the options --workers and --scheduler ask for; None where
+    """Returns the cluster of so many workers, or of a scheduler's address; None where
     neither is given: this process measures. Raises UsageError for both, for fewer than
     one worker, and without Dask."""
     if workers is None and scheduler is None:
@@ -85,12 +85,12 @@ def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
         raise UsageError(f"--workers: expected at least 1, got {workers}")
     if workers is not None and scheduler is not None:
         raise UsageError(
-            "--workers and --scheduler exclude each other", hint="give one of them"
+            "workers and scheduler exclude each other", hint="give one of them"
         )
     if importlib.util.find_spec("distributed") is None:
-        what = f"{'--scheduler' if workers is None else '--workers'} needs Dask"
         raise UsageError(
-            f"{what}, which is not installed", hint='pip install "numdev[dask]"'
+            "--workers needs Dask, which is not installed",
+            hint='pip install "numdev[dask]"',
         )
     return Cluster(workers=workers, scheduler=scheduler)
 
@@ -297,7 +297,7 @@ def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
                     cluster.scheduler, timeout=CONNECT_S, set_as_default=False
                 )
             except (OSError, ValueError, TimeoutError) as error:
-                what = f"--scheduler {cluster.scheduler}: no Dask scheduler answers there"
+                what = f"--workers {cluster.scheduler}: no Dask scheduler answers there"
                 raise UsageError(
                     what, hint="give an address, e.g. tcp://10.0.0.1:8786"
                 ) from error
