@@ -365,7 +365,8 @@ def check_document(result: CheckResult) -> Document:
     report, lines = result.report, tuple(verdicts(result.report))
     # No crash
     if result.verdict == "NOT JUDGED" and all(line.style != "bad" for line in lines):
-        lines = (Item(result.in_short, f"NOT JUDGED  {result.kernel}", "warn"),)
+        lead = f"NOT JUDGED  {result.kernel}"
+        lines = (Item(result.in_short, lead=lead, style="warn"),)
     led = {v.finding for v in report.verdicts}
     every = enumerate(report.findings)
     others = [f for i, f in every if f.severity == "exceeded" and i not in led]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from operator import attrgetter
 from statistics import median
 from typing import Literal, TypeVar
@@ -85,6 +85,7 @@ class Item:
     """A line of a list; `lead` is what it is about, `detail` stands below it."""
 
     text: str
+    _: KW_ONLY
     lead: str = ""
     detail: str = ""
     style: Style = ""

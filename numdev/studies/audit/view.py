@@ -243,7 +243,9 @@ def _format_remarks(
                 f"{'failed' if k.failed else 'skipped' if k.skipped else 'ran'}:"
             )
             yield Item(
-                "; ".join(k.reasons[:REASONS]) + more, lead, "bad" if k.failed else "warn"
+                "; ".join(k.reasons[:REASONS]) + more,
+                lead=lead,
+                style="bad" if k.failed else "warn",
             )
 
 
@@ -474,9 +476,8 @@ def _peak_remarks(figure: Figure) -> Iterator[Item]:
                 f"first above 2× the predicted error at {over[0].label}; most at "
                 f"{most.label}"
             )
-            yield Item(
-                f"{text}: {ratio(most.mean)}×.", f"{curve.label} ({figure.title}):"
-            )
+            lead = f"{curve.label} ({figure.title}):"
+            yield Item(f"{text}: {ratio(most.mean)}×.", lead=lead)
 
 
 def _errors_by_bin(row: ProfileRow, relative: bool) -> Sequence[float | None]:
