@@ -328,6 +328,10 @@ def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
         "FAIL",
         "pkg.mine:wrong",
     ]
+    wide = run("check", "pkg/mine.py:wrong", *small)
+    for line in (wide.out + wide.err).splitlines():
+        assert line == line.rstrip()
+        assert len(line) <= 80 or " " not in line.strip(), line  # a path stays whole
     shown = subprocess.run([sys.executable, data["reproducer"]], capture_output=True)
     assert shown.returncode == 1, shown.stderr
 

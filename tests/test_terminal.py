@@ -18,6 +18,7 @@ from test_shown import kernel, on_terminal
 
 from numdev import report as reports
 from numdev.cli.main import COMMANDS
+from numdev.cli.session import say
 from numdev.gate.findings import findings_in
 from numdev.gate.rules import Rules
 from numdev.report import AuditReport, Places, WeightRow, number_text
@@ -82,6 +83,21 @@ def test_a_command_is_as_wide_as_the_terminal(
     assert out
     assert fits(out, width or terminal.PIPE)
     assert fits(err, width or terminal.PIPE)
+
+
+def test_a_sentence_on_stderr_is_as_wide_as_the_terminal(
+    capsys: Any, monkeypatch: Any
+) -> None:
+    """But for a path, which stays whole."""
+    path = "a/" * 70
+    for width in (*WIDTHS, None):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if width:
+            monkeypatch.setenv("COLUMNS", str(width))
+        say(f"{'twelve words ' * 20}{path}")
+        *lines, last = capsys.readouterr().err.splitlines()
+        assert last == path
+        assert fits("\n".join(lines), width or terminal.PIPE)
 
 
 def test_a_table_that_is_too_wide_goes_on_below() -> None:

@@ -17,7 +17,7 @@ import click
 from numdev.cli.diagnose import attention_options
 from numdev.cli.file_kinds import expect_file
 from numdev.cli.options import DEVICES, AtLeast
-from numdev.cli.session import FILE, command
+from numdev.cli.session import FILE, command, say
 from numdev.errors import MeasurementError, UsageError
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def check(
         reference=reference, problem=problem, task=task, definition=definition
     )
     beside.expect_files(thresholds)
-    from numdev.report.renderers import terminal
-
+    if not as_json:
+        say(f"check: started on {target}")
     if beside.options():
         if cases or claims:
             raise UsageError("--case and --claim are of attention alone")
@@ -154,12 +154,19 @@ def check(
             target, cases, formats, claims, backward=backward, device=device,
             seeds=seeds, thresholds=thresholds, output=output,
         )  # fmt: skip
+    show_check(result, as_json=as_json)
+    context.find_root().obj = code = CODES[result.verdict]
+    context.exit(code)
+
+
+def show_check(result: CheckResult, *, as_json: bool) -> None:
+    """Prints a check on stdout: as JSON, or what is to be read of it."""
+    from numdev.report.renderers import terminal
+
     if as_json:
         click.echo(json.dumps(check_as_data(result)))
     else:
         terminal.show(check_document(result))
-    context.find_root().obj = code = CODES[result.verdict]
-    context.exit(code)
 
 
 def check_attention_kernel(

@@ -8,7 +8,9 @@ import functools
 import hashlib
 import inspect
 import json
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 FILE = click.Path(path_type=Path)
+PIPE = 120  # characters of a line in a file or a pipe, where $COLUMNS says no other
 OUTPUT = "Directory for the results.  [default: numdev-reports/NAME-HASH]"
 
 
@@ -57,15 +60,15 @@ class Session:
         """Returns the directory of the results of a study that takes a while, and says at
         once, before torch is imported, that it has begun."""
         directory = self.directory(name, request)
-        if not self.as_json:
+        if not (self.as_json or self.quiet):
             command = click.get_current_context().info_name
-            self.say(f"{command}: started; the report will be in {directory}")
+            click.echo(f"{command}: started; results in {directory}", err=True)
         return directory
 
     def say(self, text: str) -> None:
-        """Prints a line on stderr, unless --quiet."""
+        """Prints a sentence on stderr, unless --quiet."""
         if not self.quiet:
-            click.echo(text, err=True)
+            say(text)
 
     def run_study(self, run: Callable[..., R], *asked: object, **more: object) -> R:
         """Returns what a study returns, with its progress shown. `run` is called with the
@@ -190,6 +193,14 @@ def raising_lost_interrupts() -> Iterator[Callable[[], None]]:
 
     with handling(remember) as before:
         yield check
+
+
+def say(text: str) -> None:
+    """Prints a sentence on stderr, in lines as wide as the terminal; a word that is
+    wider, as a path may be, stays whole."""
+    columns, _ = shutil.get_terminal_size((PIPE, 24))
+    lines = textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False)
+    click.echo("\n".join(lines), err=True)
 
 
 def command(example: str) -> Callable[[Callable[..., object]], click.Command]:

@@ -81,6 +81,8 @@ def weights(
     directory of a `numdev train` or `numdev bounds` alone, whose checkpoints are compared
     with its golden run's; or a run each, as a directory of checkpoints by step, a list
     `a-step1,a-step2` or a pattern 'a-step*'."""
+    if not session.as_json:
+        session.say("weights: started")  # a directory is named after what is in them
     from numdev.studies.training.weights.run_checkpoints import has_runs
     from numdev.studies.training.weights.study import weights as compare
     from numdev.studies.training.weights.weights_over_steps import weights_over_steps
@@ -96,12 +98,14 @@ def weights(
     name = Path(targets[0]).stem or "weights"
     asked = {"device": device or "auto"}
     if by_step:
-        directory = session.begin(f"weights-{name}", [list(targets), list(nulls), device])
+        directory = session.directory(
+            f"weights-{name}", [list(targets), list(nulls), device]
+        )
         report = session.run_study(
             weights_over_steps, targets, directory, nulls=nulls, **asked
         )
     else:
-        directory = session.begin(name, [list(targets), device])
+        directory = session.directory(name, [list(targets), device])
         report = session.run_study(compare, targets, directory, **asked)
     session.hand_over(report, directory)
     if report.damage:

@@ -9,7 +9,7 @@ import click
 
 from numdev.cli.main import COMMANDS, cli, main
 
-STARTED = ": started; the report will be in "
+STARTED = ": started; results in "
 
 
 def run(*arguments: object) -> int:
@@ -30,7 +30,7 @@ def ran(capsys: Any, *arguments: object) -> tuple[int, str, str]:
 def unstarted(err: str) -> str:
     """What is on stderr without the line by which a command says that it has begun."""
     first, _, rest = err.partition("\n")
-    return rest if STARTED in first else err
+    return rest if ": started" in first else err
 
 
 def refused(arguments: list[str]) -> str | None:
