@@ -420,6 +420,27 @@ def test_a_peak_stands_above_both_ends_and_a_ratio_has_its_interval() -> None:
     )
 
 
+def test_only_curves_that_move_have_a_sentence() -> None:
+    """By more than a quarter where the intervals do not meet, and by more than twice where
+    they do. The others are named together, each with its last number; so is a curve of one
+    point, and one of zeros."""
+    still = "rms error moves little along n: k 1.2."
+    for means in ((1.0, 1.25, 1.2), (1.2,), (1.25, 1.2)):
+        assert sentences(*curve_of(means), "base") == (still,)
+    wide, narrow = {"low": 0.5, "high": 1.5}, {"low": 1.6, "high": 1.4}
+    assert sentences(*curve_of((1.0, 2.0, 1.2), **wide), "base") == (still,)
+    for means, ends in (((1.0, 1.26), {}), ((1.0, 2.01), wide), ((1.0, 1.3), narrow)):
+        (line,) = sentences(*curve_of(means, **ends), "base")
+        assert line.startswith("k: rms error 1 at 0 to ")
+    zeros = "rms error moves little along n: k 0."
+    assert sentences(*curve_of((0.0, 0.0)), "base") == (zeros,)
+    cells, grid = curve_of((1.0, 1.0))
+    (curve,) = cells.values()
+    lines = {("rms", (), f"k{i}"): curve for i in range(14)}
+    (line,) = sentences(lines, grid, "base")
+    assert line.endswith("k11 1 and 2 more.")
+
+
 @pytest.mark.parametrize(("largest", "scale"), [(3.9, "linear"), (4.0, "log")])
 def test_values_that_span_a_factor_of_four_are_drawn_by_logarithms(
     largest: float, scale: str

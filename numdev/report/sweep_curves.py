@@ -59,6 +59,9 @@ words."""
 IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "floor_ratio", "nonfinite")
 """Metrics every report of a sweep gives for each cell, whatever is drawn."""
 SENTENCES = 12  # more are not read; the other curves are in the figures
+# How many times its least mean a curve reaches that is said to move
+MOVED = 1.25
+SURELY_MOVED = 2.0  # even where the intervals of the two meet
 CELL = ["case", "role", "kernel", "chosen", "format"]
 # Where a figure stands on the axes that no curve runs along
 Place = tuple[tuple[str, str], ...]
@@ -348,31 +351,51 @@ def _place_in_words(place: Place) -> str:
 
 def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
     """Returns `LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31×
-    [0.30 to 0.32]` for each curve of the first metric, the baseline last, at most
-    SENTENCES and how many more. The ratio is of the last point; where the axis has no
-    order, the ends are the least and the largest mean. A peak twice as high as both ends
-    stands between them."""
-    text = []
+    [0.30 to 0.32]` for each curve of the first metric that moves along the axis, the
+    baseline last, at most SENTENCES and how many more; then one sentence on those that do
+    not move, each with its last number. The ratio is of the last point; where the axis
+    has no order, the ends are the least and the largest mean. A peak twice as high as
+    both ends stands between them."""
+    moving, still = [], []
     for (metric, place, label), cells in sorted(
         lines.items(), key=lambda x: x[0][2] == baseline
     ):
         role = next(iter(cells.values())).role
         if metric != grid.request.y[0] or (role != "kernel" and label != baseline):
             continue
+        name, what = f"{label}{_place_in_words(place)}", METRICS[metric][1]
         ends = _end_points(cells, by_size=grid.axis.scale == "category")
-        points = " to ".join(
-            si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends
-        )
-        sentence = f"{label}{_place_in_words(place)}: {METRICS[metric][1]} "
-        sentence += points or "not measured"
-        if ends and label != baseline:
-            sentence += _ratio_clause(ends[-1][2], baseline)
-        text.append(f"{sentence}.")
-    more = len(text) - SENTENCES
-    return (
-        *text[:SENTENCES],
-        *([f"and {more} curves more: see the figures."] if more > 0 else ()),
-    )
+        if not ends:
+            moving.append(f"{name}: {what} not measured.")
+        elif _moves(cells):
+            points = " to ".join(
+                si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends
+            )
+            over = "" if label == baseline else _ratio_clause(ends[-1][2], baseline)
+            moving.append(f"{name}: {what} {points}{over}.")
+        else:
+            still.append(f"{name} {si(ends[-1][0])}")
+    more = len(moving) - SENTENCES
+    last = [f"and {more} curves more: see the figures."] if more > 0 else []
+    if still:
+        shown, count = still[:SENTENCES], len(still) - SENTENCES
+        others = f" and {count} more" if count > 0 else ""
+        metric = METRICS[grid.request.y[0]][1]
+        what = f"{metric} moves little along {grid.axis.title}"
+        last.append(f"{what}: {', '.join(shown)}{others}.")
+    return (*moving[:SENTENCES], *last)
+
+
+def _moves(cells: Mapping[str | None, CellRow]) -> bool:
+    """Whether a curve moves along the axis: its largest mean is more than MOVED times its
+    least, and their intervals do not meet, or it is more than SURELY_MOVED times that
+    (two seeds give intervals that meet whatever happens). A curve of one point, or of
+    zeros, does not."""
+    sized = [(abs(cell.mean), cell) for cell in cells.values() if cell.mean is not None]
+    least, most = (end(sized, key=lambda pair: pair[0]) for end in (min, max))
+    low, high = most[1].low, least[1].high
+    is_apart = low is None or high is None or low > high
+    return most[0] > (MOVED if is_apart else SURELY_MOVED) * least[0]
 
 
 def _end_points(
