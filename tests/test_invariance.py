@@ -31,7 +31,7 @@ from numdev.gate import judging
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels.reference import gradients
 from numdev.report import read, write
-from numdev.report.document import Table
+from numdev.report.document import Details, Table
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit.prepared_attention import TERMS, part, settled
 from numdev.studies.invariance import axes, consistency, verdict
@@ -182,7 +182,11 @@ def test_what_is_no_answer_is_not_judged(tmp_path):
         "bit-identical: batch (in part)",
         "Tried in part: batch (2 of 3 calls, with kv head 0 alone).",
     )
-    table = next(node for node in blocks(few) if isinstance(node, Table))
+    table = next(
+        node
+        for node in blocks(few)
+        if isinstance(node, Table) and "html" not in node.only
+    )
     cell = table.rows[0].cells[2]
     assert (cell.text, cell.after) == ("same", "2 of 3 calls, with kv head 0 alone")
 
@@ -272,6 +276,41 @@ def test_a_way_to_run_excuses_no_kernel_that_ran_so(ran: bool, unjudged: int) ->
     rows = rows_along("unwritten", no, {} if ran else no)
     test = that_was_tested(stored(*rows, axes=("unwritten",), models=()), "runs")
     assert (test.judged, test.unjudged) == (int(ran), unjudged)
+
+
+def test_the_page_answers_in_one_grid() -> None:
+    """A row for each axis under its group's question, green where the bits are the same,
+    grey where rounding explains the change, red and in words where a limit is exceeded;
+    of all tensors together. What was not tried is a dash that says why."""
+    skipped = {"status": "skipped", "excuse": "way", "reason": "needs CUDA", "tensors": (),
+               "elements": 0}  # fmt: skip
+    rows = [
+        *rows_along("batch", {}),
+        *rows_along("decode", {**MOVED, "floor_ratio": 0.25, "excess": 0.5}, {}),
+        *rows_along("strides", {**MOVED, "floor_ratio": 6.0, "excess": 6.0}),
+        *rows_along("graph", skipped),
+    ]
+    report = stored(*rows, axes=("batch", "decode", "strides", "graph"), models=())
+    grid = next(node for node in blocks(report) if isinstance(node, Table))
+    assert (grid.kind, grid.only) == ("grid", ("html",))
+    shown = [
+        (row.cells[0].text, row.cells[1].text, row.cells[1].style) for row in grid.rows
+    ]
+    assert shown == [
+        ("Batch", "", ""), ("batch", "same", "good"),
+        ("Serving", "", ""), ("decode", "0.25×", "soft"),
+        ("Same call", "", ""), ("strides", "FAIL 6.00×", "bad"), ("graph", "–", ""),
+    ]  # fmt: skip
+    assert grid.rows[3].cells[1].after == "1/2"
+    assert grid.rows[6].cells[1].title == "needs CUDA"
+    assert (
+        grid.rows[0].cells[0].after
+        == "Does a sequence depend on what else is in the call?"
+    )
+    (details,) = (
+        n for n in blocks(report) if isinstance(n, Details) and n.only == ("html",)
+    )
+    assert details.title == "What differs, and why (2)"
 
 
 def test_headline_table_and_answer_are_of_one_call() -> None:

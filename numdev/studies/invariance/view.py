@@ -4,6 +4,7 @@ model's own output."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from numdev.config import AXES
 from numdev.gate.findings import label
@@ -13,6 +14,7 @@ from numdev.report.number_text import NONE, si, three
 from numdev.studies.invariance.answers import (
     GROUPS,
     Answer,
+    AxisAnswer,
     AxisGroup,
     floor_multiple_in_words,
     largest_change,
@@ -30,31 +32,89 @@ LEGEND = (
     "are on the difference over what roundings explain, which is more where a kernel "
     "errs more. A dash: not tried, or no such tensor."
 )
+GRID_LEGEND = (
+    "Green: the same bits in all calls and variants that were tried. Grey: others, by "
+    "no more than rounding explains; the number is the largest rms difference over the "
+    "floor's error (of the exact result, rounded once), beside it in how many variants "
+    "there is a difference. Red, FAIL: beyond a limit. A dash: not tried. All tensors "
+    "together."
+)
+NOT_ON_PAGE: tuple[doc.Medium, ...] = ("terminal", "markdown")
 SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
 
 def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
-    """Yields what is shown below the verdicts: a table of axes by kernels for each format
-    and group of axes, the differences, the model's own output, and what did not run."""
-    answers = {(a.kernel, a.format, a.axis): a.answer for a in axis_answers(report)}
-    for fmt, rows in grouped(report.rows, lambda r: r.format).items():
-        for group in GROUPS:
-            of_group = [r for r in rows if r.axis in group.axes]
-            if of_group:
-                yield _group_table(group, fmt, of_group, answers)
-    yield from doc.notes((LEGEND,))
+    """Yields what is shown below the verdicts: on a page one grid of axes by kernels,
+    with tables of tensors and differences behind it; elsewhere a table for each format
+    and group of axes, and the differences; then the model's own output, and what did not
+    run."""
+    every = axis_answers(report)
+    answers = {(a.kernel, a.format, a.axis): a.answer for a in every}
+    yield _grid(every)
+    yield from doc.notes((GRID_LEGEND,), doc.PAGE)
+    tables = list(_group_tables(report.rows, answers))
+    yield from (replace(table, only=NOT_ON_PAGE) for table in tables)
+    yield from doc.notes((LEGEND,), NOT_ON_PAGE)
     moved = list(_difference_rows(report.rows))
+    differences = _difference_table(moved, len(moved), only=("markdown",))
     yield _difference_table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
-    yield _difference_table(moved, len(moved), only=doc.TEXT)
+    yield differences
+    if moved:
+        inside: tuple[doc.Node, ...] = (replace(differences, only=doc.PAGE), *tables)
+        inside += doc.notes((LEGEND,))
+        title = f"What differs, and why ({len(moved)})"
+        yield doc.Details(title, inside, doc.PAGE)
     yield _output_table(report.models)
     lacking = (r for r in report.rows if r.status != "ok")
     reasons = grouped(lacking, lambda r: (label(r), r.axis, r.reason)).items()
     lines = (
         (kernel, axis, f"{len(rows)}: {why}") for (kernel, axis, why), rows in reasons
     )
-    yield doc.text_table(
+    lacks = doc.text_table(
         ("kernel", "axis", "not run"), lines, title="Not run", only=doc.TEXT
     )
+    yield doc.Details(f"Not run ({len(reasons)})", (lacks,) if reasons else (), doc.TEXT)
+
+
+def _grid(answers: Sequence[AxisAnswer]) -> doc.Table:
+    """Returns the grid of a page: a row for each axis under the question that its group
+    asks, a column for each kernel in each format. Green: bit-identical; grey: differs as
+    rounding does; red: beyond a limit."""
+    columns = dict.fromkeys((a.kernel, a.format) for a in answers)
+    several = len({fmt for _, fmt in columns}) > 1
+    by_place = {(a.kernel, a.format, a.axis): a for a in answers}
+    present = {a.axis for a in answers}
+    rows = []
+    for group in GROUPS:
+        axes = [axis for axis in group.axes if axis in present]
+        if axes:
+            name = doc.Cell(group.title, after=group.sentence)
+            empty = [doc.Cell("")] * len(columns)
+            rows.append(doc.Row((name, *empty), heading=True))
+        for axis in axes:
+            cells = [_answer_cell(by_place.get((*column, axis))) for column in columns]
+            rows.append(doc.Row((doc.Cell(axis, title=AXES[axis]), *cells)))
+    heads = [doc.Column("axis", align="left")]
+    heads += [
+        doc.Column(f"{kernel} {fmt}" if several else kernel) for kernel, fmt in columns
+    ]
+    formats = ", ".join(dict.fromkeys(fmt for _, fmt in columns))
+    title = f"Bit-identical along each axis? ({formats})"
+    return doc.Table(tuple(heads), tuple(rows), title, kind="grid", only=doc.PAGE)
+
+
+def _answer_cell(answer: AxisAnswer | None) -> doc.Cell:
+    """Returns the cell of a grid; a dash, with the reason, where the axis was not
+    tried."""
+    if answer is None or answer.answer == "not tried":
+        return doc.Cell(NONE, title="" if answer is None else answer.reason)
+    if answer.answer == "same":
+        return doc.Cell(SAME, style="good", after=answer.part)
+    exceeds = answer.answer == "exceeds"
+    style: doc.Style = "bad" if exceeds else "soft"
+    text = f"{'FAIL ' * exceeds}{answer.change_in_words}".strip()
+    count = f"{answer.moved}/{answer.calls}" + f" ({answer.part})" * bool(answer.part)
+    return doc.Cell(text, style=style, after=count)
 
 
 def _output_table(models: Sequence[ModelRow]) -> doc.Table:
@@ -80,6 +140,17 @@ def _output_table(models: Sequence[ModelRow]) -> doc.Table:
 def _percent(x: float | None) -> str:
     """Returns a share, 0 to 1, in per cent; a dash for None."""
     return NONE if x is None else f"{three(100 * x)} %"
+
+
+def _group_tables(
+    rows: Sequence[InvarianceRow], answers: Mapping[tuple[str, str, str], Answer]
+) -> Iterator[doc.Table]:
+    """Yields a table for each format and group of axes that has a row."""
+    for fmt, of_format in grouped(rows, lambda r: r.format).items():
+        for group in GROUPS:
+            of_group = [r for r in of_format if r.axis in group.axes]
+            if of_group:
+                yield _group_table(group, fmt, of_group, answers)
 
 
 def _group_table(
