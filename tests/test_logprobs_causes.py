@@ -212,7 +212,7 @@ def test_a_cause_that_is_undone_in_part_is_named_by_size_and_slope() -> None:
     same numbers name no weights, whose slope must be 1."""
     assert decide(several("quantised cache")).named
     assert not decide(several("quantised weights")).named
-    assert not decide(several("quantised cache", before=30.0, after=27.0)).named
+    assert not decide(several("quantised cache", before=30.0, after=20.0)).named
     assert not decide(several("quantised cache", after=8.0)).named
     wide = [r.model_copy(update={"product": 5.5 * (-1) ** i}) for i, r in enumerate(several("quantised cache"))]  # fmt: skip
     assert not decide(wide).named
