@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from numdev.api import audit as audit
     from numdev.api import capture as capture
     from numdev.api import compare as compare
+    from numdev.api import effects as effects
+    from numdev.api import invariance as invariance
     from numdev.api import logprobs as logprobs
     from numdev.api import measure as measure
     from numdev.kernels import kernel as kernel
@@ -30,6 +32,8 @@ _HOMES = {
     "check": "testing",
     "check_attention": "testing",
     "compare": "api",
+    "effects": "api",
+    "invariance": "api",
     "dump_logprobs": "studies.logprobs.dump",
     "kernel": "kernels",
     "logprobs": "api",

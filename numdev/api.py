@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -40,9 +40,12 @@ from numdev.studies.audit.dask_workers import cluster_of, sharing
 from numdev.studies.audit.isolation import copied
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.reproducer_script import name_of
+from numdev.studies.effects.report import EffectsReport
+from numdev.studies.invariance.report import InvarianceReport
 from numdev.studies.logprobs.report import LogprobsReport
 from numdev.system import System
 
+R = TypeVar("R", bound=Report)
 # Of a forward pass, by name or in order
 Inputs = Mapping[str, object] | Tensor | Sequence[Tensor]
 Target = str | Path | nn.Module | AttentionCase | Sequence[AttentionCase]
@@ -116,7 +119,7 @@ def audit(
         save_cases=Path(save_cases) if save_cases else None,
     )  # fmt: skip
     with sharing(cluster, request.device):
-        return _measure_and_write(measure, output)
+        return _run_and_write(measure, output, "audit")
 
 
 def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
@@ -145,28 +148,6 @@ def _kernel_names(
     """Returns kernels as a request names them: a kernel by its name; names and mappings
     as they are."""
     return [x.name if isinstance(x, Kernel) else x for x in chosen]
-
-
-def _measure_and_write(
-    measure: Callable[[Path], AuditReport], output: str | Path | None
-) -> AuditReport:
-    """Returns the report that `measure` makes of its directory: `output`, in which the
-    report is written, or a temporary one. Raises MeasurementError where nothing could be
-    measured, UsageError where `output` holds the report of another command."""
-    place = (
-        temporary_files.temporary_folder()
-        if output is None
-        else nullcontext(Path(output))
-    )
-    with place as directory:
-        refuse_other_kind(directory, "audit")
-        report = measure(directory)
-        if output is not None:
-            reports.write(report, directory)
-            html.write(report, directory)
-    if not report.measured:
-        raise MeasurementError(report.unmeasured, hint="the rows' reasons say why")
-    return report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +310,100 @@ def logprobs(
         html.write(report, Path(output))
     if not report.measured:
         raise MeasurementError(report.unmeasured)
+    return report
+
+
+@checked
+def invariance(
+    target: str | Path,
+    *,
+    kernels: str | Mapping[str, object] | Sequence[str | Mapping[str, object]] = (),
+    formats: str | Sequence[str] = (),
+    axes: str | Sequence[str] = (),
+    require: str | Sequence[str] = (),
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    **options: object,
+) -> InvarianceReport:
+    """Says along which axes kernels are bit-identical, as `numdev invariance` does.
+
+    `target`: a checkpoint, `demo`, captured tensors, or a YAML file of cases. `kernels`:
+    names of `numdev kernels`, `package.module:function`, or mappings of a `name` and
+    options; empty: PyTorch's backends. `formats`: empty: bfloat16. `axes`: those to test;
+    empty: the required ones, or all but `compiled`. `require`: axes along which every
+    kernel must be bit-identical, or the report does not pass. `output`: a directory for
+    the report and its tables, in which the same request continues where it stopped; None
+    keeps nothing. `options`: every other key of its YAML file (`backward`, `layers`,
+    `device`, `logits`).
+
+    Returns the report: one row for each tensor, call and variant (`report.rows`), the
+    verdicts, and whether it passed (`report.passed`). Raises UsageError for a request
+    that cannot be run here, MeasurementError where no kernel ran along any axis."""
+    from numdev.config import invariance_request
+    from numdev.studies.invariance import study
+
+    flags = {
+        **_nonempty_options(options), "kernels": tuple(_as_list(kernels)),
+        "formats": tuple(_as_list(formats)), "axes": tuple(_as_list(axes)),
+        "require": tuple(_as_list(require)),
+    }  # fmt: skip
+    request = invariance_request(str(target), flags)
+    run = partial(
+        study.invariance, request, command="numdev.invariance", overwrite=overwrite
+    )
+    return _run_and_write(run, output, "invariance")
+
+
+@checked
+def effects(
+    target: str | Path,
+    *,
+    kernels: str | Mapping[str, object] | Sequence[str | Mapping[str, object]] = (),
+    formats: str | Sequence[str] = (),
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    **options: object,
+) -> EffectsReport:
+    """Says what rounding does to a model's output, as `numdev effects` does.
+
+    `target`: a checkpoint, the name of a model in the local Hugging Face cache, or
+    `demo`. `kernels`, `formats` and `output` as for `invariance`. `options`: every other
+    option of the command (`sequences`, `length`, `by_layer`, `sites`, `device`).
+
+    Returns the report: each run over all sequences (`report.summary.runs`: KL in `cost`,
+    nats a token, the change of the loss in `log_perplexity`), the budget of rounding
+    sites, and the checks of the model. Raises UsageError for a request that cannot be run
+    here, MeasurementError where the model cannot be run exactly."""
+    from numdev.config import effects_request
+    from numdev.studies.effects import study
+
+    flags = {
+        **_nonempty_options(options), "kernels": tuple(_as_list(kernels)),
+        "formats": tuple(_as_list(formats)),
+    }  # fmt: skip
+    request = effects_request(str(target), flags)
+    run = partial(study.effects, request, command="numdev.effects", overwrite=overwrite)
+    return _run_and_write(run, output, "effects")
+
+
+def _run_and_write(run: Callable[[Path], R], output: str | Path | None, kind: str) -> R:
+    """Returns the report that `run` makes of its directory: `output`, in which the report
+    is written, or a temporary one. Raises MeasurementError where nothing could be
+    measured, UsageError where `output` holds the report of another command than
+    `kind`."""
+    place = (
+        temporary_files.temporary_folder()
+        if output is None
+        else nullcontext(Path(output))
+    )
+    with place as directory:
+        refuse_other_kind(directory, kind)
+        report = run(directory)
+        if output is not None:
+            reports.write(report, directory)
+            html.write(report, directory)
+    if not report.measured:
+        raise MeasurementError(report.unmeasured, hint="the rows' reasons say why")
     return report
 
 

@@ -605,7 +605,7 @@ def _unmeasured_sentences(report: AuditReport, judgement: Judgement) -> list[str
     """Returns sentences on what had to be judged and could not be: calls of the kernel,
     then rules with their reasons. Empty where there is none."""
     return [
-        *(f.sentence for f in report.findings if f.severity == "unmeasured"),
+        *(f.whole for f in report.findings if f.severity == "unmeasured"),
         *(
             (
                 f"{t.rule} of {t.tensor} ({t.format}) could not be judged: "

@@ -137,7 +137,7 @@ def validated(
             pairs = (
                 (cell, i)
                 for i, entry in enumerate(entries)
-                for cell in expand_grid(entry, part, lines[i])
+                for cell in expand_grid(_named(entry, part, i), part, lines[i])
             )
             cells = list(itertools.islice(pairs, MOST_CELLS + 1))
             if len(cells) > MOST_CELLS:
@@ -197,6 +197,14 @@ def _line_clause(node: yaml.Node | None, place: Sequence[int | str]) -> str:
             node = node.value[part]
             mark = node.start_mark
     return f", line {mark.line + 1}"
+
+
+def _named(entry: object, part: str, at: int) -> object:
+    """Returns an entry of `cases` with a name; `case`, and from the second on `case 2`,
+    for one without."""
+    if part != "cases" or not isinstance(entry, dict) or "name" in entry:
+        return entry
+    return {"name": f"case {at + 1}" if at else "case", **entry}
 
 
 def expand_grid(entry: object, part: str, where: str) -> Iterator[object]:

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import numdev
+from numdev import report as report_io
 from numdev import testing
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
@@ -779,10 +780,7 @@ def test_watching_finds_a_fault(
     with numdev.watch(model, every=1) as watch, Wrong():
         model(x)
     told = capsys.readouterr().out
-    assert told.startswith(
-        "numdev.watch, step 0: sdpa-flash (float32) does not compute the requested "
-        "attention: "
-    )
+    assert told.startswith("numdev.watch, step 0: sdpa-flash (float32) is wrong: ")
     assert "1.020 times" in told
     model(x)
     assert watch.step == 0
@@ -973,3 +971,33 @@ def test_the_page_is_true() -> None:
     result = doctest.DocTestRunner(optionflags=flags).run(examples, out=said.append)
     assert result.attempted > 10
     assert not result.failed, "".join(said)
+
+
+def test_invariance_in_python(tmp_path: Path) -> None:
+    """Bit-identical along what is required passes, and what is not fails; the report is
+    kept where it is asked to be."""
+    shapes = "[{heads: 2, kv_heads: 2, seq_len: 32, head_dim: 16, batch: 2}]"
+    (tmp_path / "cases.yaml").write_text(f"cases: {shapes}\n")
+    target = tmp_path / "cases.yaml"
+    sound = numdev.invariance(
+        target, kernels="sdpa-math", require="batch", output=tmp_path / "r"
+    )
+    assert sound.passed
+    assert sound.plan.axes == ("batch",)
+    assert report_io.read(tmp_path / "r") == sound
+    split = numdev.invariance(target, kernels=["planted:batch_split"], require=["batch"])
+    assert not split.passed
+    with pytest.raises(UsageError, match="there is no axis 'btach'"):
+        numdev.invariance(target, axes="btach")
+
+
+@pytest.mark.slow
+def test_effects_in_python(tmp_path: Path) -> None:
+    """A small model with one kernel, without single sites: its KL is a number."""
+    target = models.saved("llama", tmp_path / "m")
+    report = numdev.effects(
+        target, kernels="sdpa-math", length=12, sequences=2, sites=False
+    )
+    whole = next(run for run in report.summary.runs if run.kind == "whole")
+    assert whole.cost is not None
+    assert whole.cost.mean > 0

@@ -708,7 +708,9 @@ def test_a_check_says_how_many_findings_it_does_not_show() -> None:
 
 def test_each_request_has_a_directory_of_its_own() -> None:
     """By its name and all that it asks for; the same request goes where it went."""
-    session = Session(output=None, overwrite=False, as_json=False, quiet=True)
+    session = Session(
+        output=None, overwrite=False, as_json=False, quiet=True, verbose=False
+    )
     with click.Context(click.Command("audit"), info_name="audit"):
         one, same, other = (
             session.directory("demo", request)
@@ -720,7 +722,9 @@ def test_each_request_has_a_directory_of_its_own() -> None:
 
 def test_the_rules_of_a_verdict_go_into_the_run() -> None:
     """Those that were asked for; none where there is no verdict."""
-    session = Session(output=None, overwrite=True, as_json=False, quiet=True)
+    session = Session(
+        output=None, overwrite=True, as_json=False, quiet=True, verbose=False
+    )
     asked: Any = SimpleNamespace(limits="mine")
     for verdict, rules in ((asked, "mine"), (None, None)):
         given = session.run_judged_study(verdict, lambda *args, **more: (args, more), "a")

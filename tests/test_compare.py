@@ -278,7 +278,7 @@ def test_rows_that_are_gone_and_why() -> None:
     assert " ".join(found(a, b).summary.answer).startswith(
         "NO NUMBER CHANGED, BUT A KERNEL CRASHED: theirs crashed in B (1 row), mine "
         "was measured "
-        "in A alone (4 rows), third was run in A alone (4 rows). Nothing was "
+        "in A alone (4 rows), third was run in A alone (4 rows). Also: nothing was "
         "measured in both "
         "reports."
     )

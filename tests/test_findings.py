@@ -64,8 +64,8 @@ def test_gradients_inherit_a_wrong_output() -> None:
 
 
 @pytest.mark.parametrize(("metric", "at_most", "words"), [
-    ("baseline_ratio", 2, "has 3× eager attention's error in the output (limit 2×)."),
-    ("expected_ratio", 0.5, "is inaccurate: error of the output 1× expected (limit 0.5×)."),
+    ("baseline_ratio", 2, "has 3.00× eager attention's error in the output (limit 2×)."),
+    ("expected_ratio", 0.5, "is inaccurate: error of the output 1.00× expected (limit 0.5×)."),
     ("worst_row", 1.1, ("has a row of the output with 1.2× the expected error (limit 1.1×).")),
     ("mean_abs", 3e-5, ("breaks the rule `mine` in the output: expected mean_abs ≤ 3e-5, got 9e-5")),
 ])  # fmt: skip
@@ -236,7 +236,7 @@ def test_heads_that_are_named_do_not_come_again() -> None:
     """In another rule's finding, whose number is that of the heads that are left."""
     rows = [mistaken(h, ("the scale is 1",), expected_ratio=900.0) for h in range(3)]
     _, rest = found(*rows, row(3, expected_ratio=2.0))
-    assert "error of the output 2× expected" in rest.sentence
+    assert "error of the output 2.00× expected" in rest.sentence
     assert rest.details.startswith(
         "In 1 of 4 heads, beside 3 of other findings, worst at layer 0 head 3."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -312,10 +313,13 @@ def invoke(tmp_path: Path, *arguments: Any, **changes: Any) -> Any:
 
 
 def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
-    """It says how much there would be to do, in tasks, and leaves no trace."""
+    """It says how much there would be to do, in tasks and in time by a few calls, and
+    leaves no trace."""
     result = invoke(tmp_path, "--dry-run", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "8 cells x 2 seeds: 16 tasks" in result.output
+    about = r"About \d+ s on this machine, by \d of \d calls, measured in \d+\.\d s\."
+    assert re.search(about, result.output)
     assert not (tmp_path / "out").exists()
 
 
@@ -331,7 +335,7 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
     assert f"{len(found.cells)}" == str(
         len((out / "cells.csv").read_text().splitlines()) - 1
     )
-    assert "rms error" in result.stdout
+    assert "Rms error, cell by cell" in result.stdout
     assert invoked("report", out).stdout == result.stdout, (
         "`numdev report` shows the same"
     )

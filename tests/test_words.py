@@ -32,7 +32,6 @@ BANNED = (
     "as its rounding model predicts",
     "Axis to go along",
     "Cause not identified",
-    "correcting it removes",
     "does not compute the requested",
     "drowns in",
     "keep their numbers",

@@ -101,7 +101,7 @@ def _effects_answer(path: Path, request: AuditRequest) -> tuple[str, ...]:
 @options_of(SweepConfig, without="reproducers time_limit repeats")
 @cluster_options
 @click.option(
-    "--dry-run", is_flag=True, help="Say how many tasks it would measure, and stop."
+    "--dry-run", is_flag=True, help="Say how many tasks there are and how long they take."
 )
 @seed_option
 @gated
@@ -126,7 +126,7 @@ def sweep(
     directory = Path() if dry_run else session.begin(name, measured)
     from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.audit.run import reproducers
-    from numdev.studies.audit.sweep import plan
+    from numdev.studies.audit.sweep import estimate, plan
     from numdev.studies.audit.sweep import sweep as run
 
     cluster = cluster_of(workers, scheduler)
@@ -135,6 +135,7 @@ def sweep(
         if dry_run or not session.quiet:
             click.echo(planned.size, err=not dry_run)
         if dry_run:
+            click.echo(estimate(planned))
             return
         report = session.run_judged_study(
             verdict, run, planned, directory, workers=cluster, say=session.say

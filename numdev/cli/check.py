@@ -345,7 +345,15 @@ def check_as_data(result: CheckResult) -> dict[str, object]:
     name, findings = Places(result.report.rows, result.report.words), []
     for f in result.report.findings:
         data = f.model_dump(
-            include={"sentence", "severity", "rule", "metric", "limit", "cause"}
+            include={
+                "sentence",
+                "details",
+                "severity",
+                "rule",
+                "metric",
+                "limit",
+                "cause",
+            }
         )
         place = f.place and name(f.place)
         findings.append({**data, "number": f.observed, "place": place})

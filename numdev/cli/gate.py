@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
+BEYOND = "Print also which results are beyond a limit, and what was tested."
 WHERE = f"Where --init writes.  [default: {INIT}]"
 GATE = (
     "Judge the report as `numdev gate` does, and exit with its code. Implied by "
@@ -58,10 +59,15 @@ class Verdict:
         return read_rules(self.rules)
 
     def judge_and_show(
-        self, report: Report, show: Literal["page", "json", "nothing"]
+        self,
+        report: Report,
+        show: Literal["page", "json", "nothing"],
+        *,
+        verbose: bool = False,
     ) -> int:
         """Judges a report and returns the exit code; sets it for the command. Shows the
-        verdict on stdout (`show`: as a page, as JSON, or not), then writes it to the
+        verdict on stdout (`show`: as a page, which is `verbose` or not, as JSON, or
+        not), then writes it to the
         files, and on GitHub as annotations."""
         from numdev.gate.judging import judge_report
         from numdev.report.renderers import ci, markdown, terminal
@@ -82,12 +88,13 @@ class Verdict:
             word = secrets.token_hex(16)
             if self.github:
                 click.echo(f"::stop-commands::{word}")
-            terminal.show(page)
+            terminal.show(page, verbose=verbose)
             if self.github:
                 click.echo(f"::{word}::")
         # Afterwards, so that a file that cannot be written hides no verdict.
         if self.junit:
-            _write_whole_file(self.junit, ci.junit(judged, findings))
+            seconds = sum(report.timings.values())
+            _write_whole_file(self.junit, ci.junit(judged, findings, seconds))
         words = markdown.page(page, level=3)
         if self.summary:
             _write_whole_file(self.summary, words)
@@ -159,6 +166,7 @@ def gated(
 @click.option("-o", "--output", type=FILE, metavar="FILE", help=WHERE)
 @click.option("--overwrite", is_flag=True, help="Let --init replace a file.")
 @click.option("--json", "as_json", is_flag=True, help="The verdicts as JSON.")
+@click.option("--verbose", "-v", is_flag=True, help=BEYOND)
 @verdict_options
 @click.pass_context
 def gate(
@@ -170,6 +178,7 @@ def gate(
     output: Path | None,
     overwrite: bool,
     as_json: bool,
+    verbose: bool,
 ) -> None:
     """Judge a finished report by thresholds, for CI. PATH is a report.json or a directory
     with one.
@@ -202,7 +211,8 @@ def gate(
     from numdev.report import read
 
     report = read(path)
-    context.exit(verdict.judge_and_show(report, "json" if as_json else "page"))
+    show: Literal["page", "json"] = "json" if as_json else "page"
+    context.exit(verdict.judge_and_show(report, show, verbose=verbose))
 
 
 def _write_whole_file(path: Path, text: str) -> None:

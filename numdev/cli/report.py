@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from numdev.cli.file_kinds import expect_file
-from numdev.cli.session import FILE, Session, command, command_line
+from numdev.cli.session import FILE, VERBOSE, Session, command, command_line
 from numdev.errors import MeasurementError
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
@@ -22,7 +22,8 @@ HELP = (
 @command("report numdev-reports/demo-1234abcd --format markdown")
 @click.argument("path", type=FILE)
 @click.option("--format", "form", type=click.Choice(FORMATS), help=HELP)
-def report(path: Path, form: str | None) -> None:
+@click.option("--verbose", "-v", is_flag=True, help=VERBOSE)
+def report(path: Path, form: str | None, verbose: bool) -> None:
     """Show a finished report again. PATH is a report.json or a directory with one."""
     from numdev.report import read, write_csv
     from numdev.report.io import text_of
@@ -42,7 +43,7 @@ def report(path: Path, form: str | None) -> None:
         write_csv(file, next((rows for rows in finished.tables().values() if rows), ()))
         text = file.getvalue()
     else:
-        terminal.show(finished)
+        terminal.show(finished, verbose=verbose)
         return
     click.echo(text, nl=not text.endswith("\n"))
 

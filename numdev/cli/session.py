@@ -32,6 +32,7 @@ R = TypeVar("R")
 
 FILE = click.Path(path_type=Path)
 PIPE = 120  # characters of a line in a file or a pipe, where $COLUMNS says no other
+VERBOSE = "Print also what the columns mean, and more tables."
 OUTPUT = "Directory for the results.  [default: numdev-reports/NAME-HASH]"
 
 
@@ -43,6 +44,7 @@ class Session:
     overwrite: bool
     as_json: bool
     quiet: bool
+    verbose: bool
 
     def directory(self, name: str, request: object) -> Path:
         """Returns the directory of the results: --output, else one named by `name` and a
@@ -146,10 +148,12 @@ class Session:
         if self.as_json:
             click.echo(text_of(report))
         elif not self.quiet and not verdict:
-            terminal.show(report)
+            terminal.show(report, verbose=self.verbose)
         if verdict:
             code = verdict.judge_and_show(
-                report, "nothing" if self.quiet or self.as_json else "page"
+                report,
+                "nothing" if self.quiet or self.as_json else "page",
+                verbose=self.verbose,
             )
         elif exits and report.outcome is not None:
             code = report.outcome.exit_code
@@ -234,6 +238,7 @@ def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
             click.Option(
                 ["--quiet", "-q"], is_flag=True, help="Print nothing but errors."
             ),
+            click.Option(["--verbose", "-v"], is_flag=True, help=VERBOSE),
         ]
         return with_completions(report_command)
 

@@ -148,7 +148,9 @@ def compare(
     sentences = answer_sentences(
         compared.groups, moves, presences, allowed, places, sides, summary
     )
-    answered = summary.model_copy(update={"answer": tuple(sentences)})
+    verdict, *others = sentences
+    answer = (verdict, *_changed_sources(old, new), *others)
+    answered = summary.model_copy(update={"answer": answer})
     source = {"config": last, "run": new.provenance.source}
     history = tuple(_history_entry(x) for x, _ in named) if several else ()
     return CompareReport(
@@ -266,10 +268,11 @@ def _comparable_report(source: Path | Report) -> Any:
 
 def _setting_differences(a: Measured, b: Measured) -> tuple[Difference, ...]:
     """Returns the differences of two reports that are not in their requests: versions,
-    machine, settings, `repeats`, `isolate`, the options of kernels that ran with one set
-    of options, and the first difference of their rules. Empty where all of these
-    agree."""
+    machine, settings, `repeats`, `isolate`, the sources of kernels that both know, the
+    options of kernels that ran with one set of options, and the first difference of their
+    rules. Empty where all of these agree."""
     sides: list[dict[str, object]] = []
+    in_both = _kernel_sources(a).keys() & _kernel_sources(b)
     for report in (a, b):
         facts: dict[str, object] = dict(report.provenance.system)
         facts = {"numdev": report.provenance.numdev, **facts}
@@ -277,6 +280,8 @@ def _setting_differences(a: Measured, b: Measured) -> tuple[Difference, ...]:
         for (_, kernel), sets in option_sets(report.rows).items():
             facts |= {f"{kernel}: {k}": x for k, x in next(iter(sets.values())).items()
                       if len(sets) == 1}  # fmt: skip
+        facts |= {f"source of {k}": x for k, x in _kernel_sources(report).items()
+                  if k in in_both}  # fmt: skip
         sides.append(
             {key: x for name, y in facts.items() for key, x in leaves_with_paths(y, name)}
         )
@@ -287,6 +292,22 @@ def _setting_differences(a: Measured, b: Measured) -> tuple[Difference, ...]:
         for d in first_difference(key, *(side.get(key) for side in sides))
     ]
     return (*changes, *first_difference("rules", a.rules, b.rules))
+
+
+def _kernel_sources(report: Report) -> Mapping[str, str]:
+    """Returns the fingerprints of the sources of kernels that do not ship with numdev, by
+    name; empty for a report without them."""
+    sources = report.provenance.source.get("kernel_sources")
+    return sources if isinstance(sources, dict) else {}
+
+
+def _changed_sources(a: Report, b: Report) -> Iterator[str]:
+    """Yields a sentence on the kernels that are in both reports and whose source is
+    another in B; nothing where all are the same."""
+    old, new = _kernel_sources(a), _kernel_sources(b)
+    names = [name for name in new if old.get(name, new[name]) != new[name]]
+    if names:
+        yield f"The source of {joined_words(names)} changed."
 
 
 def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Difference]:
@@ -667,7 +688,7 @@ def answer_sentences(
     uncompared = _uncompared_clause(presences, summary.unjudged)
     parts = [uncompared, *what] if "BUT" in verdict else [*what, uncompared or NEITHER]
     # A side's path may have blanks: it is one word of the verdict
-    line, more = first_clauses(verdict, parts, least=1)
+    line, more = first_clauses(verdict, parts, more="Also: ", least=1)
     yield line.replace(f"{verdict}: ", f"{verdict}: {sides}", 1)
     if more:
         yield more

@@ -66,7 +66,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         [g.role != "kernel" for g in report.groups],
         title="Every tensor: the error in A and in B",
     )
-    yield from doc.notes((LEGEND.format(unit=words.unit),))
+    yield from doc.notes((LEGEND.format(unit=words.unit),), doc.ON_REQUEST)
     yield doc.text_table(
         ("", "kernel", "tensor", "rows", "first at", "why"),
         (_presence_row(presence, place) for presence in report.presences),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, assert_never
 
 from numdev.gate.judgement import (
     MODEL,
+    RATIOS,
     REPORT,
     RUNS,
     SOMETHING,
@@ -37,7 +38,7 @@ from numdev.report import (
     Standing,
     worst,
 )
-from numdev.report.number_text import labelled, power, si, three
+from numdev.report.number_text import labelled, multiple, power, si, three
 from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
 
 # What is wrong, by metric: how a sentence goes on that begins with the kernel. With
@@ -697,7 +698,8 @@ def _test_fields(
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
     shown = f"{observed}"
     if isinstance(observed, float):
-        shown = three(observed, verdict.bound)
+        write = multiple if verdict.metric in RATIOS else three
+        shown = write(observed, verdict.bound)
     return {
         "rule": verdict.rule,
         "format": verdict.format,

@@ -16,6 +16,14 @@ from numdev.metrics.row_metrics import Value
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
 from numdev.tensor_specs import tensor_spec
 
+RATIOS = frozenset(
+    {
+        *("expected_ratio", "rms_ratio", "baseline_ratio", "floor_ratio", "worst_row"),
+        *("noise_ratio", "reference_ratio", "slice_ratio", "element_ratio"),
+        *("over", "excess", "excess_of_a_row", "rms_over_predicted"),
+    }
+)
+"""Metrics that are a ratio of two measured numbers."""
 MODEL = "model"  # whose tests are of no kernel
 # Whose tests are of no kernel and no model: what was read, what is required
 REPORT = "report"

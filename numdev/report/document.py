@@ -18,13 +18,16 @@ from numdev.report import Axis, Curve, Figure, Point, Role
 from numdev.report.number_text import ratio, shade, si
 from numdev.report.safe_text import plain
 
-Medium = Literal["terminal", "html", "markdown"]
+Medium = Literal["terminal", "verbose", "html", "markdown"]
 Style = Literal["", "strong", "soft", "good", "warn", "bad"]
 TableKind = Literal["numbers", "words", "map", "series", "grid"]
 MEDIA: tuple[Medium, ...] = ("terminal", "html", "markdown")
 PAGE: tuple[Medium, ...] = ("html",)
 TEXT: tuple[Medium, ...] = ("html", "markdown")
 TERMINAL: tuple[Medium, ...] = ("terminal",)
+ON_REQUEST: tuple[Medium, ...] = ("verbose", "html", "markdown")
+"""Media of what a terminal shows with -v alone: what columns mean, and tables that few
+need."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ class Document(_Titled):
     blocks: tuple[Node, ...] = ()
 
     def shown_in(self, medium: Medium) -> Iterator[Node]:
-        """Yields the nodes that a medium shows. Figures, a choice of tables and details
+        """Yields the nodes that a medium shows; `verbose` is a terminal that shows all it
+        can. Figures, a choice of tables and details
         are nodes of a page alone: elsewhere they become tables, the first table, and what
         is in them. Tables without a row and lists without an item are left out."""
         yield from _shown_in(self.blocks, medium)
@@ -200,8 +204,10 @@ PARTS = {
 
 def _shown_in(nodes: Iterable[Node], medium: Medium) -> Iterator[Node]:
     """Yields those of the nodes that a medium shows, as `Document.shown_in` does."""
+    media = {medium, "terminal"} if medium == "verbose" else {medium}
     for node in nodes:
-        if medium not in node.only or not getattr(node, PARTS.get(type(node), "only")):
+        is_empty = not getattr(node, PARTS.get(type(node), "only"))
+        if is_empty or not media & set(node.only):
             continue
         if isinstance(node, Details):
             inside = tuple(_shown_in(node.blocks, medium))

@@ -52,6 +52,15 @@ def three(value: float | None, beside: float | None = None) -> str:
     return f"{float(text):.0f}" if 1e3 <= abs(float(text)) < 1e6 else power(text)
 
 
+def multiple(value: float | None, beside: float | None = None) -> str:
+    """Returns a ratio as `three` writes it, but that a whole number below 100 has its
+    zeros: 1.00, since a ratio is measured and never exactly 1 by definition. A dash for
+    None."""
+    if value is not None and float(value).is_integer() and abs(value) < 100:
+        return f"{value:.2f}"
+    return three(value, beside)
+
+
 def labelled(kernel: str, options: Mapping[str, object]) -> str:
     """Returns a kernel with the options that are not None:
     `emulated[preset=fa2,block_kv=64]`."""

@@ -44,12 +44,12 @@ def tag_of(outcome: Outcome | None) -> str:
             assert_never(outcome)
 
 
-def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
+def junit(judgement: Judgement, findings: Sequence[Finding], seconds: float = 0.0) -> str:
     """Returns the whole JUnit file; `findings` are the judgement's. What XML 1.0 cannot
-    hold is spelled out."""
-    # A finished report is judged in no time worth telling, and readers want the
-    # attribute.
-    root = ElementTree.Element("testsuites", name=GATE, time="0")
+    hold is spelled out. `seconds`: how long the report was measured, which is the time of
+    the file; a report has no times of single tests, which readers want as an
+    attribute."""
+    root = ElementTree.Element("testsuites", name=GATE, time=f"{seconds:.3f}")
     suites: dict[str, ElementTree.Element] = {}
     for test in judgement.tests:
         suite, name = plain(_suite_name(test)), plain(_case_name(test))

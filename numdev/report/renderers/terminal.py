@@ -45,17 +45,26 @@ PIPE = 120  # characters of a line in a file or a pipe, where $COLUMNS says no o
 WORD = re.compile(r"\S+(?: %)?")  # a number stays beside its sign
 WIDE_BAR = 100  # characters of a line from which a bar takes what is left of it
 FIRST = 5.0  # seconds from the line that a command begins with to the next
+MORE = "What the columns mean, and more tables: -v"
 INDENT = 4  # characters before what stands below a line
 QUIET = 20.0  # seconds between two lines of progress
 
 
-def show(report: Report | doc.Document, console: Console | None = None) -> None:
+def show(
+    report: Report | doc.Document,
+    console: Console | None = None,
+    *,
+    verbose: bool = False,
+) -> None:
     """Prints what a report or a document has for the terminal, to `console` or else to
-    stdout."""
+    stdout. `verbose`: with what columns mean, and tables that few need; else a last line
+    says where these are."""
     out = console or Console()
     if not console and not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = PIPE
-    for i, node in enumerate(document_of(report).shown_in("terminal")):
+    document = document_of(report)
+    shown = list(document.shown_in("verbose" if verbose else "terminal"))
+    for i, node in enumerate(shown):
         match node:
             case doc.Heading():
                 out.print()
@@ -81,6 +90,8 @@ def show(report: Report | doc.Document, console: Console | None = None) -> None:
                         _print(Padding(detail, (0, 0, 0, INDENT), expand=False), out)
             case doc.Table():
                 _print_table(node, out)
+    if len(shown) < sum(1 for _ in document.shown_in("verbose")):
+        _print(_rich_text(MORE, "dim"), out)
 
 
 def _print(content: RenderableType, out: Console) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, assert_never
 
+from numdev.gate.judgement import RATIOS
 from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import (
@@ -22,7 +23,7 @@ from numdev.report import (
     Report,
 )
 from numdev.report import document as doc
-from numdev.report.number_text import MOST, labelled, ratio, si, three
+from numdev.report.number_text import MOST, labelled, multiple, ratio, si, three
 from numdev.report_kinds import kind_of
 from numdev.studies.audit.timing import words as seconds
 from numdev.tensor_specs import ATTENTION_WORDS, Words
@@ -125,7 +126,8 @@ def _passed_line(v: KernelVerdict, summary: KernelSummary | None, words: Words) 
         return _error_line(summary, words)
     if v.rule is None:
         return "no limit on the size of its errors applies here"
-    number = three(v.observed, v.limit)
+    write = multiple if v.metric in RATIOS else three
+    number = write(v.observed, v.limit)
     return f"closest to its limit: rule `{v.rule}`, {number} (limit {three(v.limit)})"
 
 

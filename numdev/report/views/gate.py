@@ -14,6 +14,7 @@ from typing import NamedTuple, assert_never
 
 from numdev.gate.findings import kernel_verdicts, label
 from numdev.gate.judgement import (
+    RATIOS,
     REQUIRED,
     SOMETHING,
     Held,
@@ -25,7 +26,7 @@ from numdev.gate.judgement import (
 from numdev.grouping import grouped
 from numdev.report import Finding, Outcome, Place, Places, Report, Standing
 from numdev.report import document as doc
-from numdev.report.number_text import three
+from numdev.report.number_text import multiple, three
 from numdev.report.views import Verdicts, style_of, verdicts
 from numdev.report_kinds import judged_by
 from numdev.tensor_specs import ATTENTION_WORDS
@@ -103,10 +104,10 @@ def document(
         doc.Paragraph(verdict, style_of(judgement.outcome)),
         doc.Bullets(tuple(lines), "verdicts"),
         doc.Bullets(tuple(items)),
-        _beyond_table(judgement.tests, place),
         doc.text_table(columns, _rule_rows(judgement)),
+        _beyond_table(judgement.tests, place),
         _doses_table(judgement.power),
-        *doc.notes(notes),
+        *doc.notes(notes, doc.ON_REQUEST),
     )
     return doc.Document("numdev gate", blocks)
 
@@ -183,7 +184,8 @@ def _rule_rows(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
         test for test in judgement.tests if not test.runs and test.rule != SOMETHING
     )
     for rule, tests in grouped(of_rules, attrgetter("rule")).items():
-        nearest = min(tests, key=lambda test: (order.index(test.outcome), -test.nearness))
+        nearest = min(tests, key=lambda t: (order.index(t.outcome), -t.nearness))
+        where = (nearest.kernel or "-", nearest.tensor or "", nearest.format or "")
         judged, bad = (
             sum(test.judged for test in tests),
             sum(test.offending for test in tests),
@@ -192,15 +194,18 @@ def _rule_rows(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
             rule,
             doc.Cell(nearest.standing.word, style=style_of(nearest.outcome)),
             f"{bad}/{judged}" if bad else str(judged or "-"),
-            observed_text(nearest.observed),
+            observed_text(nearest.observed, nearest.metric),
             nearest.limit.removeprefix(f"{nearest.metric} "),
-            " ".join((nearest.kernel or "-", nearest.tensor or "", nearest.format or "")),
+            " ".join(where),
         )
 
 
-def observed_text(observed: float | str | None) -> str:
-    """Returns what was observed, in three digits or in words; `-` where nothing was."""
-    return three(observed) if isinstance(observed, float) else str(observed or "-")
+def observed_text(observed: float | str | None, metric: str | None = None) -> str:
+    """Returns what was observed, in three digits or in words; `-` where nothing was. Of a
+    ratio, by its `metric`, 1 is 1.00."""
+    if not isinstance(observed, float):
+        return str(observed or "-")
+    return multiple(observed) if metric in RATIOS else three(observed)
 
 
 def _beyond_table(tests: Iterable[Test], place: Places) -> doc.Table:
@@ -225,7 +230,8 @@ def _beyond_table(tests: Iterable[Test], place: Places) -> doc.Table:
     ]
     more = f", the first {SHOWN} of {len(beyond)}" if len(beyond) > SHOWN else ""
     columns = ("over", "kernel", "in", "where", "number", "limit", "rule")
-    return doc.text_table(columns, rows, title=f"Beyond a limit{more}")
+    title = f"Beyond a limit{more}"
+    return doc.text_table(columns, rows, title=title, only=doc.ON_REQUEST)
 
 
 def _doses_table(power: Sequence[Power]) -> doc.Table:

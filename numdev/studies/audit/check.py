@@ -70,7 +70,9 @@ def measured(
     conclude(later)
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
     report = AuditReport(
-        provenance=provenance(plan.system, source.describe(), "numdev.check"),
+        provenance=provenance(
+            plan.system, source.describe(), "numdev.check", plan.kernels
+        ),
         request=dict(request),
         summary=AuditSummary(answer=(), kernels=()),
         plan=plan.record(located.ref for located in source),

@@ -286,7 +286,7 @@ def blocks(report: FunctionReport) -> Iterator[doc.Node]:
             [row.role != "kernel" for row in of_kernel],
             title=f"{name}, {of_kernel[0].format}",
         )
-    yield from doc.notes((LEGEND,))
+    yield from doc.notes((LEGEND,), doc.ON_REQUEST)
     yield from power_blocks(report)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -32,7 +32,7 @@ from numdev.studies.audit.dask_workers import Cluster, Workers, at_work
 from numdev.studies.audit.explanations import most
 from numdev.studies.audit.isolation import Isolated, Runner, attempt
 from numdev.studies.audit.journal import Journal
-from numdev.studies.audit.plan import Plan, header
+from numdev.studies.audit.plan import Plan, Planned, header
 from numdev.studies.audit.prepared_attention import Selection
 from numdev.studies.audit.reproduce import FOLDER, reproduce
 from numdev.studies.audit.timing import Stopwatch
@@ -183,7 +183,7 @@ def run_plan(
             raise UsageError(what, hint="check --layers and --heads")
     fields = {
         "doubts": tuple(source.doubts),
-        "provenance": provenance(plan.system, described, command),
+        "provenance": provenance(plan.system, described, command, plan.kernels),
         "plan": plan.record(calls),
         "cases": journal.records("case", records.CaseRecord),
     }
@@ -276,7 +276,13 @@ def reproducers(
 
 
 def provenance(
-    system: System, described: Mapping[str, object], command: str
+    system: System,
+    described: Mapping[str, object],
+    command: str,
+    kernels: Sequence[Planned] = (),
 ) -> records.Provenance:
-    """Returns where the numbers of a report made now, here, come from."""
-    return records.Provenance.now(command, system.as_dict(), described)
+    """Returns where the numbers of a report made now, here, come from: with a fingerprint
+    of the source of each of the `kernels` that does not ship with numdev."""
+    sources = {p.kernel.name: p.kernel.made_from for p in kernels if ":" in p.kernel.name}
+    more = {"kernel_sources": sources} if sources else {}
+    return records.Provenance.now(command, system.as_dict(), {**described, **more})

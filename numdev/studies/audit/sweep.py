@@ -6,9 +6,13 @@ the rows is computed in `numdev.report.sweep_curves`."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from numdev.config import SweepRequest
 from numdev.gate.judging import check_system, judged
@@ -16,7 +20,9 @@ from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import SweepReport, SweepSummary
 from numdev.report.sweep_curves import Grid
-from numdev.sources.case_sources import ConfigSource
+from numdev.sources.case_sources import ConfigSource, Drawn
+from numdev.studies.audit.case_measurement import measured_here
+from numdev.studies.audit.isolation import Isolated, attempt
 from numdev.studies.audit.plan import Plan, Planned, recorded
 from numdev.studies.audit.run import run_plan
 from numdev.studies.audit.timing import Stopwatch
@@ -39,6 +45,51 @@ class SweepPlan:
         cells = len(self.request.cases) * len(self.plan.formats) * len(self.plan.kernels)
         seeds = len(self.request.seeds)
         return f"{cells} cells x {seeds} seeds: {cells * seeds} tasks."
+
+
+def estimate(planned: SweepPlan) -> str:
+    """Returns how long a sweep takes here, as a sentence: the smallest, the middle and
+    the largest case are measured once with everything that is asked for, and the others
+    lie between them by their work. Nothing is kept of it. What workers save is left
+    out."""
+    request, source, plan = planned.request, planned.source, planned.plan
+    every = [x for x in source.cases if isinstance(x, Drawn)]
+    first = [drawn for drawn in every if drawn.seed == request.seeds[0]]
+    first.sort(key=_work)
+    places = sorted({0, len(first) // 2, len(first) - 1})
+    watch, seconds = Stopwatch(plan.system.device), []
+    isolated = (
+        Isolated(request.time_limit)
+        if request.isolate
+        else contextlib.nullcontext(attempt)
+    )
+    with isolated as run:
+        for drawn in (first[at] for at in places):
+            begun = time.perf_counter()
+            for _ in measured_here(drawn, plan.tasks(drawn.ref), plan, run, watch):
+                pass
+            seconds.append(time.perf_counter() - begun)
+    sizes = [_work(first[at]) for at in places]
+    total = float(np.interp([_work(x) for x in every], sizes, seconds).sum())
+    sample = (
+        f"{len(places)} of {len(source.cases)} calls, measured in {sum(seconds):.1f} s"
+    )
+    return f"About {_duration(total)} on this machine, by {sample}."
+
+
+def _work(drawn: Drawn) -> float:
+    """Returns what the time of a case grows with: rows times keys times heads times
+    features."""
+    case = drawn.config
+    keys, rows = case.kv_len or case.seq_len, case.seq_len
+    return float(case.batch * case.heads * rows * keys * case.head_dim)
+
+
+def _duration(seconds: float) -> str:
+    """Returns a time in a unit that a reader waits in: `40 s`, `12 min`, `3.4 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def plan(request: SweepRequest) -> SweepPlan:

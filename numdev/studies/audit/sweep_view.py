@@ -31,9 +31,12 @@ def blocks(report: SweepReport) -> Iterator[doc.Node]:
         "everywhere. "
         "“input rounding” is what the format costs before any kernel runs.",
         "soft",
+        doc.ON_REQUEST,
     )
     yield about
-    figures = doc.Figures(report.figures, summary.axis, summary.baseline)
+    # A terminal has the table of cells in their place, where there are cells
+    only = doc.ON_REQUEST if report.cells else doc.MEDIA
+    figures = doc.Figures(report.figures, summary.axis, summary.baseline, only)
     if len(summary.axis.ticks) >= CROWDED and report.cells:
         yield doc.Details("As curves", (figures,))
     else:
@@ -124,7 +127,7 @@ def _table_node(
             cell = table.cells.get((where, label, fmt))
             yield Cell(NONE) if cell is None else _cell(cell, metric, failed, status)
 
-    return doc.table(heads, map(cells, table.rows), title=title, only=doc.TEXT)
+    return doc.table(heads, map(cells, table.rows), title=title)
 
 
 def _cell(

@@ -75,7 +75,8 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
     suspects = max((k.suspects or 0 for k in summary.kernels), default=0)
     legend = LEGEND.format(unit=words.unit, plain=words.plain, baseline=words.baseline)
-    yield from doc.notes((legend, SAMPLED.format(rows, suspects) if rows else ""))
+    yield from doc.notes((legend,), doc.ON_REQUEST)
+    yield from doc.notes((SAMPLED.format(rows, suspects) if rows else "",))
     if "architecture" in report.provenance.source:
         target = report.request.get("checkpoint")
         note = f"What this does at the model's output: `numdev effects {target}`"
@@ -95,6 +96,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         ("format", "tensors", "mean change (= W1)", "max change", "in", "not finite"),
         _weight_lines(report.weights),
         title="Stored weights, cast",
+        only=doc.ON_REQUEST,
     )
 
 

@@ -144,7 +144,7 @@ def effects(
         study,
         journal,
         asked,
-        provenance=provenance(study.system, described, command),
+        provenance=provenance(study.system, described, command, study.kernels),
         timings=watch.seconds(),
     )
     return judged(report, rules)

@@ -14,7 +14,7 @@ from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import Finding, PlannedKernel, Standing, Who
-from numdev.report.number_text import labelled, percent, three
+from numdev.report.number_text import labelled, multiple, percent, three
 from numdev.studies.effects.report import (
     Check,
     EffectsPlan,
@@ -331,13 +331,13 @@ def _ratio_test(
     test |= {"beyond": (), "offending": 0}
     if low is None:
         why = (
-            f"{what} {three(ratio, limit)}× {by.words}, without an interval: read 3 "
+            f"{what} {multiple(ratio, limit)}× {by.words}, without an interval: read 3 "
             "sequences or more"
         )
     elif ratio > limit:
         ends = f"{three(low)} to {three(run.over.high)}"
         why = (
-            f"{what} {three(ratio, limit)}× {by.words} ({ends}): more sequences would "
+            f"{what} {multiple(ratio, limit)}× {by.words} ({ends}): more sequences would "
             "tell on which side of the limit"
         )
     else:
@@ -388,7 +388,7 @@ def _ratio_clause(test: Test, run: RunSummary) -> str:
         within = "" if low == high else f" [{low}, {high}]"
     elif run.over and run.over.low is None:
         within = ""
-    return f"error of {what}{place}: {three(ratio, test.bound)}× {by.words}{within}"
+    return f"error of {what}{place}: {multiple(ratio, test.bound)}× {by.words}{within}"
 
 
 def _ratio_details(test: Test, run: RunSummary) -> str:

@@ -62,7 +62,9 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
         f"{LOGITS if logits else STATES.format(what)} "
         f"{BOTH.format('KL' if logits else 'the squared error', against, against)}"
     )
-    yield from doc.notes((legend,) if any(run.cost for run in runs) else ())
+    yield from doc.notes(
+        (legend,) if any(run.cost for run in runs) else (), doc.ON_REQUEST
+    )
     yield from _budget_blocks(report)
     yield from doc.notes(report.summary.notes)
     yield from _layer_blocks(runs, error_name(logits=logits))
@@ -98,7 +100,7 @@ def _budget_blocks(report: EffectsReport) -> Iterator[doc.Node]:
         return
     title = "Which roundings make the error: each site alone, of the whole"
     yield doc.StackedBars(tuple(bars), title)
-    note = doc.notes((SITES.format(report.plan.sites_of),))
+    note = doc.notes((SITES.format(report.plan.sites_of),), doc.ON_REQUEST)
     yield doc.Details("Site by site", (*tables, *note))
 
 

@@ -143,7 +143,7 @@ def invariance(
         raise _no_call_error(request)
     plan = study.plan_record(formats, ways, named="kernels" in request.model_fields_set)
     report = InvarianceReport(
-        provenance=provenance(system, described, command),
+        provenance=provenance(system, described, command, kernels),
         request=asked,
         timings=watch.seconds(),
         plan=plan.model_copy(update={"asked": bool(request.axes_asked)}),

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from numdev.config import AXES, Axes
 from numdev.gate.findings import exceeded_finding, joined_words, label, run_findings
-from numdev.gate.judgement import MODEL, Judgement, Statement, Test
+from numdev.gate.judgement import MODEL, RATIOS, Judgement, Statement, Test
 from numdev.gate.rules import AtMost, Rules, Tensors, default_rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who
-from numdev.report.number_text import labelled, si, three
+from numdev.report.number_text import labelled, multiple, si, three
 from numdev.studies.invariance.answers import (
     AxisAnswer,
     answers_clause,
@@ -357,8 +357,8 @@ def _output_statement(test: Test) -> Statement:
     row: ModelRow = test.beyond[0]
     ratio = test.observed if isinstance(test.observed, float) else None
     return Statement(
-        f"output fails along {row.axis}: it changes by {three(ratio, test.bound)}× what "
-        f"roundings explain (limit {three(test.bound)}×)",
+        f"output fails along {row.axis}: it changes by {multiple(ratio, test.bound)}× "
+        f"what roundings explain (limit {three(test.bound)}×)",
         f"The model's output ({row.format}, with {labelled(row.kernel, row.options)}) "
         f"depends on {AXES[row.axis]}, by {si(row.difference)} of its size.",
     )
@@ -386,9 +386,10 @@ def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
 def _dependence_sentence(worst: JudgedNumber) -> str:
     """Returns what is wrong along an axis, to follow the kernel's name."""
     row = worst.row
+    write = multiple if worst.metric in RATIOS else three
     wrong = WRONG[worst.rule].format(
         row=row, tensor=tensor_spec(row.tensor).in_words, ulps=three(row.ulps),
-        number=three(worst.observed, worst.limit), limit=three(worst.limit),
+        number=write(worst.observed, worst.limit), limit=three(worst.limit),
     )  # fmt: skip
     if row.axis == "repeat":
         return f"does not repeat itself: {wrong}"

@@ -54,10 +54,10 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
     yield from doc.notes((GRID_LEGEND,), doc.PAGE)
     tables = list(_group_tables(report.rows, answers))
     yield from (replace(table, only=NOT_ON_PAGE) for table in tables)
-    yield from doc.notes((LEGEND,), NOT_ON_PAGE)
+    yield from doc.notes((LEGEND,), ("verbose", "markdown"))
     moved = list(_difference_rows(report.rows))
     differences = _difference_table(moved, len(moved), only=("markdown",))
-    yield _difference_table(moved[:SHOWN], len(moved), only=doc.TERMINAL)
+    yield _difference_table(moved[:SHOWN], len(moved), only=("verbose",))
     yield differences
     if moved:
         inside: tuple[doc.Node, ...] = (replace(differences, only=doc.PAGE), *tables)

@@ -62,13 +62,13 @@ def blocks(report: LogprobsReport) -> Iterator[doc.Node]:
     summary = report.summary
     measured = [side for side in summary.sides if side.tokens]
     yield _side_table(measured, _noise_styles(report))
-    yield from doc.notes((LEGEND,) if measured else ())
+    yield from doc.notes((LEGEND,) if measured else (), doc.ON_REQUEST)
     support = "; ".join(f"{s.name}: {s.support}, {s.recipe}" for s in report.plan.sides)
     yield from doc.notes((f"Held to: {support}.",))
     named = [cause for side in summary.sides for cause in side.causes]
     yield _cause_table([*named, *summary.pair_causes])
     yield _cost_table(report)
-    yield from doc.notes((COSTS,) if summary.costs else ())
+    yield from doc.notes((COSTS,) if summary.costs else (), doc.ON_REQUEST)
     yield doc.table(
         ("the two sides", "value", doc.Column("interval", width=100),
          doc.Column("formula", "left", 120), doc.Column("shown by", "left", 140)),
@@ -79,7 +79,7 @@ def blocks(report: LogprobsReport) -> Iterator[doc.Node]:
         ),
         title="The difference of the two sides",
     )  # fmt: skip
-    yield from doc.notes((PAIRED,) if summary.statistics else ())
+    yield from doc.notes((PAIRED,) if summary.statistics else (), doc.ON_REQUEST)
     by_range = grouped(report.bins, lambda b: (b.side, b.by)).items()
     bins = tuple(_bin_table(side, by, of_range) for (side, by), of_range in by_range)
     yield doc.Details("By position, entropy and probability", bins, doc.TEXT)
