@@ -86,4 +86,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return f"[{text}]({place}{anchor})"
         return f"{text}, `{path}`"
 
+    if uri == "index.md":
+        markdown = markdown.replace('<img src="docs/', '<img src="')
     return LINK.sub(on_site, markdown)

@@ -128,6 +128,7 @@ ELSEWHERE = {  # what runs it
     "scripts/kill_and_resume.py": "tests/test_sweep.py",
     "scripts/known_results.py": "tests/test_docs.py",
     "scripts/own_gate.py": "Makefile",
+    "scripts/samples.py": "tests/test_docs.py",
     "scripts/site_hooks.py": "mkdocs.yml",
     "scripts/sites_page.py": "tests/test_docs.py",
     "scripts/try_release.py": "Makefile",

@@ -4,6 +4,7 @@ somewhere."""
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def test_a_release_has_one_version():
     assert set(re.findall(r"OWNER/numdev@v(\S+)", (DOCS / "ci.md").read_text())) == {
         version
     }
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_check_prints(tmp_path):
+    """Its first line, of each `numdev check` in the terminal before the fold."""
+    samples = load("scripts/samples.py")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shown = re.findall(r"^\$ numdev (check .*)\n(.*)$", README, re.M)
+    assert len(shown) == 2
+    for arguments, line in shown:
+        printed = samples.output_of("numdev", arguments, tmp_path / "examples", 1)
+        assert printed[0] == line, "run python scripts/samples.py"
 
 
 @pytest.mark.slow
