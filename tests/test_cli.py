@@ -337,11 +337,16 @@ def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
 
 
 def test_kernels_are_listed_with_reasons(run: Any) -> None:
-    """Every built-in kernel: available, or why not; the same as JSON."""
+    """Every built-in kernel: available, or why not, and what it is in a whole sentence;
+    the same as JSON; its options where they are asked for."""
     ran = run("kernels", "--device", "cpu")
     assert (ran.code, ran.err) == (0, "")
     assert "sdpa-cudnn" in ran.out
-    table = {k["name"]: k["missing"] for k in json.loads(run("kernels", "--json").out)}
+    assert "Options:" not in ran.out
+    assert "Options: " in run("kernels", "-v").out
+    listed = json.loads(run("kernels", "--json").out)
+    assert [k["summary"] for k in listed if not k["summary"].endswith(".")] == []
+    table = {k["name"]: k["missing"] for k in listed}
     assert table["sdpa-math"] is None
     assert table["baseline"] is None
 

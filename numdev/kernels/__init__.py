@@ -19,6 +19,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -429,8 +430,10 @@ def fingerprint(*functions: Callable[..., object]) -> str:
 
 
 def summary_of(function: Callable[..., object]) -> str:
-    """Returns the first line of a function's docstring; empty without one."""
-    return (inspect.getdoc(function) or "").split("\n")[0]
+    """Returns the first sentence of a function's docstring in one line; empty without
+    one."""
+    paragraph = (inspect.getdoc(function) or "").partition("\n\n")[0]
+    return re.split(r"(?<=\.)\s", " ".join(paragraph.split()), maxsplit=1)[0]
 
 
 def _full_name(function: Callable[..., object]) -> str:
