@@ -115,8 +115,8 @@ def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
     told = json.loads(out)
     assert (code, [*told]) == (1, [*shown, "report"])
     [finding], [expected] = told["findings"], shown["findings"]
-    begins, _, _ = expected.pop("sentence").partition(" (...)")
-    assert finding.pop("sentence").startswith(begins)
+    begins, _, _ = expected.pop("details").partition(" (...)")
+    assert finding.pop("details").startswith(begins)
     assert finding == expected
     keys = set(re.findall(r"^\| `(\w+)", SKILL.read_text(), re.M))
     assert {"verdict", "findings", "not_tested", "notes", "reproducer"} <= keys
