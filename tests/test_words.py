@@ -92,6 +92,7 @@ def plain(text: str) -> str:
 
 def files() -> Iterator[Path]:
     """Yields docs, and all files of the package that hold messages."""
+    yield ROOT / "README.md"
     yield from (path for path in ROOT.glob("docs/**/*.md") if path.name != "changelog.md")
     for ending in ("py", "j2", "yaml"):
         yield from ROOT.glob(f"numdev/**/*.{ending}")

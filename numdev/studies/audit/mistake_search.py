@@ -52,7 +52,7 @@ from numdev.system import System
 # Rows of the part of a call whose gradients are searched: no multiple of a tile
 SEARCHED = 109
 UNKNOWN = "none of the mistakes that numdev knows explains the error"
-ELSEWHERE = "its cause was looked for in other calls"
+ELSEWHERE = "its cause was not searched in this call, but in others"
 Named = Mapping[tuple[str, int], Suspicion]  # by tensor and head
 
 

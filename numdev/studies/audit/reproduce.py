@@ -90,7 +90,9 @@ def reproduce(
             ]
             waiting = [f for f in waiting if f not in in_call]
             for finding in in_call:
-                progress(f"making small: {finding.folder}", len(scripts), total)
+                progress(
+                    f"minimising the reproducer of {finding.folder}", len(scripts), total
+                )
                 at = directory / FOLDER / finding.folder
                 while at.exists():  # of the same kernel with other options
                     at = at.with_name(f"{at.name}-2")

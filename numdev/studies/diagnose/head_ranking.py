@@ -256,7 +256,7 @@ def _has_half_changed(ranked: Ranked) -> bool:
 def _drowned_sentences(
     first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
 ) -> tuple[str, str]:
-    """Returns what rounding does to the layer of a head whose errors have no common sign,
+    """Returns what rounding does to the layer of a head whose errors have both signs,
     and the numbers that show it."""
     return (
         f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
