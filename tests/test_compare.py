@@ -285,7 +285,7 @@ def test_rows_that_are_gone_and_why() -> None:
     assert "CRASHED: theirs crashed in A (1 row), theirs crashed in B (1 row)." in first(
         b, b
     )
-    assert "theirs was run in B alone, and crashed in B (1 row); " in first(
+    assert "theirs was run in B alone, and crashed in B (1 row)." in first(
         HEADS, (*HEADS, b[1])
     )
     assert first((), ()).startswith("NOT JUDGED: nothing was measured in both reports; ")
