@@ -36,7 +36,7 @@ GRID_LEGEND = (
     "Green: the same bits in all calls and variants that were tried. Grey: others, by "
     "no more than rounding explains; the number is the largest rms difference over the "
     "floor's error (of the exact result, rounded once), beside it in how many variants "
-    "there is a difference. Red, FAIL: beyond a limit. A dash: not tried. All tensors "
+    "there is a difference. Red: beyond a limit. A dash: not tried. All tensors "
     "together."
 )
 NOT_ON_PAGE: tuple[doc.Medium, ...] = ("terminal", "markdown")
