@@ -158,7 +158,7 @@ USAGE = [
     ("check sdpa-flash --claim preset", "--claim: expected NAME=VALUE", ""),
     ("aduit", "no command 'aduit'; did you mean 'audit'?", "see `numdev --help`"),
     ("report none", "none: cannot read a report", "give"),
-    ("bounds", "Missing argument 'RUN'", "numdev bounds --help"),
+    ("bounds", "expected RUN, got none", "numdev bounds --help"),
     ("gate out --init --json", "--init only writes rules", "-o"),
     ("audit \x1b[2Jevil", "[2Jevil: no such file", ""),  # no escape sequence is sent on
     *(

@@ -236,11 +236,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser_words(error: click.ClickException) -> str:
-    """Returns what click has against a command line, without its full stop; of an unknown
-    option the one that is nearest."""
+    """Returns what click has against a command line, without its full stop: what was
+    expected of an argument or a choice, and of an unknown option the nearest."""
     if isinstance(error, click.NoSuchOption):
         near = ", ".join(map(repr, error.possibilities or ()))
         return f"no option {error.option_name!r}" + f"; did you mean {near}?" * bool(near)
+    param = error.param if isinstance(error, click.BadParameter) else None
+    if param is not None and isinstance(error, click.MissingParameter):
+        return f"expected {param.human_readable_name}, got none"
+    if param is not None and isinstance(param.type, click.Choice):
+        got = error.message.partition(" is not one of ")[0]
+        return f"{param.opts[0]}: expected {' or '.join(param.type.choices)}, got {got}"
     return error.format_message().rstrip(".")
 
 
