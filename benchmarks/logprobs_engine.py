@@ -191,7 +191,7 @@ def shown(name: str, report: LogprobsReport, expected: list[str]) -> bool:
     sound &= words["trainer"] == "PASS"
     sound &= words["rollout"] == ("FAIL" if expected else "PASS")
     print(
-        f"{'as planted' if sound else 'NOT AS PLANTED'}  {name}: {report.summary.answer[0]}"
+        f"{'as planted' if sound else 'NOT AS PLANTED'}  {name}: {' '.join(report.summary.answer)}"
     )
     return sound
 

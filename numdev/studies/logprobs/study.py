@@ -61,6 +61,8 @@ from numdev.studies.logprobs.truth import (
 from numdev.system import System
 
 Progress = Callable[[str, int, int], None]
+# Sequences held to another temperature
+AtTemperature = Callable[[Sequence[Observed], float], list[Observed]]
 # Filters that are tried beside those that the files and the request say
 USUAL = (
     *(Support(top_p=p) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)),
@@ -455,37 +457,60 @@ class LogprobsStudy:
         if search.at_prediction:
             untested |= dict.fromkeys(BY_MODEL, AT_PREDICTION)
         else:
-            search.sequences = [self.with_instead(seen) for seen in search.sequences]
+            search.sequences = self.with_instead(search.sequences)
         search.undo_all(later)
         done = {row.cause for row in search.rows}
         for name in causes.KINDS.keys() - done:
             untested.setdefault(name, NEEDS.get(name, "it could not be tried"))
         return search, dict(sorted(untested.items()))
 
-    def at_temperature(self, seen: Observed, temperature: float) -> Observed:
-        """Returns a sequence held to another temperature of all tokens, with all that is
+    def at_temperature(
+        self, sequences: Sequence[Observed], temperature: float
+    ) -> list[Observed]:
+        """Returns sequences held to another temperature of all tokens, with all that is
         known of the exact model there."""
         assert self.model is not None
-        support = Support(temperature=temperature)
-        others = seen.exact.log_mass if seen.exact is not None else ()
-        tried = [other._replace(temperature=temperature) for other in others]
-        exact = exact_values(self.model, seen.record, support, tried)
-        moved = dataclasses.replace(
-            seen, exact=exact, reference=exact.logprobs, support=support
-        )
-        return self.with_instead(moved) if seen.instead else moved
+        support, moved = Support(temperature=temperature), []
+        for seen in sequences:
+            others = seen.exact.log_mass if seen.exact is not None else ()
+            tried = [other._replace(temperature=temperature) for other in others]
+            exact = exact_values(self.model, seen.record, support, tried)
+            moved.append(
+                dataclasses.replace(
+                    seen, exact=exact, reference=exact.logprobs, support=support
+                )
+            )
+        has_instead = any(seen.instead for seen in sequences)
+        return self.with_instead(moved) if has_instead else moved
 
-    def with_instead(self, seen: Observed) -> Observed:
-        """Returns a sequence with its exact values under every cause that the model must
-        be run for."""
+    def with_instead(self, sequences: Sequence[Observed]) -> list[Observed]:
+        """Returns sequences with their exact values under every cause that the model must
+        be run for: one mistake after the other, since each is a model of its own."""
+        assert self.model is not None
+        values: list[dict[tuple[str, str], np.ndarray]] = [{} for _ in sequences]
+        for cause, dose in self.model.variants():
+            for seen, instead in zip(sequences, values, strict=True):
+                assert seen.support is not None
+                instead[cause, dose] = exact_instead(
+                    self.model, seen.record, seen.support, dose
+                )
+        for fmt in ("bfloat16", "float16"):
+            for seen, instead in zip(sequences, values, strict=True):
+                instead |= self.with_narrow_head(seen, fmt)
+        for seen, instead in zip(sequences, values, strict=True):
+            instead |= self.with_other_inputs(seen)
+        return [
+            dataclasses.replace(seen, instead=instead)
+            for seen, instead in zip(sequences, values, strict=True)
+        ]
+
+    def with_other_inputs(self, seen: Observed) -> dict[tuple[str, str], np.ndarray]:
+        """Returns the exact values of a sequence by the earlier checkpoint, and of a pack
+        whose sequences see each other, or whose positions go on; by cause and dose."""
         assert self.model is not None
         assert seen.support is not None
         record, support = seen.record, seen.support
-        instead = {
-            (cause, dose): exact_instead(self.model, record, support, dose)
-            for cause, dose in self.model.variants()
-        }
-        instead |= self.with_narrow_head(seen)
+        instead = {}
         if self.previous is not None:
             values = exact_instead(self.previous, record, support)
             instead["stale weights", self.previous.name] = values
@@ -496,31 +521,31 @@ class LogprobsStudy:
             onward = exact_instead(self.model, record, support, continued=True)
             instead["packing", "see each other"] = together
             instead["packing", "continue each other's positions"] = onward
-        return dataclasses.replace(seen, instead=instead)
+        return instead
 
-    def with_narrow_head(self, seen: Observed) -> dict[tuple[str, str], np.ndarray]:
+    def with_narrow_head(
+        self, seen: Observed, fmt: str
+    ) -> dict[tuple[str, str], np.ndarray]:
         """Returns the log-probabilities of a sequence, by cause and format, with a head
-        that is narrower than is meant, after exact states: what it errs token by token
-        where the states are more exact than it, and how much where they are not."""
+        in a format that is narrower than is meant, after exact states: what it errs token
+        by token where the states are more exact than it, and how much where they are not.
+        Empty for a format that is as wide as is meant, or wider than the states'."""
         assert self.model is not None
         recipe, support = seen.recipe, seen.support
         if recipe is None or support is None:
             return {}
-        meant, states = (
+        bits, meant, states = (
             FORMATS[name].precision
-            for name in (recipe.head or recipe.format, recipe.format)
+            for name in (fmt, recipe.head or recipe.format, recipe.format)
         )
-        values = {}
-        for fmt in ("bfloat16", "float16"):
-            bits = FORMATS[fmt].precision
-            if bits < meant and (bits < states or fmt == recipe.format):
-                cause = "narrow head" if bits < states else "logits in 16 bits"
-                narrow = ProgramRecipe(FP64, head=fmt)
-                errors = predicted_errors(
-                    self.model, seen.record, seen.reference, support, narrow
-                )
-                values[cause, fmt] = seen.reference + errors
-        return values
+        if bits >= meant or (bits >= states and fmt != recipe.format):
+            return {}
+        cause = "narrow head" if bits < states else "logits in 16 bits"
+        narrow = ProgramRecipe(FP64, head=fmt)
+        errors = predicted_errors(
+            self.model, seen.record, seen.reference, support, narrow
+        )
+        return {(cause, fmt): seen.reference + errors}
 
     def pair_values(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the comparable finite log-probabilities of a pair: of the second side
@@ -715,7 +740,7 @@ class CauseSearch:
 
     def __init__(
         self, side: str, sequences: list[Observed],
-        at_temperature: Callable[[Observed, float], Observed] | None = None,
+        at_temperature: AtTemperature | None = None,
     ) -> None:  # fmt: skip
         self.side, self.sequences = side, sequences
         self.at_temperature = at_temperature
@@ -769,7 +794,7 @@ class CauseSearch:
         by taking its effect off the values."""
         if kind.name == "temperature" and self.at_temperature is not None:
             at = float(effects.dose)
-            self.sequences = [self.at_temperature(s, at) for s in self.sequences]
+            self.sequences = self.at_temperature(self.sequences, at)
             lost = [np.isnan(d) for d in self.errors]
             errors = [seen.values - seen.reference for seen in self.sequences]
             self.errors = [

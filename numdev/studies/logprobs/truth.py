@@ -46,6 +46,7 @@ from numdev.studies.logprobs.records import RecordedSequence
 from numdev.system import System
 
 Attention = Literal["sdpa", "eager"]
+ATTENTIONS = ("sdpa", "eager")
 LOGITS = "logits"  # the site of the head and of what follows it
 FP64 = "float64"
 CACHE = 1 << 26  # logits in memory: half a gigabyte
@@ -203,9 +204,13 @@ class ExactModel:
 
     def _subject(self, fmt: str, variant: str) -> Subject:
         """Returns the model in a format, loaded once for each variant: an attention, or
-        an entry of `variants`."""
+        an entry of `variants`, of which one alone is in memory."""
         key = fmt, variant
         if key not in self._subjects:
+            if variant not in ATTENTIONS:
+                mistakes = [k for k in self._subjects if k[1] not in ATTENTIONS]
+                for other in mistakes:
+                    del self._subjects[other]
             subject = Subject(self.source, format_named(fmt), attempt, self.system)
             if fmt == FP64:
                 _widen_rotary_tables(subject.wide)
