@@ -308,6 +308,16 @@ def test_details_are_closed_on_a_page_and_open_elsewhere() -> None:
     assert [type(node) for node in document.shown_in("terminal")] == [Paragraph] * 2
 
 
+def test_many_sentences_on_what_was_tested_open_on_request() -> None:
+    """Two stand on the page; of three a line counts them, and other media show all."""
+    for count, closed in ((2, False), (3, True)):
+        made = audit(tested=tuple(f"Sentence {i}." for i in range(count)))
+        page = html.page(made)
+        assert ("What was tested, and what was not (3)" in page) == closed
+        assert all(f"Sentence {i}." in page for i in range(count))
+        assert "Sentence 1." in markdown.page(made)
+
+
 def several(count: int, **changes: Any) -> Figures:
     """Figures of one metric at places of another axis, each with a line ten times as
     high."""

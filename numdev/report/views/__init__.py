@@ -29,6 +29,7 @@ from numdev.studies.audit.timing import words as seconds
 from numdev.tensor_specs import ATTENTION_WORDS, Words
 
 REPRODUCERS = "reproducers"
+TESTED = 2  # sentences on what was tested that a page shows at once
 # Characters of a reproducer that the page shows; a longer one is only named
 LONGEST = 32_000
 
@@ -71,11 +72,21 @@ def document_of(
         doc.Bullets(tuple(answer), "answer"),
         *((doc.Heading("Findings", doc.TEXT),) if findings else ()),
         doc.Bullets(findings, "findings"),
-        *doc.notes(report.tested),
+        *_tested_nodes(report.tested),
         *kind.blocks(report),
         *_origin_nodes(report),
     )
     return doc.Document(str(title), blocks)
+
+
+def _tested_nodes(sentences: Sequence[str]) -> Iterator[doc.Node]:
+    """Yields the sentences on what was tested and what was not; on a page more than
+    TESTED of them open on request, so that numbers are near the verdict."""
+    if len(sentences) <= TESTED:
+        yield from doc.notes(sentences)
+        return
+    title = f"What was tested, and what was not ({len(sentences)})"
+    yield doc.Details(title, doc.notes(sentences))
 
 
 class Verdicts(NamedTuple):
