@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import function_examples as examples
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import numdev
 from numdev.cli.main import cli
-from numdev.function_check import check_problem
+from numdev.function_check import check_beside, check_problem
 from numdev.report import FunctionReport, InputRecord, read, write
 from numdev.testing import CheckResult
 
@@ -46,7 +47,7 @@ def test_each_input_is_judged_alone_or_told() -> None:
     records = by_name(result)
     judged = {name: record.is_judged for name, record in records.items()}
     assert judged == {
-        "x": True, "w": True, "b": True, "tiny": False, "mask": False, "rows": True,
+        "x": True, "w": True, "b": True, "tiny": False, "mask": False, "rows": True, "eps 1e-05 as 0.0001": True,
     }  # fmt: skip
     assert records["mask"].moved == 0
     assert 0 < (records["tiny"].moved or 0) < 3
@@ -132,3 +133,33 @@ def test_the_command_and_the_report_say_it(tmp_path: Path) -> None:
     write(report, tmp_path / "again")
     assert read(tmp_path / "again") == report
     assert "mask" in (tmp_path / "inputs.csv").read_text()
+
+
+def test_a_number_that_the_data_cannot_tell_is_said() -> None:
+    """An eps beside squares of 1 moves nothing; beside squares of 1e-6 it does. Bounds
+    that no number reaches are said too, masks are not."""
+
+    def reference(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+        return w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+    def bounded(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w).clamp(-90, 90).masked_fill(w > 99, -1e9)
+
+    def drawn(size: float) -> Callable[[int], tuple[Tensor, ...]]:
+        def make(seed: int) -> tuple[Tensor, ...]:
+            generator = torch.Generator().manual_seed(seed)
+            shapes = ((32, 64), (64,))
+            return tuple(size * torch.randn(s, generator=generator) for s in shapes)
+
+        return make
+
+    def not_judged(function: Callable[..., Tensor], size: float) -> str:
+        result = check_beside(function, reference=function, inputs=drawn(size))
+        assert result.passed, result.in_short
+        return " ".join(result.skipped)
+
+    assert "eps 1e-06 as 1e-05" not in not_judged(reference, 1e-3)
+    assert "eps 1e-06 as 1e-05 (moves output by " in not_judged(reference, 300.0)
+    words = not_judged(bounded, 1.0)
+    assert "number -90 as -180 (which changes nothing)" in words
+    assert "e+09" not in words

@@ -200,7 +200,7 @@ def test_a_plain_reference_that_errs_more_may_be_equalled_up_to_three_times() ->
     assert noisy.beside(large).ratio == pytest.approx(1)
     no_yardstick = Errors.of(truth, BFLOAT16, every[:5], every[5:], far)
     assert no_yardstick.plain_ratio > 3
-    assert (no_yardstick.beside(far).ratio or 0) > 3
+    assert (no_yardstick.beside(far).yardstick or 9) < 1
 
 
 def test_what_is_not_finite_is_left_out_and_an_empty_tensor_is_not_judged() -> None:
@@ -384,3 +384,21 @@ def test_calls_that_are_judged_together_share_no_random_numbers() -> None:
     ]  # fmt: skip
     for one, other in zip(*runs, strict=True):
         assert one["output"] != other["output"]
+
+
+def test_what_errs_no_more_than_a_reference_that_is_no_yardstick_is_not_judged() -> None:
+    """Beyond the operations it is no pass, and no worse than the reference no failure."""
+    truth = drawn(32, 64).double()
+    runs = [truth + 0.01 * drawn(32, 64, seed=i + 1).double() for i in range(7)]
+    plain = truth + 0.2 * drawn(32, 64, seed=9).double()
+    errors = Errors.of(truth, BFLOAT16, runs[:5], runs[5:], plain)
+    assert 10 < errors.plain_ratio < 30
+    same = errors.beside(plain)
+    assert same.ratio is None
+    assert same.yardstick == 3 / errors.plain_ratio
+    words = f"the reference itself errs by {errors.plain_ratio:.3g}×"
+    assert same.nulls["reference_ratio"].startswith(words)
+    sound, worse = errors.beside(runs[6]), errors.beside(truth + 2 * (plain - truth))
+    assert (sound.yardstick, worse.yardstick) == (1, 1)
+    assert (sound.ratio or 9) < 1.1
+    assert (worse.ratio or 0) > 20

@@ -59,7 +59,9 @@ REASONS = 5  # calls whose inputs are not finite
 PLACES = 3  # of offending rows that are named
 TOO_LITTLE = {
     "moved": "another seed's data move the result by only {number}× what rounding "
-    "explains (needed: {least:g}×): inputs of larger spread would judge"
+    "explains (needed: {least:g}×): inputs of larger spread would judge",
+    "yardstick": "the reference itself errs by more than its operations explain, as "
+    "PyTorch runs it here, and this by no more: a reference with wider sums would judge",
 }
 NOTHING = "no row matches"
 EMPTY = "no element of this tensor could be judged"

@@ -2,7 +2,8 @@
 
 An input is an argument, or a parameter or buffer of a module. It alone gets other
 numbers; where the exact result then moves by little beside what rounding explains, a
-function that reads that input wrong, or not at all, would pass. Other numbers are those
+function that reads that input wrong, or not at all, would pass. So with numbers that
+the reference computes with, as an eps. Other numbers are those
 of other data, else its own elements in another order, else, of one number repeated,
 itself times 1/2 to 3/2. Of an input that is all 0 or all 1 and has no other data nothing
 is computed: code that leaves it out returns the same."""
@@ -20,12 +21,15 @@ from torch import Tensor, nn
 from numdev.metrics.checksums import same
 from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged import FunctionCall, distance, stacked
+from numdev.operations.function.other_numbers import LARGEST_EPS, numbers_of
 from numdev.operations.function.reference import FunctionReference, module_of_function
 from numdev.operations.function.trees import Values, is_unwritten
 
 WORK = 1 << 26  # numbers of inputs, times how many inputs are tried
 LEAST_TRIED = 8
 SEED = 1
+LARGEST_INPUTS = 1 << 20  # numbers of the inputs, above which numbers are not tried
+LARGEST_NUMBER = 1e4
 INFINITE = 1e300  # JSON has no infinity
 LEAST_MOVED = 3.0  # times what rounding explains, below which an input is not judged
 NOT_TRIED = "not tried: the inputs are large, and many"
@@ -40,7 +44,8 @@ class Influence(NamedTuple):
     moved: float | None  # times what rounding explains, of the tensor that moves most
     tensor: str | None = None
     changed: int | None = None  # integers of the results that become others
-    why: str | None = None  # why `moved` is None
+    why: str | None = None  # why `moved` is None, or what 0 of it means
+    is_number: bool = False  # that the reference computes with
 
 
 def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Influence]:
@@ -66,6 +71,30 @@ def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Inf
         else:
             tries -= 1
             yield _measured(call, name, others)
+
+
+def influences_of_numbers(
+    call: FunctionCall, names: Sequence[str] = ()
+) -> Iterator[Influence]:
+    """Yields the influence of each number that the reference computes with (an eps, a
+    bound), tenfold where it may be an eps, else doubled (`eps 1e-06 as 1e-05`); of those
+    in `names`, if there are any. Numbers above LARGEST_NUMBER, which stand for infinity,
+    are left out. Raises what the reference raises on the call's own arguments."""
+    if sum(x.numel() for x in call.draws[0].inputs.values()) > LARGEST_INPUTS:
+        return
+    by_draw = [list(numbers_of(draw)) for draw in call.draws]
+    for each in zip(*by_draw, strict=False):
+        value = each[0].value
+        if abs(value) > LARGEST_NUMBER:
+            continue
+        other = value * (10 if 0 < value <= LARGEST_EPS else 2)
+        name = f"{each[0].label} {value:.4g} as {other:.4g}"
+        if names and name not in names:
+            continue
+        influence = _largest(call, name, [number.results(other) for number in each])
+        moved = influence.moved
+        why = influence.why or (None if moved else "which changes nothing")
+        yield influence._replace(why=why, is_number=True)
 
 
 def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:

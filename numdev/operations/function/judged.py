@@ -25,7 +25,7 @@ from numdev.operations.function.yardstick import Errors, Excess
 from numdev.report import BesideReference
 
 SMALLEST = 1e-300
-LARGEST_FOR_CLOSER = 1 << 20  # numbers of a tensor, above which nobody looks closer
+LARGEST_FOR_CLOSER = 1 << 20  # numbers of a call: above nobody looks closer
 FEW = 16  # elements of a tensor, up to which a call is drawn several times
 DRAWS = 8  # how often then
 
@@ -39,7 +39,8 @@ class Judge:
     plain: Tensor  # as PyTorch runs the reference
     rounded: Sequence[Tensor]  # the values of all rounded runs
     errors: Errors | None  # None: it holds integers
-    further: Callable[[], Sequence[Tensor]] = list  # runs, for a closer look
+    # Runs for a closer look; None: there is none
+    further: Callable[[], Sequence[Tensor]] | None = None
     moved: float | None = None
     conditioning: float | None = None
 
@@ -56,7 +57,7 @@ class Judge:
         exceed a limit, or differs in integers or where it is finite, the same with
         CLOSER further runs, since what four runs show of an element is luck, and a rare
         decision may not be among them."""
-        if x is None or x.numel() > LARGEST_FOR_CLOSER:
+        if x is None or self.further is None:
             return self
         doubtful = bool(self.nonfinite(x)[0])
         if not doubtful and self.errors is None:
@@ -68,7 +69,7 @@ class Judge:
     @cached_property
     def closer(self) -> Judge:
         """Returns the judge with the further runs. Raises what the reference raises."""
-        further = list(self.further())
+        further = [] if self.further is None else list(self.further())
         errors = self.errors
         if errors is not None:
             errors = errors.with_further([x.double() for x in further])
@@ -133,6 +134,7 @@ def _fields(excess: Excess) -> dict[str, object]:
         "predicted_ratio": excess.predicted,
         "effective": excess.effective,
         "element_luck": excess.element_luck,
+        "yardstick": excess.yardstick,
     }
     if excess.worst_element is not None:
         fields["element_ratio"], fields["element_at"] = excess.worst_element
@@ -228,10 +230,20 @@ class FunctionCall:
             plain=plain,
             rounded=runs,
             errors=errors,
-            further=lambda: self._runs(name, lambda draw: draw.closer),
+            further=None if self._is_large else self._further_of(name),
             moved=_distance(name, truth, moved, errors),
             conditioning=_distance(name, truth, shaken, errors),
         )
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether all tensors of the call have more than LARGEST_FOR_CLOSER numbers."""
+        numbers = sum(x.numel() for x in self.draws[0].plain.tensors.values())
+        return numbers * len(self.draws) > LARGEST_FOR_CLOSER
+
+    def _further_of(self, name: str) -> Callable[[], Sequence[Tensor]]:
+        """Returns what computes a tensor of each run for a closer look."""
+        return lambda: self._runs(name, lambda draw: draw.closer)
 
     def _runs(
         self, name: str, runs_of: Callable[[FunctionReference], Sequence[Values]]

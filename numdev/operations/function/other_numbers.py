@@ -82,6 +82,12 @@ class NumberInUse:
         """Returns in words that another number is there."""
         return self.template.format(other=f"{other:.4g}", value=f"{self.value:.4g}")
 
+    @property
+    def label(self) -> str:
+        """Returns what the number is called: its name, where it has none `number`."""
+        name, _, after = self.template.partition(" is ")
+        return name if after and name.isidentifier() else "number"
+
     def results(self, other: float) -> Values:
         """Returns the exact results with another number in its place, by name; empty
         where the reference raises."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import stdev
 from typing import NamedTuple
@@ -36,6 +36,10 @@ LEAST_FOR_LEAN = 16.0  # numbers in effect, below which a lean is not told from 
 BLOCKS = (1, 16, 128)  # places of an axis that are a slice together
 NO_YARDSTICK = 3.0  # times what is predicted: beyond it the plain reference is none
 TINY = 1e-300
+NOT_WORSE = (
+    "the reference itself errs by {ratio}× what its operations explain, as PyTorch runs "
+    "it here, and this by no more"
+)
 TOO_FEW = "too few numbers to tell a lean from luck"
 
 
@@ -79,6 +83,8 @@ class Excess:
     slope_luck: float | None = None
     shift: Lean | None = None
     shift_luck: float | None = None
+    # At least 1 where it is known what may be erred: by the operations, or the reference
+    yardstick: float | None = None
     nulls: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -106,6 +112,7 @@ class Errors:
     plain: Tensor  # of the reference as PyTorch runs it
     usable: Tensor  # bool
     further: tuple[Tensor, ...] = ()  # of rounded runs for a closer look
+    trusts_plain: bool = False  # whether `plain` may be erred, however much it is
 
     @classmethod
     def of(
@@ -200,7 +207,7 @@ class Errors:
     def allowed_plain(self) -> Tensor:
         """Returns the squared errors of the reference as PyTorch runs it; 0 everywhere
         where their `plain_ratio` is above NO_YARDSTICK, and it is no yardstick."""
-        if self.plain_ratio > NO_YARDSTICK:
+        if self.plain_ratio > NO_YARDSTICK and not self.trusts_plain:
             return torch.zeros_like(self.plain)
         return self.plain.square()
 
@@ -254,9 +261,27 @@ class Errors:
 
     def beside(self, output: Tensor) -> Excess:
         """Returns how far an output, fp64 of the truth's shape, is beyond what is
-        allowed. Elements of it that are not finite count as without an error. Where no
-        element is usable it has no numbers, and where too few are, no slice or no leans;
-        `nulls` says why."""
+        allowed. Where the reference is no yardstick, and the output errs by more than
+        its operations explain but by no more than the reference, there is only
+        `predicted`, and a `yardstick` below 1. Elements of it that are not finite count
+        as without an error. Where no element is usable it has no numbers, and where too
+        few are, no slice or no leans; `nulls` says why."""
+        excess = self._beyond(output)
+        if not excess.is_doubtful or self.plain_ratio <= NO_YARDSTICK:
+            return excess
+        if replace(self, trusts_plain=True)._beyond(output).is_doubtful:
+            return excess
+        why = NOT_WORSE.format(ratio=f"{self.plain_ratio:.3g}")
+        names = ("reference_ratio", "slice_ratio", "element_ratio", "slope", "shift")
+        return Excess(
+            predicted=excess.predicted,
+            effective=excess.effective,
+            yardstick=NO_YARDSTICK / self.plain_ratio,
+            nulls=dict.fromkeys(names, why),
+        )
+
+    def _beyond(self, output: Tensor) -> Excess:
+        """Returns how far an output is beyond what is allowed."""
         error = torch.where(self.usable & output.isfinite(), output - self.truth, 0.0)
         d = self.mean_square
         total = float(d.sum())
@@ -288,6 +313,7 @@ class Errors:
             slope_luck=luck_of_slope,
             shift=shift,
             shift_luck=luck_of_shift,
+            yardstick=1.0,
             nulls=nulls,
         )
 

@@ -150,6 +150,9 @@ class BesideReference(Record):
     shift: float | None = None  # the mean error over the result's size, likewise
     shift_luck: float | None = None
     shift_t: float | None = None
+    # At least 1 where it is known what may be erred; less where only the reference's own
+    # error, beyond what its operations explain, excuses this one
+    yardstick: float | None = None
     # How far another seed's data move the exact result, over what rounding explains
     moved: float | None = None
     # The same of inputs moved by half of their unit roundoff

@@ -75,7 +75,7 @@ def inputs_not_judged(inputs: Sequence[InputRecord]) -> Iterator[str]:
 
 def _too_little(record: InputRecord) -> str:
     """Returns an input's name with the reason why it is not judged in brackets."""
-    if record.moved is None:
+    if record.moved is None or (record.reason and not record.moved):
         return f"{record.input} ({record.reason})"
     if not record.moved:
         return f"{record.input} (leaving it out changes nothing)"
@@ -190,7 +190,7 @@ def _of_reference(tensor: str, rows: Sequence[DeviationRow]) -> Iterator[str]:
         f"as PyTorch runs it here ({ratios[worst].case})"
     )
     if worst > NO_YARDSTICK:
-        sentence += "; it is no yardstick, and the function is held to the operations"
+        sentence += "; it is no yardstick"
     yield f"{sentence}."
 
 

@@ -34,7 +34,11 @@ from numdev.operations.function.function_runs import (
     private,
     run,
 )
-from numdev.operations.function.input_influence import LEAST_MOVED, influences_of
+from numdev.operations.function.input_influence import (
+    LEAST_MOVED,
+    influences_of,
+    influences_of_numbers,
+)
 from numdev.operations.function.inputs import (
     Make,
     prepared,
@@ -728,7 +732,7 @@ def _update_influences(
     if influences and not left:
         return
     try:
-        every = list(influences_of(call, left))
+        every = [*influences_of(call, left), *influences_of_numbers(call, left)]
         written = call.draws[0].plain.written
     except Exception:  # rows say why
         return
@@ -736,7 +740,8 @@ def _update_influences(
         if one.name in written and not (one.moved or one.changed):
             continue  # an output's memory
         record = InputRecord(
-            format=part.format.name, input=identifier(one.name), case=call.name,
+            format=part.format.name,
+            input=one.name if one.is_number else identifier(one.name), case=call.name,
             moved=one.moved, tensor=one.tensor, changed=one.changed,
             needed=LEAST_MOVED, reason=one.why,
         )  # fmt: skip
