@@ -36,6 +36,7 @@ from numdev.operations.function.function_runs import (
 )
 from numdev.operations.function.input_influence import (
     LEAST_MOVED,
+    Influence,
     influences_of,
     influences_of_numbers,
 )
@@ -73,7 +74,7 @@ from numdev.report import (
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_power import power_of, tolerance_power
-from numdev.studies.audit.guarded_search import Named, guarded
+from numdev.studies.audit.guarded_search import Named, guarded, guarded_data
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.plan import Task
@@ -732,7 +733,7 @@ def _update_influences(
     if influences and not left:
         return
     try:
-        every = [*influences_of(call, left), *influences_of_numbers(call, left)]
+        every = [*influences_of(call, left), *_of_numbers(call, left)]
         written = call.draws[0].plain.written
     except Exception:  # rows say why
         return
@@ -748,6 +749,16 @@ def _update_influences(
         before = influences.get(one.name)
         if before is None or record.is_judged or (before.moved or 0) < (one.moved or 0):
             influences[one.name] = record
+
+
+def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
+    """Returns the influence of each number that the reference computes with; nothing
+    where it does not run with another one."""
+    device = torch.device(call.draws[0].device).type
+    search = lambda: [list(x) for x in influences_of_numbers(call, names)]  # noqa: E731
+    data, _ = guarded_data(search, device)
+    every = cast(Sequence[Sequence[object]], data or ())
+    return [Influence(*each) for each in every]  # type: ignore[arg-type]
 
 
 def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:

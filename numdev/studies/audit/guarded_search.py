@@ -33,17 +33,30 @@ RAISED = "the reference does not run again"
 def guarded(search: Search, device: str) -> tuple[Named, str | None]:
     """Returns what a search names, and None; or nothing, and in words why: it raised, it
     ended its process, or took longer than LIMIT_S. `device`: where it computes."""
+
+    def plain() -> object:
+        """Returns what the search names as plain data."""
+        return {name: dataclasses.asdict(x) for name, x in search().items()}
+
+    named, why = guarded_data(plain, device)
+    every: Mapping[str, dict[str, object]] = named or {}  # type: ignore[assignment]
+    return {name: OtherFunction(**x) for name, x in every.items()}, why  # type: ignore[arg-type]
+
+
+def guarded_data(search: Callable[[], object], device: str) -> tuple[object, str | None]:
+    """Returns what a search returns, plain data that JSON has, and None; or None, and in
+    words why: as of `guarded`."""
     is_forked = device == "cpu" and sys.platform == "linux"
     if is_forked and not torch.cuda.is_initialized():
         return _in_a_fork(search)
     try:
         return search(), None
     except Exception:  # the reference is foreign code
-        return {}, RAISED
+        return None, RAISED
 
 
-def _in_a_fork(search: Search) -> tuple[Named, str | None]:
-    """Returns what a search in a forked process names, or why there is nothing."""
+def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
+    """Returns what a search in a forked process returns, or why there is nothing."""
     answer, write = os.pipe()
     with warnings.catch_warnings():
         # Of other threads, which the fork does not need
@@ -56,13 +69,11 @@ def _in_a_fork(search: Search) -> tuple[Named, str | None]:
     try:
         text = _read(answer, time.monotonic() + LIMIT_S)
         if text is None:
-            return {}, f"the search took more than {LIMIT_S:g} s"
+            return None, f"the search took more than {LIMIT_S:g} s"
         if not text:
-            return {}, f"the search ended its process{ending_of(pid)}"
-        named: dict[str, dict[str, object]] | None = json.loads(text)
-        if named is None:
-            return {}, RAISED
-        return {name: OtherFunction(**each) for name, each in named.items()}, None  # type: ignore[arg-type]
+            return None, f"the search ended its process{ending_of(pid)}"
+        data: object = json.loads(text)
+        return data, RAISED if data is None else None
     finally:
         os.close(answer)
         with contextlib.suppress(ProcessLookupError):
@@ -71,16 +82,15 @@ def _in_a_fork(search: Search) -> tuple[Named, str | None]:
             os.waitpid(pid, 0)
 
 
-def _search_and_exit(search: Search, write: int) -> None:
-    """Writes what a search names into a descriptor, as JSON (null where it raised), and
+def _search_and_exit(search: Callable[[], object], write: int) -> None:
+    """Writes what a search returns into a descriptor, as JSON (null where it raised), and
     ends the process; never returns. What foreign code prints goes to stderr."""
     try:
         os.dup2(2, 1)
         faulthandler.disable()  # a test runner's, which would show the parent's stack
         torch.set_num_threads(1)
         try:
-            named = {name: dataclasses.asdict(x) for name, x in search().items()}
-            text = json.dumps(named)
+            text = json.dumps(search())
         except Exception:  # the reference is foreign code
             text = "null"
         with os.fdopen(write, "w") as stream:
