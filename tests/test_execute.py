@@ -257,7 +257,9 @@ def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None
     """A file where the directory should be, and a directory where the journal should
     be."""
     (tmp_path / "file").write_text("")
-    assert "cannot write results there" in refused(tmp_path / "file")
+    assert "expected a directory for the results, got a file" in refused(
+        tmp_path / "file"
+    )
     assert "cannot write results there" in refused(tmp_path / "file" / "below")
     (tmp_path / "dir" / JOURNAL).mkdir(parents=True)
     assert "cannot write results there" in refused(tmp_path / "dir")

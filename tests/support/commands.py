@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from numdev.cli.main import COMMANDS, cli, main
+from numdev.errors import UsageError
 
 STARTED = ": started; results in "
 
@@ -47,6 +48,8 @@ def refused(arguments: list[str]) -> str | None:
             return None
     except click.ClickException as error:
         return error.format_message()
+    except UsageError as error:
+        return str(error)
 
 
 def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:
