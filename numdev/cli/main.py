@@ -56,7 +56,7 @@ STUDIES = {
 # it is for. A module is imported when its command is asked for.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Judge": {
-        "check": ("check", "Check one kernel on small cases, in seconds."),
+        "check": ("check", "Check one function: is it its reference, or attention?"),
         "audit": (
             "audit",
             "Audit the attention of a model, a pipeline, or stored tensors.",
@@ -165,11 +165,11 @@ def _command_for(word: str) -> str:
 @click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error.")
 @click.pass_context
 def cli(context: click.Context, debug: bool) -> None:
-    """Are my numbers right? Numeric-deviation audits for attention kernels.
+    """Are my numbers right? Kernels, models and log-probabilities beside exact results.
 
-    numdev measures flash attention, the plain baseline and your own kernels against an
-    fp64 reference on the same inputs, and compares their errors with the cost of low
-    precision."""
+    numdev computes the exact result of the same inputs in fp64, knows what the rounding
+    of a format explains, and names what is left: in a function beside its reference, in a
+    model's attention, between a trainer and a server."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

@@ -49,6 +49,15 @@ def style_of(outcome: Outcome | None) -> doc.Style:
             assert_never(outcome)
 
 
+def _is_repeated(item: doc.Item, lines: Sequence[doc.Item]) -> bool:
+    """Whether a line says, of the same name, all that the item says."""
+    name = item.lead.partition(",")[0].rstrip(":")
+    return any(
+        item.text.removesuffix(".") in line.text and name in line.lead.split()
+        for line in lines
+    )
+
+
 def document_of(
     report: Report | doc.Document, directory: Path | None = None
 ) -> doc.Document:
@@ -66,6 +75,7 @@ def document_of(
         [doc.item_with_lead(line) for line in summary.answer],
     )
     lines += [replace(answer.pop(0), style=style) for style in kind.styles(report)]
+    answer = [item for item in answer if not _is_repeated(item, lines)]
     title = report.request.get("title") or f"{report.kind.capitalize()}: {target}"
     blocks = (
         doc.Bullets(tuple(lines), "verdicts"),
