@@ -347,6 +347,23 @@ def test_the_same_audit_twice(audited: dict[str, Path], out: Path) -> None:
     assert set(found.summary.inputs) == {"same"}
 
 
+def test_a_kernel_whose_source_is_another_is_named(
+    audited: dict[str, Path], tmp_path: Path, out: Path
+) -> None:
+    """Of a kernel that both reports know; no number moves by it."""
+    again = reports.read(audited["again"])
+    source = dict(again.provenance.source)
+    assert source["kernel_sources"].keys() == {own().name}
+    edited = {"kernel_sources": {own().name: "0" * 16, "gone:kernel": "1" * 16}}
+    provenance = again.provenance.model_copy(update={"source": source | edited})
+    reports.write(again.model_copy(update={"provenance": provenance}), tmp_path)
+    assert command(audited["a"], tmp_path, "-o", out, "--quiet") == 0
+    found = reports.read(out)
+    assert f"The source of {own().name} changed." in found.summary.answer
+    (change,) = found.changes
+    assert (change.key, change.b) == (f"source of {own().name}", "0" * 16)
+
+
 def test_a_planted_change_is_found_in_its_head(
     audited: dict[str, Path], out: Path
 ) -> None:
