@@ -719,6 +719,28 @@ def that_was_tested(report: InvarianceReport, rule: str, **limits: Any) -> Any:
     return test
 
 
+@pytest.mark.parametrize(("named", "excuse", "ran", "standing"), [
+    (False, "kernel", False, "not applicable"), (True, "kernel", False, "missing"),
+    (False, "memory", False, "missing"), (False, "kernel", True, "missing"),
+])  # fmt: skip
+def test_a_backend_that_is_lacking_here_and_that_nobody_named(
+    named: bool, excuse: str, ran: bool, standing: str
+) -> None:
+    """It was given every call along an axis that was asked for, and declined them all.
+    One that ran along another axis, or lacked memory, has to answer."""
+    declined = {"status": "skipped", "excuse": excuse, "reason": "needs CUDA"}
+    rows = rows_along("batch", declined, declined)
+    rows += rows_along("padding", MOVED if ran else declined)
+    report = stored(*rows, axes=("batch", "padding"), named=named, asked=True)
+    assert that_was_tested(report, "batch").standing == standing
+    lacking = report.models[0].model_copy(
+        update={"difference": None, "explained": None, "reason": "needs CUDA"}
+    )
+    report = report.model_copy(update={"models": (lacking,)})
+    of_model = [t for t in verdict.tests(report, Rules()) if t.kernel == "model"]
+    assert bool(of_model) == (standing == "missing")
+
+
 @pytest.mark.parametrize(("sizes", "standing", "observed"), [
     ((1.0, 4.0), "held", 4.0), ((1.0, 4.01, 9.0, 2.0), "exceeded", 9.0),
     ((0.5, None), "exceeded", "inf"),

@@ -159,6 +159,7 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
             "format": fmt,
         }
         yield from _run_tests(report, who, of_kernel, rules)
+        absent = _is_absent(report, of_kernel)
         # A form that does not repeat itself has rows along `repeat`, asked for or not.
         axes = (*plan.axes, *needed, *(row.axis for row in of_kernel))
         for axis in dict.fromkeys(axes):
@@ -167,11 +168,25 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
                 yield from _axis_tests(axis, who, along, limits, required)
             else:
                 keeps = axis in limits.bitwise and plan.named and rules.skipped != "allow"
-                asked = plan.asked or axis in needed
+                asked = (plan.asked or axis in needed) and not absent
                 yield _untried_test(axis, who, along, keeps_bits=keeps, asked=asked)
     for kernel, fmt in every:
         key = (labelled(kernel.kernel, kernel.options), fmt)
+        if _is_absent(report, rows.get(key, ())):
+            continue
         yield from _model_tests(models.get(key, ()), kernel, limits)
+
+
+def _is_absent(report: InvarianceReport, rows: Sequence[InvarianceRow]) -> bool:
+    """Whether rows, all of one kernel, are of one that nobody named and that declined
+    every call it was given: a backend that this machine lacks."""
+    excuses = {row.excuse for row in rows if row.status == "skipped"}
+    declined = "kernel" in excuses and excuses <= {*UNTRIED, "kernel"}
+    return (
+        not report.plan.named
+        and declined
+        and all(row.status == "skipped" for row in rows)
+    )
 
 
 def _run_tests(
