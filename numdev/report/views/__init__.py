@@ -50,12 +50,12 @@ def style_of(outcome: Outcome | None) -> doc.Style:
 
 
 def _is_repeated(item: doc.Item, lines: Sequence[doc.Item]) -> bool:
-    """Whether a line says, of the same name, all that the item says."""
-    name = item.lead.partition(",")[0].rstrip(":")
-    return any(
-        item.text.removesuffix(".") in line.text and name in line.lead.split()
-        for line in lines
-    )
+    """Whether a line says all that the item says of a name: its lead, or what its text
+    begins with (`Cause: rollout: temperature 1`)."""
+    name, text = item.lead.partition(",")[0].rstrip(":"), item.text.removesuffix(".")
+    if name == "Cause":
+        name, _, text = text.partition(": ")
+    return any(text in line.text and name in line.lead.split() for line in lines)
 
 
 def document_of(
@@ -74,7 +74,8 @@ def document_of(
         list(verdicts(report, directory)),
         [doc.item_with_lead(line) for line in summary.answer],
     )
-    lines += [replace(answer.pop(0), style=style) for style in kind.styles(report)]
+    first = [replace(answer.pop(0), style=style) for style in kind.styles(report)]
+    lines = [*first, *lines]
     answer = [item for item in answer if not _is_repeated(item, lines)]
     title = report.request.get("title") or f"{report.kind.capitalize()}: {target}"
     blocks = (
