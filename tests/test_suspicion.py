@@ -25,6 +25,7 @@ from numdev.kernels import find, kernel_of_function
 from numdev.kernels.reference import attend
 from numdev.operations.attention.explain import wrong_function
 from numdev.operations.attention.explain.call_sample import Alternative
+from numdev.operations.attention.explain.mistake_results import in_digits
 from numdev.operations.attention.explain.mistakes import variants
 from numdev.operations.attention.explain.wrong_function import CUT, far_off, suspect
 from numdev.sources.upstream_gradients import with_drawn_gradient
@@ -276,3 +277,15 @@ def test_a_factor_of_log_2_is_on_the_side_that_is_named() -> None:
         "the scores are not scaled": 1.0,
     }  # fmt: skip
     assert {name: found[name].scale for name in scales} == pytest.approx(scales)
+
+
+@pytest.mark.parametrize(("factors", "words"), [
+    ((9999.8, 1e4, 10000.2), "10000"),
+    ((0.099996, 0.1, 0.10001), "0.1"),
+    ((1e9 - 1, 1e9, 1e9 + 1), "1e9"),
+])  # fmt: skip
+def test_a_factor_has_the_same_words_on_either_side_of_a_round_number(
+    factors: tuple[float, ...], words: str
+) -> None:
+    """Else the heads of one mistake are two findings: dk 10000 and 1e4 times as large."""
+    assert {in_digits(factor) for factor in factors} == {words}

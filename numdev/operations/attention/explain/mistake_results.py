@@ -245,7 +245,8 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
         least = 2 * probe.case.format.unit_roundoff
         if factor is not None and abs(factor - neutral) > least:
             places = 4 if abs(factor - 1) < 2e-3 else 3
-            shown = f"{factor:.{places}f}" if 0.1 <= factor <= 10 else in_digits(factor)
+            near_one = 0.1 <= round(factor, places) < 10
+            shown = f"{factor:.{places}f}" if near_one else in_digits(factor)
             again = partial(apply, factor=factor)
             cause = words.format(shown, factor)
             alternative = Alternative(cause, again, also, general=True)
@@ -302,7 +303,9 @@ def _with_added_row_sum(p: Probe, factor: float) -> Reference:
 def in_digits(factor: float) -> str:
     """Returns an estimated factor in the digits that are sure: 11.31, 0.0312, 10000."""
     shown = f"{factor:.4g}" if abs(factor) >= 0.1 else f"{factor:.3g}"
-    return f"{float(shown):.0f}" if 1e4 <= abs(factor) < 1e9 else power(shown)
+    # The rounded one: 9999.8 and 10000.2 are the same factor in words
+    rounded = float(shown)
+    return f"{rounded:.0f}" if 1e4 <= abs(rounded) < 1e9 else power(shown)
 
 
 def _least_squares_factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
