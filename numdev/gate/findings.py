@@ -81,7 +81,7 @@ WRONG = {
 }
 STAYS = "Such errors do not average out."
 MORE = {
-    "empty_nonfinite": "They should be 0; NaN spreads from there to dk and dv.",
+    "empty_nonfinite": "They should be 0; NaN there can spread to dk and dv.",
     "expected_ratio": "Expected: what {claim} predicts, beside the size of each row's "
     "terms.",
     "rms_ratio": "Expected: what {claim} predicts.",
