@@ -161,8 +161,10 @@ class StoredCase:
 
     def load(self) -> AttentionCase:
         """Reads the tensors and returns the case, with a drawn grad_out where one is
-        wanted and not stored. Raises MeasurementError where the file has changed since,
-        UsageError, naming file and call, where they do not fit together or the header."""
+        wanted and not stored. Raises MeasurementError where the file can no longer be
+        read or lacks a tensor that it had when it was opened (other changes are not
+        noticed), UsageError, naming file and call, where they do not fit together or the
+        header."""
         changed = storage.naming(
             self.path, "cannot be read", "was it changed during the audit?"
         )

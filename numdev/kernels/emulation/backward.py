@@ -317,7 +317,8 @@ def _add_gradients(
 
 
 def _cut(keys: slice, width: int) -> list[slice]:
-    """Returns ranges that cover `keys`, cut at the multiples of `width`."""
+    """Returns ranges that cover `keys`, cut at the multiples of `width`. `keys`: not
+    empty, with a start and a stop."""
     starts = [
         keys.start,
         *range(keys.start - keys.start % width + width, keys.stop, width),

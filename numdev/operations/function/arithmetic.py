@@ -209,8 +209,9 @@ def _largest(args: Arguments) -> float:
 
 
 def _reduced(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of a sum along dimensions, or of a mean, whose terms are divided
-    by their number. `args`: the tensor, then the operator's next two arguments."""
+    """Returns how many terms a sum along dimensions adds, or a mean, whose terms are
+    divided by their number, and the sum of their squares for each result. `args`: the
+    tensor, then the operator's next two arguments; `values`: the exact result."""
     x = cast(Tensor, widened(args[0]))
     count = max(1.0, x.numel() / values.numel())
     total = func(x.square(), *args[1:3])

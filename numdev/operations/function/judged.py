@@ -214,8 +214,9 @@ class FunctionCall:
         shaken: Sequence[Values],
     ) -> Judge:
         """Returns what a tensor is judged by. The exact results of each draw, by name:
-        `truths` of its arguments, `moved` of other data (may be empty), `shaken` of
-        inputs moved by half an ulp; a mapping is empty where the reference raised."""
+        `truths` of its arguments, which all have the tensor; `moved` of other data (may
+        be none) and `shaken` of inputs moved by half an ulp, in which a mapping is empty
+        where the reference raised."""
         truth = stacked([x[name] for x in truths])
         plain = stacked([as_real(draw.plain.tensors[name]) for draw in self.draws])
         runs = self._runs(name, lambda draw: draw.rounded)
@@ -367,7 +368,8 @@ def distance(other: Tensor, errors: Errors) -> float:
 
 def other_data(arguments: Arguments, others: Sequence[Arguments], seed: int) -> Arguments:
     """Returns other arguments of the same shapes, for the question whether a result
-    depends on them: the first of `others` that has these shapes and other values, else
-    the arguments' own elements in another order, drawn with `seed`."""
+    depends on them: the first of `others` that has these names, shapes and dtypes and
+    other values; else the elements of each floating-point tensor in another order, drawn
+    with `seed`, while integers stay as they are."""
     fitting = (x for x in others if differ(arguments, x))
     return next(fitting, None) or shuffled(arguments, seed)

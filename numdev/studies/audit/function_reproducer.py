@@ -421,8 +421,8 @@ def _stored_inputs(call: FunctionCall) -> dict[str, Tensor]:
 
 
 def _cotangents(draw: FunctionReference) -> Iterator[Tensor]:
-    """Yields the gradients that come back into a draw's outputs; nothing without
-    gradients."""
+    """Yields the gradient that comes back into each of a draw's outputs that gradients
+    go back into, in their order and dtypes; nothing without gradients."""
     if draw.cotangents is not None:
         for i, name in enumerate(draw.plain.differentiable):
             output = draw.plain.outputs[name]

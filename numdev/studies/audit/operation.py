@@ -141,8 +141,9 @@ class PreparedCall(Protocol):
     def expected(
         self, claim: Mapping[str, object] | None, output: Any
     ) -> Mapping[str, Tensor]:
-        """Returns by name the tensors that a kernel with the roundings of `claim`
-        returns, in the formats of `output`."""
+        """Returns by name, in float32, what a kernel with the roundings of `claim` (None:
+        the default ones) returns for what is measured, rounded to the formats of
+        `output`; empty where no rounding model predicts anything."""
 
     def outside_sample(self, output: Any) -> Mapping[str, Sequence[Outside]]:
         """Returns what is not finite in rows that are not measured, by tensor and unit;

@@ -341,8 +341,8 @@ def _dependence_findings(
 ) -> Iterator[Finding]:
     """Yields a finding for each axis on which one kernel depends, unless that follows
     from another axis; the one farthest beyond its limit comes first, and says along which
-    axes the kernel is bit-identical. `tests`: those of the kernel that are exceeded;
-    `rows`: of the report."""
+    axes the kernel is bit-identical. `tests`: those of one kernel in one format that are
+    exceeded, at least one; `rows`: of the report."""
     by_axis = grouped(tests, lambda test: test.beyond[0].row.axis)
     gravest = {
         axis: gravest_number(number for test in of_axis for number in test.beyond)

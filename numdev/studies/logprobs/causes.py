@@ -112,10 +112,10 @@ class CauseKind(NamedTuple):
 
 
 def shifted(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns the effect of values that belong to the token before or after, in the
-    sequences that are far off and where a line through these fits ALIGNED times better,
-    and well; 0 in all others. A line, since another base or temperature may come on
-    top."""
+    """Returns one effect, over all sequences, of values that belong to the token before
+    or after, in the sequences that are far off and where a line through these fits
+    ALIGNED times better, and well; 0 in all others. A line, since another base or
+    temperature may come on top."""
     effects, counts, names = [], [], set[str]()
     for seen, d in zip(sequences, errors, strict=True):
         best, count = np.zeros_like(d), 0

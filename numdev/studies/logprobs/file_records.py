@@ -206,7 +206,7 @@ class FileRecord:
 
     def flags(self, name: str, length: int | None = None) -> Flags | None:
         """Returns bool [length] of true and false, or of 0 and 1; None where there is
-        none."""
+        none. Raises MeasurementError for other values and for another length."""
         value = self.get(name)
         if value is None:
             return None

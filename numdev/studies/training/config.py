@@ -177,8 +177,9 @@ class ResolvedVariant(Strict):
 
 
 def folder_prefix(variant: str) -> str:
-    """Returns the beginning of the names of a variant's checkpoint folders: its name, in
-    which `-` stands for all but letters, digits, `_`, `.` and `-`."""
+    """Returns the beginning of the names of a variant's checkpoint folders: its name,
+    with one `-` for each run of characters other than letters, digits, `_`, `.` and `-`.
+    Two variants may share one."""
     return re.sub(r"[^\w.-]+", "-", variant)
 
 
