@@ -1320,7 +1320,7 @@ class Checked:
                 continue
             mine = statistics.median(own)
             value = 1.0 if share == "all" else float(share[:-2]) / 100
-            right = near(1 - value, 1 - mine, 0.3) or abs(value - mine) < 0.011
+            right = near(1 - value, 1 - mine, 0.1) or abs(value - mine) < 0.011
             if self.causes > 1:  # the median is of some of these
                 right = right or min(own) - 0.011 <= value <= max(own) + 0.011
             yield Claim(
@@ -1432,6 +1432,10 @@ class Checked:
             f"{mine:.4g}",
             near(number, mine, 0.05),
         )
+        least, typical = self.least_limit(full), full["rule"].startswith("typical")
+        few_rows = 20.0 if tensor in ("dq", "dk") else least
+        right = least <= bound < 1.3 if typical else bound in (least, few_rows)
+        yield Claim("limit", said[4], f"{least}", right)
         yield Claim(
             "beyond its limit", f"{said[2]} > {said[4]}", f"{mine:.4g}",
             number > bound and mine > bound * 0.98,
@@ -1478,9 +1482,17 @@ class Checked:
     def least_limit(self, full: Mapping[str, Any]) -> float:
         """The least limit that a head of a finding may have: that of a median is told as
         the limit of the head in the middle, and others have their own."""
-        if full["rule"].startswith("typical rms"):
-            return {"out": 1.05, "dq": 1.015, "dk": 1.03, "dv": 1.03}[full["tensor"]]
-        return 1.05 if full["rule"].startswith("typical") else full["limit"]
+        rule, tensor = full["rule"], full["tensor"]
+        rare, float32 = tensor in ("dq", "dk"), full["formats"] == ["float32"]
+        if rule.startswith("typical rms"):
+            return {"out": 1.05, "dq": 1.015, "dk": 1.03, "dv": 1.03}[tensor]
+        if rule.startswith("typical"):
+            return 1.05
+        if rule.startswith("worst row"):
+            return (50.0 if float32 else 20.0) if rare else 5.0
+        if rule.startswith("error") and float32:
+            return 16.0
+        return 3.0 if rare else 1.1
 
     def limit(self, head: Head, bound: float) -> float:
         """The limit of a head's error: of dq and dk a wider one where the errors of fewer
