@@ -552,7 +552,7 @@ def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
     """`numdev report ... | head -1`: exit code 0 and nothing on stderr, as text and as
     JSON."""
     assert run("audit", "tiny.yaml", "-o", "out", "-q").code == 0
-    for option in ([], ["--json"]):
+    for option in ([], ["--format", "json"]):
         process = spawn("report", "out", *option, cwd=tmp_path)
         process.stdout.close()
         assert process.stderr.read() == b""

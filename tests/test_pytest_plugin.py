@@ -173,4 +173,4 @@ def test_the_page_is_true(suite: pytest.Pytester) -> None:
     found = run(suite)
     found.assert_outcomes(passed=3, failed=1)
     found.stdout.fnmatch_lines("E *test_mine:my_attention fails `function`*")
-    found.stdout.fnmatch_lines("E *the causal mask is off by one*")
+    found.stdout.fnmatch_lines("E *is wrong: the causal mask is*")
