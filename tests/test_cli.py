@@ -467,7 +467,7 @@ def test_what_the_shell_is_offered_is_what_there_is() -> None:
     ours = {
         k.name
         for k in all_kernels().values()
-        if k.function.__module__.startswith("numdev.")
+        if str(k.function.__module__).startswith("numdev.")
     }
     assert {*completion.KERNELS} == ours
     assert {*completion.FORMATS} == {*FORMATS}

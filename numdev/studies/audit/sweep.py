@@ -47,15 +47,24 @@ class SweepPlan:
         return f"{cells} cells x {seeds} seeds: {cells * seeds} tasks."
 
 
+# Multiplications of one product of a call that is tried on a CPU: some seconds in all
+MOST_WORK = 2.0**29
+
+
 def estimate(planned: SweepPlan) -> str:
     """Returns how long a sweep takes here, as a sentence: the smallest, the middle and
     the largest case are measured once with everything that is asked for, and the others
-    lie between them by their work. Nothing is kept of it. What workers save is left
-    out."""
+    lie between them by their work. On a CPU none is measured of more work than
+    MOST_WORK: larger ones are taken to need time in proportion. Nothing is kept of it.
+    What workers save is left out."""
     request, source, plan = planned.request, planned.source, planned.plan
     every = [x for x in source.cases if isinstance(x, Drawn)]
     first = [drawn for drawn in every if drawn.seed == request.seeds[0]]
     first.sort(key=_work)
+    if plan.system.device == "cpu":
+        first = [drawn for drawn in first if _work(drawn) <= MOST_WORK]
+    if not first:
+        return "How long it takes is not known: its smallest call is too large to try."
     places = sorted({0, len(first) // 2, len(first) - 1})
     watch, seconds = Stopwatch(plan.system.device), []
     isolated = (
@@ -70,7 +79,9 @@ def estimate(planned: SweepPlan) -> str:
                 pass
             seconds.append(time.perf_counter() - begun)
     sizes = [_work(first[at]) for at in places]
-    total = float(np.interp([_work(x) for x in every], sizes, seconds).sum())
+    work = np.array([_work(x) for x in every])
+    beyond = np.maximum(work / sizes[-1], 1.0)
+    total = float((np.interp(work, sizes, seconds) * beyond).sum())
     sample = (
         f"{len(places)} of {len(source.cases)} calls, measured in {sum(seconds):.1f} s"
     )
