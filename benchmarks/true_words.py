@@ -721,7 +721,7 @@ CAUSES: dict[str, Callable[..., Step]] = {
 def places(words: str, length: int) -> Tensor:
     """bool [length]: the rows or keys that these words name."""
     at, noun = torch.zeros(length, dtype=torch.bool), "(?:row|key)"
-    if words.startswith("everywhere"):
+    if words.startswith("in whole heads"):
         at[:] = True
     elif every := re.match(rf"(?:in )?every (\d+)\w\w {noun} from (\d+)", words):
         at[int(every[2]) :: int(every[1])] = True

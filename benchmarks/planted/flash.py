@@ -231,7 +231,7 @@ _fault("rounding", "scores-rounded", "The scores are rounded to bf16.", ALL, "fu
 _fault("function", "stale-maximum",
        "What was summed under an old maximum is not rescaled to the new one.", ALL, "full", "maximum",
        shows=_tiled)
-_fault("function", "zeros", "The output is 0.", "out dq dk", "full", "0 everywhere")
+_fault("function", "zeros", "The output is 0.", "out dq dk", "full", "0 in whole heads")
 _fault("function", "output-larger", "The output is 1/256 too large.", "out", "full", r"output is 1\.00[34]")
 _fault("place", "one-head-wrong", "The scores of the last head are 3 % too large.", ALL, "full",
        r"scale is 1\.0[23]")

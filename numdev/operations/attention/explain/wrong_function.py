@@ -173,7 +173,7 @@ def _suspect_head(
     zero = (out[:, head] == 0).all(dim=-1)
     wrong = zero & (row_errors[:, 0] > 0) if rows is None else zero
     places = [] if not bool(wrong.any()) else _describe_rows(wrong.any(dim=0))
-    which = ["everywhere"] if bool(zero.all()) else places or [""]
+    which = ["in whole heads"] if bool(zero.all()) else places or [""]
     alone = "" if entry is None else f" (in batch entry {entry} alone)"
 
     def words(cause: str, place: str = which[0]) -> str:
