@@ -20,10 +20,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ ON_CUDA = (
     "flash-attn-3",
     "flashinfer",
 )
-SHOWS = {0: "no", 1: "**yes**", 3: "not measured"}
+FAILED = 2
+SHOWS = {0: "no", 1: "**yes**", FAILED: "the script failed", 3: "not measured"}
 VERDICTS = {0: "PASS", 1: "FAIL", 3: "NOT JUDGED"}
 LOG = "../benchmarks/log/2026-q4.md"
 
@@ -71,23 +73,27 @@ not, 3 where it could not be measured. They are ready to be sent to the project.
 """
 
 
-def measure(name: str) -> None:
-    """Measures on this machine and stores it as benchmarks/known/NAME.json."""
+def measure(name: str, jobs: int, *, scripts_only: bool) -> None:
+    """Measures on this machine, `jobs` commands at a time, and stores it as
+    benchmarks/known/NAME.json; with `scripts_only` the kernels stay as they are stored."""
     import torch
 
+    path = STORED / f"{name}.json"
     has_gpu = torch.cuda.is_available()
     kernels = ON_CUDA if has_gpu else ON_CPU
     stored = {
         "machine": torch.cuda.get_device_name() if has_gpu else cpu_name(),
+        "cpu": cpu_name(),
         "python": platform.python_version(),
         "packages": {
             package: version for package in PACKAGES if (version := version_of(package))
         },
         "date": datetime.now(UTC).date().isoformat(),
-        "kernels": list(chain.from_iterable(map(measured_kernel, kernels))),
+        "kernels": json.loads(path.read_text("utf-8"))["kernels"]
+        if scripts_only
+        else measured_kernels(kernels, jobs),
         "scripts": {path.name: script_run(path) for path in sorted(SCRIPTS.glob("*.py"))},
     }
-    path = STORED / f"{name}.json"
     path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
 
@@ -108,32 +114,41 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def measured_kernel(kernel: str) -> Iterator[dict[str, Any]]:
-    """A record for each format: what a check says, and errors on the demo's calls."""
-    for format_name in FORMATS:
-        one = ("--format", format_name)
-        code, checked = numdev("check", kernel, *one)
-        wanted = ("--kernel", kernel, *one, "--backward", "--reproducers", "0")
-        _, audited = numdev("audit", "demo", *wanted)
-        exceeded = [
-            finding
+def measured_kernels(kernels: Iterable[str], jobs: int) -> list[dict[str, Any]]:
+    """A record for each kernel that this machine has, and each format."""
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = [
+            pool.submit(measured_kernel, kernel, format_name)
+            for kernel, format_name in product(kernels, FORMATS)
+        ]
+    return [record for run in runs if (record := run.result()) is not None]
+
+
+def measured_kernel(kernel: str, format_name: str) -> dict[str, Any] | None:
+    """What a check says, and errors on the demo's calls; None where the check writes no
+    report: the kernel's package is missing, or the machine that it needs."""
+    one = ("--format", format_name)
+    code, checked = numdev("check", kernel, *one)
+    if not checked:
+        print(kernel, "cannot run here", flush=True)
+        return None
+    print(kernel, format_name, VERDICTS.get(code, code), flush=True)
+    wanted = ("--kernel", kernel, *one, "--backward", "--reproducers", "0")
+    _, audited = numdev("audit", "demo", *wanted)
+    return {
+        "kernel": kernel,
+        "format": format_name,
+        "check": VERDICTS.get(code, f"exit code {code}"),
+        "findings": [
+            {
+                key: finding[key]
+                for key in ("rule", "metric", "number", "limit", "place", "cause")
+            }
             for finding in checked.get("findings", ())
             if finding["severity"] == "exceeded"
-        ]
-        yield {
-            "kernel": kernel,
-            "format": format_name,
-            "check": VERDICTS.get(code, f"exit code {code}"),
-            "findings": [
-                {
-                    key: finding[key]
-                    for key in ("rule", "metric", "number", "limit", "place", "cause")
-                }
-                for finding in exceeded
-            ],
-            "errors": errors_of(kernel, audited),
-        }
-        print(kernel, format_name, VERDICTS.get(code, code), flush=True)
+        ],
+        "errors": errors_of(kernel, audited),
+    }
 
 
 def numdev(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -142,7 +157,7 @@ def numdev(*arguments: str) -> tuple[int, dict[str, Any]]:
         done = subprocess.run(
             [sys.executable, "-m", "numdev", *arguments, "--json"],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])},
             capture_output=True,
             text=True,
         )
@@ -166,15 +181,18 @@ def errors_of(kernel: str, audited: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def script_run(path: Path) -> dict[str, Any]:
-    """The exit code of a script, and what it printed."""
+    """The exit code of a script, and what it printed; exit code 2 where it ended by an
+    exception, which is Python's own 1 otherwise."""
     done = subprocess.run(
         [sys.executable, str(path)],
         env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
         capture_output=True,
         text=True,
     )
-    print(path.name, done.returncode, flush=True)
-    return {"exit_code": done.returncode, "output": done.stdout.splitlines()}
+    failed = "Traceback (most recent call last)" in done.stderr
+    code = FAILED if failed else done.returncode
+    print(path.name, code, done.stderr if failed else "", flush=True)
+    return {"exit_code": code, "output": done.stdout.splitlines()}
 
 
 def render() -> str:
@@ -192,10 +210,16 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def about(machine: dict[str, Any]) -> str:
-    """A machine and its versions in one line."""
+def about(machine: dict[str, Any], *, needs_gpu: bool = True) -> str:
+    """A machine and its versions in one line; of a script that needs no GPU, the processor."""
+    name = machine["machine" if needs_gpu else "cpu"]
     packages = ", ".join(f"{name} {v}" for name, v in machine["packages"].items())
-    return f"{machine['machine']}; {packages}; {machine['date']}"
+    return f"{name}; {packages}; {machine['date']}"
+
+
+def needs_gpu(script: str) -> bool:
+    """Whether a script of docs/upstream says that it needs CUDA."""
+    return "CUDA" in (ast.get_docstring(ast.parse((SCRIPTS / script).read_text())) or "")
 
 
 def kernel_table(machine: dict[str, Any]) -> str:
@@ -211,6 +235,8 @@ def kernel_table(machine: dict[str, Any]) -> str:
         ]
         failed = "; ".join(failure(finding) for finding in record["findings"])
         check = f"**{record['check']}**: {failed}" if failed else record["check"]
+        if not record["errors"]:
+            cells = ["does not take the demo's calls", "", "", ""]
         row = (record["kernel"], record["format"], check, *cells)
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join([*lines, ""])
@@ -246,9 +272,10 @@ def overview(findings: list[dict[str, Any]], machines: list[dict[str, Any]]) -> 
 
 
 def shown_in(entry: dict[str, Any], machine: dict[str, Any]) -> str:
-    """The project's version on a machine."""
+    """The project's version on a machine, and its GPU where the script needs one."""
     package = entry["script"].partition("_")[0]
-    return f"{package} {machine['packages'][package].partition('+')[0]}"
+    version = f"{package} {machine['packages'][package].partition('+')[0]}"
+    return f"{machine['machine']}, {version}" if needs_gpu(entry["script"]) else version
 
 
 def slug_of(title: str) -> str:
@@ -273,7 +300,7 @@ def finding_section(entry: dict[str, Any], machines: list[dict[str, Any]]) -> st
         run = machine["scripts"].get(path.name)
         if run is not None and run["exit_code"] != 3:
             lines.append(
-                f"| {about(machine)} | {SHOWS.get(run['exit_code'], 'it failed')} |"
+                f"| {about(machine, needs_gpu=needs_gpu(path.name))} | {SHOWS[run['exit_code']]} |"
             )
             shown = run if run["exit_code"] == 1 else shown
     for log in entry.get("logged", ()):
@@ -302,9 +329,11 @@ def main() -> None:
     """Measures, or writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=1, help="commands at a time")
+    parser.add_argument("--scripts-only", action="store_true", help="not the kernels")
     options = parser.parse_args()
     if options.measure:
-        measure(options.measure)
+        measure(options.measure, options.jobs, scripts_only=options.scripts_only)
     PAGE.write_text(render(), encoding="utf-8")
 
 
