@@ -16,7 +16,7 @@ import numdev
 from numdev.gate.compare import compare
 from numdev.kernels import Output, find
 from numdev.kernels.reference import attend
-from numdev.kernels.triton_flash.kernel import Launch
+from numdev.kernels.triton_flash.host import Launch
 from numdev.studies.training.measure import is_spike
 from numdev.system import System
 

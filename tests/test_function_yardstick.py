@@ -11,12 +11,12 @@ from torch import Tensor
 
 from numdev.formats import FORMATS, round_to
 from numdev.operations.function.arithmetic import Arithmetic, of_sum, variance_of
-from numdev.operations.function.forms import Form
 from numdev.operations.function.judged import Judge
 from numdev.operations.function.reference import (
     FunctionReference,
     moved_by_half_an_ulp,
 )
+from numdev.operations.function.shapes_and_dtypes import Form
 from numdev.operations.function.trees import Arguments, arguments_of, outputs_of
 from numdev.operations.function.yardstick import Errors, Lean
 

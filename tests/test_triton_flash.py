@@ -19,7 +19,7 @@ from numdev.kernels import find
 from numdev.kernels.emulation.kernel import emulated, emulated_step
 from numdev.kernels.output import Output
 from numdev.kernels.reference import floor_of, gradients
-from numdev.kernels.triton_flash.kernel import KernelCall, tiles
+from numdev.kernels.triton_flash.host import KernelCall, tiles
 from numdev.system import System
 
 KERNEL = find("triton-flash")

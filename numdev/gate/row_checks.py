@@ -15,7 +15,7 @@ from typing import Any
 
 from numdev.errors import MeasurementError
 from numdev.grouping import grouped
-from numdev.metrics import narrow_sum_scope
+from numdev.metrics import narrow_sum_eligibility
 from numdev.metrics.row_metrics import FIELDS
 from numdev.report import (
     AuditReport,
@@ -225,7 +225,9 @@ def _row_without_narrow_sum(
     for row in rows:
         if row.role != "kernel" or not tensor_spec(row.tensor).is_gradient or not groups:
             continue
-        chosen = groups[narrow_sum_scope.chosen_head(row.layer, row.call, len(groups))]
+        chosen = groups[
+            narrow_sum_eligibility.chosen_head(row.layer, row.call, len(groups))
+        ]
         size = call.extents()[row.tensor].units // call.kv_heads
         is_predicted = row.claim is not None or row.expected_ratio is not None
         if (
@@ -233,7 +235,7 @@ def _row_without_narrow_sum(
             and (row.head or 0) // size == chosen
             and is_predicted
             and (plan.rows is None or plan.rows >= call.q_len)
-            and narrow_sum_scope.unmeasured(
+            and narrow_sum_eligibility.unmeasured(
                 row.tensor, row.format, call.q_len, call.kv_len
             )
             is None

@@ -45,7 +45,7 @@ from numdev.system import Requirement, System
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
 
 BUILT_IN = (
-    "reference", "baseline", "emulation.kernel", "sdpa", "triton_flash.kernel", "flex",
+    "reference", "baseline", "emulation.kernel", "sdpa", "triton_flash.host", "flex",
     "flash_attn", "flashinfer", "varlen", "inductor", "sharded", "context_parallel",
 )  # fmt: skip
 ENTRY_POINTS = "numdev.kernels"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from numdev.metrics.statistics import noise_ratio
-from numdev.report.records.rows import BesideReference, Count, DeviationRow
+from numdev.report.records.measurements import BesideReference, Count, DeviationRow
 
 Value = float | str | None
 

@@ -15,8 +15,8 @@ from pydantic_core import from_json
 
 import numdev
 from numdev.errors import MeasurementError, UsageError, similar_file
+from numdev.report.records.measurements import Record
 from numdev.report.records.reports import SCHEMA_VERSION, Report
-from numdev.report.records.rows import Record
 from numdev.report.safe_text import csv_cell, json_text
 from numdev.report_kinds import REGISTERED, kind_of
 from numdev.temporary_files import remove_stale, unfinished_file

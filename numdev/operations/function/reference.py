@@ -17,7 +17,7 @@ from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import Rounding, round_values, values_format
 from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
 from numdev.operations.function.arithmetic import Arithmetic
-from numdev.operations.function.function_runs import (
+from numdev.operations.function.observed_calls import (
     OF_COMPILED,
     Cotangents,
     FunctionRun,

@@ -20,7 +20,7 @@ from numdev.operations.function.faults import (
     read_in,
     without_last,
 )
-from numdev.operations.function.function_runs import private, run
+from numdev.operations.function.observed_calls import private, run
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments, Values
 

@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field, field_validator
 
 import numdev
 from numdev.errors import UsageError, closest
-from numdev.report.records.outcomes import Outcome
-from numdev.report.records.rows import (
+from numdev.report.records.measurements import (
     AttributionRow,
     CaseRecord,
     DeviationRow,
@@ -29,6 +28,7 @@ from numdev.report.records.rows import (
     WeightRow,
     WorstRow,
 )
+from numdev.report.records.outcomes import Outcome
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
 from numdev.report.safe_text import plain
 from numdev.tensor_specs import ATTENTION_WORDS, Words

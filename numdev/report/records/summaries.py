@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from numdev.report.records.rows import (
+from numdev.report.records.measurements import (
     OfKernel,
     Phase,
     Record,
