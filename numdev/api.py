@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from numdev import report as reports
-from numdev import temporary_files
 from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, audit_request
@@ -93,9 +92,8 @@ def audit(
     dk and dv too. `layers`: only these. `rows`: so many query rows of each head are
     measured; None: all. `device`: None: where the model or the calls are, else a GPU if
     there is one. `output`: a directory for the report, its tables and reproducers, in
-    which the same request continues where it stopped; None keeps nothing. `say` is told
-    what the report does not hold. `options`: every other key of an audit's YAML file
-    (`heads`, `explain`, `repeats`).
+    which the same request continues; None keeps nothing. `say` is told what the report
+    does not hold. `options`: all other keys of an audit's YAML file (`heads`, `explain`).
 
     Returns the report: one row for each head, tensor, kernel and format (`report.rows`),
     the findings (`report.findings`), the ranking (`report.summary`). Errors are in the
@@ -106,20 +104,21 @@ def audit(
     flags = {
         **_nonempty_options(options), "backward": backward, "rows": rows, "seed": seed,
         "device": device or audited.device, "inputs": audited.inputs,
-        "kernels": _kernel_names(chosen) or None,
-        "formats": _as_list(formats) or None,
-        "layers": None if layers is None else tuple(layers),
+        "kernels": tuple(x.name if isinstance(x, Kernel) else x for x in chosen),
+        "formats": tuple(_as_list(formats)),
+        "layers": tuple(layers or ()),
         "reproducers": 0 if output is None else options.get("reproducers"),
     }  # fmt: skip
     request = audit_request(audited.name, flags, audited.fields)
+    directory = _output_directory(output, "audit")
     cluster = cluster_of(workers, scheduler)
-    measure = partial(
-        run.audit, request, command="numdev.audit", say=say, overwrite=overwrite,
-        unregistered=_functions_by_name(chosen), workers=cluster, opened=audited.opened,
-        save_cases=Path(save_cases) if save_cases else None,
-    )  # fmt: skip
-    with sharing(cluster, request.device):
-        return _run_and_write(measure, output, "audit")
+    with nullcontext() if cluster is None else sharing(cluster, request.device):
+        report = run.audit(
+            request, directory, command="numdev.audit", say=say, overwrite=overwrite,
+            unregistered=_functions_by_name(chosen), workers=cluster,
+            opened=audited.opened, save_cases=Path(save_cases) if save_cases else None,
+        )  # fmt: skip
+    return _written(report, directory)
 
 
 def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
@@ -140,14 +139,6 @@ def _kernel_list(
         x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
         for x in _as_list(kernels)
     ]
-
-
-def _kernel_names(
-    chosen: Sequence[str | Mapping[str, object] | Kernel],
-) -> list[str | Mapping[str, object]]:
-    """Returns kernels as a request names them: a kernel by its name; names and mappings
-    as they are."""
-    return [x.name if isinstance(x, Kernel) else x for x in chosen]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,12 +296,7 @@ def logprobs(
     if output is not None:
         claim_directory(Path(output), "logprobs", data, overwrite=overwrite)
     report = logprobs_of_files(request, command="numdev.logprobs")
-    if output is not None:
-        reports.write(report, Path(output))
-        html.write(report, Path(output))
-    if not report.measured:
-        raise MeasurementError(report.unmeasured)
-    return report
+    return _written(report, None if output is None else Path(output))
 
 
 @checked
@@ -348,10 +334,11 @@ def invariance(
         "require": tuple(_as_list(require)),
     }  # fmt: skip
     request = invariance_request(str(target), flags)
-    run = partial(
-        study.invariance, request, command="numdev.invariance", overwrite=overwrite
+    directory = _output_directory(output, "invariance")
+    report = study.invariance(
+        request, directory, command="numdev.invariance", overwrite=overwrite
     )
-    return _run_and_write(run, output, "invariance")
+    return _written(report, directory)
 
 
 @checked
@@ -382,26 +369,28 @@ def effects(
         "formats": tuple(_as_list(formats)),
     }  # fmt: skip
     request = effects_request(str(target), flags)
-    run = partial(study.effects, request, command="numdev.effects", overwrite=overwrite)
-    return _run_and_write(run, output, "effects")
-
-
-def _run_and_write(run: Callable[[Path], R], output: str | Path | None, kind: str) -> R:
-    """Returns the report that `run` makes of its directory: `output`, in which the report
-    is written, or a temporary one. Raises MeasurementError where nothing could be
-    measured, UsageError where `output` holds the report of another command than
-    `kind`."""
-    place = (
-        temporary_files.temporary_folder()
-        if output is None
-        else nullcontext(Path(output))
+    directory = _output_directory(output, "effects")
+    report = study.effects(
+        request, directory, command="numdev.effects", overwrite=overwrite
     )
-    with place as directory:
-        refuse_other_kind(directory, kind)
-        report = run(directory)
-        if output is not None:
-            reports.write(report, directory)
-            html.write(report, directory)
+    return _written(report, directory)
+
+
+def _output_directory(output: str | Path | None, kind: str) -> Path | None:
+    """Returns the directory of the report, None where nothing is kept. Raises UsageError
+    where it holds the report of another command than `kind`."""
+    if output is None:
+        return None
+    refuse_other_kind(Path(output), kind)
+    return Path(output)
+
+
+def _written(report: R, directory: Path | None) -> R:
+    """Returns the report, written into a directory unless that is None. Raises
+    MeasurementError, when it is written, where nothing could be measured."""
+    if directory is not None:
+        reports.write(report, directory)
+        html.write(report, directory)
     if not report.measured:
         raise MeasurementError(report.unmeasured, hint="the rows' reasons say why")
     return report

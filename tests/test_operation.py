@@ -37,7 +37,7 @@ from numdev.report import (
 )
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.kind import summarised
-from numdev.studies.audit.operation import Distance
+from numdev.studies.audit.operation import Distance, Everything
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
 from numdev.studies.audit.timing import Stopwatch
@@ -99,6 +99,7 @@ class Call:
     by_row: Sequence[str] = ("out", "x_grad")
     unscreened: str | None = None
     exact_by: str | None = "fp64"
+    selection: Everything = field(default_factory=Everything)
     dtype: torch.dtype = torch.bfloat16
 
     @cached_property
@@ -125,10 +126,6 @@ class Call:
 
     restricted = property(lambda self: self.case)
     as_output = staticmethod(lambda tensors, ran=None: Normed(tensors=tensors, ran=ran))
-    units = staticmethod(lambda tensor: (0,))
-    select = staticmethod(lambda x, tensor: x)
-    select_units = select
-    sampled_from = drawn_rows = bins = staticmethod(lambda tensor: None)
     format_of = staticmethod(lambda x: format_of(x.dtype))
     unpredicted = staticmethod(lambda claim, fmt: None)
 

@@ -263,7 +263,10 @@ def _limit_findings(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
     """Yields a finding for each fault, in the order of the rules: but a mistake that does
     not explain the head that errs most comes after the finding on that head. Gradients
     that are wrong because the output is have no finding: the output's says so."""
-    faults = _ordered_faults(_faults(tests))
+    faults = _faults(tests)
+    if not faults:
+        return
+    faults = _ordered_faults(faults)
     owner = _owning_faults(faults)
     findings: list[Finding] = []
     at_of: dict[int, int] = {}  # a fault to its finding

@@ -44,6 +44,9 @@ class Attention:
         if later is not None and waits and has_room(later, failing):
             later.append(failing)
             return measured
+        is_suspicious = any(row.nonfinite or row.suspicion for row in measured.rows)
+        if not (failing.wrong or is_suspicious):
+            return measured
         wrong = beyond(measured.rows)
         is_far = any(
             row.tensor in wrong and (row.baseline_ratio or 0) > FAR

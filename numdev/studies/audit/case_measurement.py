@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from numdev.cases import AttentionCase
@@ -25,7 +24,7 @@ from numdev.sources.case_sources import Located
 from numdev.studies.audit import deviation_rows as of_rows
 from numdev.studies.audit.attention import ATTENTION
 from numdev.studies.audit.explanations import examine, explain, profile
-from numdev.studies.audit.isolation import Failure, Runner, attempt, fitting, threads
+from numdev.studies.audit.isolation import Failure, Runner, attempt, fitting_threads
 from numdev.studies.audit.mistake_search import Failing
 from numdev.studies.audit.operation import Call, Operation, PreparedCall
 from numdev.studies.audit.plan import Plan, Planned, Task
@@ -56,72 +55,55 @@ def measured_here(
     later: list[Failing] | None = None,
 ) -> Iterator[Finished]:
     """Yields what goes into the journal of a case, measured in this process: the case's
-    record, then the rows of each task. Kernels under audit run by `run`; `later` gets
-    calls that are named when all are measured (None: each is named by itself)."""
+    record, then the rows of each task, which must come format by format, as soon as they
+    are measured; none where the case has none of the plan's heads. Kernels under audit
+    run by `run`; `later` gets calls that are named when all are measured (None: each is
+    named by itself)."""
     with watch("capture"):
         case = located.load()
-    with _on_fitting_threads(case):
-        yield (
-            f"case {located.ref.case}",
-            {"case": [case_record(case, located.axes, plan.formats)]},
-            case.ref.module,
-        )
-        for task, rows in measure_case(case, tasks, plan, run, watch, later):
-            yield task.key, rows, f"{task.case.module} {task.kernel}"
+    with fitting_threads(case.q.shape[:3].numel() * case.kv_len):
+        record = case_record(case, located.axes, plan.formats)
+        yield f"case {located.ref.case}", {"case": [record]}, case.ref.module
+        sample = plan.sample(case.ref)
+        selection = Selection.of(case, plan.heads, gradients=plan.backward, sample=sample)
+        if not selection.heads:
+            return
+        exact = None
+        for name, of_format in itertools.groupby(tasks, key=lambda pair: pair[1].format):
+            try:
+                if exact is None:
+                    with watch("reference"):
+                        exact = selection.exact(selection.case)
+                bench = Bench.of(selection, format_named(name), exact, watch)
+            except of_rows.FAILS_ONE_ROW as error:  # too large for its reference
+                for _, task in of_format:
+                    yield _finished(task, {"row": [_failed_row(task, error)]})
+                continue
+            for planned, task in of_format:
+                runner = run if task.role == "kernel" else attempt
+                measured = measure_task(
+                    task, planned.kernel, bench, plan.system, runner, later
+                )
+                beside = _rows_beside(planned.kernel, task, measured, bench, plan)
+                yield _finished(task, {"row": measured.rows, **beside})
+            del bench  # one format's tensors are freed before the next one's are made
 
 
-def _on_fitting_threads(case: AttentionCase) -> AbstractContextManager[None]:
-    """Returns a context with PyTorch on as many threads as the call's scores are
-    worth."""
-    return threads(fitting(case.q.shape[:3].numel() * case.kv_len))
+def _finished(task: Task, rows: Rows) -> Finished:
+    """Returns a task's rows as they go into the journal."""
+    return task.key, rows, f"{task.case.module} {task.kernel}"
 
 
-def measure_case(
-    case: AttentionCase,
-    tasks: Iterable[tuple[Planned, Task]],
-    plan: Plan,
-    run: Runner,
-    watch: Stopwatch,
-    later: list[Failing] | None = None,
-) -> Iterator[tuple[Task, Rows]]:
-    """Yields each task of a case, which must come format by format, with its rows as soon
-    as they are measured. Kernels under audit run by `run`; `later` gets calls that are
-    named when all are measured. Nothing where none of the plan's heads is in the case."""
-    sample = plan.sample(case.ref)
-    selection = Selection.of(case, plan.heads, gradients=plan.backward, sample=sample)
-    if not selection.heads:
-        return
-    exact = None
-    for format_name, of_format in itertools.groupby(
-        tasks, key=lambda pair: pair[1].format
-    ):
-        try:
-            if exact is None:
-                with watch("reference"):
-                    exact = selection.exact(selection.case)
-            bench = Bench.of(selection, format_named(format_name), exact, watch)
-        except of_rows.FAILS_ONE_ROW as error:  # the case is too large for its reference
-            for _, task in of_format:
-                yield task, {"row": [_failed_row(task, error)]}
-            continue
-        for planned, task in of_format:
-            yield task, _rows_by_kind(planned.kernel, task, bench, plan, run, later)
-        del bench  # one format's tensors are freed before the next one's are made
-
-
-def _rows_by_kind(
+def _rows_beside(
     kernel: Kernel,
     task: Task,
+    measured: of_rows.Measured[Bench],
     bench: Bench,
     plan: Plan,
-    run: Runner,
-    later: list[Failing] | None = None,
 ) -> Rows:
-    """Returns the rows of a task by kind: `row`, and what the plan asks for besides,
+    """Returns what the plan asks for beside the rows of a measured task, by kind:
     `profile`, `worst` and `attribution`."""
-    own_run = run if task.role == "kernel" else attempt
-    measured = measure_task(task, kernel, bench, plan.system, own_run, later)
-    rows: dict[str, Sequence[object]] = {"row": measured.rows}
+    rows: dict[str, Sequence[object]] = {}
     if plan.details:
         rows["profile"] = profile(task, measured, bench)
     if plan.details and task.role == "kernel":
@@ -255,7 +237,7 @@ def measure_one(
     is measured, and not only in a run in float32, which tells most."""
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
-        with _on_fitting_threads(case):
+        with fitting_threads(case.q.shape[:3].numel() * case.kv_len):
             bench = bench_of(case, task.format, task.heads, **how)
             bench.watch.searching = searching
             return measure_task(task, kernel, bench, system, run).rows

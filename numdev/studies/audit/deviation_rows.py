@@ -81,7 +81,7 @@ class Runs(Generic[Call]):
     def measured(self) -> Measured[Call]:
         """Returns the rows of every tensor of the first run. Raises MeasurementError
         where one is lacking, or in some of the runs."""
-        task, bench = self.task, self.bench
+        task, bench, select = self.task, self.bench, self.bench.selection
         present = self.output.tensors
         outside = bench.outside_sample(self.output) if task.role == "kernel" else {}
         tensors = self._tensors_to_measure()
@@ -98,7 +98,7 @@ class Runs(Generic[Call]):
             if task.role == "precision":
                 rows += self._rows_of_input_rounding(tensor)
                 continue
-            chosen = bench.select(present[tensor], tensor)
+            chosen = select.select(present[tensor], tensor)
             fmt = (
                 bench.format if task.role == "floor" else bench.format_of(present[tensor])
             )
@@ -112,7 +112,8 @@ class Runs(Generic[Call]):
             self._add_metrics_of_all_rows(units, tensor, outside)
             rows += self._make_rows(tensor, units, fmt)
         for tensor, distance in by_distance.items():
-            chosen, of = bench.select(present[tensor], tensor), bench.sampled_from(tensor)
+            chosen = select.select(present[tensor], tensor)
+            of = select.sampled_from(tensor)
             units = measure_plain(chosen, distance.exact, distance.empty, of=of).heads
             self._add_metrics_of_all_rows(units, tensor, outside)
             rows += self._make_rows(tensor, units)
@@ -143,7 +144,7 @@ class Runs(Generic[Call]):
             yardstick.reference,
             yardstick.unrounded,
             yardstick.empty,
-            of=self.bench.sampled_from(tensor),
+            of=self.bench.selection.sampled_from(tensor),
         )
         return self._make_rows(tensor, moved.heads)
 
@@ -151,11 +152,10 @@ class Runs(Generic[Call]):
         """Returns one tensor's metrics, compared with what is predicted of it. `x`: its
         measured units and rows; `fmt`: the format it counts as. Where nothing is
         predicted, ratios are None with the reason in `nulls`."""
-        bench = self.bench
+        bench, select = self.bench, self.bench.selection
         yardstick = bench.yardsticks[tensor].for_format(fmt)
-        measured = functools.partial(
-            measure, x, yardstick, of=bench.sampled_from(tensor), bins=bench.bins(tensor)
-        )
+        of, bins = select.sampled_from(tensor), select.bins(tensor)
+        measured = functools.partial(measure, x, yardstick, of=of, bins=bins)
         if self.task.role == "floor":
             return measured()
         # Of sampled keys single rows alone are judged, for no other way of rounding is
@@ -210,7 +210,8 @@ class Runs(Generic[Call]):
             )
         if tensor not in self.repeats:
             whole = [
-                self.bench.select_units(r.tensors[tensor], tensor) for r in self.runs
+                self.bench.selection.select_units(r.tensors[tensor], tensor)
+                for r in self.runs
             ]
             noises = noise(whole) if len(whole) > 1 else []
             self.repeats[tensor] = checksums(whole[0]), noises
@@ -235,6 +236,7 @@ class Runs(Generic[Call]):
         `out_format`: the format the tensor counts as, None for one of which only the
         distance is measured."""
         task, bench, output = self.task, self.bench, self.output
+        select = bench.selection
         x, is_gradient = output.tensors[tensor], tensor_spec(tensor).is_gradient
         limited = task.format == "float64" and task.role != "precision"
         shared = {
@@ -249,14 +251,14 @@ class Runs(Generic[Call]):
         came_wider = out_format is bench.format and x.dtype != bench.dtype
         if task.role == "kernel" and came_wider:
             shared["came_in"] = format_of(x.dtype).name
-        drawn, of = bench.drawn_rows(tensor), bench.sampled_from(tensor)
+        drawn, of = select.drawn_rows(tensor), select.sampled_from(tensor)
         if drawn is not None and of is not None:
             shared |= {"sampled": True, "rows_measured": len(drawn)}
         if isinstance(of, Strata):
             shared["suspects"] = int(of.suspects.sum())
         return [
             DeviationRow.model_validate({**shared, "head": unit, **values})
-            for unit, values in zip(bench.units(tensor), units, strict=True)
+            for unit, values in zip(select.units(tensor), units, strict=True)
         ]
 
 

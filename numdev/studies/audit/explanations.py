@@ -193,7 +193,7 @@ def locate(measured: Measured[Bench], bench: Bench) -> None:
             limit = next(
                 t for t in default_rules().thresholds if t.metric == "worst_row"
             ).for_row(row)
-            bad = ratios[:, select.heads_of(row.tensor).index(row.head or 0)] > (
+            bad = ratios[:, select.units(row.tensor).index(row.head or 0)] > (
                 limit.at_most or 0
             )
             noun = "key" if row.tensor in KV_TENSORS else "row"
@@ -589,7 +589,7 @@ class _Compared:
             claim or {"preset": "fa2"}, case.format, fmt
         ):
             return {"reason": unknown}
-        places = [self.select.heads_of(tensor).index(head) for head in self.heads[tensor]]
+        places = [self.select.units(tensor).index(head) for head in self.heads[tensor]]
         x = self.select.select(getattr(self.output, tensor), tensor)[:, places]
         exact, terms = (getattr(self.exact, name) for name in (tensor, TERMS[tensor]))
         emulated = functools.partial(self.emulated, tensor)
@@ -704,7 +704,7 @@ def examine(
                 bench.case,
                 select.select(getattr(output, tensor), tensor),
                 bench.yardsticks[tensor].for_format(fmt),
-                select.heads_of(tensor),
+                select.units(tensor),
                 predicted=predicted,
                 tensor=tensor,
                 lse=bench.lse if tensor in KV_TENSORS else None,

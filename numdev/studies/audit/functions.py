@@ -76,7 +76,7 @@ from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_power import power_of, tolerance_power
 from numdev.studies.audit.guarded_search import Named, guarded, guarded_data
 from numdev.studies.audit.isolation import Failure, Runner
-from numdev.studies.audit.operation import Distance
+from numdev.studies.audit.operation import Distance, Everything
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
 from numdev.studies.audit.script_target import ScriptTarget
@@ -307,6 +307,7 @@ class PreparedFunction:
     distances: Mapping[str, Distance] = field(default_factory=dict)
     unscreened: str | None = None
     exact_by: str | None = "fp64"
+    selection: Everything = field(default_factory=Everything)
     case: None = None
     restricted: None = None
 
@@ -364,27 +365,6 @@ class PreparedFunction:
             },
             ran=ran,
         )
-
-    def units(self, tensor: str) -> Sequence[int]:
-        """Returns the single unit that a function's tensor has, 0."""
-        return (0,)
-
-    def select(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns x as it is: everything is measured."""
-        return x
-
-    def select_units(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns x as it is: everything is measured."""
-        return x
-
-    def sampled_from(self, tensor: str) -> None:
-        """Returns None: all rows are measured."""
-
-    def drawn_rows(self, tensor: str) -> None:
-        """Returns None: all rows are measured."""
-
-    def bins(self, tensor: str) -> None:
-        """Returns None: errors along a call are not measured."""
 
     def format_of(self, x: Tensor) -> Format:
         """Returns the format of the tensor's dtype. Raises UsageError for a dtype of no

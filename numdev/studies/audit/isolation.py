@@ -380,11 +380,11 @@ def threads(count: int) -> Iterator[None]:
 SMALL = 1 << 20
 
 
-def fitting(numbers: int) -> int:
-    """Returns on how many threads of a CPU PyTorch computes work whose largest tensor has
-    so many numbers: one, or all. By the shape alone, and never by the load, since sums
-    may depend on it."""
-    return 1 if numbers < SMALL else torch.get_num_threads()
+def fitting_threads(numbers: int) -> AbstractContextManager[None]:
+    """Returns a context with PyTorch on as many threads of the CPU as suit work whose
+    largest tensor has so many numbers: one, or all. By the shape alone, and never by the
+    load, since sums may depend on it."""
+    return threads(1 if numbers < SMALL else torch.get_num_threads())
 
 
 SETTINGS = {**switches(), "threads": (torch.get_num_threads, torch.set_num_threads)}

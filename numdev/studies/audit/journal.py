@@ -5,7 +5,8 @@ one line for each finished task, written at once: killed at any moment, it loses
 the line being written. The last key of a line is the SHA-256 of all lines up to it, so
 that one that was edited, removed, repeated or moved is told from the torn last one. The
 same request in the same environment continues where it stopped; anything else is refused,
-unless nothing was measured before the run failed."""
+unless nothing was measured before the run failed. A run without a directory has its
+journal in memory."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     `visit` must be called for every task of the request, finished or not; `rows` then
     gives all rows of a kind in that order, however often the run was interrupted."""
 
-    def __init__(self, directory: Path, header: Mapping[str, object]) -> None:
+    def __init__(self, directory: Path | None, header: Mapping[str, object]) -> None:
         self.directory = directory
         self.header = json.loads(json.dumps(header, default=str))
         self._done: dict[str, dict[str, list[Row]]] = {}
@@ -71,17 +72,20 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @classmethod
     def open(
-        cls, directory: Path, header: Mapping[str, object], *, overwrite: bool
+        cls, directory: Path | None, header: Mapping[str, object], *, overwrite: bool
     ) -> Journal:
-        """Returns the journal in `directory`, started or continued. With `overwrite`, or
-        where another run measured nothing, earlier results there are removed. Raises
-        UsageError when it cannot be written, holds something else, or, unless
-        `overwrite`, a damaged journal or that of another request."""
+        """Returns the journal in `directory`, started or continued; None: a new one in
+        memory alone. With `overwrite`, or where another run measured nothing, earlier
+        results there are removed. Raises UsageError when it cannot be written, holds
+        something else, or, unless `overwrite`, a damaged journal or that of another
+        request."""
         journal = cls(directory, header)
+        if directory is None:
+            return journal
         try:
             directory.mkdir(parents=True, exist_ok=True)
             remove_stale(directory)
-            journal._open_file(overwrite=overwrite)
+            journal._open_file(directory, overwrite=overwrite)
         except OSError as error:
             why = f"cannot write results there ({error.strerror})"
             if directory.is_file():
@@ -106,13 +110,15 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return key in self._done
 
     def append(self, key: str, rows: Mapping[str, Iterable[Row]]) -> bool:
-        """Records a finished task and writes it to disk: its rows, by the kind of list of
-        a report they go into. Returns whether it is new: of a task that is recorded
-        already (seeds of one case share a record) the first rows stay."""
+        """Records a finished task, on disk too where the journal has a directory: its
+        rows, by the kind of list of a report they go into. Returns whether it is new: of
+        a task that is recorded already (seeds of one case share a record) the first rows
+        stay."""
         if self.visit(key):
             return False
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
-        self._write_line({"task": key, "rows": self._done[key]})
+        if self.directory is not None:
+            self._write_line({"task": key, "rows": self._done[key]})
         return True
 
     def rows(self, kind: str) -> list[Any]:
@@ -135,24 +141,24 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             )
             self._refuse(what, error)
 
-    def _open_file(self, *, overwrite: bool) -> None:
-        """Opens the file to append to it: emptied, with a new header, or continued after
-        its last whole line. Raises UsageError for other files in the directory, a damaged
-        journal, and one of another request."""
-        path = self.directory / JOURNAL
+    def _open_file(self, directory: Path, *, overwrite: bool) -> None:
+        """Opens the file in a directory to append to it: emptied, with a new header, or
+        continued after its last whole line. Raises UsageError for other files in the
+        directory, a damaged journal, and one of another request."""
+        path = directory / JOURNAL
         *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
         first = [*lines, torn][0]
         # Interrupted within its header, there is nothing in it to lose.
         blank = not lines and START[: len(first)] == first[: len(START)]
-        others = sorted(p.name for p in self.directory.iterdir())
+        others = sorted(p.name for p in directory.iterdir())
         if others and not (path.exists() and (blank or first.startswith((START, TASK)))):
-            what = f"{self.directory}: holds other files ({others[0]})"
+            what = f"{directory}: holds other files ({others[0]})"
             raise UsageError(what, hint="choose an empty or a new --output")
         header = None if blank or overwrite else self._read_lines(lines or [torn])
         measured = any(rows.keys() - {"case"} for rows in self._done.values())
         if header is None or not (measured or header == self.header):
             for name in (*RESULTS, JOURNAL):
-                (self.directory / name).unlink(missing_ok=True)
+                (directory / name).unlink(missing_ok=True)
             self._done.clear()
             self._digest = ""
             self._file = path.open("wb")
@@ -163,7 +169,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             if was != now:
                 where, was, now = first_difference(was, now)
                 raise UsageError(
-                    f"{self.directory}: holds a run with a different {part}: "
+                    f"{directory}: holds a run with a different {part}: "
                     f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
                     hint="choose another --output, or --overwrite to replace it",
                 )
@@ -210,7 +216,9 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._file.flush()
 
     def _refuse(self, problem: str, error: Exception | None = None) -> NoReturn:
-        """Raises UsageError with the problem and the journal's path."""
+        """Raises UsageError with the problem and the journal's path. Only what was read
+        from a file can be refused."""
+        assert self.directory is not None
         hint = "the journal was edited or damaged: --overwrite measures again"
         raise UsageError(f"{self.directory / JOURNAL}: {problem}", hint=hint) from error
 

@@ -199,7 +199,7 @@ class Failing:
     def _sizes_of_errors(self, out: Tensor) -> Tensor:
         """Returns the norm of each measured head's error, fp64 [H], over what is finite.
         `out`: an output of the whole call."""
-        error = self.bench.select(out, "out").double() - self.bench.reference.out
+        error = self.bench.selection.select(out).double() - self.bench.reference.out
         heads = error.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1).flatten(1)
         sizes: Tensor = torch.linalg.vector_norm(heads, dim=1)
         return sizes

@@ -50,6 +50,58 @@ class Distance:
     empty: Tensor  # bool: rows that are left out
 
 
+class MeasuredPart(Protocol):
+    """Which units and rows of a call's tensors are measured."""
+
+    def units(self, tensor: str) -> Sequence[int]:
+        """Returns which units of a tensor are measured."""
+
+    def select(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns the measured units and rows of a tensor, which may hold these alone
+        already."""
+
+    def select_units(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns the measured units of a tensor, with all rows; it may hold these alone
+        already."""
+
+    def sampled_from(self, tensor: str) -> int | Strata | None:
+        """Returns the number of rows, or the strata, of which the measured ones are a
+        sample; None where all rows are measured."""
+
+    def drawn_rows(self, tensor: str) -> Tensor | None:
+        """Returns the positions in the call of the rows of a sample, int64; None where
+        all rows are measured."""
+
+    def bins(self, tensor: str) -> Tensor | None:
+        """Returns the membership of rows in bins of positions, [rows, bins] of 0 and 1;
+        None where errors along a call are not asked for."""
+
+
+class Everything:
+    """All rows of tensors that have a single unit, 0: a `MeasuredPart`."""
+
+    def units(self, tensor: str) -> Sequence[int]:
+        """Returns the single unit, 0."""
+        return (0,)
+
+    def select(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns x as it is."""
+        return x
+
+    def select_units(self, x: Tensor, tensor: str) -> Tensor:
+        """Returns x as it is."""
+        return x
+
+    def sampled_from(self, tensor: str) -> None:
+        """Returns None: nothing is a sample."""
+
+    def drawn_rows(self, tensor: str) -> None:
+        """Returns None: nothing is a sample."""
+
+    def bins(self, tensor: str) -> None:
+        """Returns None: errors along a call are not asked for."""
+
+
 class PreparedCall(Protocol):
     """One call of an operation in one format, with all that its kernels are measured
     against. Tensors are [batch, units, rows, features]; some of their units and rows may
@@ -58,6 +110,10 @@ class PreparedCall(Protocol):
     @property
     def case(self) -> Any:
         """Returns the case that a kernel gets."""
+
+    @property
+    def selection(self) -> MeasuredPart:
+        """Returns which units and rows of its tensors are measured."""
 
     @property
     def format(self) -> Format:
@@ -106,29 +162,6 @@ class PreparedCall(Protocol):
     def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> object:
         """Returns these tensors, as if a kernel had returned them; `ran`: what ran, in
         words."""
-
-    def units(self, tensor: str) -> Sequence[int]:
-        """Returns which units of a tensor are measured."""
-
-    def select(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns the measured units and rows of a tensor, which may hold these alone
-        already."""
-
-    def select_units(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns the measured units of a tensor, with all rows; it may hold these alone
-        already."""
-
-    def sampled_from(self, tensor: str) -> int | Strata | None:
-        """Returns the number of rows, or the strata, of which the measured ones are a
-        sample; None where all rows are measured."""
-
-    def drawn_rows(self, tensor: str) -> Tensor | None:
-        """Returns the positions in the call of the rows of a sample, int64; None where
-        all rows are measured."""
-
-    def bins(self, tensor: str) -> Tensor | None:
-        """Returns the membership of rows in bins of positions, [rows, bins] of 0 and 1;
-        None where errors along a call are not asked for."""
 
     def format_of(self, x: Tensor) -> Format:
         """Returns the format that a tensor came back in."""

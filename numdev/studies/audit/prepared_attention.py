@@ -69,7 +69,8 @@ AXES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """A call, and which of its heads and rows are measured."""
+    """A call, and which of its heads and rows are measured: a `MeasuredPart`
+    (`numdev.studies.audit.operation`), of which a unit is a head."""
 
     case: AttentionCase
     """Whole, and `settled`."""
@@ -123,7 +124,7 @@ class Selection:
         """Returns the kv heads that the measured query heads read, ascending."""
         return tuple(sorted({h // self.case.group for h in self.heads}))
 
-    def heads_of(self, tensor: str) -> tuple[int, ...]:
+    def units(self, tensor: str) -> tuple[int, ...]:
         """Returns the measured heads of a tensor by name: kv heads for dk and dv, else
         query heads."""
         return self.kv_heads if tensor in KV_TENSORS else self.heads
@@ -153,7 +154,7 @@ class Selection:
         rows, of = self.row_indices(tensor), self.sampled_from(tensor)
         return rows[of.drawn] if rows is not None and isinstance(of, Strata) else rows
 
-    def bins_of(self, tensor: str) -> Tensor | None:
+    def bins(self, tensor: str) -> Tensor | None:
         """Returns which drawn rows of `tensor` are in which bin of positions, fp64 [rows,
         bins] of 0 and 1; None where the call is too short for bins."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
@@ -171,13 +172,13 @@ class Selection:
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
         """Returns the measured heads and rows of a tensor [batch, heads, rows, ...] named
         `tensor`; axes that hold the measured ones alone already stay as they are."""
-        x, rows = self.select_heads(x, tensor), self.row_indices(tensor)
+        x, rows = self.select_units(x, tensor), self.row_indices(tensor)
         return x if rows is None or x.shape[2] == len(rows) else x[:, :, rows]
 
-    def select_heads(self, x: Tensor, tensor: str = "out") -> Tensor:
+    def select_units(self, x: Tensor, tensor: str = "out") -> Tensor:
         """Returns the measured heads, with all rows, of a tensor [batch, heads, ...]
         named `tensor`, which may hold these alone already."""
-        chosen = self.heads_of(tensor)
+        chosen = self.units(tensor)
         return x if len(chosen) == x.shape[1] else x[:, list(chosen)]
 
     def with_heads(self, case: AttentionCase) -> AttentionCase:
@@ -336,36 +337,6 @@ class Bench:
         fields: dict[str, Any] = dict(tensors)
         return Output(**fields, ran=ran, ran_backward=ran)
 
-    def units(self, tensor: str) -> tuple[int, ...]:
-        """Returns the measured heads of a tensor by name: kv heads for dk and dv, else
-        query heads."""
-        return self.selection.heads_of(tensor)
-
-    def select(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns the measured heads and rows of a tensor [batch, heads, rows, ...] named
-        `tensor`."""
-        return self.selection.select(x, tensor)
-
-    def select_units(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns the measured heads, with all rows, of a tensor [batch, heads, ...]
-        named `tensor`."""
-        return self.selection.select_heads(x, tensor)
-
-    def sampled_from(self, tensor: str) -> int | Strata | None:
-        """Returns the number of rows, or the strata, of which the measured ones of
-        `tensor` are a sample; None where all are measured."""
-        return self.selection.sampled_from(tensor)
-
-    def drawn_rows(self, tensor: str) -> Tensor | None:
-        """Returns the positions of the drawn rows of `tensor`, int64; None where all rows
-        are measured."""
-        return self.selection.drawn_rows(tensor)
-
-    def bins(self, tensor: str) -> Tensor | None:
-        """Returns which drawn rows of `tensor` are in which bin of positions, fp64 [rows,
-        bins] of 0 and 1; None where the call is too short for bins."""
-        return self.selection.bins_of(tensor)
-
     def format_of(self, x: Tensor) -> Format:
         """Returns the format that a kernel's tensor counts as, by its dtype and values
         (`returned`)."""
@@ -403,7 +374,7 @@ class Bench:
         if output.lse is not None:
             formats["lse"] = format_of(output.lse.dtype)
         whole = {
-            name: select.select_heads(output.tensors[name], name) for name in formats
+            name: select.select_units(output.tensors[name], name) for name in formats
         }
         if all_finite(whole.values()) and inputs_finite(self.case):
             return {}

@@ -66,7 +66,7 @@ def suspicion(
     lse came back."""
     select, most = bench.selection, []
     for tensor in (n for n in tensors if n != "lse" and getattr(output, n) is not None):
-        x, y = (select.select_heads(getattr(o, tensor), tensor) for o in (output, beside))
+        x, y = (select.select_units(getattr(o, tensor), tensor) for o in (output, beside))
         y = widened(y).float()
         size, distance = row_norm(y), row_norm(widened(x).float() - y)
         relative = distance / (size + size.nanmedian(dim=-1, keepdim=True).values)

@@ -1,7 +1,7 @@
 """`numdev audit`: every attention call, through every kernel, against fp64, beside low
 precision.
 
-The main line. A source gives cases, `measure_case` turns each into finished rows, the
+The main line. A source gives cases, `measured_here` turns each into finished rows, the
 journal keeps them, and the report is made of them. `numdev sweep` goes through the same
 loop (`measure`)."""
 
@@ -45,18 +45,19 @@ Say = Callable[[str], None]
 
 def audit(
     request: AuditRequest,
-    directory: Path,
+    directory: Path | None,
     *,
     opened: Callable[[AuditRequest, System], Source] = open_source,
     unregistered: Mapping[str, Kernel] | None = None,
     rules: Rules | None = None,
     **how: Any,
 ) -> records.AuditReport:
-    """Runs `request`, journalling into `directory`; returns the report, judged by `rules`
-    (None: the default ones), which the caller writes. `opened` makes the source,
-    `unregistered` are kernels by name that are in no registry, `how` is what `run_plan`
-    takes. Raises UsageError, before anything is measured, for a request that cannot be
-    run here, and MeasurementError when a sound one could not be carried out."""
+    """Runs `request`, journalling into `directory` (None: in memory); returns the report,
+    judged by `rules` (None: the default ones), which the caller writes. `opened` makes
+    the source, `unregistered` are kernels by name that are in no registry, `how` is what
+    `run_plan` takes. Raises UsageError, before anything is measured, for a request that
+    cannot be run here, and MeasurementError when a sound one could not be carried
+    out."""
     system = System.probe(request.device)
     watch = Stopwatch(system.device)
     plan, rules = Plan.of(request, system, unregistered), rules or default_rules()
@@ -136,7 +137,7 @@ def run_plan(
     plan: Plan,
     request: AuditRequest | SweepRequest,
     asked: Mapping[str, object],
-    directory: Path,
+    directory: Path | None,
     watch: Stopwatch,
     *,
     workers: Cluster | None = None,

@@ -101,7 +101,7 @@ class Run(NamedTuple):
 
 def effects(
     request: EffectsRequest,
-    directory: Path,
+    directory: Path | None,
     *,
     workers: Cluster | None = None,
     overwrite: bool = False,

@@ -38,8 +38,7 @@ from numdev.studies.audit.isolation import (
     Runner,
     Within,
     attempt,
-    fitting,
-    threads,
+    fitting_threads,
 )
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import (
@@ -94,7 +93,7 @@ SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "
 
 def invariance(
     request: InvarianceRequest,
-    directory: Path,
+    directory: Path | None,
     *,
     rules: Rules | None = None,
     overwrite: bool = False,
@@ -331,7 +330,7 @@ class InvarianceStudy:
         shape = (fmt.name, case.q.shape, case.k.shape, case.is_causal, case.mask is None)
         self.results, self.searches = {}, shape not in self.met
         self.met.add(shape)
-        with threads(fitting(case.q.shape[:3].numel() * case.kv_len)):
+        with fitting_threads(case.q.shape[:3].numel() * case.kv_len):
             for axis in self.axes:
                 for variant in VARIANTS[axis](case):
                     yield (

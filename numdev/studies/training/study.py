@@ -20,7 +20,7 @@ from numdev.errors import UsageError
 from numdev.kernels import find
 from numdev.report import Provenance
 from numdev.studies.audit.interrupt import deferred
-from numdev.studies.audit.isolation import fitting, threads
+from numdev.studies.audit.isolation import fitting_threads
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance
@@ -71,7 +71,7 @@ def train(
     model = request.model
     width = max(model.hidden, model.heads * model.context)
     numbers = request.batch * model.context * width
-    with deterministic(wanted=request.deterministic), threads(fitting(numbers)):
+    with deterministic(wanted=request.deterministic), fitting_threads(numbers):
         system = System.probe(
             request.device
         )  # starts CUDA, when cuBLAS reads its setting
@@ -84,7 +84,9 @@ def train(
         with Journal.open(directory, head, overwrite=overwrite) as journal:
             if overwrite:
                 shutil.rmtree(directory / checkpoint_writing.FOLDER, ignore_errors=True)
-            run = _TrainingRun(request, data, device, journal, progress, watch, until)
+            run = _TrainingRun(
+                request, data, device, directory, journal, progress, watch, until
+            )
             if not run.train_seeds():
                 return None
         report = _report_without_answer(
@@ -146,6 +148,7 @@ class _TrainingRun:
     request: TrainRequest
     data: Tokens
     device: torch.device
+    directory: Path
     journal: Journal
     progress: Progress
     watch: Stopwatch
@@ -153,7 +156,7 @@ class _TrainingRun:
     loss: float | None = None  # the golden run's, at the last recorded step
 
     def __post_init__(self) -> None:
-        self.state = self.journal.directory / STATE
+        self.state = self.directory / STATE
         self.name = digest(self.journal.header)  # identifies states saved by this run
 
     def train_seeds(self) -> bool:
@@ -168,7 +171,7 @@ class _TrainingRun:
         )
         if done:
             for name in (STATE, PARTLY):  # the latter where a save was killed
-                (self.journal.directory / name).unlink(missing_ok=True)
+                (self.directory / name).unlink(missing_ok=True)
         return done
 
     def is_recorded(self, seed: int, step: int) -> bool:
@@ -250,7 +253,7 @@ class _TrainingRun:
                     "data": self.data.about,
                 }
                 path = checkpoint_writing.checkpoint_folder(
-                    self.journal.directory, name, lanes.seed, lanes.step
+                    self.directory, name, lanes.seed, lanes.step
                 )
                 checkpoint_writing.write_checkpoint(
                     lane.network, self.request.model, self.data, path, about
