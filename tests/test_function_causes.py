@@ -127,6 +127,12 @@ def in_blocks(x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
+def first_bits(x: Tensor, count: int) -> Tensor:
+    """The values of float32 with their first bits alone, the others 0."""
+    bits = x.float().view(torch.int32) & -(1 << (32 - count))
+    return bits.view(torch.float32).to(x.dtype)
+
+
 @pytest.mark.parametrize(
     ("wrong", "dtype", "words"),
     [
@@ -135,6 +141,10 @@ def in_blocks(x: Tensor, y: Tensor) -> Tensor:
          "sums are accumulated in bfloat16, 32 terms at a time"),
         (lambda x, y: round_to(x, FORMATS["tf32"]) @ round_to(y, FORMATS["tf32"]),
          torch.float32, "the factors of products are in tf32"),
+        (lambda x, y: first_bits(x, 19) @ first_bits(y, 19), torch.float32,
+         "the factors of products are cut to tf32"),
+        (lambda x, y: first_bits(x, 16) @ first_bits(y, 16), torch.float32,
+         "the factors of products are cut to bfloat16"),
         (lambda x, y: round_to(x, FORMATS["float16"]) @ y, torch.float32,
          "argument_0 is read in tf32"),
         (lambda x, y: x[:, :-1] @ y[:-1], torch.bfloat16,

@@ -351,15 +351,30 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
         return Wide.of(round_to(widened(x), fmt), x.dtype)
 
 
-def narrow_factors(operation: OperatorCall, fmt: Format, which: Sequence[int]) -> object:
+def truncated(x: Tensor, fmt: Format) -> Tensor:
+    """Returns a tensor of an exact run without the bits that a format has no room for, as
+    tensor cores read float32 values in TF32: towards 0. The format's range must be that
+    of the values."""
+    with _disable_current_modes():
+        mantissa, exponent = torch.frexp(widened(x))
+        kept_bits = torch.trunc(torch.ldexp(mantissa, torch.tensor(fmt.precision)))
+        return Wide.of(torch.ldexp(kept_bits, exponent - fmt.precision), x.dtype)
+
+
+def narrow_factors(
+    operation: OperatorCall,
+    fmt: Format,
+    which: Sequence[int],
+    narrowed: Callable[[Tensor, Format], Tensor] = rounded,
+) -> object:
     """Returns a matrix product or convolution with these of its factors (0: left, 1:
-    right) rounded to a format; NotImplemented for another operation."""
+    right) rounded to a format, or cut; NotImplemented for another operation."""
     if operation.name not in PRODUCTS and operation.name != "convolution":
         return NotImplemented
     first = 1 if operation.name in ("addmm", "baddbmm") else 0
     args = list(operation.args)
     for i in which:
-        args[first + i] = rounded(cast(Tensor, args[first + i]), fmt)
+        args[first + i] = narrowed(cast(Tensor, args[first + i]), fmt)
     return operation.on(*args)
 
 

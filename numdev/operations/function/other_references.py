@@ -33,6 +33,7 @@ from numdev.operations.function.other_operations import (
     rounded_result,
     shorter,
     summed_in_blocks,
+    truncated,
 )
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments, Values
@@ -310,7 +311,8 @@ def _of_narrow_operations(
     rounded to 16 bits block by block, and results of one operator in 16 bits."""
     dtypes = [x.dtype for x in reference.arguments.leaves().values()]
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
-    formats = narrow_formats(floats[0] if floats else torch.float32)
+    dtype = floats[0] if floats else torch.float32
+    formats = narrow_formats(dtype)
 
     if PRODUCTS & calls.keys() or "convolution" in calls:
         for fmt in formats:
@@ -318,6 +320,10 @@ def _of_narrow_operations(
                 words = f"the {what}factors of products are in {fmt.name}"
                 change = partial(narrow_factors, fmt=fmt, which=which)
                 yield OtherReference(words, _with(reference, change))
+                if dtype == torch.float32 and fmt.emax == FORMATS["float32"].emax:
+                    change = partial(change, narrowed=truncated)
+                    words = f"the {what}factors of products are cut to {fmt.name}"
+                    yield OtherReference(words, _with(reference, change))
     if (PRODUCTS | {"sum", "mean"}) & calls.keys():
         for name in ("bfloat16", "float16"):
             for block in BLOCKS:
