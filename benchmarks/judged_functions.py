@@ -21,11 +21,11 @@ from numdev.gate.rules import Threshold, default_rules_for_functions
 from numdev.operations.function.faults import faults_of_inputs, faults_of_outputs
 from numdev.operations.function.inputs import Make, calls_of
 from numdev.operations.function.judged import DRAWS, FunctionCall
-from numdev.operations.function.observed_calls import FunctionRun, private, run
+from numdev.operations.function.observed_calls import FunctionRun
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Values, as_real
 from numdev.report import BesideReference
-from numdev.studies.audit.functions import Asked, is_few, planned, run_all
+from numdev.studies.audit.functions import Asked, Draw, is_few, planned, run_all
 from numdev.studies.audit.isolation import Failure
 
 Function = Callable[..., Any]
@@ -76,21 +76,14 @@ class Bench:
             device=device,
         )
         plan = planned(asked)
-        runs = run_all(private(reference), plan.draws[:1], backward=backward)
-        if isinstance(runs[0], Failure):
-            raise RuntimeError(runs[0].reason)
-        if is_few(runs, plan):
+        first = _reference_on(reference, plan.draws[0], backward=backward)
+        if is_few([first.plain], plan):
             plan = planned(asked, DRAWS)
         calls = [
             FunctionCall(
                 name=name,
                 draws=[
-                    FunctionReference(
-                        function=reference,
-                        arguments=drawn.arguments,
-                        seed=drawn.seed,
-                        backward=backward,
-                    )
+                    _reference_on(reference, drawn, backward=backward)
                     for drawn in plan.of(i)
                 ],
                 others=plan.others[i],
@@ -154,12 +147,11 @@ class Bench:
                 yield fault.words, runs
         for words in [f.words for f in faults_of_inputs(self.draws[0].arguments)]:
             outputs = []
-            for drawn in self.draws:
+            for drawn in (draw for call in self.calls for draw in call.draws):
                 faults = {f.words: f for f in faults_of_inputs(drawn.arguments)}
                 if words in faults:
                     changed = faults[words].applied(drawn.arguments)
-                    ran = run(private(self.reference), changed, seed=drawn.seed)
-                    outputs.append(ran.outputs)
+                    outputs.append(drawn.as_pytorch(changed).outputs)
             if len(outputs) < len(self.draws):
                 continue
             runs = [
@@ -182,6 +174,12 @@ class Bench:
                 if not torch.allclose(a, b, atol=tolerance, rtol=tolerance):
                     return False
         return True
+
+
+def _reference_on(function: Function, draw: Draw, *, backward: bool) -> FunctionReference:
+    return FunctionReference(
+        function=function, arguments=draw.arguments, seed=draw.seed, backward=backward
+    )
 
 
 def _if_floating(change: Callable[[Tensor], Tensor], x: Any) -> Any:

@@ -48,6 +48,7 @@ class FunctionRun:
     # Why gradients could not be computed of a call that wrote into its inputs
     backward_error: str | None = None
     buffers: tuple[str, ...] = ()  # arguments that are memory for an output
+    in_float32: tuple[str, ...] = ()  # operators that have no kernel of their dtype here
 
     @property
     def tensors(self) -> Values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
 
@@ -17,6 +17,7 @@ from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import Rounding, round_values, values_format
 from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
 from numdev.operations.function.arithmetic import Arithmetic
+from numdev.operations.function.missing_kernels import MissingKernels, lacks_a_kernel
 from numdev.operations.function.observed_calls import (
     OF_COMPILED,
     Cotangents,
@@ -108,15 +109,29 @@ class FunctionReference:
 
     @cached_property
     def plain(self) -> FunctionRun:
-        """Returns the call as PyTorch runs it here; a module is copied for it. Raises
-        what the reference raises."""
-        ran = run(
-            private(self.function),
-            self.arguments,
-            seed=self.seed,
-            cotangents=self.cotangents,
-        )
-        return ran.narrowed(self.returned_in)
+        """Returns the call as PyTorch runs it here; a module is copied for it. Operators
+        that PyTorch has no kernel for, in this format on this device, compute in float32.
+        Raises what the reference raises."""
+        return self.as_pytorch(self.arguments, self.cotangents).narrowed(self.returned_in)
+
+    def as_pytorch(
+        self, arguments: Arguments, cotangents: Cotangents | None = None
+    ) -> FunctionRun:
+        """Returns what PyTorch makes of the reference with such arguments, as of `plain`.
+        Raises what the reference raises."""
+
+        def ran() -> FunctionRun:
+            """Returns a run of the reference, of which a module is copied."""
+            function = private(self.function)
+            return run(function, arguments, seed=self.seed, cotangents=cotangents)
+
+        try:
+            return ran()
+        except Exception as error:  # the reference is foreign
+            if not lacks_a_kernel(error):
+                raise
+        with MissingKernels() as mode:
+            return replace(ran(), in_float32=tuple(mode.names))
 
     @cached_property
     def truth(self) -> Values:

@@ -20,7 +20,6 @@ from numdev.operations.function.faults import (
     read_in,
     without_last,
 )
-from numdev.operations.function.observed_calls import private, run
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments, Values
 
@@ -132,6 +131,6 @@ def _run(call: FunctionReference, arguments: Arguments) -> Values | None:
     """Returns what the reference returns of these arguments as PyTorch runs it here; None
     where it raises."""
     try:
-        return run(private(call.function), arguments, seed=call.seed).outputs
+        return call.as_pytorch(arguments).outputs
     except Exception:  # the reference is foreign, and these are not its data
         return None

@@ -665,6 +665,7 @@ def judge_function_runs(
     records: dict[str, FunctionCallRecord] = {}
     inputs: list[InputRecord] = []
     powers: list[FormatPower] = []
+    lacking: dict[str, None] = {}
     for part in parts:
         earlier: Values = {}
         influences: dict[str, InputRecord] = {}
@@ -675,12 +676,13 @@ def judge_function_runs(
             )
             records.setdefault(call.name, _record(call, part.format))
             earlier = _exact(call)
+            lacking |= dict.fromkeys(_in_float32(call, part.format))
             with watch("reference"):
                 _update_influences(influences, call, part)
             if tolerance is not None and not number and earlier:
                 powers.append(power_of(call, part.format.name, tolerance, rules))
         inputs += influences.values()
-    doubts = (*parts[0].asked.remarks, *_doubts(parts[0].plan))
+    doubts = (*parts[0].asked.remarks, *_doubts(parts[0].plan), *lacking)
     source = {"tensors": request.get("inputs")}
     report = FunctionReport(
         provenance=provenance(system, source, "numdev.check"),
@@ -791,6 +793,22 @@ def _exact(call: FunctionCall) -> Values:
         return call.draws[0].truth
     except Exception:  # its rows say why
         return {}
+
+
+def _in_float32(call: FunctionCall, fmt: Format) -> Iterator[str]:
+    """Yields a sentence that names the operators that the reference computes in float32
+    in this format, since PyTorch has no kernel; nothing without any, and where the
+    reference raises an exception."""
+    try:
+        ran = call.draws[0].plain
+    except Exception:  # its rows say why
+        return
+    if ran.in_float32:
+        names = ", ".join(ran.in_float32)
+        yield (
+            f"PyTorch has no {fmt.name} kernel of {names} on {call.draws[0].device}: "
+            "there the reference computes in float32, and rounds once."
+        )
 
 
 def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
