@@ -393,6 +393,12 @@ def _visible_by_position(
     return shown
 
 
+def mask_kind(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
+    """Returns what a mask is to a kernel, as files and reports name it: `none`, `bool` or
+    `additive`."""
+    return "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
+
+
 def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
     """Returns a mask's block of these rows and keys; an axis of length 1, which
     broadcasts, stays as it is."""

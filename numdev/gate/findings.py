@@ -103,10 +103,11 @@ def kernel_verdicts(
     findings: Sequence[Finding],
     passing: Callable[[Sequence[Test]], Statement | None] = lambda tests: None,
 ) -> list[KernelVerdict]:
-    """Returns a verdict for each kernel in each format, the worst first; one on the
-    report itself where something failed that no kernel's verdict shows. `findings`: those
-    of the judgement; `passing` returns what to say of a kernel that passed, by its
-    tests, or None."""
+    """Returns a verdict for each kernel in each format that has a test of the rule
+    `runs`, and for the model (kernel `MODEL`), the worst first; one on the report itself
+    where something failed that no kernel's verdict shows. `findings`: those of the
+    judgement; `passing` returns what to say of a kernel that passed, by its tests, or
+    None."""
     by_kernel = grouped(
         (
             t
@@ -118,7 +119,7 @@ def kernel_verdicts(
     ran = {
         key: tests
         for key, tests in by_kernel.items()
-        if any(map(_makes_verdict_due, tests))
+        if any(test.runs or test.kernel == MODEL for test in tests)
     }
     verdicts = [_kernel_verdict(tests, findings, passing) for tests in ran.values()]
     covered = {id(test) for tests in ran.values() for test in tests}
@@ -130,13 +131,6 @@ def kernel_verdicts(
     if any(test.rule in OF_SOURCE for test in others) or (others and unsaid):
         verdicts.append(_report_verdict(others))
     return sorted(verdicts, key=lambda verdict: list(Outcome).index(verdict.outcome))
-
-
-def _makes_verdict_due(test: Test) -> bool:
-    """Whether a test makes a verdict on its kernel due: one of the rule `runs`, which
-    counts the calls of a kernel, or any test of the whole model (kernel `MODEL`). False
-    for every other rule: a kernel without a test of `runs` has no verdict."""
-    return test.runs or test.kernel == MODEL
 
 
 def _report_verdict(others: Sequence[Test]) -> KernelVerdict:

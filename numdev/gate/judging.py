@@ -145,6 +145,8 @@ def with_conclusions(report: R, judgement: Judgement) -> R:
     from its judgement."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
+    if text := report.provenance.source.get("not_audited"):
+        tested = (*tested, f"Not audited: {text}.")
     whole = report.model_copy(
         update={
             "outcome": judgement.outcome,
@@ -152,18 +154,11 @@ def with_conclusions(report: R, judgement: Judgement) -> R:
                 kernel_verdicts(judgement, findings, partial(study.passing, report))
             ),
             "findings": tuple(findings),
-            "tested": (*tested, *_not_audited_sentences(report)),
+            "tested": tuple(tested),
         }
     )
     summarised: R = study.summarised(whole)
     return summarised
-
-
-def _not_audited_sentences(report: Report) -> Iterator[str]:
-    """Yields a sentence on the parts of the model that were not audited, if the source
-    names any."""
-    if text := report.provenance.source.get("not_audited"):
-        yield f"Not audited: {text}."
 
 
 def check_system(system: dict[str, object], rules: Rules) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from numdev.formats import all_finite
@@ -33,11 +32,3 @@ def count_nonfinite(x: Tensor) -> int:
     """Returns how many elements of a floating-point tensor are NaN or infinite; 0 for an
     empty tensor."""
     return 0 if all_finite([x]) else int((~finite(widened(x))).sum())
-
-
-def largest_magnitudes(tensors: Iterable[Tensor]) -> list[float]:
-    """Returns the largest magnitude of each floating-point tensor, in order, with one
-    wait for the device: NaN where the tensor has a NaN. The tensors must not be empty:
-    torch then raises RuntimeError."""
-    largest = [widened(x).abs().amax().double() for x in tensors]
-    return torch.stack(largest).tolist() if largest else []

@@ -49,20 +49,16 @@ RMS = {
 def of_sums(sums: Sums) -> dict[str, Numbers]:
     """Returns every metric, by name, that can be computed from these sums. A metric whose
     denominator is 0 is NaN or infinite; one whose sums are missing is left out."""
-
-    def rms(squares: str, count: str) -> Numbers:
-        root: Numbers = np.sqrt(sums[squares] / sums[count])
-        return root
-
     metrics = {"mean_abs": sums["absolute"] / sums["count"]}
-    for name, parts in RMS.items():
-        if sums.keys() >= {*parts}:
-            metrics[name] = rms(*parts)
+    for name, (squares, count) in RMS.items():
+        if sums.keys() >= {squares, count}:
+            metrics[name] = np.sqrt(sums[squares] / sums[count])
     if "floor" in sums:
         floor = np.maximum(sums["floor"], sums["least"]) / sums["floor_count"]
         metrics["floor_ratio"] = metrics["rms"] / np.sqrt(floor)
     if "plain" in sums:
-        metrics["baseline_ratio"] = metrics["rms"] / rms("plain", "plain_count")
+        plain = np.sqrt(sums["plain"] / sums["plain_count"])
+        metrics["baseline_ratio"] = metrics["rms"] / plain
     if "against" in sums:
         predicted = np.maximum(sums["predicted"], sums["least_row"])
         metrics["expected_ratio"] = np.sqrt(sums["against"] / predicted)

@@ -204,9 +204,10 @@ def _prediction_sums(
     size: Tensor, predicted: Tensor, rows: yardstick.RowScales
 ) -> yardstick.Sums:
     """Returns by name the squares of rows' errors `size` and of the errors `predicted`
-    for them, relative to the row's terms and in the unit of the tensor; rows without a
-    relative error have 0 in the former. The squares of the former's squares tell how many
-    rows there are in effect. [B, H, rows] each."""
+    for them, relative to the row's terms and (`own_`) in the unit of the tensor; rows
+    without a relative error have 0 in the former. From the squares of squares follows how
+    many rows there are in effect. In the unit of the tensor also the least that may be
+    predicted, and the larger of this and what is. [B, H, rows] each."""
     against, square, least = rows.relative(
         torch.stack([size, predicted, rows.least])
     ).square()
@@ -217,19 +218,10 @@ def _prediction_sums(
         "least_row": least,
         "expected_count": rows.judged.double(),
     }
-    return relative | _sums_in_tensor_unit(size, predicted, rows)
-
-
-def _sums_in_tensor_unit(
-    size: Tensor, predicted: Tensor, rows: yardstick.RowScales
-) -> yardstick.Sums:
-    """Returns by name the squares of rows' errors, of what is predicted for them, of the
-    least that may be predicted, and the larger of these two with its square, from which
-    follows how many rows there are in effect. In the unit of the tensor, where rows of
-    large errors count for more; [B, H, rows] each."""
+    # In the unit of the tensor, where rows of large errors count for more
     squared, least = predicted.square(), rows.least.clamp_min(rows.least_allowed).square()
     weight = torch.maximum(squared, least)
-    return {
+    return relative | {
         "own_against": size.square(),
         "own_predicted": squared,
         "own_least": least,

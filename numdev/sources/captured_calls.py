@@ -30,7 +30,7 @@ from torch import Tensor
 import numdev
 from numdev import temporary_files
 from numdev.argument_checks import checked
-from numdev.cases import AttentionCase, CaseRef, Phase, Window
+from numdev.cases import AttentionCase, CaseRef, Phase, Window, mask_kind
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.files import FETCH
@@ -471,12 +471,6 @@ def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
             partial.chmod(0o755)
             shutil.rmtree(directory, ignore_errors=True)
             partial.replace(directory)
-
-
-def mask_kind(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
-    """Returns what a mask is to a kernel, as files and reports name it: `none`, `bool` or
-    `additive`."""
-    return "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
 
 
 def storage_order(tensor: Tensor) -> list[int]:

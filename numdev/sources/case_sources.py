@@ -101,11 +101,11 @@ def open_source(
     cases carry grad_out where the request is for gradients; with `projections`, those of
     a running model know the linear layer of their queries. Raises UsageError for an
     option without meaning for this source, and whatever opening it raises."""
-    path = _checkpoint_path(request)
     if request.cases:
         refuse_options(request, "a configuration", ("layers", *FOR_MODELS))
         how = {"gradients": bool(request.backward)}
         return ConfigSource(request.target, request.cases, (request.seed,), system, **how)
+    path = _checkpoint_path(request)
     if is_pipeline(path):
         refuse_options(request, "a diffusers pipeline", NOT_FOR_PIPELINES)
         return PipelineSource(request, system)

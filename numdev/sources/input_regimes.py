@@ -135,7 +135,7 @@ def draw_each(shapes: Shapes, draw: Callable[[str, tuple[int, ...]], Tensor]) ->
 
 def standard_normal(shapes: Shapes, draws: Draws) -> Inputs:
     """Returns q, k and v of independent N(0, 1)."""
-    return draw_each(shapes, draws.normal)  # N(0, 1)
+    return Inputs(*(draws.normal(name, getattr(shapes, name)) for name in "qkv"))
 
 
 def normal(

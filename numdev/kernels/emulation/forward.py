@@ -163,7 +163,7 @@ def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
     """Returns the State of the keys of one split, computed tile by tile; O is
     normalised."""
     recipe = r.recipe
-    w = _guard(r)
+    w = _guard(r) if recipe.softmax == "guarded" else None
     m, l, O, _ = start(r, q, v, split)
     l = l if w is None else l * w
     product = torch.zeros_like(O) if recipe.algorithm == "fa1" else O
@@ -309,11 +309,9 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
     return (2 * number + 129).to(dtype) / 256
 
 
-def _guard(r: Rounder) -> Tensor | None:
-    """Returns the guarded softmax's weights [q_len]; None under another softmax. Raises
-    Refused where a format of P would round them."""
-    if r.recipe.softmax != "guarded":
-        return None
+def _guard(r: Rounder) -> Tensor:
+    """Returns the guarded softmax's weights [q_len]. Raises Refused where a format of P
+    would round them."""
     for site in ("exp", "p"):
         fmt = r.recipe.format_at(site, r.case.format)
         if fmt is not None and fmt.precision < GUARD_BITS:

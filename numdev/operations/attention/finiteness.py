@@ -17,11 +17,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import Format, all_finite, round_to
-from numdev.metrics.finiteness import (
-    Outside,
-    count_nonfinite,
-    largest_magnitudes,
-)
+from numdev.metrics.finiteness import Outside, count_nonfinite
 from numdev.metrics.yardstick import finite, widened
 from numdev.tensor_specs import tensor_spec
 
@@ -79,13 +75,13 @@ def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[s
     formats that hold all are left out. A mask does not overflow: it saturates
     (`AttentionCase.rounded_to`)."""
     narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
-    inputs = (
-        [x for name, x in _float_inputs(case).items() if name != "mask"]
-        if narrower
-        else []
-    )
+    if not narrower:
+        return {}
+    inputs = [x for name, x in _float_inputs(case).items() if name != "mask"]
+    # Of all at once: one wait for the device
+    magnitudes = torch.stack([widened(x).abs().amax().double() for x in inputs])
     counts: dict[str, int] = {}
-    for x, largest in zip(inputs, largest_magnitudes(inputs), strict=True):
+    for x, largest in zip(inputs, magnitudes.tolist(), strict=True):
         for fmt in narrower:
             if not largest <= fmt.largest:  # NaN too: it hides how large the others are
                 wide = widened(x)

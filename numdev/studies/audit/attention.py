@@ -40,8 +40,11 @@ class Attention:
         instead be appended to `later` (None: nothing waits), to be looked at when all
         calls are measured."""
         failing = Failing(kernel, system, run, options, runs, measured)
-        waits = failing.wrong or not kernel.declares
-        if later is not None and waits and has_room(later, failing):
+        if (
+            later is not None
+            and (failing.wrong or not kernel.declares)
+            and has_room(later, failing)
+        ):
             later.append(failing)
             return measured
         is_suspicious = any(row.nonfinite or row.suspicion for row in measured.rows)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase, empty_rows
+from numdev.cases import AttentionCase, empty_rows, mask_kind
 from numdev.formats import FORMATS, Format, all_finite, format_of
 from numdev.kernels import Output, find
 from numdev.kernels.emulation import backward
@@ -45,7 +45,6 @@ from numdev.operations.attention.finiteness import (
     overflowing_inputs,
 )
 from numdev.report import CaseRecord
-from numdev.sources.captured_calls import mask_kind
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.audit.operation import Distance
 from numdev.studies.audit.timing import Stopwatch
@@ -338,16 +337,22 @@ class Bench:
         return Output(**fields, ran=ran, ran_backward=ran)
 
     def format_of(self, x: Tensor) -> Format:
-        """Returns the format that a kernel's tensor counts as, by its dtype and values
-        (`returned`)."""
-        return returned(x, self.case)
+        """Returns the format that a kernel's tensor counts as: its dtype's, unless it
+        came in the dtype that stores the case's working format, or in a wider one and
+        holds numbers of the working format alone. (What a kernel computes in a wider one
+        it must then return in a wider dtype.)"""
+        case, narrow, wide = self.case, self.dtype, format_of(x.dtype)
+        if x.dtype != narrow and case.working is None and wide.contains(case.format):
+            same = x.to(narrow).to(x.dtype) == x
+            return case.format if bool((same | x.isnan()).all()) else wide
+        return case.format if x.dtype == narrow else wide
 
     def formats_of(self, output: Output) -> dict[str, Format]:
         """Returns the format of every tensor that came back and has a yardstick, by
         name."""
         tensors = output.tensors
         return {
-            name: returned(tensors[name], self.case)
+            name: self.format_of(tensors[name])
             for name in self.yardsticks
             if name in tensors
         }
@@ -600,18 +605,6 @@ def part(case: AttentionCase, **ranges: range) -> AttentionCase:
         moved if case.restricts_positions else 0
     )
     return dataclasses.replace(case, **parts)
-
-
-def returned(out: Tensor, case: AttentionCase) -> Format:
-    """Returns the format an output counts as: its dtype's, unless it came in the dtype
-    that stores the case's working format, or in a wider one and holds numbers of the
-    working format alone. (What a kernel computes in a wider one it must then return in a
-    wider dtype.)"""
-    narrow, wide = case.q.dtype, format_of(out.dtype)
-    if out.dtype != narrow and case.working is None and wide.contains(case.format):
-        same = out.to(narrow).to(out.dtype) == out
-        return case.format if bool((same | out.isnan()).all()) else wide
-    return case.format if out.dtype == narrow else wide
 
 
 def case_record(

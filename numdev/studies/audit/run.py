@@ -93,7 +93,7 @@ def audit(
         summary=records.AuditSummary(
             answer=(),
             kernels=(),
-            explanations=explanations(attributions),
+            explanations=explanations(attributions) if plan.explain else (),
             worst_rows=worst,
         ),
         rows=results.rows,
