@@ -28,6 +28,7 @@ from test_cli import lines_of, spawn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, round_to
+from numdev.gate.findings import WORDS
 from numdev.kernels.reference import attend
 from numdev.report import Provenance, read
 from numdev.report.document import Figures, tables_of
@@ -247,8 +248,7 @@ def test_a_lane_that_is_lost_goes_on_beside_the_others(tmp_path: Path) -> None:
     last = weights_of(report, "lost")[-1]
     assert (last.w1, last.nulls["w1"]) == (None, "not finite")
     assert report.summary.answer[0] == (
-        "NOT FINITE: lost: its loss is not finite in 1 of 1 seeds, first at step 2 "
-        "of seed 0."
+        "lost diverged: loss not finite, at step 2; golden stays finite."
     )
     assert of(report, "golden") == of(run(tmp_path, to="b"), "golden")
 
@@ -779,7 +779,9 @@ def test_what_is_lost_comes_first() -> None:
     lost = [[2.0, None, None], [2.0, 2.0, None], [3.862] * 3]
     losses = {"golden": fine, "one": [[2.0, None, None], *fine[:2]], "flash": lost}
     said = told({"flash": {1: [1.0, 1.0, 1.0]}, "one": {1: [1.0, 1.0, 1.0]}}, losses)
-    assert said[:2] == (
+    assert said[:3] == (
+        "flash and one diverged: loss not finite, flash at step 2 in 2 of 3 seeds; golden, "
+        "two and sixteen stay finite.",
         (
             "NOT FINITE: flash: its loss is not finite in 2 of 3 seeds, first at step 2 "
             "of seed 0."
@@ -796,6 +798,28 @@ def test_what_is_lost_comes_first() -> None:
     axis = figures.step_axis([1, 3])
     [table] = tables_of(Figures((drawn,), axis))
     assert [cell.text for cell in table.rows[0].cells] == ["flash", "–", "3.862 (1 of 3)"]
+
+
+def test_a_run_begins_with_its_conclusion() -> None:
+    """Whether a run diverged, else how the kernel under test is beside re-rounding; a
+    line, whose colour says whether it is bad."""
+    fine = {"golden": [[2.0, 2.0]], "flash": [[2.0, 2.0]]}
+    one, flash = {1: [1.0], 2: [2.0], 9: [50.0]}, {1: [1.1], 2: [2.2], 9: [50.0]}
+    sixteen = {1: [3.0], 2: [6.0], 9: [50.0]}
+    nulls = {"one": one, "two": one, "sixteen": sixteen}
+    cases = {
+        "No run diverged in 9 steps; flash is 1.10× as far from the golden run as "
+        "re-rounding.": told({"flash": flash, **nulls}, fine),
+        "No run diverged in 9 steps; flash has the golden run's weights, bit for bit.": told(
+            {"flash": {1: [0.0]}}, fine
+        ),
+        "No run diverged in 9 steps; whether flash does more than chance is open: no run "
+        "is re-rounded.": told({"flash": flash}, fine),
+        "golden and flash diverged: loss not finite, golden at step 1; one, two and "
+        "sixteen stay finite.": told({}, {name: [[None, None]] for name in fine}),
+    }
+    for sentence, answer in cases.items():
+        assert (answer[0], len(sentence.split()) <= WORDS) == (sentence, True)
 
 
 def test_weights_that_are_no_longer_finite_are_not_said_to_be_the_same() -> None:

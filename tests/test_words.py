@@ -20,13 +20,7 @@ from numdev.report.views import document_of
 
 REPORTS = sorted((ROOT / "tests" / "data" / "reports").glob("*.json"))
 WIDTH = 120  # of the terminal in which a verdict is one line
-# Kinds whose verdicts are not lines of kernels: the first sentence of the answer is one
-BY_ANSWER = ("compare", "diagnose")
-TRAINING = (
-    "train",
-    "bounds",
-    "weights",
-)  # the two papers' studies, which have no verdict
+NO_VERDICT = ("bounds", "weights")  # of the two papers' studies
 
 BANNED = (
     "as its rounding model predicts",
@@ -51,7 +45,7 @@ BANNED = (
 def verdict_items(report: Report) -> Iterator[Item]:
     """Yields the items of a report that are verdicts; none of a study that judges
     nothing."""
-    if report.kind in TRAINING:
+    if report.kind in NO_VERDICT:
         return
     for node in document_of(report).blocks:
         if isinstance(node, Bullets) and node.kind == "verdicts":
@@ -67,7 +61,7 @@ def test_a_verdict_has_at_most_20_words(path: Path) -> None:
     """With outcome, kernel and format; a finding's sentence too."""
     report = read(path)
     items = list(verdict_items(report))
-    assert bool(items) == (report.kind not in TRAINING)
+    assert bool(items) == (report.kind not in NO_VERDICT)
     assert not [words_of(item) for item in items if len(words_of(item)) > WORDS]
     findings = getattr(report, "findings", ())
     assert not [f.sentence for f in findings if len(f.sentence.split()) > WORDS]

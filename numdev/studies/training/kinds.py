@@ -10,6 +10,6 @@ from numdev.studies.training.report import TrainReport
 from numdev.studies.training.weights import view as weights_view
 from numdev.studies.training.weights.report import WeightsReport
 
-TRAIN = Kind(report=TrainReport, blocks=train_view.blocks)
+TRAIN = Kind(report=TrainReport, blocks=train_view.blocks, styles=train_view.styles)
 BOUNDS = Kind(report=BoundsReport, blocks=bounds_view.blocks, styles=bounds_view.styles)
 WEIGHTS = Kind(report=WeightsReport, blocks=weights_view.blocks)

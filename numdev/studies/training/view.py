@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TEXT
 from numdev.report.number_text import NONE, labelled
+from numdev.studies.training.answer_sentences import NO_RUN
 from numdev.studies.training.report import TrainReport, VariantRecord
 
 ABOUT = (
@@ -15,6 +16,17 @@ ABOUT = (
     "They grow whatever the difference was, and then saturate: they mean something only "
     "beside those of the nulls."
 )
+
+
+def styles(report: TrainReport) -> tuple[doc.Style, ...]:
+    """Returns the style of the conclusion; none where the answer does not begin with
+    one."""
+    first = next(iter(report.summary.answer), "")
+    if " diverged: " in first:
+        return ("bad",)
+    if not first.startswith(NO_RUN.partition("{")[0]):
+        return ()
+    return ("warn" if ", but " in first else "good",)
 
 
 def blocks(report: TrainReport) -> Iterator[doc.Node]:
