@@ -874,13 +874,15 @@ def near(a: float, b: float, by: float = 0.03) -> bool:
 
 
 PLACE = r"It errs in ([^:(]+?)(?: of the worst head)?(?: \((\d+) of (\d+) heads\))?\."
+# Of a line, then of the details: in how many heads, and which is worst
 WHERE = re.compile(
-    r"In (\d+) of (\d+) heads(?:, beside (\d+) of other findings)?, "
-    r"worst at (\S+) head (\d+)\."
+    r"(?:(?: in (\d+) of (\d+) heads: .*)?\bWorst at"
+    r"|In (\d+) of (\d+) heads(?:, beside (\d+) of other findings)?, worst at)"
+    r" (\S+) head (\d+)\."
 )
 # Where a sentence of the details begins
 BEGINS = (
-    r"(?<=\.) (?=It errs |In \d+ of |Expected: |Correcting |Or: |Cause: |Cause unknown"
+    r"(?<=\.) (?=It errs |In \d+ of |Worst at |Expected: |Correcting |Or: |Cause: |Cause unknown"
     r"|The same heads |For that cause |Its gradients |Of the error that |They should "
     r"|Bias of |Reason: )"
 )
@@ -890,7 +892,7 @@ UNKNOWN = {
 }
 FORMATS = r"(?:bfloat16|float16|float32)"
 ERROR = re.compile(
-    r"((?:[\d.e]+× \w+(?:, )?)+)(?:; worst head ([\d.e]+)× \((\S+) head (\d+)\))?"
+    r"((?:[\d.e]+× \w+(?:, )?)+)(?:; worst ([\d.e]+)× floor, (\S+) head (\d+))?"
     rf"(?: \(({FORMATS})\))?(?:; |$)"
 )
 LSE_LIMIT = 1e-4
@@ -1076,11 +1078,12 @@ class Checked:
             if said in lines:
                 more = below.removeprefix(details[lines.index(said)]).strip()
                 if more.startswith("Error of its output: "):
-                    yield more, self.of_errors(more.split(": ", 1)[1][:-1], formats)
+                    sizes = more.split(": ", 1)[1][:-1].replace("median ", "")
+                    yield more, self.of_errors(sizes, formats)
                 elif below not in details:
                     yield below, [Claim("unknown", below, "", None)]
-            elif said.startswith("error "):
-                yield said, self.of_errors(said.removeprefix("error "), formats)
+            elif said.startswith(("error ", "median error ")):
+                yield said, self.of_errors(said.split("error ", 1)[1], formats)
                 if below and shown[at + 1].startswith(" "):
                     yield below, [Claim("unknown", below, "", None)]
             else:
@@ -1093,11 +1096,12 @@ class Checked:
         if full["rule"] in ("runs", "refuses"):
             yield from self.of_calls(text, finding, full)
             return
-        where = WHERE.search(finding["details"])
+        where = WHERE.search(f"{finding['sentence']} {finding['details']}")
         if where is None:
             raise LookupError(text)
-        said = (int(where[1]), int(where[2]), int(where[3] or 0))
-        place = (where[4], int(where[5]))
+        count, judged = where[1] or where[3], where[2] or where[4]
+        said = (int(count), int(judged), int(where[5] or 0))
+        place = (where[6], int(where[7]))
         if text == finding["sentence"]:
             yield from self.of_line(text, full, said, place)
         elif WHERE.match(text):
@@ -1139,7 +1143,7 @@ class Checked:
         )
         metric = full["metric"]
         if metric == "suspicion":
-            named = re.search(r"\) is wrong: (.*)\.$", text)
+            named = re.search(r"\) is wrong(?: in \d+ of \d+ heads)?: (.*)\.$", text)
             cause = named[1] if named else ""
             for fmt in formats:
                 heads = self.explained(cause, self.tensors(full), [fmt])
@@ -1398,13 +1402,14 @@ class Checked:
     ) -> Iterator[Claim]:
         """Yields the claims of a line on an error beside what is expected."""
         metric, (fmt,) = full["metric"], full["formats"]
+        error = r"error of ([\w -]+?) (?:up to )?([\d.e]+)× expected"
         said = re.search(
             {
-                "expected_ratio": r"inaccurate: error of ([\w -]+?) ([\d.e]+)× expected",
-                "rms_ratio": r"inaccurate: rms error of ([\w -]+?) ([\d.e]+)× expected",
+                "expected_ratio": rf": {error}",
+                "rms_ratio": rf" rms {error}",
                 "worst_row": r"has a row of ([\w -]+?) with ([\d.e]+)× the expected error",
             }[metric]
-            + r"( in the median head)? \(limit ([\d.e]+)×\)\.$",
+            + r"( in the median (?:head|of \d+ heads))? \(limit ([\d.e]+)×\)\.$",
             text,
         )
         if said is None:
@@ -1683,7 +1688,7 @@ class Checked:
     ) -> Iterator[Claim]:
         """Yields the claims of a line on two runs that differ."""
         said = re.search(
-            r"not reproducible: ([\w -]+?) changes between runs by ([\d.e]+)× one "
+            r"not reproducible(?: in \d+ of \d+ heads)?: ([\w -]+?) changes between runs by ([\d.e]+)× one "
             r"rounding's error \((?:limit ([\d.]+)×|expected: identical bits)\)\.$",
             text,
         )

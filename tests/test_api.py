@@ -780,7 +780,9 @@ def test_watching_finds_a_fault(
     with numdev.watch(model, every=1) as watch, Wrong():
         model(x)
     told = capsys.readouterr().out
-    assert told.startswith("numdev.watch, step 0: sdpa-flash (float32) is wrong: ")
+    assert told.startswith(
+        "numdev.watch, step 0: sdpa-flash (float32) is wrong in 2 of 2 heads: "
+    )
     assert "1.020 times" in told
     model(x)
     assert watch.step == 0

@@ -159,9 +159,9 @@ def test_a_mistake_says_what_correcting_it_removes() -> None:
         mistaken(h, cause, suspicion_share=x) for h, x in enumerate((0.05, 0.14, 0.9))
     ]
     (finding,) = found(*wrong)
-    assert finding.sentence == "mine (bfloat16) is wrong: the scale is 1."
+    assert finding.sentence == "mine (bfloat16) is wrong in 3 of 3 heads: the scale is 1."
     assert finding.details == (
-        "In 3 of 3 heads, worst at layer 0 head 0. Correcting it removes 14 % of the rms "
+        "Worst at layer 0 head 0. Correcting it removes 14 % of the rms "
         "error of the median head."
     )
     finer: dict[str, Any] = {"suspicion_format": "float32", "suspicion_cut": 5000.0}
@@ -307,5 +307,27 @@ def test_the_number_and_the_limit_of_a_finding_are_not_exchanged() -> None:
         1,
         4,
     )
-    assert "error of the output 2.5× expected (limit 1.1×)." in finding.sentence
-    assert "In 1 of 4 heads, worst at layer 0 head 3." in finding.details
+    assert finding.sentence == (
+        "mine (bfloat16) is inaccurate in 1 of 4 heads: error of the output 2.5× expected "
+        "(limit 1.1×)."
+    )
+    assert finding.details.startswith("Worst at layer 0 head 3.")
+
+
+def test_a_finding_says_of_which_head_its_number_is() -> None:
+    """The largest of several, or the median one; in how many heads where 20 words allow
+    it, else in the details."""
+    rows = [row(h, expected_ratio=2.0 + h) for h in range(3)]
+    (of_all,) = found(*rows)
+    assert (
+        "in 3 of 3 heads: error of the output up to 4.00× expected (" in of_all.sentence
+    )
+    (lengthy,) = found(
+        *(mistaken(h, ("the scale is 1" + " or 2" * 8,)) for h in range(3))
+    )
+    assert lengthy.sentence.startswith("mine (bfloat16) is wrong: the scale is 1 or 2")
+    assert lengthy.details.startswith("In 3 of 3 heads, worst at layer 0 head 0.")
+    medians = [row(h, expected_ratio=1.08) for h in range(16)]
+    (typical,) = found(*medians)
+    assert "expected in the median of 16 heads (limit" in typical.sentence
+    assert typical.details.startswith("In 16 of 16 heads, worst at ")

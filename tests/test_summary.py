@@ -151,8 +151,13 @@ def test_a_verdict_has_the_numbers_that_matter() -> None:
         row(1, floor_ratio=1.7, expected_ratio=1.02),
     ]
     assert said(precision(), *rows).startswith(
-        "PASS  sdpa-flash  bfloat16 error 1.01× expected, 1.60× floor, 0.50× eager; "
-        "worst head 1.70× (layer 0 head 1)"
+        "PASS  sdpa-flash  bfloat16 median error 1.01× expected, 1.60× floor, 0.50× eager; "
+        "worst 1.70× floor, layer 0 head 1"
+    )
+    # Of one head alone there is no median, and no worst
+    text = said(precision(), baseline(), row(0, expected_ratio=1.0))
+    assert text.startswith(
+        "PASS  sdpa-flash  bfloat16 error 1.00× expected, 1.50× floor, 0.50× eager "
     )
     text = said(row(), outcome="unmeasured", reason="no GPU")
     assert text.startswith("NOT JUDGED  sdpa-flash  bfloat16 no GPU ")
@@ -365,14 +370,15 @@ def test_lines_of_verdicts_begin_with_what_is_wrong() -> None:
                       reason="why"),
         KernelVerdict(kernel="a", format="bfloat16", outcome="exceeded", finding=0, rule="error"),
     ]  # fmt: skip
-    summary = summarise([row(kernel="a", floor_ratio=1.5, baseline_ratio=0.4)])
+    heads = [row(h, kernel="a", floor_ratio=1.5 + h, baseline_ratio=0.4) for h in (0, 1)]
+    summary = summarise(heads)
     found = SimpleNamespace(summary=summary, verdicts=made, findings=(finding,), rows=())
     assert [
         " ".join(f"{item.lead}{item.text} {item.detail}".split())
         for item in verdicts(found)
     ] == [
-        "FAIL a bfloat16 errs. Error of its output: 1.50× floor, 0.40× eager; "
-        "worst head 1.50× (layer 0 head 0).",
+        "FAIL a bfloat16 errs. Error of its output: median 2.00× floor, 0.40× eager; "
+        "worst 2.50× floor, layer 0 head 1.",
         "NOT JUDGED b bfloat16 why",
         "PASS c bfloat16 closest to its limit: rule `error`, 1.05 (limit 1.1)",
     ]
@@ -405,13 +411,11 @@ def test_a_finding_in_two_formats_is_one_line() -> None:
     found = SimpleNamespace(
         summary=summary, verdicts=made, findings=(both, alone), rows=()
     )
-    where = "worst head {}× (layer 0 head 0)"
     assert [
         " ".join(f"{item.lead}{item.text} {item.detail}".split())
         for item in verdicts(found)
     ] == [
         "FAIL a bfloat16, float16 errs. Error of its output: 1.50× floor, 0.50× "
-        f"eager; {where.format('1.50')} (bfloat16); 3.00× floor, 0.50× eager; {where.format('3.00')} (float16).",
-        "FAIL a float32 errs. Error of its output: 2.00× floor, 0.50× eager; "
-        f"{where.format('2.00')}.",
+        "eager (bfloat16); 3.00× floor, 0.50× eager (float16).",
+        "FAIL a float32 errs. Error of its output: 2.00× floor, 0.50× eager.",
     ]

@@ -465,7 +465,7 @@ def test_a_finding_counts_the_heads_of_all_its_formats() -> None:
         7,
         ("bfloat16", "float16"),
     )
-    assert "In 3 of 7 heads, worst at layer 0 head 0." in finding.details
+    assert " is wrong in 3 of 7 heads: " in finding.sentence
 
 
 def test_what_a_correction_removes_is_said_by_format() -> None:

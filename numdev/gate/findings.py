@@ -42,31 +42,34 @@ from numdev.report.number_text import labelled, multiple, power, si, three
 from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
 
 # What is wrong, by metric: how a sentence goes on that begins with the kernel. With
-# kernel and format it has at most 20 words; MORE has what the details add.
+# kernel and format it has at most 20 words; MORE has what the details add. `{units}` is
+# in how many heads, where there are words left for it; `{up_to}` and `{of_units}` say of
+# which head the number is.
 WRONG = {
     "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or infinite "
     "where the exact result is finite{reverse}",
     "empty_nonfinite": "returns NaN or infinity in fully masked rows of {tensor}: "
     "{empty_nonfinite} elements in {empty_rows} rows",
-    "suspicion": "is wrong: {suspicion}",
-    "expected_ratio": "is inaccurate: error of {tensor} {number}× expected{median} "
+    "suspicion": "is wrong{units}: {suspicion}",
+    "expected_ratio": "is inaccurate{units}: error of {tensor} {up_to}{number}× "
+    "expected{of_units} (limit {bound}×)",
+    "rms_ratio": "is inaccurate{units}: rms error of {tensor} {up_to}{number}× "
+    "expected{of_units} (limit {bound}×)",
+    "baseline_ratio": "has {up_to}{number}× {plain}'s error in {tensor}{of_units} "
     "(limit {bound}×)",
-    "rms_ratio": "is inaccurate: rms error of {tensor} {number}× expected{median} "
-    "(limit {bound}×)",
-    "baseline_ratio": "has {number}× {plain}'s error in {tensor} (limit {bound}×)",
-    "narrow_sum": "sums {tensor} from tile to tile in 16 bits: share {number}{median} "
+    "narrow_sum": "sums {tensor} from tile to tile in 16 bits: share {number}{of_units} "
     "(limit {bound})",
     "worst_row": "has a{sampled} row of {tensor} with {number}× the expected error "
     "(limit {bound}×)",
-    "bias_size": "is biased: mean error of {tensor} {bias:+.3f} ulp, {direction} "
+    "bias_size": "is biased{units}: mean error of {tensor} {bias:+.3f} ulp, {direction} "
     "(limit {bound} ulp)",
-    "noise_ratio": "is not reproducible: {tensor} changes between runs by {number}× one "
-    "rounding's error ({allowed})",
+    "noise_ratio": "is not reproducible{units}: {tensor} changes between runs by "
+    "{number}× one rounding's error ({allowed})",
     "form": "does not return what the reference does: {tensor}: {form}",
     "mismatches": "returns other integers than the reference: {number} elements of "
     "{tensor} differ",
-    "reference_ratio": "is inaccurate: rms error of {tensor} {number}× what the "
-    "reference's rounding explains (limit {bound}×)",
+    "reference_ratio": "is inaccurate{units}: rms error of {tensor} {up_to}{number}× "
+    "what the reference's rounding explains (limit {bound}×)",
     "slice_ratio": "is inaccurate in {slice_at} of {tensor}: rms error {number}× what "
     "the reference's rounding explains (limit {bound}×)",
     "element_ratio": "is inaccurate at {element_at} of {tensor}: error {number}× what "
@@ -75,8 +78,8 @@ WRONG = {
     "roundoffs (limit {bound})",
     "shift": "shifts {tensor}: its mean error is {number} unit roundoffs of its size "
     "(limit {bound})",
-    "lse_error": "returns a wrong log-sum-exp: error {number} × (1 + |log-sum-exp|) "
-    "(limit {bound})",
+    "lse_error": "returns a wrong log-sum-exp{units}: error {number} × (1 + "
+    "|log-sum-exp|) (limit {bound})",
     "": "breaks the rule `{rule}` in {tensor}: expected {limit}, got {number}",
 }
 STAYS = "Such errors do not average out."
@@ -535,16 +538,59 @@ def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
     fields |= _row_fields(rows, named.words.unit)
     fields["suspicion"] = next(iter(fault.causes), "")
     metric = verdict.metric or ""
-    wrong = WRONG.get(metric, WRONG[""]).format(**fields)
-    details = [*_where_sentences(rows, judged, before, named)]
+    start = f"{label(verdict)} ({', '.join(formats)}) "
+    count = _Count(len(rows), judged, before, named.words.unit)
+    sentence, is_counted = _counted_sentence(
+        start, WRONG.get(metric, WRONG[""]), fields, count, median=verdict.median
+    )
+    details = [*_where_sentences(rows, count, named, is_counted=is_counted)]
     details += [MORE.get(metric, "").format(**fields)]
     details += _cause_sentences(fault.causes, step, rows, named.words.unit)
     return _finding_of_rows(fault, rows, judged, observed, step).model_copy(
-        update={
-            "sentence": f"{label(verdict)} ({', '.join(formats)}) {wrong}.",
-            "details": " ".join(filter(None, details)),
-        }
+        update={"sentence": sentence, "details": " ".join(filter(None, details))}
     )
+
+
+class _Count(NamedTuple):
+    """In how many of the judged units (of attention, heads) a fault is."""
+
+    offending: int
+    judged: int
+    before: int  # more of them, which earlier findings name
+    unit: str  # what one is called
+
+    @property
+    def in_words(self) -> str:
+        """Returns `in 3 of 16 heads`."""
+        return f"in {self.offending} of {self.judged} {self.unit}s"
+
+
+def _counted_sentence(
+    start: str,
+    template: str,
+    fields: Mapping[str, object],
+    count: _Count,
+    *,
+    median: bool,
+) -> tuple[str, bool]:
+    """Returns the sentence of a finding, which begins with `start`, and whether it says
+    in how many units the fault is: it does where it has at most WORDS words with that.
+    Its number is said to be of the median unit, with `median`, or the largest of several;
+    not where earlier findings have a larger one."""
+    some = not count.before and count.judged > 1
+    up_to = "up to " if some and count.offending > 1 and not median else ""
+    ways = [(f" {count.in_words}", ""), ("", "")] if some else [("", "")]
+    if median:
+        unit = f"median {count.unit}"
+        ways = [("", f" in the {unit}")]
+        if some:
+            ways.insert(0, ("", f" in the median of {count.judged} {count.unit}s"))
+    for units, of_units in ways:
+        words = template.format(**fields, units=units, of_units=of_units, up_to=up_to)
+        sentence = f"{start}{words}."
+        if len(sentence.split()) <= WORDS:
+            break
+    return sentence, bool(units) and units in sentence
 
 
 def _finding_of_rows(
@@ -574,18 +620,18 @@ def _finding_of_rows(
 
 
 def _where_sentences(
-    rows: Rows, judged: int, before: int, named: Places
+    rows: Rows, count: _Count, named: Places, *, is_counted: bool
 ) -> Iterator[str]:
-    """Yields a sentence on how many of the `judged` units offend and which is worst, and
-    one on where in their units they err. `rows`: the offending ones, the worst first;
-    `before`: how many more earlier findings name."""
-    unit = named.words.unit
-    count = f"In {len(rows)} of {judged} {unit}s"
-    if before:
-        count += f", beside {before} of other findings"
-    if place := _place_in_units(rows, unit):
+    """Yields a sentence on where in their units the offending ones err, and one on which
+    is worst and, unless the finding's line says it (`is_counted`), in how many of those
+    judged. `rows`: the offending ones, the worst first."""
+    if place := _place_in_units(rows, count.unit):
         yield f"It errs{place}."
-    yield f"{count}, worst at {named(rows[0])}."
+    words = f"I{count.in_words[1:]}"
+    if count.before:
+        words += f", beside {count.before} of other findings"
+    worst = f"orst at {named(rows[0])}."
+    yield f"W{worst}" if is_counted else f"{words}, w{worst}"
 
 
 def _cause_sentences(
@@ -707,7 +753,6 @@ def _test_fields(
         "operation": words.operation,
         "plain": words.plain,
         "reverse": REVERSE if verdict.format in OVERFLOWS else "",
-        "median": f" in the median {words.unit}" if verdict.median else "",
         "allowed": f"limit {bound}×" if verdict.bound else "expected: identical bits",
     }
 

@@ -178,7 +178,11 @@ def _finding_details(
         and not k.nonfinite
         and (k.floor_ratio or MOST) < MOST
     ]
-    sizes = [f"{_over_clause(k, words)}" + f" ({k.format})" * (len(far) > 1) for k in far]
+    sizes = [
+        f"{'median ' * (k.ok > 1)}{_over_clause(k, words)}"
+        + f" ({k.format})" * (len(far) > 1)
+        for k in far
+    ]
     whole = f"Error of its output: {'; '.join(sizes)}." if sizes else ""
     return f"{finding.details} {whole}".strip()
 
@@ -210,13 +214,13 @@ def _error_line(k: KernelSummary, words: Words) -> str:
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too"
     if k.floor_ratio is None or k.floor_ratio > MOST:
         return f"max error {si(k.max_abs)}; the exact result needs no rounding"
-    return f"error {_over_clause(k, words)}"
+    return f"{'median ' * (k.ok > 1)}error {_over_clause(k, words)}"
 
 
 def _over_clause(k: KernelSummary, words: Words) -> str:
-    """Returns `1.00× expected, 1.23× floor, 0.34× eager; worst head 1.48× (decode head
-    2)`: medians, and the worst over the floor; without what is not in the summary, or too
-    large to mean anything."""
+    """Returns `1.00× expected, 1.23× floor, 0.34× eager; worst 1.48× floor, decode head
+    2`: medians over heads, without what is not in the summary, or too large to mean
+    anything; of one head alone its numbers, and no worst."""
     expected = k.expected_ratio if k.format in BIAS_FORMATS else None
     sizes = {
         "expected": expected,
@@ -224,10 +228,9 @@ def _over_clause(k: KernelSummary, words: Words) -> str:
         words.baseline: k.baseline_ratio,
     }
     text = ", ".join(f"{ratio(x)}× {name}" for name, x in sizes.items() if x is not None)
-    if (k.floor_ratio_worst or math.inf) > MOST:
+    if k.ok == 1 or (k.floor_ratio_worst or math.inf) > MOST:
         return text
-    where = f"({k.floor_ratio_where})"
-    return f"{text}; worst {words.unit} {ratio(k.floor_ratio_worst)}× {where}"
+    return f"{text}; worst {ratio(k.floor_ratio_worst)}× floor, {k.floor_ratio_where}"
 
 
 def _finding_items(report: Report, directory: Path | None) -> Iterator[doc.Item]:
