@@ -30,7 +30,7 @@ from numdev.kernels.reference import attend
 from numdev.metrics.statistics import interval
 from numdev.report import CellRow, SweepReport
 from numdev.report.document import Table
-from numdev.report.number_text import si, times
+from numdev.report.number_text import ratio, si
 from numdev.report.sweep_curves import cells, figures, sentences
 from numdev.studies.audit import sweep_view
 from numdev.studies.audit.sweep import plan, sweep
@@ -246,7 +246,7 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     text = (
         f"off: rms error {si(means[0])} at 0.5 to {si(means[1])} at 2.5; over baseline "
     )
-    assert said.startswith(text + times(ends[1].ratio))
+    assert said.startswith(text + ratio(ends[1].ratio))
 
 
 @pytest.mark.parametrize(("means", "ratio", "said"), [

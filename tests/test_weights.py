@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from numdev import report
 from numdev.errors import MeasurementError
-from numdev.report.number_text import times
+from numdev.report.number_text import ratio
 from numdev.sources.distributed import read_metadata
 from numdev.studies.training.weights.report import WeightsReport
 from numdev.studies.training.weights.study import KINDS, kind_by_name, weights
@@ -137,7 +137,7 @@ def test_w1_of_two_seeds_is_set_beside_a_cast(
     quotient = wasserstein_distance(a.double().numpy(), b.double().numpy()) / float(cast)
     assert least < quotient < most
     assert (
-        f"of the mean difference and {times(quotient)}× that of one cast to bfloat16. "
+        f"of the mean difference and {ratio(quotient)}× that of one cast to bfloat16. "
         in said(found)
     )
     assert "takes two seeds for one cast" not in said(found)

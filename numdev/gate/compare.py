@@ -55,7 +55,7 @@ from numdev.report import (
     SweepReport,
     read,
 )
-from numdev.report.number_text import three, times
+from numdev.report.number_text import ratio, three
 from numdev.report_kinds import judged_by, kind_of
 from numdev.tensor_specs import tensor_spec
 
@@ -746,12 +746,12 @@ def _moved_clauses(
     farthest = next(iter(numbers), None)
     if farthest is not None:
         where = _place_clause(farthest, moved, place)
-        factor = f" ({times(farthest.change)} times as much)" if farthest.change else ""
+        factor = f" ({ratio(farthest.change)} times as much)" if farthest.change else ""
         yield f"farthest beyond noise {where}, {farthest.words}{factor}"
     largest = max(moves, key=_size_of_factor, default=None)
     if largest and largest.change and largest not in numbers[:1]:
         where = _place_clause(largest, moved, place)
-        yield f"the largest factor, {times(largest.change)}×, {where}"
+        yield f"the largest factor, {ratio(largest.change)}×, {where}"
 
 
 def _size_of_factor(move: Move) -> float:

@@ -9,7 +9,7 @@ from numdev.gate.compare_report import CompareReport, Group, Move, Past, Presenc
 from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
-from numdev.report.number_text import NONE, labelled, ratio, si, times
+from numdev.report.number_text import NONE, labelled, ratio, si
 from numdev.tensor_specs import ATTENTION_WORDS, TENSORS, Words
 
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
@@ -160,7 +160,7 @@ def _move_row(m: Move, place: Places) -> tuple[str | Cell, ...]:
         f"{m.tensor} {m.format}",
         place(m.place),
         m.words,
-        NONE if m.change is None else f"{times(m.change)}×",
+        NONE if m.change is None else f"{ratio(m.change)}×",
         NONE if m.noise is None else f"{m.noise:.2f}×",
     )
 

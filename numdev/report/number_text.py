@@ -70,19 +70,15 @@ def labelled(kernel: str, options: Mapping[str, object]) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Returns a multiple with two decimals, or in three digits from 100 on; a dash for
-    None."""
+    """Returns a multiple in two significant digits below 1 (0.031, 4.0e-3), with two
+    decimals up to 100, and in three digits from there on; a dash for None."""
     if value is None:
         return NONE
+    if 0 < abs(value) < 0.1:
+        return power(f"{value:#.2g}" if abs(value) >= 0.01 else f"{value:.1e}")
     if value < 100:
         return f"{value:.2f}"
     return f"{float(f'{value:.3g}'):.0f}" if value < 1e5 else power(f"{value:.2e}")
-
-
-def times(value: float | None) -> str:
-    """Returns a multiple that may be far below 1: in two digits below 0.01, else as
-    `ratio` writes it (two decimals, or three digits from 100 on). A dash for None."""
-    return si(value) if value is not None and 0 < value < 0.01 else ratio(value)
 
 
 def short(value: float | None) -> str:

@@ -25,7 +25,7 @@ from numdev.errors import UsageError, closest
 from numdev.formats import format_named
 from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
-from numdev.report.number_text import MOST, si, times
+from numdev.report.number_text import MOST, ratio, si
 from numdev.tensor_specs import tensor_spec
 
 _ERRORS = {
@@ -421,9 +421,9 @@ def _ratio_clause(cell: CellRow, baseline: str) -> str:
     it is too large or small to mean anything."""
     if cell.ratio is None or not 1 / MOST < cell.ratio < MOST:
         return ""
-    words = f"; over {baseline} {times(cell.ratio)}×"
+    words = f"; over {baseline} {ratio(cell.ratio)}×"
     if cell.ratio_low is not None:
-        words += f" [{times(cell.ratio_low)} to {times(cell.ratio_high)}]"
+        words += f" [{ratio(cell.ratio_low)} to {ratio(cell.ratio_high)}]"
     return words
 
 

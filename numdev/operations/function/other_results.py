@@ -82,10 +82,10 @@ def _linear(
 
 
 def _in_few_digits(value: float, power: float, left: float, enough: float) -> float:
-    """Returns the shortest decimal near the best factor of something of the squared size
-    `power`, that leaves at most AS_GOOD times the squared error `left` of the best, or
-    `enough`; the factor itself where none of DIGITS does."""
-    for digits in range(DIGITS):
+    """Returns the shortest decimal of two digits or more near the best factor of
+    something of the squared size `power`, that leaves at most AS_GOOD times the squared
+    error `left` of the best, or `enough`; the factor itself where none of DIGITS does."""
+    for digits in range(1, DIGITS):
         short = float(f"{value:.{digits}e}")
         if left + (short - value) ** 2 * power <= max(AS_GOOD * left, enough):
             return short

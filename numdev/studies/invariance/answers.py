@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from numdev.gate.findings import label
 from numdev.grouping import grouped
-from numdev.report.number_text import ratio, si
+from numdev.report.number_text import ratio
 from numdev.studies.invariance.report import InvarianceRow, ModelRow
 
 Answer = Literal["same", "differs", "exceeds", "not tried"]
@@ -83,7 +83,7 @@ class AxisAnswer(NamedTuple):
         if self.change is None:
             return "(lse alone)"
         of = "" if "out" in self.tensors else f" in {joined_tensors(self.tensors)}"
-        return f"{floor_multiple_in_words(self.change)}×{of}"
+        return f"{ratio(self.change)}×{of}"
 
 
 def joined_tensors(tensors: Iterable[str]) -> str:
@@ -227,12 +227,6 @@ def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
         count = "" if len(cut) == len(ran) else f"{len(cut)} "
         texts.append(f"{count}with {' and '.join(dict.fromkeys(cut.values()))}")
     return ", ".join(texts)
-
-
-def floor_multiple_in_words(value: float | None) -> str:
-    """Returns a multiple of the floor's error as every table and sentence of a report
-    writes it; a dash for None."""
-    return si(value) if value is not None and value < 1 else ratio(value)
 
 
 def largest_change(rows: Iterable[InvarianceRow]) -> InvarianceRow:

@@ -16,13 +16,12 @@ from numdev.gate.rules import AtMost, Rules, Tensors, default_rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who
-from numdev.report.number_text import labelled, multiple, si, three
+from numdev.report.number_text import labelled, multiple, ratio, si, three
 from numdev.studies.invariance.answers import (
     AxisAnswer,
     answers_clause,
     answers_of_rows,
     details_clause,
-    floor_multiple_in_words,
     largest_change,
     model_answers,
 )
@@ -447,7 +446,7 @@ def _axis_and_change(row: InvarianceRow) -> str:
         return f"{row.axis} (NaN)"
     if row.tensor == "lse":
         return f"{row.axis} (the log-sum-exp)"
-    return f"{row.axis} ({floor_multiple_in_words(row.floor_ratio)}×)"
+    return f"{row.axis} ({ratio(row.floor_ratio)}×)"
 
 
 def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:

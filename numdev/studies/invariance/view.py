@@ -10,13 +10,12 @@ from numdev.config import AXES
 from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.report import document as doc
-from numdev.report.number_text import NONE, si, three
+from numdev.report.number_text import NONE, ratio, si, three
 from numdev.studies.invariance.answers import (
     GROUPS,
     Answer,
     AxisAnswer,
     AxisGroup,
-    floor_multiple_in_words,
     largest_change,
     untried_part_clause,
 )
@@ -195,7 +194,7 @@ def _axis_cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
     if not moved:
         return doc.Cell(SAME, style="good", after=less)
     worst = largest_change(moved)
-    text = "NaN" if worst.nonfinite else floor_multiple_in_words(worst.floor_ratio)
+    text = "NaN" if worst.nonfinite else ratio(worst.floor_ratio)
     count = f"{len(moved)}/{len(ok)}" + f" ({less})" * bool(less)
     return doc.Cell(text, style="bad" if bad else "", after=count)
 
@@ -226,7 +225,7 @@ def _difference_rows(
             other_form_in_words(r),
             r.tensor,
             _percent(r.differ / r.elements),
-            "NaN" if r.nonfinite else floor_multiple_in_words(r.floor_ratio),
+            "NaN" if r.nonfinite else ratio(r.floor_ratio),
             three(r.ulps),
             begins,
             why,

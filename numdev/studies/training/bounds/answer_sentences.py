@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from numdev.report.number_text import percent, si, times
+from numdev.report.number_text import percent, ratio, si
 from numdev.studies.training.bounds.report import (
     FEWEST_SEEDS,
     PAIRED,
@@ -96,12 +96,12 @@ def _not_rounding_clauses(output: AtOutput, golden: AtOutput | None) -> Iterator
         )
     least = (golden and golden.floors) or 1.0
     if output.floors is not None and output.floors >= LARGE * least:
-        yield f"errs {times(output.floors)} floors (the golden run's: {times(least)})"
+        yield f"errs {ratio(output.floors)} floors (the golden run's: {ratio(least)})"
     sharp = (golden and golden.sharp) or 1.0
     if output.sharp is not None and output.sharp >= SHARPER * sharp:
         yield (
-            f"errs {times(output.sharp)} floors where q is scaled until scores reach 8 "
-            f"(the golden run's: {times(sharp)}), as with a wrong scale"
+            f"errs {ratio(output.sharp)} floors where q is scaled until scores reach 8 "
+            f"(the golden run's: {ratio(sharp)}), as with a wrong scale"
         )
 
 
@@ -178,19 +178,19 @@ def paper_sentences(
                 and c.ratio is not None
             ):
                 name = control.format(format=attention[c.variant])
-                controls.append(f"{name} {times(c.ratio)}")
+                controls.append(f"{name} {ratio(c.ratio)}")
         if controls:
             mean = early[answer.variant, answer.against, PAIRED]
             yield (
                 f"Controls, of the distance of {answer.against} in the mean: "
-                f"{', '.join(controls)}; {answer.variant} {times(mean.ratio)}."
+                f"{', '.join(controls)}; {answer.variant} {ratio(mean.ratio)}."
             )
 
 
 def ratio_in_words(c: Comparison) -> str:
     """Returns a ratio with its interval, if it has one: 0.75 [0.73, 0.78]."""
-    interval = "" if c.low is None else f" [{times(c.low)}, {times(c.high)}]"
-    return f"{times(c.ratio)}{interval}"
+    interval = "" if c.low is None else f" [{ratio(c.low)}, {ratio(c.high)}]"
+    return f"{ratio(c.ratio)}{interval}"
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
@@ -216,8 +216,8 @@ def dose_sentences(
         output = by_variant.get(dose.variant)
         if output is not None and output.from_golden is not None:
             cause = (
-                f" At its output it lies {times(output.from_golden)} floors from the "
-                f"golden run's, and errs {times(output.floors)}."
+                f" At its output it lies {ratio(output.from_golden)} floors from the "
+                f"golden run's, and errs {ratio(output.floors)}."
             )
         if dose.why is not None:
             yield f"Dose undecided: of {dose.variant}, since {dose.why}.{cause}"
@@ -266,9 +266,9 @@ def chance_sentences(compared: Sequence[Comparison], off: float) -> Iterator[str
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"
         over += f", and a verdict needs {FEWEST_SEEDS}" * (len(c.by_seed) < FEWEST_SEEDS)
         if c.low is not None:
-            over = f"95 % interval over {over} {times(c.low)} to {times(c.high)}"
+            over = f"95 % interval over {over} {ratio(c.low)} to {ratio(c.high)}"
         distance = (
-            f"{c.variant} moves the weights {times(c.ratio)} times as far as {what}"
+            f"{c.variant} moves the weights {ratio(c.ratio)} times as far as {what}"
         )
         distance += f", {steps_in_words(c.steps)}" if c.steps else ""
         distance += f" ({c.against}; {over})"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TERMINAL, Cell, Column
-from numdev.report.number_text import NONE, percent, times
+from numdev.report.number_text import NONE, percent, ratio
 from numdev.studies.training.bounds.answer_sentences import (
     chance_comparisons,
     dose_in_words,
@@ -235,8 +235,8 @@ def _output_cells(output: AtOutput | None) -> tuple[str, str, str, str]:
     if output is None:
         return (NONE, NONE, NONE, NONE)
     return (
-        times(output.from_golden),
-        times(output.floors),
+        ratio(output.from_golden),
+        ratio(output.floors),
         _signed_cell(output.bias),
         percent(output.slope),
     )
@@ -265,8 +265,8 @@ def _ladder_table(rungs: Sequence[Rung], windows: Mapping[Window, str]) -> doc.T
         """Returns a ratio with its interval; a dash without one."""
         if rung is None or rung.ratio is None:
             return Cell(NONE)
-        ends = "" if rung.low is None else f" [{times(rung.low)}, {times(rung.high)}]"
-        return Cell(times(rung.ratio) + ends)
+        ends = "" if rung.low is None else f" [{ratio(rung.low)}, {ratio(rung.high)}]"
+        return Cell(ratio(rung.ratio) + ends)
 
     rows = (
         (Cell(strength_in_words(x)), *(cell(cells.get((x, w))) for w in windows))

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import pandas as pd
 
 from numdev.grouping import grouped
-from numdev.report.number_text import si, times
+from numdev.report.number_text import ratio, si
 from numdev.sources.files import some
 from numdev.studies.training.bounds.report import FEWEST_SEEDS, Saturation
 from numdev.studies.training.bounds.rounding_doses import merging_marks
@@ -298,7 +298,7 @@ def _standing_out_sentence(
         where=place_in_words(worst.layer, worst.kind),
         step=worst.step,
         metric=IN[worst.metric],
-        margin=times(worst.margin),
+        margin=ratio(worst.margin),
         n=n,
         all=len(places),
         steps=steps,
@@ -334,7 +334,7 @@ def _ranges_in_words(values: Mapping[Metric, Sequence[float]]) -> str:
     the mean`."""
     parts = []
     for metric, ratios in values.items():
-        ends = dict.fromkeys((times(min(ratios)), times(max(ratios))))
+        ends = dict.fromkeys((ratio(min(ratios)), ratio(max(ratios))))
         parts.append(f"{' to '.join(ends)} {IN[metric]}")
     return ", ".join(parts)
 

@@ -19,7 +19,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS
 from numdev.grouping import grouped
 from numdev.report.io import claim_directory
-from numdev.report.number_text import si, times
+from numdev.report.number_text import ratio, si
 from numdev.sources.containers import StoredTensor
 from numdev.sources.files import identity, some
 from numdev.studies.audit.run import Progress, provenance
@@ -338,7 +338,7 @@ def _answer_sentences(
             yield sentence.format(p=g, tensors=compared, elements=elements, zeros=zeros)
             continue
         beside = NO_CAST if g.times_median is None else BESIDE
-        ratios = {"median": times(g.times_median), "largest": times(g.times_largest)}
+        ratios = {"median": ratio(g.times_median), "largest": ratio(g.times_largest)}
         beside = beside.format(p=g, **ratios)
         yield DIFFERS.format(
             p=g,
@@ -350,7 +350,7 @@ def _answer_sentences(
         )
         share = (g.mean_w1 or 0.0) / g.mean_abs
         casts = None if g.yardstick is None else g.multiple_of_cast(g.yardstick)
-        cast = "" if casts is None else CAST.format(p=g, times=times(share * casts))
+        cast = "" if casts is None else CAST.format(p=g, times=ratio(share * casts))
         blind = IS_BLIND if share < BLIND else ""
         yield BAGS.format(p=g, w1=si(g.mean_w1), share=si(share), cast=cast, blind=blind)
     yield from remark_sentences(remarks)

@@ -9,7 +9,7 @@ from itertools import starmap
 from numdev.grouping import grouped
 from numdev.report import document as doc
 from numdev.report.document import TEXT, Cell, Column
-from numdev.report.number_text import NONE, si, times
+from numdev.report.number_text import NONE, ratio, si
 from numdev.studies.training.weights import view_over_steps
 from numdev.studies.training.weights.report import GroupRow, TensorRow, WeightsReport
 
@@ -94,7 +94,7 @@ def _numbers_table(
         """Yields the cells of a row, one for each column."""
         yield name
         yield from map(si, (row.mean_abs, row.max_abs, row.rel, _w1(row)))
-        yield from (times(row.multiple_of_cast(fmt)) for fmt in FORMATS)
+        yield from (ratio(row.multiple_of_cast(fmt)) for fmt in FORMATS)
         yield str(row.nonfinite_of + row.nonfinite_against or "")
 
     return doc.table(columns, starmap(cells, rows), title=title)

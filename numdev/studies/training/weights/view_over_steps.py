@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numdev.grouping import grouped
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TEXT, Cell, Column
-from numdev.report.number_text import NONE, percent, si, times
+from numdev.report.number_text import NONE, percent, ratio, si
 from numdev.studies.training.bounds.report import FEWEST_SEEDS
 from numdev.studies.training.weights.chance_comparison import (
     FEWEST_NULLS,
@@ -102,11 +102,11 @@ def _place_cells(
         if s is None:
             yield from (Cell(NONE),) * 3
             continue
-        ends = "" if s.least is None else f"{times(s.least)} to {times(s.most)}"
+        ends = "" if s.least is None else f"{ratio(s.least)} to {ratio(s.most)}"
         yield Cell(si(s.value))
         yield Cell(si(s.null))
         mark = "!" if s.stands_out else ""
-        yield Cell(times(s.ratio) + mark, style="warn" if mark else "", title=ends)
+        yield Cell(ratio(s.ratio) + mark, style="warn" if mark else "", title=ends)
 
 
 def _quantile_tables(report: WeightsReport) -> Iterator[doc.Node]:
