@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -392,8 +393,13 @@ class Evaluator:
 
     @classmethod
     def can_evaluate(cls, definition: object) -> bool:
-        """Returns True: any definition with a reference can be judged."""
-        return True
+        """Whether flashinfer-bench is to have a definition judged by this class: any but
+        those that another evaluator in its registry takes (sampling, low-bit formats), of
+        which it allows only one."""
+        registry = sys.modules.get("flashinfer_bench.bench.evaluators.registry")
+        others = getattr(registry, "_EVALUATORS", ())
+        theirs = [x for x in others if not issubclass(x, Evaluator)]
+        return not any(x.can_evaluate(definition) for x in theirs)
 
     @classmethod
     def check_correctness(

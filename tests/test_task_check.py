@@ -488,3 +488,36 @@ def test_an_evaluator_decides_in_place_of_a_tolerance(
         ref_outputs=None, cfg=None, log_path="", device="cpu",
     )  # fmt: skip
     assert (evaluation and evaluation.status) == status
+
+
+class Sampling:
+    """An evaluator of flashinfer-bench's own, of some definitions."""
+
+    @staticmethod
+    def can_evaluate(definition: object) -> bool:
+        return definition == "sampling"
+
+
+class Exact(numdev.testing.Evaluator):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("evaluators", "definition", "takes_it"),
+    [
+        ([Sampling, Exact], "rms_norm", True),
+        ([Sampling, Exact], "sampling", False),
+        ([Exact], "sampling", True),
+        ([], "sampling", True),  # it is the default one
+    ],
+)
+def test_an_evaluator_leaves_to_the_others_of_the_registry_what_they_take(
+    monkeypatch: pytest.MonkeyPatch,
+    evaluators: list[type],
+    definition: str,
+    takes_it: bool,
+) -> None:
+    registry = SimpleNamespace(_EVALUATORS=evaluators)
+    name = "flashinfer_bench.bench.evaluators.registry"
+    monkeypatch.setitem(sys.modules, name, registry)
+    assert Exact.can_evaluate(definition) is takes_it
