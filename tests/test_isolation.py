@@ -138,6 +138,65 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
     wait_for_the_end(note)
 
 
+@pytest.mark.slow
+def test_runs_begun_ahead_are_as_if_run_when_asked(
+    shared: Isolated, case: AttentionCase
+) -> None:
+    """Each call takes one of them; a call of anything else gets its own answer, whatever
+    has begun, and so does one more of the same."""
+    other = make_case(dtype=torch.bfloat16, heads=2, q_len=3, kv_len=7, head_dim=4)
+    here, elsewhere = (find("baseline").attend(x) for x in (case, other))
+    shared.begin(find("baseline"), case, {}, times=2)
+    for _ in range(3):
+        assert same(here, ran(shared, "baseline", case, {}))
+    shared.begin(find("baseline"), case, {}, times=2)
+    assert same(elsewhere, ran(shared, "baseline", other, {}))
+    shared.begin(find("planted:exits"), case, {}, times=2)
+    for _ in range(2):
+        failure = ran(shared, "planted:exits", case, {})
+        assert failure == attempt(find("planted:exits"), case, {})
+    assert same(here, ran(shared, "baseline", case, {}))
+
+
+@pytest.mark.slow
+def test_a_worker_that_died_between_runs_is_replaced(
+    case: AttentionCase, monkeypatch: Any
+) -> None:
+    """The second run that was begun ahead has another worker, as if it had been asked for
+    only then."""
+    look = isolation.Worker.is_spoiled
+
+    def die_and_look(worker: isolation.Worker) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            worker.process.kill()
+            worker.process.wait()
+        return look(worker)
+
+    monkeypatch.setattr(isolation.Worker, "is_spoiled", die_and_look)
+    here = find("baseline").attend(case)
+    with Isolated() as isolated:
+        isolated.begin(find("baseline"), case, {}, times=2)
+        for _ in range(2):
+            assert same(here, ran(isolated, "baseline", case, {}))
+
+
+def test_a_run_begun_ahead_ends_with_its_limit_and_with_the_block(
+    case: AttentionCase, tmp_path: Path
+) -> None:
+    """A hang belongs to the call that takes it; where none does, nothing is left of it,
+    nor of the runs after it."""
+    taken, dropped = tmp_path / "taken", tmp_path / "dropped"
+    with Isolated(limit_s=1.0) as isolated:
+        isolated.begin(find("planted:hangs"), case, {"note": str(taken)}, times=2)
+        failure = isolated(find("planted:hangs"), case, {"note": str(taken)})
+        assert failure == Failure("failed", "no answer within 1 s")
+        assert isinstance(ran(isolated, "baseline", case, {}), Output)
+        isolated.begin(find("planted:hangs"), case, {"note": str(dropped)}, times=2)
+        wait_for(dropped.exists)
+    wait_for_the_end(taken)
+    wait_for_the_end(dropped)
+
+
 def hang_in_isolation(note: str) -> None:
     Isolated()(find("planted:hangs"), make_case(), {"note": note})
 

@@ -6,12 +6,15 @@ task: a row says why."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from numdev.cases import AttentionCase
 from numdev.errors import one_line
@@ -24,7 +27,13 @@ from numdev.sources.case_sources import Located
 from numdev.studies.audit import deviation_rows as of_rows
 from numdev.studies.audit.attention import ATTENTION
 from numdev.studies.audit.explanations import examine, explain, profile
-from numdev.studies.audit.isolation import Failure, Runner, attempt, fitting_threads
+from numdev.studies.audit.isolation import (
+    Failure,
+    Isolated,
+    Runner,
+    attempt,
+    fitting_threads,
+)
 from numdev.studies.audit.mistake_search import Failing
 from numdev.studies.audit.operation import Call, Operation, PreparedCall
 from numdev.studies.audit.plan import Plan, Planned, Task
@@ -79,7 +88,9 @@ def measured_here(
                 for _, task in of_format:
                     yield _finished(task, {"row": [_failed_row(task, error)]})
                 continue
-            for planned, task in of_format:
+            unmeasured = list(of_format)
+            _begin_first_kernel(unmeasured, bench, plan, run)
+            for planned, task in unmeasured:
                 runner = run if task.role == "kernel" else attempt
                 measured = measure_task(
                     task, planned.kernel, bench, plan.system, runner, later
@@ -92,6 +103,31 @@ def measured_here(
 def _finished(task: Task, rows: Rows) -> Finished:
     """Returns a task's rows as they go into the journal."""
     return task.key, rows, f"{task.case.module} {task.kernel}"
+
+
+def _begin_first_kernel(
+    tasks: Sequence[tuple[Planned, Task]], bench: Bench, plan: Plan, run: Runner
+) -> None:
+    """Lets the first kernel under audit run in its own process while this one measures
+    the tasks before it. Does nothing where kernels run in this process, or where both
+    processes would compute with several threads and wait for one another."""
+    if not isinstance(run, Isolated):
+        return
+    if not bench.case.q.is_cuda and torch.get_num_threads() > 1:
+        return
+    for planned, task in tasks:
+        if task.role == "kernel" and not planned.kernel.missing(plan.system):
+            options = of_rows.options_set(task.options, planned.kernel)
+            # What fails here fails again when its task asks, whose row it costs
+            with contextlib.suppress(*of_rows.FAILS_ONE_ROW):
+                run.begin(
+                    planned.kernel,
+                    bench.case,
+                    options,
+                    gradients=task.gradients,
+                    times=task.repeats,
+                )
+            return
 
 
 def _rows_beside(

@@ -22,10 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,6 +128,27 @@ END_S = 5.0  # what a supervisor may take to end what its worker started
 NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker is ready
 
 
+class IsolatedRun(NamedTuple):
+    """A kernel by its name, and what it is run with; equal for the very same case."""
+
+    name: str
+    case: AttentionCase
+    options: Mapping[str, object]
+    gradients: bool
+    within: Within
+
+
+@dataclass
+class Begun:
+    """Runs of a call in a worker that have begun, and end while this process goes on."""
+
+    call: IsolatedRun
+    ready: Future[None]  # raises where the worker cannot be started
+    is_shared: bool  # whether another kernel ran in that worker before
+    # In order; None for a run that the worker did not come to
+    results: list[Future[Output | Failure | None]]
+
+
 class Isolated(contextlib.AbstractContextManager["Isolated"]):
     """Runs kernels in a worker process, which is started when it is first needed. Use as
     a context manager; not from two threads at once. `limit_s`: seconds for a kernel."""
@@ -134,6 +156,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
     def __init__(self, limit_s: float = 60.0) -> None:
         self.limit_s = limit_s
         self.worker: Worker | None = None
+        self._begun: Begun | None = None
         self._suspects: set[str] = set()  # kernels that failed in a worker of no other
 
     def __exit__(self, *_: object) -> None:
@@ -154,17 +177,12 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         none did, so that what one leaves behind costs no other its row. Raises
         MeasurementError where no worker can be started; any exception, Ctrl-C included,
         ends the worker first."""
-        device, on_cpu = case.q.device, copied(case, "cpu")
-        how = (dict(options), gradients, within)
-        task = packed((kernel.name, how, on_cpu, str(device), torch_settings()))
+        call = IsolatedRun(kernel.name, case, dict(options), gradients, within)
         try:
-            worker = self._ready_worker(kernel.name)
-            shared = bool(worker.kernels - {kernel.name})
-            result = worker.answer(kernel.name, task, case, self.limit_s)
-            if isinstance(result, Failure) and result.status == "failed" and shared:
+            result, was_shared = self._result_of(call)
+            if isinstance(result, Failure) and result.status == "failed" and was_shared:
                 self.close()
-                worker = self._ready_worker(kernel.name)
-                result = worker.answer(kernel.name, task, case, self.limit_s)
+                result, _ = self._result_of(call)
         except BaseException:
             self.close()
             raise
@@ -175,26 +193,76 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
             self.close()
         return result
 
+    def begin(
+        self,
+        kernel: Kernel,
+        case: AttentionCase,
+        options: Mapping[str, object],
+        *,
+        gradients: bool = False,
+        times: int = 1,
+    ) -> None:
+        """Begins to run a kernel `times` times, one after another, while this process
+        goes on: as many calls with the same arguments take what comes of it, as if each
+        had run it. Any other call drops what is left. Raises as `_worker_for`."""
+        call = IsolatedRun(
+            kernel.name, case, dict(options), gradients, contextlib.nullcontext
+        )
+        self._begin(call, times)
+
+    def _begin(self, call: IsolatedRun, times: int = 1) -> Begun:
+        """Begins to run a call `times` times, and returns the runs."""
+        for left in self._begun.results if self._begun else ():
+            left.result()  # what nobody takes; a worker has one task at a time
+        name, case, *how = call
+        sent = (name, (*how,), copied(case, "cpu"), str(case.q.device), torch_settings())
+        task, worker = packed(sent), self._worker_for(name)
+        is_shared = bool(worker.kernels - {name})
+
+        def run(is_first: bool) -> Output | Failure | None:
+            """Returns the worker's answer; None where it ended after its first one."""
+            if not is_first and worker.is_spoiled():
+                return None
+            return worker.answer(name, task, case, self.limit_s)
+
+        results = [worker.thread.submit(run, at == 0) for at in range(times)]
+        self._begun = Begun(call, worker.ready, is_shared, results)
+        return self._begun
+
+    def _result_of(self, call: IsolatedRun) -> tuple[Output | Failure, bool]:
+        """Returns what comes of a call, begun before or now, and whether another kernel
+        ran in its worker before."""
+        begun = self._begun
+        if begun is None or begun.call != call or not begun.results:
+            begun = self._begin(call)
+        begun.ready.result()
+        result = begun.results.pop(0).result()
+        if result is None or not begun.results:
+            self._begun = None  # which would keep the case's tensors alive
+        if result is None:
+            return self._result_of(call)
+        return result, begun.is_shared
+
     def close(self) -> None:
         """Ends the worker, and all that it started; does nothing without one."""
-        worker, self.worker = self.worker, None
+        worker, self.worker, self._begun = self.worker, None, None
         if worker is not None:
             worker.close()
 
-    def _ready_worker(self, name: str) -> Worker:
-        """Returns a worker that waits for a task: the present one; or a fresh one where
-        that is gone or spoiled, or for a kernel that has failed before, which would only
-        be asked twice. Raises MeasurementError where none can be started."""
+    def _worker_for(self, name: str) -> Worker:
+        """Returns a worker that will take a task: the present one; or a fresh one, which
+        may not be ready yet, where that is gone or spoiled, or for a kernel that has
+        failed before, which would only be asked twice. Raises MeasurementError where the
+        present one could not be started, and OSError where no process can be."""
         worker = self.worker
         if worker is not None:
-            is_spoiled = (
-                worker.process.poll() is not None or not worker.channel.is_clean()
-            )
-            if is_spoiled or (name in self._suspects and worker.kernels - {name}):
+            worker.ready.result()
+            if worker.is_spoiled() or (
+                name in self._suspects and worker.kernels - {name}
+            ):
                 self.close()
         if self.worker is None:
             self.worker = Worker.start()
-            self.worker.expect_ready()
         return self.worker
 
 
@@ -207,6 +275,12 @@ class Worker:
     # What closes it, the end of this process too, ends the supervisor and all of its
     lifeline: int
     kernels: set[str] = field(default_factory=set)  # that were run there
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    """Waits for it to be ready, and then for its answers."""
+    ready: Future[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ready = self.thread.submit(self.expect_ready)
 
     @classmethod
     def start(cls) -> Worker:
@@ -254,6 +328,10 @@ class Worker:
             reason = self.fate()
         if reason:
             raise MeasurementError(f"an isolated process cannot be started: {reason}")
+
+    def is_spoiled(self) -> bool:
+        """Whether the process has ended, or sent what nobody asked for."""
+        return self.process.poll() is not None or not self.channel.is_clean()
 
     def answer(
         self, name: str, task: bytes, case: AttentionCase, limit_s: float
@@ -307,6 +385,8 @@ class Worker:
             # In the driver, nothing ends it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=2 * END_S)
+        # Without a process it has its answer; only then is nothing read any more
+        self.thread.shutdown(cancel_futures=True)
         self.channel.close()
         remove_stale(Path(tempfile.gettempdir()), "numdev-")  # of a kernel that was ended
 

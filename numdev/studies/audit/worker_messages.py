@@ -110,10 +110,10 @@ class Channel:
         """Fills memory with the bytes that come, as many as it holds. Raises Ended where
         they end before, and Late after the deadline (`time.monotonic`)."""
         while missing:
-            self._wait_until_ready(selectors.EVENT_READ, deadline)
             try:
                 count = self.socket.recv_into(missing)
             except BlockingIOError:
+                self._wait_until_ready(selectors.EVENT_READ, deadline)
                 continue
             except OSError as error:
                 raise Ended from error
