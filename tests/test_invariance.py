@@ -321,7 +321,7 @@ def test_headline_table_and_answer_are_of_one_call() -> None:
     rows = rows_along("padding", small, {**MOVED, "floor_ratio": 0.0174, "repeats": True})
     report = stored(*rows, axes=("padding",), models=())
     answers = list(answers_of_rows(rows, ()))
-    assert answers_clause(answers).text == "NOT bit-identical: padding"
+    assert answers_clause(answers).text == "bit-identical: none; NOT: padding"
     sizes = "Differences over the floor's error: padding 0.017×."
     assert details_clause(answers) == sizes
     [line] = verdict.answer_sentences(rows)
@@ -368,6 +368,11 @@ def test_a_clause_of_answers_is_short(same: int) -> None:
     ]
     text, named = answers_clause(answers)
     assert len(text.split()) <= WORDS
+    assert ("batch (required)" in answers_clause(answers, required=["batch"]).text) == (
+        "batch" in named and answers[list(VARIANTS).index("batch")].answer == "same"
+    )
+    verdict_line = answers_clause(answers, differing="rounding only (allowed)").text
+    assert len(verdict_line.split()) <= WORDS
     others = sum(map(int, re.findall(r"and (\d+) others", text)))
     assert len(named) + others == len(VARIANTS)
 
@@ -848,7 +853,7 @@ def test_a_finding_tells_its_numbers_apart() -> None:
     assert found[0].details == (
         "It depends on the number of sequences in the batch: c, v0. The call as it is "
         "errs by 1.1× the floor's error, the other form by 1.7×. First at sequence 0 "
-        "head 1 row 2, which sees 7 keys. In all, NOT bit-identical: batch."
+        "head 1 row 2, which sees 7 keys. In all, bit-identical: none; NOT: batch."
     )
     book = Rules.model_validate({"invariance": {"bitwise": ["batch"]}})
     [same] = rows_along("batch", {**MOVED, "case": "c"})
@@ -902,7 +907,7 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
     cell = table.rows[0].cells[2]
     assert (cell.text, cell.after) == ("5.00", "2/3")
     assert [c.text for c in tables["The model's own output, over its size"].rows[0].cells] == [
-        "batch", "sdpa-math", "25 %", "0.5", "0.3", "64 %"
+        "batch", "sdpa-math", "25 %", "0.5", "0.56", "0.3", "64 %"
     ]  # fmt: skip
     differences = tables["What differs"]
     titles = [column.title for column in differences.columns]

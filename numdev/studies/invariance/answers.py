@@ -75,13 +75,13 @@ class AxisAnswer(NamedTuple):
     @property
     def change_in_words(self) -> str:
         """Returns how far the kernel changes: `0.012×` as a multiple of the
-        floor's error, `NaN`, or `(lse alone)`; empty where it does not."""
+        floor's error, `NaN`, or `in the log-sum-exp alone`; empty where it does not."""
         if self.answer in ("same", "not tried") or not self.sized:
             return ""
         if self.nonfinite:
             return "NaN"
         if self.change is None:
-            return "(lse alone)"
+            return "in the log-sum-exp alone"
         of = "" if "out" in self.tensors else f" in {joined_tensors(self.tensors)}"
         return f"{ratio(self.change)}×{of}"
 
@@ -151,11 +151,17 @@ class Clause(NamedTuple):
     named: tuple[str, ...]
 
 
-def answers_clause(answers: Iterable[AxisAnswer]) -> Clause:
+def answers_clause(
+    answers: Iterable[AxisAnswer],
+    *,
+    differing: str = "NOT",
+    required: Collection[str] = (),
+) -> Clause:
     """Returns the answers of one kernel as a clause of at most WORDS words:
-    `bit-identical: batch, chunks and 3 others; NOT: decode`. Axes that were not tried are
-    left out, and one of which a part was tried says so. What serving asks first is named
-    first."""
+    `bit-identical: batch (required), chunks and 3 others; NOT: decode`. Axes that were
+    not tried are left out, and one of which a part was tried says so. What serving asks
+    first is named first. `differing`: what the other axes are called; `required`: axes
+    along which the request requires all bits."""
     tried = sorted(
         (answer for answer in answers if answer.answer != "not tried"),
         key=lambda a: FIRST.index(a.axis) if a.axis in FIRST else len(FIRST),
@@ -164,23 +170,30 @@ def answers_clause(answers: Iterable[AxisAnswer]) -> Clause:
     other = [answer for answer in tried if answer.answer != "same"]
     clause = Clause("no axis was tried", ())
     for count in range(NAMED if tried else 0, 0, -1):
-        clause = _clause(same, other, count)
+        clause = _clause(same, other, count, differing, required)
         if len(clause.text.split()) <= WORDS:
             break
     return clause
 
 
 def _clause(
-    same: Sequence[AxisAnswer], other: Sequence[AxisAnswer], count: int
+    same: Sequence[AxisAnswer],
+    other: Sequence[AxisAnswer],
+    count: int,
+    differing: str,
+    required: Collection[str],
 ) -> Clause:
     """Returns the clause on at least one axis, with at most `count` of them named on each
     side."""
-    first = [a.axis + " (in part)" * bool(a.part) for a in same]
+    marks = (
+        " (required)" * (a.axis in required) + " (in part)" * bool(a.part) for a in same
+    )
+    first = [a.axis + mark for a, mark in zip(same, marks, strict=True)]
     yes, named = _first_names(first, count)
     no, others = _first_names([a.axis for a in other], count)
-    text = f"bit-identical: {yes}" if same else f"NOT bit-identical: {no}"
-    if same and other:
-        text += f"; NOT: {no}"
+    text = f"bit-identical: {yes or 'none'}"
+    if other:
+        text += f"; {differing}: {no}"
     axes = (*(a.axis for a in same[:named]), *(a.axis for a in other[:others]))
     return Clause(text, axes)
 

@@ -169,6 +169,9 @@ class InvarianceRow(OfKernel):
         return (self.error_base or 0.0) > 4 * max(1.0, self.error_variant or 0.0)
 
 
+TINY = 1e-300  # a divisor that is never 0
+
+
 class ModelRow(Record):
     """The model's own output, computed another way."""
 
@@ -184,6 +187,14 @@ class ModelRow(Record):
     other_difference: Value = None
     share: Value = None  # of the mean square of the change, what attention adds
     reason: str | None = None  # why there are no numbers
+
+    @property
+    def times_explained(self) -> float | None:
+        """Returns the change over what roundings explain, which rules judge; None without
+        numbers."""
+        if self.difference is None or self.explained is None:
+            return None
+        return self.difference / max(self.explained, TINY)
 
 
 class InvarianceSummary(Record):

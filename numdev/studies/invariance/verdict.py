@@ -49,7 +49,7 @@ BRINGS: Mapping[str, Sequence[str]] = {
 }
 # A dependence follows from another, or is noise, up to this many times its excess
 ALIKE = 2
-TINY = 1e-300  # a divisor that is never 0
+WHOLE = 0.995  # a share that is written as 100 %
 UNTRIED = ("call", "option", "mask")  # excuses of a kernel that did not refuse a call
 NAMES = ("ok", "skipped", "failed")
 WRONG = {  # by rule, the gravest first: how the sentence on an axis goes on
@@ -293,20 +293,21 @@ def _model_tests(
         test = partial(
             Test, kernel=MODEL, format=row.format, rule=f"{row.axis} with {name}"
         )
-        if row.difference is None or row.explained is None:
+        number = row.times_explained
+        if number is None:
             yield test(
                 standing=Standing.MISSING,
                 reasons=(row.reason or "",),
                 unjudged=1,
             )
             continue
-        ratio = row.difference / max(row.explained, TINY)
         limit = limits.model_beyond_roundings
+        exceeds = number > limit
         yield test(
-            tensor="out", metric="difference", observed=ratio, bound=limit,
-            standing=Standing.HELD if ratio <= limit else Standing.EXCEEDED,
-            limit=f"at most {three(limit)}", judged=1, offending=int(ratio > limit),
-            beyond=(row,) if ratio > limit else (),
+            tensor="out", metric="difference", observed=number, bound=limit,
+            standing=Standing.EXCEEDED if exceeds else Standing.HELD,
+            limit=f"at most {three(limit)}", judged=1, offending=int(exceeds),
+            beyond=(row,) if exceeds else (),
         )  # fmt: skip
 
 
@@ -460,7 +461,8 @@ def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterato
     if limits:
         yield (
             f"Limits: {axes and f'bit-identical along {axes}; '}differences at most "
-            f"{three(max(limits))}× what roundings explain."
+            f"{three(max(limits))}× what roundings explain. `--require AXIS` makes any "
+            "difference along it fail."
         )
     lacking = [
         t for t in judgement.tests if t.standing is Standing.NOT_APPLICABLE and t.unjudged
@@ -493,7 +495,11 @@ def passing(report: InvarianceReport, tests: Sequence[Test]) -> Statement:
             axis, _, rule = test.rule.partition(" ")
             if rule == "rounding" and test.bound:
                 judged[axis] = test.bound
-    clause = answers_clause(answers)
+    differs = "rounding only (allowed)"
+    if any(a.answer == "differs" and a.axis not in judged for a in answers):
+        differs = "differs (allowed)"
+    required = report.request.get("require") or ()
+    clause = answers_clause(answers, differing=differs, required=required)
     line = f"output {clause.text}" if tests[0].kernel == MODEL else clause.text
     return Statement(line, details_clause(answers, _rounding_sentence(answers, judged)))
 
@@ -540,7 +546,7 @@ def answer_sentences(
 ) -> Iterator[str]:
     """Yields a sentence on the cause of a difference, for each kernel and axis that has
     one; then, for each format and axis along which the model's own output changes, by how
-    much and through what."""
+    much, beside its rounding error, and through what."""
     causes = [row for row in rows if row.differ and row.cause and row.tensor != "lse"]
     by_axis = grouped(causes, lambda r: (label(r), r.format, r.axis))
     for (kernel, fmt, axis), along in by_axis.items():
@@ -549,12 +555,21 @@ def answer_sentences(
         yield f"{kernel} ({fmt}) along {axis}: {row.cause} ({where})."
     ran = grouped((m for m in models if m.difference), lambda m: (m.format, m.axis))
     for (fmt, axis), outputs in ran.items():
-        shares = [
-            f"{100 * (m.share or 0.0):.0f} % with {labelled(m.kernel, m.options)}"
-            for m in outputs
-        ]
-        worst = si(max(m.difference or 0.0 for m in outputs))
+        worst = max(outputs, key=lambda m: m.difference or 0.0)
         yield (
-            f"model ({fmt}) along {axis}: output changes by up to {worst} of its size; "
-            f"attention's share {joined_words(shares)}."
+            f"model ({fmt}) along {axis}: output changes by up to {si(worst.difference)} "
+            f"of its size, {ratio(worst.times_explained)}× its rounding error; "
+            f"{_shares_clause(outputs)}."
         )
+
+
+def _shares_clause(outputs: Sequence[ModelRow]) -> str:
+    """Returns how much of the changes of the model's output comes through attention, with
+    each kernel: of their mean squares. `outputs`: at least one, all of them changed."""
+    if all((m.share or 0.0) >= WHOLE for m in outputs):
+        return "all of it comes through attention"
+    shares = [
+        f"{100 * (m.share or 0.0):.0f} % with {labelled(m.kernel, m.options)}"
+        for m in outputs
+    ]
+    return f"through attention {joined_words(shares)}"

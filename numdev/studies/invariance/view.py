@@ -38,6 +38,12 @@ GRID_LEGEND = (
     "there is a difference. Red: beyond a limit. A dash: not tried. All tensors "
     "together."
 )
+OUTPUT_LEGEND = (
+    "The model's output is of all its layers and positions; of its calls some alone were "
+    "tried above. One bit that attention changes anywhere changes most bits behind it. "
+    "change / explained is judged: the change over the model's own rounding error. "
+    "attention's share: what of the change is gone where attention is exact."
+)
 NOT_ON_PAGE: tuple[doc.Medium, ...] = ("terminal", "markdown")
 SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
@@ -64,6 +70,8 @@ def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
         title = f"What differs, and why ({len(moved)})"
         yield doc.Details(title, inside, doc.PAGE)
     yield _output_table(report.models)
+    if any(row.difference for row in report.models):
+        yield doc.Paragraph(OUTPUT_LEGEND, "soft")
     lacking = (r for r in report.rows if r.status != "ok")
     reasons = grouped(lacking, lambda r: (label(r), r.axis, r.reason)).items()
     lines = (
@@ -126,11 +134,15 @@ def _output_table(models: Sequence[ModelRow]) -> doc.Table:
         yield doc.Cell(row.kernel, after=row.format)
         yield _percent(row.differ / (row.elements or 1))
         yield si(row.difference)
+        yield ratio(row.times_explained)
         yield si(row.other_difference)
         yield _percent(row.share)
 
     return doc.table(
-        ("axis", "with", "differ", "change", "without attention's", "attention's share"),
+        (
+            *("axis", "with", "differ", "change", "change / explained"),
+            *("without attention's", "attention's share"),
+        ),
         map(cells, (row for row in models if row.reason is None)),
         title="The model's own output, over its size",
     )
