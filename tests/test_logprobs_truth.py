@@ -17,6 +17,9 @@ from torch import Tensor
 
 from numdev.config import demo_checkpoint
 from numdev.errors import UsageError
+from numdev.exact.rounding import round_values
+from numdev.formats import format_named
+from numdev.studies.effects.rounding_sites import RoundedWeights
 from numdev.studies.logprobs.records import RecordedSequence
 from numdev.studies.logprobs.truth import (
     ExactModel,
@@ -257,3 +260,40 @@ def test_masses_are_those_of_the_supports_tried() -> None:
     assert values.recorded_mass[1:] == pytest.approx(pairs, abs=1e-12)
     with pytest.raises(UsageError, match=r"expected 0\.25 to 4"):
         values.at_temperature(0.1)
+
+
+def test_a_large_model_is_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact runs load nothing beside the source's model; rounded ones load one model in
+    their format, whose weights are the source's."""
+    model, loaded = ExactModel("demo", device="cpu"), []
+    load = model.source.load
+    monkeypatch.setattr(
+        model.source, "load", lambda dtype: loaded.append(dtype) or load(dtype)
+    )
+    ids = tokens(model.vocabulary, 8)
+    model.exact_logits(ids)
+    assert loaded == []
+    model.rounded_logits(ids, ProgramRecipe("bfloat16"))
+    assert loaded == [torch.bfloat16]
+    stored = {x.data_ptr() for x in model.source.model.parameters()}
+    for subject in model._subjects.values():
+        assert {x.exact.data_ptr() for x in subject.wide.parameters()} == stored
+
+
+WEIGHTS = torch.tensor([[1 + 2.0**-8 + 2.0**-40, 1.0, -0.0], [math.inf, math.nan, 1e39]])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
+def test_weights_rounded_once_are_as_those_rounded_each_time(name: str) -> None:
+    """With their signs of 0, for weights on the format's grid and off it; a weight that
+    was written to is rounded again, and a view of one is no other weight."""
+    fmt, weights = format_named(name), RoundedWeights()
+    for values in (WEIGHTS.double() / 3, round_values(WEIGHTS.double(), fmt)):
+        for factor in (1.0, 1.0, 1.7):
+            values.mul_(factor)
+            for x in (values, values, values.T):
+                got, expected = (
+                    y.numpy() for y in (weights.rounded(x, fmt), round_values(x, fmt))
+                )
+                np.testing.assert_array_equal(got, expected)
+                assert (np.signbit(got) == np.signbit(expected)).all()

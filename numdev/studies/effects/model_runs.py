@@ -3,7 +3,9 @@ roundings."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
@@ -12,7 +14,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,14 +27,14 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
 from numdev.exact.dtypes import is_floating
 from numdev.exact.wide_tensors import Wide, widened
-from numdev.formats import Format, dtype_of, format_of, round_to
+from numdev.formats import Format, dtype_of, format_named, format_of, round_to
 from numdev.kernels import Output, find
 from numdev.kernels.emulation.kernel import MOST_BITS
 from numdev.kernels.emulation.recipe import EXACT, FORWARD, WORKING, recipe
 from numdev.kernels.reference import attend
 from numdev.sources.capture import Unseen, module_hooks, run_with_answers
 from numdev.sources.case_sources import CheckpointSource
-from numdev.sources.checkpoint import Deferred, Streamed
+from numdev.sources.checkpoint import Checkpoint, Deferred, Streamed
 from numdev.sources.pipeline import PictureSource
 from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.deviation_rows import options_set
@@ -42,6 +44,7 @@ from numdev.studies.effects.rounding_sites import (
     ATTENTION,
     SITES,
     AtSites,
+    RoundedWeights,
     Running,
     SiteTracker,
 )
@@ -67,20 +70,16 @@ class Subject:
 
     def __init__(self, source: Source, fmt: Format, run: Runner, system: System) -> None:
         self.format, self.run, self.system, self.device = fmt, run, system, system.device
-        models = [source.load(dtype_of(fmt)) for _ in range(2)]
-        self.real, self.wide = models
+        self.source = source
+        self.wide = _copied_or_loaded(source, dtype_of(fmt))
         # Transformers' default has no fp64
         choose_experts = getattr(self.wide, "set_experts_implementation", None)
         if choose_experts is not None:
             choose_experts("eager")
         _widen_model(self.wide, source.model, self.device)
-        # The context in which each model has its weights at hand
-        self.weights: dict[nn.Module, Callable[[], AbstractContextManager[None]]]
-        self.weights = dict.fromkeys(models, nullcontext)
-        self.streamed: dict[nn.Module, Streamed] = {}
-        if source.streamed:
-            self.streamed = {m: Streamed(m, device=self.device) for m in models}
-            self.weights = {m: each.running for m, each in self.streamed.items()}
+        self.streamed = self._streamed(self.wide)
+        # Weights that stay on disk are other tensors in each run
+        self.rounded_weights = None if self.streamed else RoundedWeights()
         self.places = SiteTracker(self.wide)
         self.narrower: dict[str, str] = {}  # by site, a narrower format than the model's
         # Whether it chooses among its parts, as a router of experts does
@@ -88,6 +87,23 @@ class Subject:
         self.ran_exactly = False  # until then `narrower` and `routes` are empty
         # Why no kernel can answer its attention, once a run has shown it
         self.by_hand = ""
+
+    @cached_property
+    def real(self) -> nn.Module:
+        """Returns the model as it is used, loaded when it is first asked for."""
+        return self.source.load(dtype_of(self.format))
+
+    @cached_property
+    def real_streamed(self) -> Streamed | None:
+        """Returns what reads the weights of `real`; None where they are in memory."""
+        return self._streamed(self.real)
+
+    def _streamed(self, model: nn.Module) -> Streamed | None:
+        """Returns what reads a model's weights whenever a layer runs; None where they are
+        in memory."""
+        if not self.source.streamed:
+            return None
+        return Streamed(model, device=self.device)
 
     def change_weight(
         self, module: nn.Module, change: Callable[[Tensor], Tensor]
@@ -103,7 +119,7 @@ class Subject:
                 wide = Wide.of(values, x.dtype, is_weight=True)
                 return nn.Parameter(wide, requires_grad=False)
 
-        streamed = self.streamed.get(self.wide)
+        streamed = self.streamed
         if streamed is None or not streamed.replace(module, "weight", changed):
             module.weight = changed(module.weight)  # type: ignore[arg-type]
 
@@ -124,7 +140,7 @@ class Subject:
             if moved is None
             else _with_moved_embedding(self.real, self.format, moved)
         )
-        with torch.no_grad(), self.weights[self.real](), moving:
+        with torch.no_grad(), _weights_at_hand(self.real_streamed), moving:
             home = to_model_device(self.real, inputs)
             return run_with_answers(self.real, lambda: self.real(**home), answer)
 
@@ -163,7 +179,9 @@ class Subject:
         generator = (
             None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         )
-        rounding = AtSites(self.places, self.format, sites, generator)
+        rounding = AtSites(
+            self.places, self.format, sites, generator, self.rounded_weights
+        )
         running = Running(rounding)
 
         def answer(case: AttentionCase) -> Tensor:
@@ -184,7 +202,8 @@ class Subject:
         call = partial(
             run or self.wide, **self._wide_inputs(inputs, rounded="embedding" in sites)
         )
-        with torch.no_grad(), self.weights[self.wide](), self.places.following(), running:
+        at_hand = _weights_at_hand(self.streamed)
+        with torch.no_grad(), at_hand, self.places.following(), running:
             if attention is not None:
                 result = run_with_answers(self.wide, call, answer)
             else:  # fused operators, chosen by what tensors say they are, have no fp64
@@ -355,6 +374,25 @@ def _nonfinite_weight_clause(module: nn.Module, cast_to: Format | None) -> str:
                 f"{x.numel()} places"
             )
     return ""
+
+
+def _weights_at_hand(streamed: Streamed | None) -> AbstractContextManager[None]:
+    """Returns the context in which a model has its weights at hand."""
+    return nullcontext() if streamed is None else streamed.running()
+
+
+def _copied_or_loaded(source: Source, dtype: torch.dtype) -> nn.Module:
+    """Returns the source's model in a dtype, whose tensors are to be replaced: where it
+    has that dtype already, a copy of its modules that shares them, so that a large model
+    is not in memory twice; else loaded once more."""
+    if not isinstance(source, CheckpointSource) or source.streamed:
+        return source.load(dtype)
+    is_alike = dtype_of(format_named(source.request.model_dtype)) == dtype
+    if not is_alike or not isinstance(source.checkpoint, Checkpoint):
+        return source.load(dtype)
+    model = source.model
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(x): x for x in tensors})
 
 
 def _widen_model(model: nn.Module, source: nn.Module, device: str) -> None:

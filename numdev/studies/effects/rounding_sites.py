@@ -18,7 +18,7 @@ from numdev.exact.dtypes import is_floating
 from numdev.exact.evaluation import Computing
 from numdev.exact.rounding import round_number, round_values, values_format
 from numdev.exact.wide_tensors import Wide
-from numdev.formats import Format
+from numdev.formats import Format, dtype_of
 from numdev.sources.capture import QKV, attention_modules, module_hooks
 
 # The rounding sites inside attention, in three groups; their formats are those of the
@@ -68,6 +68,31 @@ CHOOSES = frozenset(
 SINGLE = 24
 
 
+class RoundedWeights:
+    """A model's weights as formats round them to nearest, each rounded once: a small
+    model's run is mostly that. One that its format holds as it is, is not stored again;
+    of another the rounded values are, in the format's own dtype."""
+
+    def __init__(self) -> None:
+        # By where the values lie and the format: the values, which are not to be written
+        # elsewhere meanwhile, how often they had been written to, and the rounded ones
+        self._rounded: dict[tuple[object, ...], tuple[Tensor, int, Tensor | None]] = {}
+
+    def rounded(self, values: Tensor, fmt: Format) -> Tensor:
+        """Returns fp64 values of a weight rounded to a format, as `round_values` has
+        them; complex ones are rounded anew each time."""
+        if values.is_complex():
+            return round_values(values, fmt)
+        key = (values.data_ptr(), values.shape, values.stride(), fmt.name)
+        stored = self._rounded.get(key)
+        if stored is None or stored[1] != values._version:
+            exact = round_values(values, fmt)
+            narrow = None if torch.equal(exact, values) else exact.to(dtype_of(fmt))
+            stored = self._rounded[key] = values, values._version, narrow
+        narrow = stored[2]
+        return values if narrow is None else narrow.to(values.dtype)
+
+
 class AtSites:
     """Rounds results at `sites` to what tensors say they are, where that is no wider than
     `format`; parameters, whose site is `weights`, where they are used. To nearest, or
@@ -79,17 +104,23 @@ class AtSites:
 
     def __init__(
         self, places: SiteTracker, fmt: Format, sites: Collection[str],
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | None = None, weights: RoundedWeights | None = None,
     ) -> None:  # fmt: skip
+        """`weights`: those that further runs of the model read again; None where they
+        are other tensors in each."""
         self.places, self.format, self.sites = places, fmt, sites
-        self.generator = generator
+        self.generator, self.weights = generator, weights
         self.narrower: dict[str, str] = {}  # by site, the narrower format it computes in
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
         """Returns the values that an operation reads from a tensor of this dtype: a
         parameter's are rounded where `weights` is one of the sites."""
         if is_weight and "weights" in self.sites:
-            return self._round_if_no_wider(values, values_format(dtype))
+            fmt = values_format(dtype)
+            is_nearest = self.generator is None and self._rounds_to(fmt)
+            if self.weights is not None and is_nearest:
+                return self.weights.rounded(values, fmt)
+            return self._round_if_no_wider(values, fmt)
         return values
 
     def number(
@@ -124,9 +155,13 @@ class AtSites:
     def _round_if_no_wider(self, values: Tensor, fmt: Format) -> Tensor:
         """Returns the values rounded to a format; as they are where it is wider than the
         model's."""
-        if fmt.precision > self.format.precision:
-            return values
-        return round_values(values, fmt, self.generator)
+        return (
+            round_values(values, fmt, self.generator) if self._rounds_to(fmt) else values
+        )
+
+    def _rounds_to(self, fmt: Format) -> bool:
+        """Whether results in a format are rounded: those no wider than the model's."""
+        return fmt.precision <= self.format.precision
 
 
 class Running(Computing):
