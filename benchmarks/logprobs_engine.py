@@ -3,15 +3,17 @@ another temperature than it says?
 
     PYTHONPATH=. python benchmarks/logprobs_engine.py DIRECTORY
         [--steps 20 --prompts 24 --tokens 48 --server auto --width 256 --layers 4]
+        [--judged 24 --record-every 10]
 
 A tiny Llama of random weights is trained by policy gradients, in float32, on what the
 server samples; the server runs its weights in bfloat16, and so does the trainer where it
 computes log-probabilities. The server is transformers' continuous batching (a paged
 cache, requests that come and go), or where that does not run `generate()` with its
-cache; the output says which. After the last step both sides are recorded by
-`numdev.dump_logprobs` in four runs: sound; the server a few steps behind; the server at
-temperature 0.7, which it does not say; and the same, said. The exit code is 0 where the
-two sound runs pass, and the other two fail with their cause, of the server alone.
+cache; the output says which. While it trains, both sides are recorded by
+`numdev.dump_logprobs` every so many steps, and after the last one in three more runs:
+the server a few steps behind; the server at temperature 0.7, which it does not say; and
+the same, said. The exit code is 0 where the sound runs pass, and the other two fail with
+their cause, of the server alone. Seconds of serving, training and judging are printed.
 
 The model is random, so that its answers mean nothing; what is measured is arithmetic."""
 
@@ -21,6 +23,7 @@ import argparse
 import copy
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,6 +138,7 @@ class Run:
         self.master = LlamaForCausalLM(config).to(DEVICE)
         self.prompts = torch.randint(3, VOCABULARY, (options.prompts, PROMPT)).tolist()
         self.optimizer = torch.optim.AdamW(self.master.parameters(), lr=options.rate)
+        self.serving = 0.0  # seconds
         self.name, self.serve = server_named(options.server, self.in_bfloat16())
 
     def in_bfloat16(self) -> nn.Module:
@@ -144,7 +148,9 @@ class Run:
     def step(self) -> float:
         """One step of policy gradients on what the server samples; the mean reward, the
         share of tokens with an even id."""
+        begun = time.perf_counter()
         answers = self.serve(self.in_bfloat16(), self.prompts, 1.0, self.tokens)
+        self.serving += time.perf_counter() - begun
         ids = torch.tensor([answer.token_ids for answer in answers], device=DEVICE)
         reward = (ids[:, PROMPT:] % 2 == 0).float().mean(-1)
         logprobs = token_logprobs(self.master, ids, self.tokens)
@@ -187,13 +193,57 @@ def shown(name: str, report: LogprobsReport, expected: list[str]) -> bool:
         for s in report.summary.sides
     }
     words = {v.kernel.partition("-")[2]: v.outcome.word for v in report.verdicts}
-    sound = causes == {"rollout": expected, "trainer": []}
-    sound &= words["trainer"] == "PASS"
-    sound &= words["rollout"] == ("FAIL" if expected else "PASS")
+    is_as_planted = causes == {"rollout": expected, "trainer": []}
+    is_as_planted &= words["trainer"] == "PASS"
+    is_as_planted &= words["rollout"] == ("FAIL" if expected else "PASS")
     print(
-        f"{'as planted' if sound else 'NOT AS PLANTED'}  {name}: {' '.join(report.summary.answer)}"
+        "as planted" if is_as_planted else "NOT AS PLANTED",
+        f" {name} ({report.timings['total']:.1f} s):",
+        *report.summary.answer,
+        flush=True,
     )
-    return sound
+    return is_as_planted
+
+
+class Experiment:
+    """A run in training, judged as it goes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.run = options, Run(options)
+        self.previous = str(self.run.folder / "previous")
+        self.results: list[bool] = []
+
+    def train(self) -> nn.Module:
+        """Trains, and judges a sound recording every so many steps and after the last
+        one; the server's weights a few steps before the end."""
+        steps, stale = self.options.steps, self.run.in_bfloat16()
+        begun = time.perf_counter()
+        for step in range(1, steps + 1):
+            reward = self.run.step()
+            print(f"step {step}: reward {reward:.3f}", flush=True)
+            if step == steps - self.options.behind:
+                stale = self.run.in_bfloat16()
+                self.run.master.save_pretrained(self.previous)
+            if step % self.options.record_every == 0 or step == steps:
+                spent = time.perf_counter() - begun
+                print(f"{spent:.1f} s, of which {self.run.serving:.1f} s served")
+                self.judge(f"step {step}", self.run.in_bfloat16(), [])
+                begun, self.run.serving = time.perf_counter(), 0.0
+        return stale
+
+    def judge(
+        self, name: str, server: nn.Module, expected: list[str],
+        temperature: float = 1.0, *, said: bool = False,
+    ) -> None:  # fmt: skip
+        """Records both sides, the trainer as it is now, and judges them."""
+        current = self.run.folder / "current"
+        self.run.master.save_pretrained(current)
+        files = self.run.record(name.replace(" ", "_"), server, temperature, said=said)
+        report = numdev.logprobs(
+            *files, model=str(current), sequences=self.options.judged,
+            previous=self.previous if Path(self.previous).exists() else None,
+        )  # fmt: skip
+        self.results.append(shown(name, report, expected))
 
 
 def main() -> int:
@@ -207,34 +257,21 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--behind", type=int, default=4, help="steps of the stale server")
+    parser.add_argument("--record-every", type=int, default=10, help="steps")
+    parser.add_argument("--judged", type=int, default=24, help="sequences of each side")
     parser.add_argument("--server", choices=("auto", *SERVERS), default="auto")
     options = parser.parse_args()
     Path(options.directory).mkdir(parents=True, exist_ok=True)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    run = Run(options)
-    print(f"server: {run.name}; torch {torch.__version__}, transformers "
+    experiment = Experiment(options)
+    print(f"server: {experiment.run.name}; torch {torch.__version__}, transformers "
           f"{transformers.__version__}, {DEVICE}")  # fmt: skip
-    stale, paths = run.in_bfloat16(), [run.folder / "previous", run.folder / "current"]
-    for step in range(options.steps):
-        if step == options.steps - options.behind:
-            stale = run.in_bfloat16()
-            run.master.save_pretrained(paths[0])
-        reward = run.step()
-        print(f"step {step + 1}: reward {reward:.3f}", flush=True)
-    run.master.save_pretrained(paths[1])
-    model = run.in_bfloat16()
-    planted = [
-        ("sound", model, 1.0, False, []),
-        ("stale", stale, 1.0, False, ["stale weights"]),
-        ("temperature", model, 0.7, False, ["temperature"]),
-        ("temperature said", model, 0.7, True, []),
-    ]
-    results = []
-    for name, server, temperature, said, expected in planted:
-        files = run.record(name.replace(" ", "_"), server, temperature, said=said)
-        report = numdev.logprobs(*files, model=str(paths[1]), previous=str(paths[0]))
-        results.append(shown(name, report, expected))
-    return 0 if all(results) else 1
+    stale = experiment.train()
+    model = experiment.run.in_bfloat16()
+    experiment.judge("stale", stale, ["stale weights"])
+    experiment.judge("temperature", model, ["temperature"], 0.7)
+    experiment.judge("temperature said", model, [], 0.7, said=True)
+    return 0 if all(experiment.results) else 1
 
 
 if __name__ == "__main__":
