@@ -82,6 +82,13 @@ def has_something_to_judge(row: DeviationRow) -> bool:
     return bool(row.elements != 0 or row.nonfinite or row.sampled or other)
 
 
+def refuse_contradictions(*contradictions: Iterable[str]) -> None:
+    """Raises MeasurementError for the first of these contradictions of a report, if there
+    is any."""
+    if wrong := next(itertools.chain(*contradictions), ""):
+        raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
+
+
 def check_whole(report: Measured) -> None:
     """Raises MeasurementError unless each planned task has its rows: one for every head
     of every tensor, or one that says why there is none. Raises it too for rows that
@@ -90,8 +97,7 @@ def check_whole(report: Measured) -> None:
     of a median. Of a report without any row only the plan, request and cases are checked:
     nothing of it can be judged."""
     plan, cases = report.plan, {case.case: case for case in report.cases}
-    for difference in _request_differences(report.request, plan):
-        raise MeasurementError(f"inconsistent report: {difference}", hint=CUT)
+    refuse_contradictions(_request_differences(report.request, plan))
     if len(cases) != len(report.cases):
         raise MeasurementError("inconsistent report: it has a case twice", hint=CUT)
     if not report.rows:

@@ -77,12 +77,6 @@ def numbers_in_both(
     return [(a, b) for a, b in values if a is not None and b is not None]
 
 
-def kernel_fields(fmt: str, kernel: str = "model") -> Who:
-    """Returns the fields role (`kernel`), kernel, options (none) and format of a record
-    on the model's output, or on a kernel in the model."""
-    return {"role": "kernel", "kernel": kernel, "options": {}, "format": fmt}
-
-
 def place_without_call(name: str, layer: int | None = None) -> Place:
     """Returns a place that has `name` for its case and no module, head, phase or seed: of
     something that belongs to no call, or to all calls of a case."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -390,16 +390,12 @@ def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
     )
     for (_, _, _, backward), group in passes.items():
         bare = [row for row in group if row.status != "ok"]
-        status = dict.fromkeys(map(call_of, group), "ok")
+        states = dict.fromkeys(map(call_of, group), ("ok", ""))
         # Failed last: it counts
         for row in sorted(bare, key=lambda row: row.status, reverse=True):
-            status[call_of(row)] = row.status
-        count = Counter(status.values())
-        # Why it failed is no reason to decline
-        why = "failed" if count["failed"] else "skipped"
-        reasons = [row.reason or "" for row in bare if row.status == why]
+            states[call_of(row)] = row.status, row.reason or ""
         yield run_test(
-            group[0].who, rules, group[0].tensor, count, reasons,
+            group[0].who, rules, group[0].tensor, [*states.values()],
             asked=plan.named or backward,
             empty=not any(map(has_something_to_judge, group)),
             place=next((Place.of(row) for row in bare if row.status == "failed"), None),
@@ -410,17 +406,15 @@ def run_test(
     who: Who,
     rules: Rules,
     tensor: str,
-    count: Mapping[str, int],
-    reasons: Sequence[str],
+    states: Sequence[tuple[str, str]],
     *,
     asked: bool,
     empty: bool = False,
     place: Place | None = None,
 ) -> Test:
-    """Returns the test of whether a kernel ran: `count` has its calls by status (`ok`,
-    `skipped`, `failed`). `reasons`: why it failed or declined; `asked`: whether it was
-    asked for by name; `empty`: whether no element that it returned could be judged;
-    `place`: of the first failure.
+    """Returns the test of whether a kernel ran. `states`: of each call `ok`, `skipped` or
+    `failed`, and why; `asked`: whether it was asked for by name; `empty`: whether no
+    element that it returned could be judged; `place`: of the first failure.
 
     A call in which it failed is missing; so is one that it declined, where the rules
     require the kernel, or where it was asked for by name (as gradients are) and ran in
@@ -430,7 +424,12 @@ def run_test(
         fnmatchcase(kernel, p) for p in rules.required
     )
     asked = asked and rules.skipped == "refused-only"
-    failed, skipped, ok = (count.get(name, 0) for name in ("failed", "skipped", "ok"))
+    count = Counter(state for state, _ in states)
+    failed, skipped, ok = (count[name] for name in ("failed", "skipped", "ok"))
+    # Why it failed is no reason to decline
+    reasons = [
+        why for state, why in states if state == ("failed" if failed else "skipped")
+    ]
     standing = Standing.NOT_APPLICABLE if skipped else Standing.HELD
     if failed or (skipped and (required or (asked and not ok))):
         standing = Standing.MISSING

@@ -28,7 +28,6 @@ RUN = "run"
 REFERENCE_FILE = "definition_reference.py"
 PYTHON = ("python", "triton")  # languages of solutions that need no build
 SIZES = (24, 40, 56, 72)  # of variable axes, in order, where nothing says them
-STYLE = "destination_passing_style"
 
 
 R = TypeVar("R", bound="_Loose")

@@ -132,12 +132,6 @@ def mean_along_last(x: Tensor) -> Tensor:
     return x.mean(dim=-1, keepdim=True).expand_as(x).clone() if x.ndim else x * 0
 
 
-def shifted_rows(x: Tensor) -> Tensor:
-    """Returns a copy whose rows along axis 0 are shifted by one, the last to the first
-    place; a scalar as it is."""
-    return x.roll(1, 0) if x.ndim else x
-
-
 def stale_last_row(x: Tensor) -> Tensor:
     """Returns a copy whose last row along axis 0 is the one before it; 0 everywhere for
     a scalar and for fewer than two rows."""

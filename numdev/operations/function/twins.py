@@ -25,7 +25,6 @@ from numdev.operations.function.other_operations import (
 )
 
 LN_2 = math.log(2.0)
-LN_10 = math.log(10.0)
 OF_TANH = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
 QUICK = 1.702  # of the sigmoid that stands for a GELU

@@ -122,6 +122,19 @@ class Who(TypedDict):
     format: str
 
 
+def kernel_fields(
+    fmt: str, kernel: str = "model", options: Mapping[str, object] | None = None
+) -> Who:
+    """Returns the fields role (`kernel`), kernel, options (none if None) and format of a
+    record on a kernel under audit, or on the model's output."""
+    return {
+        "role": "kernel",
+        "kernel": kernel,
+        "options": dict(options or {}),
+        "format": fmt,
+    }
+
+
 class BesideReference(Record):
     """A tensor beside what its reference's own rounding explains
     (`numdev.operations.function`). A `luck` is how many times luck alone may raise the

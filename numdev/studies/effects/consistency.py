@@ -7,8 +7,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from numdev.errors import MeasurementError
-from numdev.gate.row_checks import CUT, HUGE, format_differences, unplanned_kernels
+from numdev.gate.row_checks import (
+    HUGE,
+    format_differences,
+    refuse_contradictions,
+    unplanned_kernels,
+)
 from numdev.grouping import grouped
 from numdev.report.number_text import labelled
 from numdev.studies.effects.report import (
@@ -38,17 +42,12 @@ def check_consistency(report: EffectsReport) -> None:
     """Raises MeasurementError for rows or checks that nobody planned, that are missing,
     or whose numbers contradict each other, with the first contradiction. A missing row
     would exceed no limit."""
-    wrong = next(
-        itertools.chain(
-            _plan_contradictions(report),
-            _check_contradictions(report),
-            _row_contradictions(report),
-            _floor_contradictions(report),
-        ),
-        "",
+    refuse_contradictions(
+        _plan_contradictions(report),
+        _check_contradictions(report),
+        _row_contradictions(report),
+        _floor_contradictions(report),
     )
-    if wrong:
-        raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
 
 
 def _plan_contradictions(report: EffectsReport) -> Iterator[str]:

@@ -1,17 +1,12 @@
 """Compares two reports of `numdev effects`: which numbers moved from A to B.
 
-A number of a run in B over that in A is taken for each sequence. Its logarithm scatters
-about 0 where only the order of roundings changed; it moved where Student's t says
-otherwise, at 1 % over all runs (Holm), or where every sequence says so by more than
-SURELY."""
+A number of a run in B over that in A is taken for each sequence, and held to chance
+(`numdev.gate.sequence_ratios`): what only the order of roundings changed did not move."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
-
-from scipy.special import stdtr
 
 from numdev.gate.compare_report import (
     About,
@@ -22,19 +17,18 @@ from numdev.gate.compare_report import (
     Presence,
 )
 from numdev.gate.findings import label
-from numdev.gate.noise_model import FAR, log_ratio, may_differ_by_chance, ratio_of_log
+from numdev.gate.noise_model import FAR, may_differ_by_chance
 from numdev.gate.row_checks import Key
 from numdev.gate.row_pairs import (
-    kernel_fields,
     lost_numbers,
     measured_pairs,
     numbers_in_both,
     place_without_call,
     presence_record,
 )
+from numdev.gate.sequence_ratios import LEAST, SURELY, SequenceRatios, moved_numbers
 from numdev.grouping import grouped
-from numdev.metrics.statistics import holm
-from numdev.report import Place
+from numdev.report import Place, kernel_fields
 from numdev.report.number_text import three
 from numdev.studies.effects.report import Check, EffectsReport, OutputRow
 
@@ -43,10 +37,7 @@ COSTS = (
     *("log_perplexity", "error", "angle", "from_against", "flips", "unexplained"),
 )
 """The numbers of a run, but for `first_flip`, which is null where nothing flips."""
-ALPHA = 0.01
 Pair = tuple[OutputRow, OutputRow]  # of A and of B
-LEAST = 3  # sequences, below which chance is unknown
-SURELY = 10.0  # a factor in every sequence that is no chance, however few they are
 SCALES = {  # numbers of a run that have a ratio, and what they are called
     "cost": "the error at the {place} (cost)",
     "log_prob": "the change of log-probabilities",
@@ -114,27 +105,22 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
     names = EffectsNames()
     pairs = grouped(measured_pairs(names, old.rows, new.rows), lambda pair: pair[1].run)
     ratios = {
-        (run, metric): _log_ratios(rows, metric)
+        (run, metric): SequenceRatios(both=numbers_in_both(rows, metric))
         for run, rows in pairs.items()
         for metric in SCALES
     }
-    p = {key: _p_value(logs) for key, logs in ratios.items() if len(logs) >= LEAST}
-    moved = dict(zip(p, holm(list(p.values()), ALPHA), strict=True))
+    moved = moved_numbers(ratios)
     groups: list[Group] = []
     moves: list[Move] = []
     for run, rows in pairs.items():
         about, place = names.about(rows[0][1]), names.place(rows[0][1])
         of_run: list[Move] = []
         for metric, words in SCALES.items():
-            both = numbers_in_both(rows, metric)
-            zero = any((a == 0) != (b == 0) for a, b in both)
-            logs = ratios[run, metric]
-            if not (zero or moved.get((run, metric), False) or _all_moved_far(logs)):
+            if (run, metric) not in moved:
                 continue
-            a, b = (statistics.median(side) for side in zip(*both, strict=True))
-            mean = statistics.mean(logs) if logs else None
+            number = ratios[run, metric]
+            a, b = number.medians
             text = f"{words.format(place=rows[0][1].place)} from {three(a)} to {three(b)}"
-            excess = FAR if zero or mean is None else 1 + abs(mean)
             of_run.append(
                 Move(
                     **about,
@@ -142,57 +128,22 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
                     metric=metric,
                     a=a,
                     b=b,
-                    change=ratio_of_log(mean),
-                    excess=min(FAR, excess),
+                    change=number.change,
+                    excess=number.excess,
                     words=text,
                 )
             )
         of_run += [Move(**about, place=place, **fact) for fact in _count_changes(rows)]
-        groups.append(_run_group(about, rows, ratios[run, "cost"], of_run))
+        cost = ratios[run, "cost"]
+        groups.append(cost.group(about, "cost", pairs=len(rows), is_moved=bool(of_run)))
         moves += of_run
-    notes = [NOTE.format(tests=len(p), surely=SURELY)]
+    tests = sum(number.is_chance_known for number in ratios.values())
+    notes = [NOTE.format(tests=tests, surely=SURELY)]
     if any(group.unjudged for group in groups):
         notes.insert(0, FEW.format(least=LEAST, surely=SURELY))
     changed, presences = _check_moves(old.checks, new.checks)
     return names, Compared(
         groups, [*moves, *changed], tuple(notes), presences=tuple(presences)
-    )
-
-
-def _log_ratios(rows: Sequence[Pair], metric: str) -> list[float]:
-    """Returns ln(B / A) of a number, one for each pair in which both are above 0."""
-    logs = (log_ratio(a, b) for a, b in numbers_in_both(rows, metric))
-    return [log for log in logs if log is not None]
-
-
-def _all_moved_far(logs: Sequence[float]) -> bool:
-    """Whether every logarithm is beyond ln(SURELY), all in one direction; False without
-    any."""
-    return bool(logs) and (min(logs) > math.log(SURELY) or max(logs) < -math.log(SURELY))
-
-
-def _run_group(
-    about: About, rows: Sequence[Pair], logs: Sequence[float],
-    moves: Sequence[Move],
-) -> Group:  # fmt: skip
-    """Returns the group of one run, from its pairs of rows: the median cost in A and in
-    B, their ratio, and how many pairs are equal, moved or not judged. It is judged where
-    its costs are equal, where `moves` has any, or where `logs` (ln ratios of its costs)
-    are at least LEAST."""
-    both = numbers_in_both(rows, "cost")
-    a, b = map(statistics.median, zip(*both, strict=True)) if both else (None, None)
-    same = sum(x == y for x, y in both)
-    judged = bool(moves) or same == len(rows) or len(logs) >= LEAST
-    return Group(
-        **about,
-        metric="cost",
-        a=a,
-        b=b,
-        change=ratio_of_log(statistics.mean(logs)) if logs else None,
-        pairs=len(rows),
-        same_bits=same,
-        moved=len(rows) if moves else 0,
-        unjudged=0 if judged else len(rows),
     )
 
 
@@ -219,15 +170,6 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
                 "excess": FAR,
                 "words": f"{what}: {a}, now {b}",
             }
-
-
-def _p_value(logs: Sequence[float]) -> float:
-    """Returns the two-sided p of Student's t that the mean of the logarithms is 0; 1
-    where all are 0, and 0 where all are the same other number. `logs`: at least two."""
-    spread = statistics.stdev(logs) / math.sqrt(len(logs))
-    if spread == 0:
-        return 0.0 if any(logs) else 1.0
-    return float(2 * stdtr(len(logs) - 1, -abs(statistics.mean(logs)) / spread))
 
 
 def _check_moves(

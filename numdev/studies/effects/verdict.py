@@ -13,7 +13,7 @@ from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
-from numdev.report import Finding, PlannedKernel, Standing, Who
+from numdev.report import Finding, PlannedKernel, Standing, Who, kernel_fields
 from numdev.report.number_text import labelled, multiple, percent, three
 from numdev.studies.effects.report import (
     Check,
@@ -102,12 +102,7 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
         reasons=tuple(lost),
     )
     for kernel, fmt in itertools.product(plan.kernels, plan.formats):
-        who: Who = {
-            "role": "kernel",
-            "kernel": kernel.kernel,
-            "options": kernel.options,
-            "format": fmt,
-        }
+        who = kernel_fields(fmt, kernel.kernel, kernel.options)
         yield _test_of_runs(report, who, rules)
         for at in plan.outputs:
             whole = next(
@@ -180,13 +175,7 @@ def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
         return Test(
             **who, rule=RUNS, standing=Standing.NOT_APPLICABLE, tensor="out", reasons=lost
         )
-    count = {
-        name: sum(state == name for state, _ in states)
-        for name in ("ok", "skipped", "failed")
-    }
-    why = "failed" if count["failed"] else "skipped"
-    reasons = [reason for state, reason in states if state == why]
-    return run_test(who, rules, "out", count, reasons, asked=report.plan.named)
+    return run_test(who, rules, "out", states, asked=report.plan.named)
 
 
 def _is_row_of(row: OutputRow, who: Who) -> bool:

@@ -8,9 +8,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from numdev.errors import MeasurementError
 from numdev.gate.findings import label
-from numdev.gate.row_checks import CUT, HUGE, format_differences, unplanned_kernels
+from numdev.gate.row_checks import (
+    HUGE,
+    format_differences,
+    refuse_contradictions,
+    unplanned_kernels,
+)
 from numdev.grouping import grouped
 from numdev.report import Tensor
 from numdev.report.number_text import labelled
@@ -37,13 +41,11 @@ def check_consistency(report: InvarianceReport) -> None:
     """Raises MeasurementError for rows that nobody planned, that are missing, or whose
     numbers contradict each other, with the first contradiction. A missing row would
     exceed no limit."""
-    wrong = itertools.chain(
+    refuse_contradictions(
         _plan_contradictions(report),
         _row_contradictions(report),
         _model_contradictions(report),
     )
-    if first := next(wrong, ""):
-        raise MeasurementError(f"inconsistent report: {first}", hint=CUT)
 
 
 def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:

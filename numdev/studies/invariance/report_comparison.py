@@ -21,14 +21,13 @@ from numdev.gate.findings import label
 from numdev.gate.noise_model import FAR, log_ratio, may_differ_by_chance, ratio_of_log
 from numdev.gate.row_checks import Key
 from numdev.gate.row_pairs import (
-    kernel_fields,
     lost_numbers,
     measured_pairs,
     place_without_call,
     presence_record,
 )
 from numdev.grouping import grouped
-from numdev.report import Place
+from numdev.report import Place, kernel_fields
 from numdev.report.number_text import labelled, three
 from numdev.studies.invariance.report import (
     InvarianceReport,

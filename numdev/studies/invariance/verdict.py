@@ -15,7 +15,7 @@ from numdev.gate.judgement import MODEL, RATIOS, Judgement, Statement, Test
 from numdev.gate.rules import AtMost, Rules, Tensors, default_rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
-from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who
+from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who, kernel_fields
 from numdev.report.number_text import labelled, multiple, ratio, si, three
 from numdev.studies.invariance.answers import (
     AxisAnswer,
@@ -51,7 +51,6 @@ BRINGS: Mapping[str, Sequence[str]] = {
 ALIKE = 2
 WHOLE = 0.995  # a share that is written as 100 %
 UNTRIED = ("call", "option", "mask")  # excuses of a kernel that did not refuse a call
-NAMES = ("ok", "skipped", "failed")
 WRONG = {  # by rule, the gravest first: how the sentence on an axis goes on
     "finite": "{row.nonfinite:,} of {row.elements:,} elements of {tensor} are NaN or "
     "infinite in one form alone",
@@ -151,12 +150,7 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
     every = list(itertools.product(plan.kernels, plan.formats))
     for kernel, fmt in every:
         of_kernel = rows.get((labelled(kernel.kernel, kernel.options), fmt), [])
-        who: Who = {
-            "role": "kernel",
-            "kernel": kernel.kernel,
-            "options": kernel.options,
-            "format": fmt,
-        }
+        who = kernel_fields(fmt, kernel.kernel, kernel.options)
         yield from _run_tests(report, who, of_kernel, rules)
         absent = _is_absent(report, of_kernel)
         # A form that does not repeat itself has rows along `repeat`, asked for or not.
@@ -211,11 +205,8 @@ def _run_tests(
             if row.status == "ok"
         ]
     for tensor, states in passes.items():
-        count = {name: sum(state == name for state, _ in states) for name in NAMES}
-        why = "failed" if count["failed"] else "skipped"
-        reasons = [reason for state, reason in states if state == why]
         asked = report.plan.named or tensor == "dq"
-        yield run_test(who, rules, tensor, count, reasons, asked=asked)
+        yield run_test(who, rules, tensor, states, asked=asked)
 
 
 def _run_state(row: InvarianceRow) -> tuple[str, str]:

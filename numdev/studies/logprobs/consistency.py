@@ -8,8 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from numdev.errors import MeasurementError
-from numdev.gate.row_checks import CUT, HUGE
+from numdev.gate.row_checks import HUGE, refuse_contradictions
 from numdev.studies.logprobs.causes import KINDS
 from numdev.studies.logprobs.costs import FIXES, UNDONE
 from numdev.studies.logprobs.report import (
@@ -27,18 +26,13 @@ def check_consistency(report: LogprobsReport) -> None:
     """Raises MeasurementError for rows that nobody planned, that are missing, or whose
     numbers contradict each other, with the first contradiction. A missing row would
     exceed no limit."""
-    wrong = next(
-        itertools.chain(
-            _plan_contradictions(report),
-            _row_contradictions(report),
-            _pair_contradictions(report),
-            _cause_contradictions(report),
-            _cost_contradictions(report),
-        ),
-        "",
+    refuse_contradictions(
+        _plan_contradictions(report),
+        _row_contradictions(report),
+        _pair_contradictions(report),
+        _cause_contradictions(report),
+        _cost_contradictions(report),
     )
-    if wrong:
-        raise MeasurementError(f"inconsistent report: {wrong}", hint=CUT)
 
 
 def _plan_contradictions(report: LogprobsReport) -> Iterator[str]:

@@ -26,7 +26,6 @@ LARGEST_ID = 2**31 - 1  # of a token; no vocabulary is that large
 LEAST_BUDGET = 1 << 25  # bytes that any file may come to
 BYTES_PER_BYTE = 100  # and how many times its size a larger one may
 BYTES_PER_SEQUENCE = 2000  # of Python's objects for one, beside its arrays
-MAX_DEPTH = 3  # dimensions of an array: tokens, layers, experts
 SHOWN = 40  # characters of a value in a message
 REALS: frozenset[type] = frozenset([float, int, type(None)])
 FLAGS: frozenset[type] = frozenset([bool, int, float])

@@ -11,7 +11,7 @@ from numdev.gate.judgement import Judgement, Statement, Test, TestFields
 from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
-from numdev.report import Finding, Standing, Who
+from numdev.report import Finding, Standing, Who, kernel_fields
 from numdev.report.number_text import ratio, si, three
 from numdev.studies.logprobs.causes import decide
 from numdev.studies.logprobs.report import (
@@ -56,37 +56,32 @@ def tests(report: LogprobsReport, rules: Rules) -> Iterator[Test]:
     whether a cause is named."""
     limits: LogprobsLimits = rules.limits_of("logprobs")
     for side in report.plan.sides:
-        who = subject(side.name, side.format)
+        who = kernel_fields(side.format, side.name)
         yield _run_test(report, side, who, rules)
         for fields in _side_tests(report, side, limits):
             yield Test(**who, tensor="logprobs", **fields)
     if len(report.plan.sides) == 2:
         formats = dict.fromkeys(side.format for side in report.plan.sides)
-        who = subject(PAIR, ", ".join(formats))
-        count = {"ok": sum(row.tokens > 0 for row in report.pairs)}
-        count["failed"] = 0 if count["ok"] else 1
-        why = ["no token of the two sides can be compared"] if count["failed"] else []
-        yield run_test(who, rules, "logprobs", count, why, asked=True)
+        who = kernel_fields(", ".join(formats), PAIR)
+        ran = [("ok", "") for row in report.pairs if row.tokens > 0]
+        neither = [("failed", "no token of the two sides can be compared")]
+        yield run_test(who, rules, "logprobs", ran or neither, asked=True)
         for fields in _pair_tests(report):
             yield Test(**who, tensor="logprobs", **fields)
-
-
-def subject(name: str, fmt: str) -> Who:
-    """Returns the fields of a test on a side, or on both (PAIR)."""
-    return {"role": "kernel", "kernel": name, "options": {}, "format": fmt}
 
 
 def _run_test(report: LogprobsReport, side: PlannedSide, who: Who, rules: Rules) -> Test:
     """Returns the test of how many sequences of a side were compared with the model, or
     without one with the other side."""
     if report.plan.model is None:
-        rows = [row for row in report.pairs if row.tokens]
-        return run_test(who, rules, "logprobs", {"ok": len(rows)}, (), asked=True)
-    of_side = [row for row in report.rows if row.side == side.name]
-    count = {name: sum(row.status == name for row in of_side) for name in ("ok",)}
-    count["skipped"] = len(of_side) - count["ok"]
-    reasons = [row.reason for row in of_side if row.reason]
-    return run_test(who, rules, "logprobs", count, reasons, asked=True)
+        states = [("ok", "") for row in report.pairs if row.tokens]
+    else:
+        states = [
+            ("ok" if row.status == "ok" else "skipped", row.reason or "")
+            for row in report.rows
+            if row.side == side.name
+        ]
+    return run_test(who, rules, "logprobs", states, asked=True)
 
 
 def _side_tests(
