@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from numdev.kernels import Kernel, Output
 from numdev.studies.audit.deviation_rows import Measured, Runs
-from numdev.studies.audit.explanations import beyond
+from numdev.studies.audit.explanations import beyond, wrong_tensors
 from numdev.studies.audit.isolation import Runner
 from numdev.studies.audit.mistake_search import FAR, Failing, has_room, name
 from numdev.studies.audit.prepared_attention import Bench
@@ -39,16 +39,14 @@ class Attention:
         declares no claim. What errs, and what a kernel without a claim computes, may
         instead be appended to `later` (None: nothing waits), to be looked at when all
         calls are measured."""
-        failing = Failing(kernel, system, run, options, runs, measured)
-        if (
-            later is not None
-            and (failing.wrong or not kernel.declares)
-            and has_room(later, failing)
-        ):
-            later.append(failing)
-            return measured
+        wrong = wrong_tensors(measured.rows)
+        may_wait = later is not None and bool(wrong or not kernel.declares)
         is_suspicious = any(row.nonfinite or row.suspicion for row in measured.rows)
-        if not (failing.wrong or is_suspicious):
+        if not (wrong or may_wait or is_suspicious):
+            return measured
+        failing = Failing(kernel, system, run, options, runs, measured)
+        if later is not None and may_wait and has_room(later, failing):
+            later.append(failing)
             return measured
         wrong = beyond(measured.rows)
         is_far = any(

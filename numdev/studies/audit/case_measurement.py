@@ -89,7 +89,8 @@ def measured_here(
                     yield _finished(task, {"row": [_failed_row(task, error)]})
                 continue
             unmeasured = list(of_format)
-            _begin_first_kernel(unmeasured, bench, plan, run)
+            if isinstance(run, Isolated):
+                _begin_first_kernel(unmeasured, bench, plan, run)
             for planned, task in unmeasured:
                 runner = run if task.role == "kernel" else attempt
                 measured = measure_task(
@@ -106,13 +107,11 @@ def _finished(task: Task, rows: Rows) -> Finished:
 
 
 def _begin_first_kernel(
-    tasks: Sequence[tuple[Planned, Task]], bench: Bench, plan: Plan, run: Runner
+    tasks: Sequence[tuple[Planned, Task]], bench: Bench, plan: Plan, run: Isolated
 ) -> None:
     """Lets the first kernel under audit run in its own process while this one measures
-    the tasks before it. Does nothing where kernels run in this process, or where both
-    processes would compute with several threads and wait for one another."""
-    if not isinstance(run, Isolated):
-        return
+    the tasks before it. Does nothing where both processes would compute with several
+    threads and wait for one another."""
     if not bench.case.q.is_cuda and torch.get_num_threads() > 1:
         return
     for planned, task in tasks:

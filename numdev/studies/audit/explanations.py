@@ -30,6 +30,7 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.histogram import by_ulps
+from numdev.metrics.row_metrics import lse_error
 from numdev.metrics.row_samples import starts
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.statistics import BIAS_ALPHA
@@ -148,6 +149,18 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
         return ()
     right = [row for row in rows if not row.suspicion]
     return tuple(t for t in TERMS if is_beyond([r for r in right if r.tensor == t]))
+
+
+def wrong_tensors(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
+    """Returns the tensors of one call that are beyond their limits, in the order out, dq,
+    dk, dv, lse; the output alone where it is among them, of which gradients inherit the
+    mistake."""
+    wrong = beyond(rows)
+    named = any(row.suspicion for row in rows)
+    of_lse = [row for row in rows if row.tensor == "lse" and not named]
+    if any(excess("lse_error", lse_error(row), row) > 1 for row in of_lse):
+        wrong += ("lse",)
+    return wrong[:1] if wrong[:1] == ("out",) else wrong
 
 
 def _excess_in_median(predicted: Sequence[DeviationRow]) -> float:

@@ -27,7 +27,6 @@ from numdev.gate.row_checks import FOUND
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
-from numdev.metrics.row_metrics import lse_error
 from numdev.operations.attention.explain.attribution import ENOUGH
 from numdev.operations.attention.explain.call_sample import Alternative
 from numdev.operations.attention.explain.imprecise_steps import Loss, imprecision
@@ -43,6 +42,7 @@ from numdev.studies.audit.explanations import (
     held_to,
     likenesses,
     locate,
+    wrong_tensors,
 )
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.prepared_attention import KV_TENSORS, TERMS, Bench
@@ -92,17 +92,8 @@ class Failing:
 
     @cached_property
     def wrong(self) -> tuple[str, ...]:
-        """Returns the tensors beyond their limits, in the order out, dq, dk, dv, lse; the
-        output alone where it is among them, of which gradients inherit the mistake."""
-        wrong = beyond(self.rows)
-        of_lse = (
-            r
-            for r in self.rows
-            if r.tensor == "lse" and not any(r.suspicion for r in self.rows)
-        )
-        if any(excess("lse_error", lse_error(r), r) > 1 for r in of_lse):
-            wrong += ("lse",)
-        return wrong[:1] if wrong[:1] == ("out",) else wrong
+        """Returns the tensors beyond their limits (`wrong_tensors`)."""
+        return wrong_tensors(self.rows)
 
     @cached_property
     def severity(self) -> float:
