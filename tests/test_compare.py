@@ -33,6 +33,7 @@ from numdev.gate.noise_model import (
     log_standard_error,
     repeat_noise,
 )
+from numdev.gate.sequence_ratios import SequenceRatios, moved_numbers
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.document import Figures
 from numdev.report.views import document_of
@@ -1087,3 +1088,27 @@ def test_an_altered_report_is_no_unchanged_one(kind: str, tmp_path: Path) -> Non
     inputs = [altered.altered(sound, number) for number in range(40)]
     assert len({name for name, *_ in inputs}) > 10
     assert not [name for name, *sides in inputs if code_of(tmp_path, *sides) == 0]
+
+
+@pytest.mark.parametrize(
+    ("both", "moved"),
+    [
+        ([(1.0, 2.0)] * 3, True),  # no spread at all: p is 0
+        ([(1.0, 1.0)] * 3, False),
+        ([(1.0, 2.0)] * 2, False),  # too few to know chance, and not far
+        ([(1.0, 10.5), (2.0, 21.0)], True),  # beyond SURELY in every sequence
+        ([(1.0, 9.9), (2.0, 21.0)], False),
+        ([(10.5, 1.0), (1.0, 10.5)], False),  # far, but not in one direction
+        ([(10.5, 1.0)], True),
+        ([(0.0, 1e-9), (1.0, 1.0)], True),  # 0 in one report alone
+        ([(0.0, 0.0)] * 4, False),
+        ([(1.0, 1.9), (1.0, 2.0), (1.0, 2.1)], True),  # p = 0.0017
+        ([(1.0, 1.1), (1.0, 1.13), (1.0, 1.16)], False),  # p = 0.015: not at 1 %
+        ([], False),
+    ],
+)
+def test_a_number_moved_beyond_chance(
+    both: list[tuple[float, float]], moved: bool
+) -> None:
+    """Student's t over sequences, a factor of SURELY, or a 0 that is none any more."""
+    assert bool(moved_numbers({"number": SequenceRatios(both=both)})) is moved

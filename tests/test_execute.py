@@ -48,7 +48,7 @@ def rows_of(key: str) -> list[dict[str, Any]]:
 
 
 def run(
-    directory: Path, head: dict[str, Any] | None = None, *, stop_after: int = 99
+    directory: Path | None, head: dict[str, Any] | None = None, *, stop_after: int = 99
 ) -> Any:
     """A study in small. Returns all rows, and how many tasks had to be computed."""
     computed = 0
@@ -70,6 +70,22 @@ def finished(tmp_path: Path) -> bytes:
     """The bytes of a whole journal."""
     run(tmp_path / "whole")
     return (tmp_path / "whole" / JOURNAL).read_bytes()
+
+
+def test_without_a_directory_it_has_the_same_rows_and_writes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody keeps is in memory: rows come as from a file, each task is asked for
+    once, and another journal knows nothing of them."""
+    monkeypatch.chdir(tmp_path)
+    assert run(None) == (ALL, 4)
+    assert run(None) == (ALL, 4)
+    with Journal.open(None, HEADER, overwrite=False) as journal:
+        assert journal.append("task0", {"row": rows_of("task0")})
+        assert journal.visit("task0")
+        assert not journal.append("task0", {"row": []})
+        assert journal.rows("row") == rows_of("task0")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_cut_off_at_any_byte_it_continues_to_the_same_rows(
