@@ -100,12 +100,12 @@ def audit(
     units of the tensors, ratios are plain numbers; a number that means nothing is None,
     and the row's `nulls` says why. Raises UsageError for a request that cannot be run
     here, MeasurementError where nothing could be measured."""
-    audited, chosen = _audit_subject(target, cases, inputs), _kernel_list(kernels)
+    audited = _audit_subject(target, cases, inputs)
+    named, functions = _named_kernels(kernels)
     flags = {
         **_nonempty_options(options), "backward": backward, "rows": rows, "seed": seed,
         "device": device or audited.device, "inputs": audited.inputs,
-        "kernels": tuple(x.name if isinstance(x, Kernel) else x for x in chosen),
-        "formats": tuple(_as_list(formats)),
+        "kernels": named, "formats": tuple(_as_list(formats)),
         "layers": tuple(layers or ()),
         "reproducers": 0 if output is None else options.get("reproducers"),
     }  # fmt: skip
@@ -115,7 +115,7 @@ def audit(
     with nullcontext() if cluster is None else sharing(cluster, request.device):
         report = run.audit(
             request, directory, command="numdev.audit", say=say, overwrite=overwrite,
-            unregistered=_functions_by_name(chosen), workers=cluster,
+            unregistered=functions, workers=cluster,
             opened=audited.opened, save_cases=Path(save_cases) if save_cases else None,
         )  # fmt: skip
     return _written(report, directory)
@@ -130,15 +130,22 @@ def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
     return options
 
 
-def _kernel_list(
+def _named_kernels(
     kernels: Named | Sequence[Named],
-) -> list[str | Mapping[str, object] | Kernel]:
-    """Returns one kernel or several as a list: functions as kernels named after them;
-    names and mappings as they are."""
-    return [
+) -> tuple[tuple[str | Mapping[str, object], ...], dict[str, Kernel]]:
+    """Returns one kernel or several as a request names them, names and mappings as they
+    are; and the functions among them as kernels, by name. Raises UsageError for two
+    functions of one name."""
+    chosen = [
         x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
         for x in _as_list(kernels)
     ]
+    functions = [x for x in chosen if isinstance(x, Kernel)]
+    names = [kernel.name for kernel in functions]
+    if twice := next((n for n in names if names.count(n) > 1), None):
+        raise UsageError(f"kernels: two functions are named {twice!r}", hint="rename one")
+    named = tuple(x.name if isinstance(x, Kernel) else x for x in chosen)
+    return named, {kernel.name: kernel for kernel in functions}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,16 +197,6 @@ def _audit_subject(
         )
     named = [{"name": f"case {i}", **x} for i, x in enumerate(several)]
     return _Audited(name="cases", fields={"cases": named})
-
-
-def _functions_by_name(chosen: Sequence[object]) -> dict[str, Kernel]:
-    """Returns the functions that are measured as kernels, by name; all else is left out.
-    Raises UsageError for two of one name."""
-    kernels = [x for x in chosen if isinstance(x, Kernel)]
-    names = [kernel.name for kernel in kernels]
-    if twice := next((n for n in names if names.count(n) > 1), None):
-        raise UsageError(f"kernels: two functions are named {twice!r}", hint="rename one")
-    return {kernel.name: kernel for kernel in kernels}
 
 
 def _as_list(argument: Any) -> list[Any]:

@@ -156,7 +156,9 @@ def run_plan(
     for note in notes:
         say(note)
     described, limit_s = source.describe(), request.time_limit
-    shared = header(asked, plan.system, plan.kernels, described)
+    # With what a continued run and workers have to agree; else there is nobody to ask
+    is_shared = directory is not None or workers is not None
+    shared = header(asked, plan.system, plan.kernels, described) if is_shared else {}
     # A kernel that crashed a worker must not run in this process: workers imply
     # isolation.
     isolated = request.isolate or workers is not None
