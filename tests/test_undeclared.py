@@ -6,6 +6,7 @@ rounding's."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch import Tensor
 from numdev import testing
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import Kernel, Output
-from numdev.kernels.baseline import WAYS
+from numdev.kernels.baseline import WAYS, OnlineSoftmax
 from numdev.kernels.emulation.backward import attended as attend
 from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.emulation.recipe import recipe
+from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
+from numdev.metrics.checksums import same
 from numdev.report import Outcome
 from numdev.studies.audit import explanations, mistake_search
 from numdev.studies.audit.case_measurement import measure_task
@@ -231,6 +234,24 @@ def test_ways_are_attention(words: str, name: str) -> None:
         x, r = getattr(found, tensor).double(), getattr(exact, tensor)
         assert float((x - r).norm() / r.norm()) < 0.02, tensor
     assert bool((found.out[exact.empty] == 0).all())
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "grouped", "additive-mask", "empty-rows", "sinks"]
+)
+@pytest.mark.parametrize("tile", [None, 4])
+def test_steps_of_all_maxima_are_those_of_each(tile: int | None, name: str) -> None:
+    """Bit for bit what autograd makes of each alone, where k and v are summed over a
+    group in float32 and where the maximum is the sink's too."""
+    case = bench_of(name).case
+    sinks = (False,) if case.sinks is None else (False, True)
+    for sums_wide, from_sink in itertools.product((False, True), sinks):
+        steps = OnlineSoftmax(tile, "", sums_wide, from_sink).steps(case)
+        for maximum, step in steps.items():
+            way = OnlineSoftmax(tile, maximum, sums_wide, from_sink)
+            alone = differentiate(way, case)
+            for tensor in ("out", "dq", "dk", "dv"):
+                assert same(getattr(step, tensor), getattr(alone, tensor)), maximum
 
 
 def test_only_elements_explain() -> None:

@@ -14,8 +14,10 @@ kv_len). A row that sees no key is 0."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, empty_rows, explicit_mask, visible
 from numdev.kernels import Output, kernel
+from numdev.kernels.output import upstream_in
 
 
 @kernel(
@@ -78,41 +81,85 @@ def _plain_attention(
     return ((P @ v.float()) if product else (P.to(dtype) @ v)).to(dtype)
 
 
-def _online_softmax_attention(
-    case: AttentionCase,
-    tile: int | None,
-    maximum: str,
-    *,
-    sums_wide: bool = False,
-    from_sink: bool = False,
-) -> Tensor:
-    """Returns the output [B, H, q_len, v_dim] of an online softmax over tiles of `tile`
-    keys (None: one tile of all), in the case's dtype: P is cast for its product, and O
-    divided by l at the end. `maximum`: `amax` or `max` lets gradients through that
-    function of PyTorch's, `constant` detaches the maximum. `sums_wide`: gradients of k
-    and v are summed over a group of query heads before they are rounded. `from_sink`: the
-    maximum is never below the sink, which a case must have then."""
-    k, v = repeat_kv(case, wide=sums_wide)
-    S = _scores(case, case.q.float(), k.float())
-    m = S.new_full((*S.shape[:3], 1), HIDDEN)
-    if from_sink:
-        assert case.sinks is not None
-        m = torch.maximum(m, case.sinks.float()[:, None, None])
-    l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], v.shape[-1])
-    width = tile or case.kv_len
-    for part, values in zip(S.split(width, dim=-1), v.split(width, dim=2), strict=True):
-        if maximum == "max":
-            largest = part.max(dim=-1, keepdim=True).values
-        else:
-            largest = (part if maximum == "amax" else part.detach()).amax(
-                dim=-1, keepdim=True
-            )
-        m_old, m = m, torch.maximum(m, largest)
-        a, P = (m_old - m).exp(), (part - m).exp()
-        l = a * l + P.sum(dim=-1, keepdim=True)
-        O = a * O + P.to(case.q.dtype).float() @ values.float()
-    l = l if case.sinks is None else l + (case.sinks.float()[:, None, None] - m).exp()
-    return (O / l).to(case.q.dtype)
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """An online softmax over tiles of `tile` keys (None: one tile of all): P is cast for
+    its product, and O divided by l at the end. Called with a case it returns the output
+    [B, H, q_len, v_dim], in the case's dtype; rows that see no key are 0."""
+
+    tile: int | None
+    maximum: str  # of MAXIMUM: how gradients go through the maximum, or not
+    sums_wide: bool = False
+    """Gradients of k and v are summed over a group of query heads before they are
+    rounded."""
+    from_sink: bool = False
+    """The maximum is never below the sink, which a case must have then."""
+
+    def __call__(self, case: AttentionCase) -> Tensor:
+        k, v = repeat_kv(case, wide=self.sums_wide)
+        S = _scores(case, case.q.float(), k.float())
+        parts = S.split(self.tile or case.kv_len, dim=-1)
+        is_constant = self.maximum == "constant"
+        maxima = [_largest(p.detach() if is_constant else p, self.maximum) for p in parts]
+        return self._add_tiles(case, parts, maxima, v)
+
+    def steps(self, case: AttentionCase) -> dict[str, Output]:
+        """Returns by name of MAXIMUM the output with its gradients: what `differentiate`
+        returns of each, bit for bit. They have one graph, in which the maxima of tiles
+        are leaves; only what a maximum adds to the gradient of the scores differs. Raises
+        UsageError for a case without a grad_out."""
+        q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+        with torch.enable_grad():
+            case = dataclasses.replace(case, q=q, k=k, v=v)
+            keys, values = repeat_kv(case, wide=self.sums_wide)
+            S = _scores(case, q.float(), keys.float())
+            leaf = S.detach().requires_grad_()
+            parts = leaf.split(self.tile or case.kv_len, dim=-1)
+            maxima = [_largest(p.detach(), "amax").requires_grad_() for p in parts]
+            out = self._add_tiles(case, parts, maxima, values)
+            loss = (out * upstream_in(case, out.dtype)).sum()
+            dS, dv, *dm = torch.autograd.grad(loss, [leaf, v, *maxima])
+            steps = {}
+            for name in MAXIMUM:
+                total = dS
+                if name != "constant":
+                    through = [_largest(p, name) for p in parts]
+                    total = dS + torch.autograd.grad(through, leaf, dm)[0]
+                dq, dk = torch.autograd.grad(S, [q, k], total, retain_graph=True)
+                steps[name] = Output(out=out.detach(), dq=dq, dk=dk, dv=dv)
+        return steps
+
+    def _add_tiles(
+        self,
+        case: AttentionCase,
+        parts: Sequence[Tensor],
+        maxima: Sequence[Tensor],
+        v: Tensor,
+    ) -> Tensor:
+        """Returns the output. `parts`: the scores of each tile's keys; `maxima`: the
+        largest of each row, [B, H, q_len, 1]; v has as many heads as q."""
+        m = parts[0].new_full((*parts[0].shape[:3], 1), HIDDEN)
+        if self.from_sink:
+            assert case.sinks is not None
+            m = torch.maximum(m, case.sinks.float()[:, None, None])
+        l, O = torch.zeros_like(m), m.new_zeros(*m.shape[:3], v.shape[-1])
+        values = v.float().split(parts[0].shape[-1], dim=2)
+        for part, largest, V in zip(parts, maxima, values, strict=True):
+            m_old, m = m, torch.maximum(m, largest)
+            a, P = (m_old - m).exp(), (part - m).exp()
+            l = a * l + P.sum(dim=-1, keepdim=True)
+            O = a * O + P.to(case.q.dtype).float() @ V
+        if case.sinks is not None:
+            l = l + (case.sinks.float()[:, None, None] - m).exp()
+        return (O / l).to(case.q.dtype).masked_fill(empty_rows(case)[..., None], 0.0)
+
+
+def _largest(part: Tensor, function: str) -> Tensor:
+    """Returns the largest score of each row, [B, H, rows, 1], by the function of
+    PyTorch's that has this name: `max`, else `amax`."""
+    if function == "max":
+        return part.max(dim=-1, keepdim=True).values
+    return part.amax(dim=-1, keepdim=True)
 
 
 def _append_sinks(case: AttentionCase, S: Tensor) -> Tensor:
@@ -167,20 +214,21 @@ TILES: Mapping[int | None, str] = {
     None: "",
     **{n: f" in tiles of {n} keys" for n in (64, 128, 32)},
 }
-_ONLINE = {
-    f"exp(S - m), cast before P V{tiled}, {through}": partial(
-        _online_softmax_attention, tile=tile, maximum=maximum
+_ONLINE: Mapping[str, OnlineSoftmax] = {
+    f"as autograd rounds exp(S - m), cast before P V{tiled}, {through}": OnlineSoftmax(
+        tile, maximum
     )
     for tile, tiled in TILES.items()
     for maximum, through in MAXIMUM.items()
 }
-_WRITTEN: Mapping[str, partial[Tensor]] = {
-    **{words: partial(_plain_attention, wide=wide) for words, wide in PLAIN.items()},
-    **_ONLINE,
-}
 WAYS: Mapping[str, Way] = {
-    f"as autograd rounds {words}": _with_empty_rows_zero(way)
-    for words, way in _WRITTEN.items()
+    **{
+        f"as autograd rounds {words}": _with_empty_rows_zero(
+            partial(_plain_attention, wide=wide)
+        )
+        for words, wide in PLAIN.items()
+    },
+    **_ONLINE,
 }
 """By what is said of a kernel that rounds so, the likeliest first."""
 
@@ -192,19 +240,26 @@ def written_ways(case: AttentionCase) -> dict[str, Way]:
     sink too."""
     ways = dict(WAYS)
     grouped, sunk = case.group > 1, case.sinks is not None
-    variants: list[tuple[str, dict[str, bool]]] = [
-        (", dk and dv summed in fp32", {"sums_wide": True}),
-        (", the sink in the maximum", {"from_sink": True}),
-        (
-            ", the sink in the maximum, dk and dv summed in fp32",
-            {"sums_wide": True, "from_sink": True},
-        ),
-    ]
-    for words, options in variants:
-        sink = "from_sink" in options
-        if ("sums_wide" in options and not grouped) or (sink and not sunk):
-            continue
-        for name in _ONLINE if sink else (*_ONLINE, "all in fp32"):
-            way = _with_empty_rows_zero(partial(_WRITTEN[name], **options))
-            ways[f"as autograd rounds {name}{words}"] = way
+    if grouped:
+        ways |= _varied(", dk and dv summed in fp32", sums_wide=True)
+        wide = partial(_plain_attention, wide=(True, True, True), sums_wide=True)
+        ways["as autograd rounds all in fp32, dk and dv summed in fp32"] = (
+            _with_empty_rows_zero(wide)
+        )
+    if sunk:
+        ways |= _varied(", the sink in the maximum", from_sink=True)
+    if grouped and sunk:
+        words = ", the sink in the maximum, dk and dv summed in fp32"
+        ways |= _varied(words, from_sink=True, sums_wide=True)
     return ways
+
+
+def _varied(
+    words: str, *, sums_wide: bool = False, from_sink: bool = False
+) -> dict[str, Way]:
+    """Returns the online softmaxes with these options, which `words` name after their own
+    words."""
+    return {
+        f"{name}{words}": OnlineSoftmax(way.tile, way.maximum, sums_wide, from_sink)
+        for name, way in _ONLINE.items()
+    }

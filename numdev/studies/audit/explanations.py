@@ -8,6 +8,7 @@ are a fault here."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,12 +20,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import Format, all_finite, round_to
 from numdev.gate.rules import Threshold, default_rules
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output, sdpa
-from numdev.kernels.baseline import Way, written_ways
+from numdev.kernels.baseline import OnlineSoftmax, Way, written_ways
 from numdev.kernels.emulation import kernel as emulator
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
@@ -484,8 +486,9 @@ def _known_ways(
     for words, claim in claims.items():
         yield words, functools.partial(_predict_by_claim, claim, formats, bench)
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
+        last: dict[object, Mapping[str, Output]] = {}
         for words, way in written_ways(bench.case).items():
-            yield words, functools.partial(_run_written_way, way, bench)
+            yield words, functools.partial(_run_written_way, way, bench, last)
 
 
 class _Designs(Strict):
@@ -518,20 +521,43 @@ def _predict_by_claim(
     return None
 
 
-def _run_written_way(way: Way, bench: Bench, *, forward: bool = False) -> Step | None:
+def _run_written_way(
+    way: Way,
+    bench: Bench,
+    last: dict[object, Mapping[str, Output]],
+    *,
+    forward: bool = False,
+) -> Step | None:
     """Returns the tensors of a way that is a function of PyTorch, with autograd's
     gradients unless `forward`, in float32; None where it fails, or the call has more than
-    MOST_SCORES scores."""
+    MOST_SCORES scores. `last`: the steps of the online softmax that ran last, which the
+    next one may share."""
     case = bench.restricted
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
         return None
     kernel = Kernel(name="written", function=way, any_rows=True)
+    if isinstance(way, OnlineSoftmax):
+        backward = functools.partial(_shared_step, way, last)
+        kernel = dataclasses.replace(kernel, backward=backward)
     with bench.watch("predictions"):
         trained = "dq" in bench.by_row and not forward
         output = attempt(kernel, case, {}, gradients=trained)
     if isinstance(output, Failure):
         return None
     return {n: x.float() for n in bench.by_row if (x := getattr(output, n)) is not None}
+
+
+def _shared_step(
+    way: OnlineSoftmax, last: dict[object, Mapping[str, Output]], case: AttentionCase
+) -> Output:
+    """Returns the output and gradients of an online softmax: from `last` where it differs
+    in its maximum alone from the one that ran last; else `last` gets those of all
+    maxima."""
+    alike = dataclasses.replace(way, maximum="")
+    if alike not in last:
+        last.clear()
+        last[alike] = way.steps(case)
+    return last[alike][way.maximum]
 
 
 # --- rounding sites -------------------------------------------------------------------
