@@ -260,17 +260,24 @@ def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether no element of any tensor is NaN or infinite, by one wait for the device;
     True for no tensors and for empty ones."""
+    return all(each_finite(tensors))
+
+
+def each_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Returns of each tensor whether none of its elements is NaN or infinite, by one wait
+    for the device; True for an empty one."""
     # PyTorch has no arithmetic in 8 bits
     wide = [x.detach() if x.element_size() > 1 else x.detach().float() for x in tensors]
     if not wide:
-        return True
+        return []
     # A sum is finite only if every element is: one pass and no mask, a fifteenth of the
     # time of `isfinite` on a CPU. A sum of finite elements may overflow; then each is
     # looked at.
     sums = torch.stack([x.sum().double() for x in wide])
-    return all(map(math.isfinite, sums.tolist())) or all(
-        bool((x.abs() < math.inf).all()) for x in wide
-    )
+    return [
+        math.isfinite(total) or bool((x.abs() < math.inf).all())
+        for total, x in zip(sums.tolist(), wide, strict=True)
+    ]
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

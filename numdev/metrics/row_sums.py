@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from numdev.formats import all_finite, dtype_of
+from numdev.formats import dtype_of, each_finite
 from numdev.metrics import yardstick
 from numdev.metrics.row_samples import Strata
 
@@ -110,7 +110,9 @@ class Counted:
         """Returns which elements count of an output `o`, for a yardstick `y`, and of an
         expected output `e` (None: there is none), both in dtypes that PyTorch computes
         in. `o` [B, H, rows, features]."""
-        is_finite, rows = all_finite([o]), y.rows
+        # One wait for the device
+        is_finite, *of_expected = each_finite([o] if e is None else [o, e])
+        rows = y.rows
         nonfinite = torch.zeros_like(rows.size)
         if not (is_finite and y.regular):
             fine = yardstick.finite(o)
@@ -121,7 +123,7 @@ class Counted:
         beside = None if y.baseline is None else rows.usable
         if beside is not None and not is_regular and y.baseline_finite is not None:
             beside = beside & y.baseline_finite
-        compared, is_alike = rows.usable, e is None or all_finite([e])
+        compared, is_alike = rows.usable, all(of_expected)
         if e is not None and not is_alike:
             compared = rows.usable & yardstick.finite(e)
             is_alike = compared.equal(rows.usable)

@@ -509,11 +509,7 @@ def _add_tiles(
     if missing:  # keys that are hidden, where a tile or a split is not full
         S, V = pad(S, (0, missing), value=-math.inf), pad(V, (0, 0, 0, missing))
     S = S.unflatten(-1, (parts, each // block_kv, block_kv))
-    m, maxima = m_old, []
-    for tile_max in in_order(r, r("max", S.amax(dim=-1)).unbind(dim=-1)):
-        m = moved(r, m, tile_max)
-        maxima.append(m)
-    met = torch.stack(list(in_order(r, maxima)), dim=-1)
+    m, met = _maxima_met(r, m_old, r("max", S.amax(dim=-1)))
     P = exponential(r, S, met)
     P_V = r("p", P)
     sums = (P_V if r.recipe.l_from == "rounded" else P).sum(dim=-1)
@@ -527,6 +523,21 @@ def _add_tiles(
     )
     product = (grouped @ V.unflatten(2, (parts, each))).transpose(2, 3)
     return m, l, product.reshape(b, h, rows, parts, -1).addcmul_(a[..., None], O_old)
+
+
+def _maxima_met(r: Rounder, m_old: Tensor, tile_maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the running maximum after all tiles, [B, H, rows, splits], and after each,
+    [B, H, rows, splits, tiles]. `tile_maxima`: each tile's own, of this shape."""
+    if r.recipe.max_lag is None:  # a maximum of maxima is exact, in whatever order
+        descends = r.recipe.kv_order == "descending"
+        ordered = tile_maxima.flip(-1) if descends else tile_maxima
+        met = torch.maximum(ordered.cummax(dim=-1).values, m_old[..., None])
+        return met[..., -1].contiguous(), met.flip(-1) if descends else met
+    m, maxima = m_old, []
+    for tile_max in in_order(r, tile_maxima.unbind(dim=-1)):
+        m = moved(r, m, tile_max)
+        maxima.append(m)
+    return m, torch.stack(list(in_order(r, maxima)), dim=-1)
 
 
 def wide_blocks(

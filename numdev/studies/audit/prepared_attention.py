@@ -34,7 +34,7 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics import narrow_sum_eligibility
 from numdev.metrics.deviation import Deviation, Metrics, nullify
 from numdev.metrics.finiteness import Outside
-from numdev.metrics.row_samples import Sample, Strata, membership
+from numdev.metrics.row_samples import Sample, Strata, membership, membership_of_all
 from numdev.metrics.yardstick import Yardstick, widened
 from numdev.operations.attention.explain.narrow_sums import Sums, looked_at
 from numdev.operations.attention.explain.wrong_function import far_off, suspect
@@ -157,11 +157,9 @@ class Selection:
         """Returns which drawn rows of `tensor` are in which bin of positions, fp64 [rows,
         bins] of 0 and 1; None where the call is too short for bins."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
-        every = torch.arange(length, device=self.case.q.device)
-        bins, of = (
-            membership(length, every if rows is None else rows),
-            self.sampled_from(tensor),
-        )
+        if rows is None:
+            return membership_of_all(length, self.case.q.device)
+        bins, of = membership(length, rows), self.sampled_from(tensor)
         return (
             bins * of.drawn[:, None]
             if bins is not None and isinstance(of, Strata)
