@@ -173,8 +173,11 @@ def row_sums(
             error = yardstick.zeroed_outside(o - y.reference, counted.compared)
             scales, size = y.rows_where(counted.compared), yardstick.row_norm(error)
         predicted = scales.predicted(elements.predicted)
-        sums |= _prediction_sums(size, predicted, scales)
-        largest["worst_row"] = _ratios_to_prediction(size, predicted, scales)
+        relative = scales.relative(torch.stack([predicted, scales.least, size])).square()
+        sums |= _prediction_sums(size, predicted, relative, scales)
+        largest["worst_row"] = _ratios_to_prediction(
+            size, predicted, relative[:2], scales
+        )
     observed = y.observed if counted.is_finite else y.observed_where(rows.usable)
     return RowSums(
         sums=sums, largest=largest, signed=(elements.features, elements.along, observed)
@@ -203,17 +206,16 @@ def _fastest_element_sums(
 
 
 def _prediction_sums(
-    size: Tensor, predicted: Tensor, rows: yardstick.RowScales
+    size: Tensor, predicted: Tensor, relative: Tensor, rows: yardstick.RowScales
 ) -> yardstick.Sums:
     """Returns by name the squares of rows' errors `size` and of the errors `predicted`
     for them, relative to the row's terms and (`own_`) in the unit of the tensor; rows
     without a relative error have 0 in the former. From the squares of squares follows how
     many rows there are in effect. In the unit of the tensor also the least that may be
-    predicted, and the larger of this and what is. [B, H, rows] each."""
-    against, square, least = rows.relative(
-        torch.stack([size, predicted, rows.least])
-    ).square()
-    relative = {
+    predicted, and the larger of this and what is. [B, H, rows] each. `relative`: the
+    squares of what is predicted, of the least that may be and of the errors, relative."""
+    square, least, against = relative
+    sums = {
         "against": against,
         "against_squared": against.square(),
         "predicted": square,
@@ -221,9 +223,9 @@ def _prediction_sums(
         "expected_count": rows.judged.double(),
     }
     # In the unit of the tensor, where rows of large errors count for more
-    squared, least = predicted.square(), rows.least.clamp_min(rows.least_allowed).square()
+    squared, least = predicted.square(), rows.least_square
     weight = torch.maximum(squared, least)
-    return relative | {
+    return sums | {
         "own_against": size.square(),
         "own_predicted": squared,
         "own_least": least,
@@ -371,19 +373,20 @@ def row_ratios(
     features], are 0 where `usable` (bool, same shape) is False."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
-    return _ratios_to_prediction(yardstick.row_norm(error), sizes, rows)
+    squares = rows.relative(torch.stack([sizes, rows.least])).square()
+    return _ratios_to_prediction(yardstick.row_norm(error), sizes, squares, rows)
 
 
 def _ratios_to_prediction(
-    size: Tensor, predicted: Tensor, rows: yardstick.RowScales
+    size: Tensor, predicted: Tensor, squares: Tensor, rows: yardstick.RowScales
 ) -> Tensor:
     """Returns rows' errors `size` over what is `predicted`, all [B, H, rows]; 0 where
     `size` is 0. What is predicted counts as at least what is typical of the head (the rms
     over rows of what is predicted relative to |term scale_i|), since that one row's
     roundings happen to cancel is no prediction; and as at least u |r_i| / sqrt(12) and u
-    SMALLEST_SCALE."""
-    squares = rows.relative(torch.stack([predicted, rows.least])).square()
-    typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged.sum(dim=(0, 2))).sqrt()
+    SMALLEST_SCALE. `squares` [2, B, H, rows]: of what is predicted and of the least that
+    may be, relative."""
+    typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged_count).sqrt()
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
     allowed = torch.maximum(allowed, rows.least).clamp_min(rows.least_allowed)
     return torch.where(size > 0, size / allowed, 0.0)

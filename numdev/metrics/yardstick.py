@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from numdev.formats import Format, all_finite, dtype_of, round_to, ulp
+from numdev.formats import Format, all_finite, dtype_of, each_finite, round_to, ulp
 
 # A row whose terms are smaller has no relative error: its products are subnormals of
 # fp32, which hardware keeps or flushes to zero, and a key that hardly anybody sees would
@@ -43,14 +43,30 @@ class RowScales:
     def relative(self, sizes: Tensor) -> Tensor:
         """Returns sizes of rows [..., B, H, rows] over their |term scale_i|; 0 in rows
         that are not judged."""
-        return sizes / torch.where(self.judged, self.scale, math.inf)
+        return sizes / self._unit
 
     def predicted(self, sizes: Tensor) -> Tensor:
         """Returns rows' predicted errors [B, H, rows] with what fp32 arithmetic may err
         added in squares, where the yardstick has that."""
         return sizes if self.arithmetic is None else torch.hypot(sizes, self.arithmetic)
 
-    @property
+    @cached_property
+    def _unit(self) -> Tensor:
+        """Returns what relative errors are relative to: infinity in rows that are not
+        judged."""
+        return torch.where(self.judged, self.scale, math.inf)
+
+    @cached_property
+    def judged_count(self) -> Tensor:
+        """Returns how many rows of each head are judged, int64 [H]."""
+        return self.judged.sum(dim=(0, 2))
+
+    @cached_property
+    def least_square(self) -> Tensor:
+        """Returns the square of the least that may be predicted of a row."""
+        return self.least.clamp_min(self.least_allowed).square()
+
+    @cached_property
     def sums(self) -> Sums:
         """Returns the sums of rows that do not depend on any error, by name: count,
         counted, reference, terms."""
@@ -126,7 +142,14 @@ class Yardstick:
         """Returns which elements are of rows that see a key and have a finite reference:
         bool."""
         seen = self.seen.expand_as(self.reference)
-        return seen if all_finite([self.reference]) else seen & finite(self.reference)
+        return seen if self._finite[0] else seen & finite(self.reference)
+
+    @cached_property
+    def _finite(self) -> list[bool]:
+        """Returns whether all elements are finite, of the reference, the floor, the
+        spacing and, if there is one, the baseline."""
+        every = [self.reference, self.floor, self.spacing]
+        return each_finite(every if self.baseline is None else [*every, self.baseline])
 
     @cached_property
     def repeated(self) -> Tensor:
@@ -154,9 +177,7 @@ class Yardstick:
         """Whether every row sees a key, all elements of the reference, floor, spacing and
         baseline (if there is one) are finite, and no row repeats another or is left
         undrawn."""
-        every = [self.reference, self.floor, self.spacing]
-        every += [] if self.baseline is None else [self.baseline]
-        return all_finite(every) and not bool((self.empty | self.repeated).any())
+        return all(self._finite) and not bool((self.empty | self.repeated).any())
 
     def is_everything(self, usable: Tensor) -> bool:
         """Whether a mask of elements is known to count all of them: it is `usable`
