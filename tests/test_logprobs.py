@@ -306,6 +306,9 @@ def test_the_jackknife_of_a_mean_is_students_interval() -> None:
     two = jackknife(sums[:2], lambda s: s["x"] / s["n"])
     assert two is not None
     assert two.low is None
+    within = jackknife(sums, lambda s: s["x"] / s["n"], within=(2.9, 3.1))
+    assert within is not None
+    assert (within.mean, within.low, within.high) == (3, 2.9, 3.1)
     assert jackknife([{"x": math.inf, "n": 1.0}], lambda s: s["x"]) is None
 
 

@@ -27,9 +27,12 @@ Mean = tuple[float, float | None, float | None]
 """A mean and the ends of its 95 % interval; None for a single observation."""
 
 
-def interval(values: Sequence[float]) -> Mean:
+def interval(values: Sequence[float], least: float = -math.inf) -> Mean:
     """Returns the mean of at least one value and the ends of its 95 % interval (Student's
-    t); None for both ends of a single value."""
+    t); None for both ends of a single value. Of a quantity that is never below `least`
+    the interval begins there: what is impossible is left out, which changes no coverage
+    (Mandelkern, "Setting confidence intervals for bounded parameters", Statist. Sci. 17,
+    2002)."""
     # With scipy a third of a second that `numdev gate` need not wait for
     import numpy as np
     from scipy.special import stdtrit
@@ -40,7 +43,7 @@ def interval(values: Sequence[float]) -> Mean:
     half = float(
         stdtrit(n - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(n)
     )
-    return mean, mean - half, mean + half
+    return mean, max(least, mean - half), mean + half
 
 
 def factor(ratios: Sequence[float]) -> Mean:
@@ -49,7 +52,7 @@ def factor(ratios: Sequence[float]) -> Mean:
     where a ratio is not positive; None for the ends of a single ratio, or of an interval
     beyond float64."""
     if min(ratios) <= 0:
-        return interval(ratios)
+        return interval(ratios, least=0.0 if min(ratios) == 0 else -math.inf)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])
     if low is None or high is None or high > math.log(sys.float_info.max):
         return math.exp(mean), None, None

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -56,6 +56,7 @@ _OTHERS = {
 METRICS = {**_ERRORS, **_RATIOS, **_OTHERS}
 """What can be drawn, how it is pooled over heads (a mean and an rms over elements), in
 words."""
+SIGNED = frozenset({"bias", "bias_sign"})  # metrics that may be negative
 IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "floor_ratio", "nonfinite")
 """Metrics every report of a sweep gives for each cell, whatever is drawn."""
 SENTENCES = 12  # more are not read; the other curves are in the figures
@@ -104,7 +105,9 @@ def cells(
         limited = any(lines[seed]["limited"] for seed in seeds)
         for metric in metrics:
             count = int(np.isfinite(values[metric][seeds]).sum())
-            mean, low, high = _finite_interval(interval, values[metric][seeds])
+            least = -math.inf if metric in SIGNED else 0.0
+            how = partial(interval, least=least)
+            mean, low, high = _finite_interval(how, values[metric][seeds])
             ratio, ratio_low, ratio_high = _finite_interval(factor, ratios[metric][seeds])
             row = CellRow(
                 case=first["case"],

@@ -23,6 +23,8 @@ Term = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of log p and log q
 BANDS = {"1%": (0.99, 1.01), "5%": (0.95, 1.05), "opd": (0.999, 1.002)}
 CEILING = 2.0  # that ratios are clamped to before the effective sample size
 Sums = Mapping[str, float]
+ANY = (-math.inf, math.inf)
+SHARE = (0.0, 1.0)
 
 
 def pair_sums(
@@ -58,6 +60,7 @@ class Formula(NamedTuple):
     formula: str
     shown_by: str
     of: Callable[[Sums], float]
+    within: tuple[float, float] = (0.0, math.inf)  # the least and the most it can be
 
 
 def _mean(term: str) -> Callable[[Sums], float]:
@@ -84,41 +87,46 @@ def _sample_size(sums: Sums) -> float:
 _OF_LOGARITHMS = (
     Formula("mean |d|", "mean |log p - log q|", "verl and others", _mean("abs")),
     Formula("k1", "mean (log q - log p)", "k1",
-            lambda sums: -sums["d"] / sums["tokens"]),
+            lambda sums: -sums["d"] / sums["tokens"], ANY),
     Formula("k3", "mean (r - 1 - d)",
             "verl k3_kl, prime-rl mismatch_kl, NeMo-RL gen_kl_error", _mean("k3")),
     Formula("multiplicative error", "mean exp |d|",
-            "NeMo-RL (above 1.05 it asks for a look)", _mean("multiple")),
+            "NeMo-RL (above 1.05 it asks for a look)", _mean("multiple"),
+            (1.0, math.inf)),
 )  # fmt: skip
 _OF_RATIOS = (
     Formula("mean ratio", "mean r",
             "prime-rl importance_ratio, TRL importance_sampling_ratio", _mean("ratio")),
     Formula("chi-squared", "mean r² - 1", "",
-            lambda sums: sums["ratio_square"] / sums["tokens"] - 1),
+            lambda sums: sums["ratio_square"] / sums["tokens"] - 1, (-1.0, math.inf)),
     Formula("effective sample size", "1 / mean w², w = min(r, 2) over its mean",
-            "", _sample_size),
+            "", _sample_size, SHARE),
 )  # fmt: skip
 _OF_SHARES = (
-    Formula("outside the clip band", "share of r", "clip fractions", _mean("outside")),
-    Formula("outside ±1 %", "share of r outside [0.99, 1.01]", "", _mean("band_1%")),
-    Formula("outside ±5 %", "share of r outside [0.95, 1.05]", "", _mean("band_5%")),
-    Formula("outside [0.999, 1.002]", "share of r", "", _mean("band_opd")),
+    Formula("outside the clip band", "share of r", "clip fractions", _mean("outside"),
+            SHARE),
+    Formula("outside ±1 %", "share of r outside [0.99, 1.01]", "", _mean("band_1%"),
+            SHARE),
+    Formula("outside ±5 %", "share of r outside [0.95, 1.05]", "", _mean("band_5%"),
+            SHARE),
+    Formula("outside [0.999, 1.002]", "share of r", "", _mean("band_opd"), SHARE),
 )  # fmt: skip
 _OF_PROBABILITIES = (
     Formula("mean |p - q|", "mean |exp(log p) - exp(log q)|",
-            "verl", _mean("probability")),
+            "verl", _mean("probability"), SHARE),
     Formula("Pearson of probabilities", "correlation of p and q",
-            "verl", _pearson),
+            "verl", _pearson, (-1.0, 1.0)),
 )  # fmt: skip
 TOKENS = (*_OF_LOGARITHMS, *_OF_RATIOS, *_OF_SHARES, *_OF_PROBABILITIES)
 SEQUENCES = (
     Formula("chi-squared by sequence", "mean over sequences of (product of r)² - 1",
-            "", lambda sums: sums["product_square"] / sums["sequences"] - 1),
+            "", lambda sums: sums["product_square"] / sums["sequences"] - 1,
+            (-1.0, math.inf)),
     Formula("outside by sequence, product", "share of sequences, product of r",
             "",
-            lambda sums: sums["product_outside"] / sums["sequences"]),
+            lambda sums: sums["product_outside"] / sums["sequences"], SHARE),
     Formula("outside by sequence, geometric", "share of sequences, geometric mean of r",
-            "", lambda sums: sums["geometric_outside"] / sums["sequences"]),
+            "", lambda sums: sums["geometric_outside"] / sums["sequences"], SHARE),
 )  # fmt: skip
 
 
@@ -136,7 +144,7 @@ def dashboard(
             name=each.name,
             formula=each.formula,
             shown_by=each.shown_by,
-            value=jackknife(by_sequence, each.of),
+            value=jackknife(by_sequence, each.of, within=each.within),
         )
         for each in (*TOKENS, *SEQUENCES)
     )
@@ -159,14 +167,16 @@ def _sequence_sums(row: PairRow, clip: tuple[float, float]) -> dict[str, float]:
 
 def jackknife(
     sequences: Sequence[Sums], of: Callable[[Sums], float],
-    confidence: float = CONFIDENCE,
+    confidence: float = CONFIDENCE, within: tuple[float, float] = ANY,
 ) -> SequenceEstimate | None:  # fmt: skip
     """Returns a number made of sums over sequences, and its interval: each sequence is
     left out once, and Student's t is taken of what that changes. Without an interval for
     fewer than FEWEST sequences; None where the number is not finite, or some sequence
-    cannot be left out.
+    cannot be left out. `within`: the least and the most that the number can be, where the
+    interval ends: what is impossible is left out, which changes no coverage.
 
-    Efron and Stein, "The jackknife estimate of variance" (1981)."""
+    Efron and Stein, "The jackknife estimate of variance" (1981); Mandelkern, "Setting
+    confidence intervals for bounded parameters", Statist. Sci. 17 (2002)."""
     names = list(sequences[0])
     table = np.array([[sums[name] for name in names] for sums in sequences])
     if not np.isfinite(table).all():
@@ -190,7 +200,8 @@ def jackknife(
         return SequenceEstimate(mean=mean)
     spread = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
     half = student(n - 1, confidence) * spread
-    return SequenceEstimate(mean=mean, low=mean - half, high=mean + half)
+    low, high = max(within[0], mean - half), min(within[1], mean + half)
+    return SequenceEstimate(mean=mean, low=low, high=high)
 
 
 def student(freedom: int, confidence: float) -> float:

@@ -25,7 +25,13 @@ from numdev.studies.logprobs.report import (
     SideRow,
     SideSummary,
 )
-from numdev.studies.logprobs.statistics import Sums, dashboard, jackknife, smallest_mean
+from numdev.studies.logprobs.statistics import (
+    SHARE,
+    Sums,
+    dashboard,
+    jackknife,
+    smallest_mean,
+)
 
 
 def recomputed_summary(report: LogprobsReport) -> LogprobsSummary:
@@ -62,6 +68,11 @@ def side_sums(rows: Sequence[SideRow]) -> list[Sums]:
     return [{name: float(getattr(row, name) or 0) for name in names} for row in rows]
 
 
+def _clipped_share(sums: Sums) -> float:
+    """Returns the share of tokens outside the clip band, of sums over sequences."""
+    return sums["clipped"] / sums["tokens"]
+
+
 def _rms_over_predicted(sums: Sums) -> float:
     """Returns the rms error over the predicted one, of sums over sequences."""
     return math.sqrt(sums["square"] / sums["predicted_square"])
@@ -74,7 +85,8 @@ def rms_ratio(
     without rows, or where nothing is predicted."""
     if not rows:
         return None
-    return jackknife(side_sums(rows), _rms_over_predicted, confidence)
+    sums = side_sums(rows)
+    return jackknife(sums, _rms_over_predicted, confidence, within=(0.0, math.inf))
 
 
 def side_summary(report: LogprobsReport, planned: PlannedSide) -> SideSummary:
@@ -137,7 +149,7 @@ def costs_of(report: LogprobsReport) -> Iterator[Cost]:
                 fix=of_fix[0].fix,
                 tokens=sum(row.tokens for row in of_fix),
                 lost=sum(row.lost for row in of_fix),
-                share=jackknife(sums, lambda s: s["clipped"] / s["tokens"]),
+                share=jackknife(sums, _clipped_share, within=SHARE),
             )
 
 

@@ -25,10 +25,11 @@ from numdev.studies.logprobs.verdict import NOISE, tests
 LEGEND = (
     "rms: of the log-probability less the exact one, nats a token. × predicted: that "
     "over what rounding each operation to nearest gives on the same tokens; its 95 % "
-    "interval over sequences. expected mean: -rms²/2 of the predicted error; the mean of "
-    "a sound side lies within that size of 0. resolved: the smallest mean that so many "
-    "tokens tell from 0, four times in five. outside clip: ratios to the exact "
-    "probability outside the clip band, and those that the roundings alone put there."
+    "interval over sequences, cut to what can be. expected mean: -rms²/2 of the "
+    "predicted error; the mean of a sound side lies within that size of 0. resolved: the "
+    "smallest mean that so many tokens tell from 0, four times in five. outside clip: "
+    "ratios to the exact probability outside the clip band, and those that the roundings "
+    "alone put there."
 )
 COSTS = (
     "now: as recorded. roundings alone, head in float32, float16: as predicted; of one "
@@ -37,7 +38,7 @@ COSTS = (
 )
 PAIRED = (
     "d is the log-probability of the second side less that of the first, r = exp(d). "
-    "Intervals: 95 %, over sequences."
+    "Intervals: 95 %, over sequences; they end at what such a number can be."
 )
 
 
@@ -89,8 +90,9 @@ def blocks(report: LogprobsReport) -> Iterator[doc.Node]:
 
 
 def _ends(estimate: SequenceEstimate | None) -> str:
-    """Returns the ends of an interval; a dash without one."""
-    if estimate is None or estimate.low is None:
+    """Returns the ends of an interval; a dash without one, and where sequences do not
+    scatter, which tells nothing of others."""
+    if estimate is None or estimate.low is None or estimate.low == estimate.high:
         return NONE
     return f"{three(estimate.low)} to {three(estimate.high)}"
 
@@ -162,8 +164,7 @@ def _cost_table(report: LogprobsReport) -> doc.Table:
         yield cost.fix
         yield f"{cost.tokens:,}{f' ({cost.lost:,} overflow)' if cost.lost else ''}"
         yield percent(cost.share.mean if cost.share else None)
-        # Without a token outside, sequences do not scatter, which is no interval.
-        yield _ends(cost.share if cost.share and cost.share.mean else None)
+        yield _ends(cost.share)
 
     return doc.text_table(
         ("side", "fix", "tokens", "outside clip", "interval"),
