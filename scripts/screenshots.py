@@ -5,8 +5,10 @@ phone's 390 px, in light and in dark, and in print.
 
 A report.json is rendered anew; without a report, the samples of tests/data/reports are.
 Printed for each page, width and theme: by how many px the page is wider than its window,
-what sticks out of it, text of a contrast below 4.5 (WCAG 2.2, 1.4.3), and which tables
-scroll in their box. The exit code is 1 where a page is wider, or text has no contrast.
+what sticks out of it, text of a contrast below 4.5 (WCAG 2.2, 1.4.3), numbers and dates
+that are broken over lines, tables that scroll in their box, and what is cut: such a table
+without a hint, or a cell whose text is wider. The exit code is 1 where a page is wider,
+text sticks out, has no contrast or is cut, or a number is broken.
 Needs Chromium; a page stands in a frame, since a window cannot be as narrow as a phone.
 """
 
@@ -20,6 +22,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+WRONG = ("wider", "sticks_out", "faint", "broken", "cut")  # what a page must not have
 WIDTHS = (1280, 390)
 THEMES = {"light": (), "dark": ("--blink-settings=preferredColorScheme=0",)}
 HEIGHT = 1000
@@ -37,19 +40,30 @@ MEASURE = """<script>addEventListener("load", () => {
   const ground = (e) => { const layers = [];
     for (; e; e = e.parentElement) { const c = rgba(style(e).backgroundColor); if (c[3]) layers.push(c); if (c[3] === 1) break; }
     return layers.reverse().reduce((below, c) => below.map((v, i) => c[i] * c[3] + v * (1 - c[3])), [255, 255, 255]); };
-  const found = { wider: root.scrollWidth - root.clientWidth, height: root.scrollHeight, sticks_out: [], faint: [], scrolls: [] };
+  const found = { wider: root.scrollWidth - root.clientWidth, height: root.scrollHeight, sticks_out: [], faint: [], scrolls: [], broken: [], cut: [] };
+  const NUMBER = /(?<![\\w.-])(?:\\d{4}-\\d\\d-\\d\\d|[-+±]?\\d[\\d.,]*(?:e-?\\d+)?(?: ?[%×°])?(?: ± [\\d.e-]+)?(?: (?:nats|ulps?|ms|s|min|GB|MB)\\b)?)(?!\\w)/g;
   const texts = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const e = texts.currentNode.parentElement, words = texts.currentNode.textContent.trim();
     if (!words || e.closest("script, style, option, svg title") || !seen(e)) continue;
     const pair = [light(rgba(e.closest("svg") ? style(e).fill : style(e).color)), light(ground(e))].sort((a, b) => b - a);
+    for (const number of texts.currentNode.textContent.matchAll(NUMBER)) {
+      const range = page.createRange();
+      range.setStart(texts.currentNode, number.index); range.setEnd(texts.currentNode, number.index + number[0].length);
+      const lines = new Set([...range.getClientRects()].map((box) => Math.round(box.top / 6)));
+      if (lines.size > 1) found.broken.push(number[0]);
+    }
     const contrast = (pair[0] + 0.05) / (pair[1] + 0.05);
     if (contrast < 4.5) found.faint.push(`${contrast.toFixed(2)} ${e.tagName.toLowerCase()} ${words.slice(0, 30)}`);
   }
   for (const e of page.body.querySelectorAll("*")) {
     if (!seen(e) || e.closest("svg *")) continue;
     const more = e.scrollWidth - e.clientWidth;
-    if (e.matches(".scroll") && more > 1) found.scrolls.push(`${e.getAttribute("aria-label")} +${more}`);
+    if (e.matches(".scroll") && more > 1) {
+      found.scrolls.push(`${e.getAttribute("aria-label")} +${more}`);
+      if (frame.contentWindow.getComputedStyle(e, "::before").content === "none") found.cut.push(e.getAttribute("aria-label"));
+    }
+    if (e.matches("td, th") && e.clientWidth && more > 1) found.cut.push(e.textContent.slice(0, 40));
     if (!e.closest(".scroll, pre") && e.getBoundingClientRect().right > root.clientWidth + 1) found.sticks_out.push(e.outerHTML.slice(0, 60));
   }
   document.body.append(Object.assign(document.createElement("pre"), { id: "measured", textContent: JSON.stringify(found) }));
@@ -74,7 +88,7 @@ def shoot(page: Path, out: Path) -> bool:
                 framed, f"--screenshot={picture}", f"--window-size={width},{high}", *how
             )
             print(f"{name} {width} px {theme}: {measured}", flush=True)
-            sound &= not measured["wider"] and not measured["faint"]
+            sound &= not any(measured[name] for name in WRONG)
     framed.unlink()
     _chromium(page, f"--print-to-pdf={out / f'{name}.pdf'}", "--no-pdf-header-footer")
     return sound

@@ -435,3 +435,16 @@ def test_an_endless_interval_does_not_flatten_the_lines() -> None:
     wild = tuple(p.model_copy(update={"high": 1e18}) for p in line("a", 1.0).points)
     ends = [y for _, y in dots(drawn(figure(line("a", 1.0, points=wild))))]
     assert max(ends) - min(ends) > 100
+
+
+@pytest.mark.parametrize(("text", "unbroken"), [
+    ("errs 2.0e-3× in all", ["2.0e-3×"]), ("95 % interval", ["95 %"]),
+    ("on 2026-11-28 at -3 % of it", ["2026-11-28", "-3 %"]), ("0.5 ulp, 3 s", ["0.5 ulp", "3 s"]),
+    ("1.00× and 7 tokens", []), ("sdpa-2 heads 'x' 3-4", []), ("6.1e-5 ± 2 %", ["6.1e-5 ± 2 %"]),
+])  # fmt: skip
+def test_no_line_ends_within_a_number_and_its_unit(
+    text: str, unbroken: list[str]
+) -> None:
+    """Nor within a date, or what follows ±; a name that has digits may be broken."""
+    shown = html.page(Document("t", (Paragraph(text),)))
+    assert re.findall('<span class="one">(.*?)</span>', shown) == unbroken

@@ -29,6 +29,13 @@ from numdev.report.views import document_of
 
 MAP_COLUMNS = 32  # that fit the page's width with numbers that can be read
 _CODE = re.compile(r"`([^`]+)`")
+_VALUE = r"[-+±]?\d[\d.,]*(?:e-?\d+)?(?: ?[%×°])?"
+# A date, or a number with its unit or what follows ±, that has a place where a line could
+# be broken; not the digits of an entity
+_UNBROKEN = re.compile(
+    rf"(?<![\w.#;-])(?:\d{{4}}-\d\d-\d\d|{_VALUE}(?: ± {_VALUE})?"
+    r"(?: (?:nats|ulps?|ms|s|min|GB|MB)\b)?)(?!\w)"
+)
 
 
 def write(report: Report, directory: Path) -> None:
@@ -125,5 +132,15 @@ def _printable(value: object) -> object:
 
 
 def _with_code(text: str) -> Markup:
-    """Returns a sentence as HTML, escaped, with what stands in backticks set as code."""
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(_printable(text)))))
+    """Returns a sentence as HTML, escaped, with what stands in backticks set as code, and
+    no line end within a number and its unit."""
+    whole = _UNBROKEN.sub(_as_one, str(escape(_printable(text))))
+    return Markup(_CODE.sub(r"<code>\1</code>", whole))
+
+
+def _as_one(number: re.Match[str]) -> str:
+    """Returns a number as HTML that stays on one line, where it could be broken."""
+    text = number[0]
+    if re.search(r".[- ]", text) is None:
+        return text
+    return f'<span class="one">{text}</span>'

@@ -1,4 +1,10 @@
-// What a click does: choose a map, sort a table by a column, hide a curve, copy a table. The page needs none of it.
+// What a click does: choose a map, sort a table by a column, hide a curve, copy a table; and a hint over each table that is wider than its
+// box. The page needs none of it.
+const hint = () => document.querySelectorAll(".scroll").forEach((box) => box.classList.toggle("more", box.scrollWidth > box.clientWidth + 1));
+addEventListener("load", hint);
+addEventListener("resize", hint);
+document.addEventListener("toggle", hint, true); // details that open, and a map that is chosen
+document.addEventListener("change", hint);
 for (const choice of document.querySelectorAll(".choice")) {
   const parts = [...choice.querySelectorAll("section")], select = choice.querySelector("select");
   const show = (at) => { parts.forEach((part, i) => { part.hidden = i !== at; }); if (select) select.selectedIndex = at; };
