@@ -115,7 +115,7 @@ def _fit_threshold(
     limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
     # By tensor, where it is another than the rule's
     scatters: dict[str, float | None] = {}
-    for rows in threshold.where.choose(groups).values():
+    for rows in filter(None, map(threshold.where.select, groups.values())):
         usual = threshold.for_row(rows[0])
         size, limit = _number_to_fit(rows, threshold), usual.at_most or 0.0
         group = (rows[0].format, rows[0].tensor, rows[0].kernel)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -32,7 +32,6 @@ from numdev.report_kinds import REGISTERED, kind_of
 from numdev.tensor_specs import TENSORS, tensor_spec
 from numdev.yamlfile import Names, Strict, as_list, bundled_path, parse_bundled, read_yaml
 
-K = TypeVar("K")
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 STATEMENTS = ("suspicion", "form")  # metrics that are words
 
@@ -97,16 +96,7 @@ class Selector(Patterns):
     layer: Numbers = None
     head: Numbers = None
 
-    def choose(
-        self, groups: Mapping[K, list[DeviationRow]]
-    ) -> dict[K, list[DeviationRow]]:
-        """Returns of each group of rows that share role, kernel, format and tensor the
-        rows that are selected; no group without one. Each group has at least one row."""
-        return {
-            key: rows for key, group in groups.items() if (rows := self._select(group))
-        }
-
-    def _select(self, rows: list[DeviationRow]) -> list[DeviationRow]:
+    def select(self, rows: list[DeviationRow]) -> list[DeviationRow]:
         """Returns the rows that fit every pattern; empty where none does. `rows`: at
         least one, all of one role, kernel, format and tensor."""
         if rows[0].role not in self.role or not self.fits(rows[0]):

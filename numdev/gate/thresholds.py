@@ -109,7 +109,7 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
     but a rule on gradients alone has none where none were planned."""
     groups = rows_to_judge(rows)
     for threshold in rules.thresholds:
-        chosen = threshold.where.choose(groups)
+        chosen = [*filter(None, map(threshold.where.select, groups.values()))]
         needed = threshold.may_lack == "nothing"
         if not (chosen or needed or plan.backward) and _is_of_gradients(threshold.where):
             continue  # none were planned
@@ -117,7 +117,7 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
             why = NOTHING + _unmatched_pattern(threshold.where, groups)
             standing = Standing.MISSING if needed else Standing.NOT_APPLICABLE
             yield Test(rule=threshold.name, standing=standing, reasons=(why,))
-        for group in chosen.values():
+        for group in chosen:
             parts = (
                 grouped(group, lambda row: row.case).values()
                 if threshold.by_case

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -103,8 +104,19 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
     largest = max((row.max_abs for row in ok if row.max_abs is not None), default=None)
     sampled = max((row.rows_measured or 0 for row in ok if row.sampled), default=None)
     suspects = max((row.suspects or 0 for row in ok), default=0)
-    gradients = tuple(_gradient_summaries(rows, places))
-    phases = tuple(_phase_summaries(ok, places))
+    by_tensor = grouped(
+        (r for r in rows if r.status == "ok" and tensor_spec(r.tensor).is_gradient),
+        attrgetter("tensor"),
+    )
+    by_phase = grouped((r for r in ok if r.phase is not None), attrgetter("phase"))
+    gradients = tuple(
+        PartSummary(tensor=tensor, **_fields_over_heads(part, PartSummary, places))
+        for tensor, part in by_tensor.items()
+    )
+    phases = tuple(
+        PartSummary(phase=phase, **_fields_over_heads(part, PartSummary, places))
+        for phase, part in by_phase.items()
+    )
     return KernelSummary(
         **rows[0].who,
         **_fields_over_heads(ok, KernelSummary, places),
@@ -124,28 +136,6 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
     )
 
 
-def _gradient_summaries(
-    rows: Sequence[DeviationRow], places: Places
-) -> Iterator[PartSummary]:
-    """Yields the summary over heads of each gradient that was measured in some head."""
-    gradients = (row.tensor for row in rows if tensor_spec(row.tensor).is_gradient)
-    for tensor in dict.fromkeys(gradients):
-        if measured := _measured_rows(rows, tensor):
-            yield PartSummary(
-                tensor=tensor, **_fields_over_heads(measured, PartSummary, places)
-            )
-
-
-def _phase_summaries(ok: Sequence[DeviationRow], places: Places) -> Iterator[PartSummary]:
-    """Yields the summary of the output in each phase of a generation; nothing where there
-    is none. `ok`: measured rows of the output."""
-    for phase in dict.fromkeys(row.phase for row in ok if row.phase is not None):
-        of_phase = [row for row in ok if row.phase == phase]
-        yield PartSummary(
-            phase=phase, **_fields_over_heads(of_phase, PartSummary, places)
-        )
-
-
 def _largest_noise(rows: Sequence[DeviationRow]) -> float | None:
     """Returns the largest noise of a head, over the floor's error; 0 where all runs gave
     the same bits, None where nothing was repeated."""
@@ -158,11 +148,6 @@ def _largest_noise(rows: Sequence[DeviationRow]) -> float | None:
 def _distinct_values(values: Iterable[str | None]) -> tuple[str, ...]:
     """Returns the values that are not None, each once, in order."""
     return tuple(dict.fromkeys(value for value in values if value is not None))
-
-
-def _measured_rows(rows: Sequence[DeviationRow], tensor: str) -> list[DeviationRow]:
-    """Returns the rows of a tensor whose status is ok."""
-    return [row for row in rows if row.tensor == tensor and row.status == "ok"]
 
 
 def _mean_error(ok: Sequence[DeviationRow]) -> float | None:
