@@ -79,18 +79,19 @@ def measured_here(
             return
         exact = None
         for name, of_format in itertools.groupby(tasks, key=lambda pair: pair[1].format):
+            fmt, unmeasured = format_named(name), list(of_format)
             try:
+                if isinstance(run, Isolated):
+                    rounded = selection.in_format(fmt)
+                    _begin_first_kernel(unmeasured, rounded, plan, run)
                 if exact is None:
                     with watch("reference"):
                         exact = selection.exact(selection.case)
-                bench = Bench.of(selection, format_named(name), exact, watch)
+                bench = Bench.of(selection, fmt, exact, watch)
             except of_rows.FAILS_ONE_ROW as error:  # too large for its reference
-                for _, task in of_format:
+                for _, task in unmeasured:
                     yield _finished(task, {"row": [_failed_row(task, error)]})
                 continue
-            unmeasured = list(of_format)
-            if isinstance(run, Isolated):
-                _begin_first_kernel(unmeasured, bench, plan, run)
             for planned, task in unmeasured:
                 runner = run if task.role == "kernel" else attempt
                 measured = measure_task(
@@ -106,13 +107,20 @@ def _finished(task: Task, rows: Rows) -> Finished:
     return task.key, rows, f"{task.case.module} {task.kernel}"
 
 
+# Of q, up to which there is room for a kernel beside the reference
+AHEAD_BYTES = 1 << 26
+
+
 def _begin_first_kernel(
-    tasks: Sequence[tuple[Planned, Task]], bench: Bench, plan: Plan, run: Isolated
+    tasks: Sequence[tuple[Planned, Task]], case: AttentionCase, plan: Plan, run: Isolated
 ) -> None:
-    """Lets the first kernel under audit run in its own process while this one measures
-    the tasks before it. Does nothing where both processes would compute with several
-    threads and wait for one another."""
-    if not bench.case.q.is_cuda and torch.get_num_threads() > 1:
+    """Lets the first kernel under audit run on a rounded case in its own process, while
+    this one computes what it is measured against and measures the tasks before it. Does
+    nothing for calls that take much memory, and where both processes would compute with
+    several threads and wait for one another."""
+    if case.q.nbytes > AHEAD_BYTES or (
+        not case.q.is_cuda and torch.get_num_threads() > 1
+    ):
         return
     for planned, task in tasks:
         if task.role == "kernel" and not planned.kernel.missing(plan.system):
@@ -121,7 +129,7 @@ def _begin_first_kernel(
             with contextlib.suppress(*of_rows.FAILS_ONE_ROW):
                 run.begin(
                     planned.kernel,
-                    bench.case,
+                    case,
                     options,
                     gradients=task.gradients,
                     times=task.repeats,

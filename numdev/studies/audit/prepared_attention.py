@@ -84,6 +84,8 @@ class Selection:
     out."""
     wholes: dict[str, Reference] = field(default_factory=dict)
     """The forward reference of all queries, by format, without its term scale."""
+    rounded: dict[str, AttentionCase] = field(default_factory=dict)
+    """The case in the format that was asked for last."""
 
     @classmethod
     def of(
@@ -117,6 +119,17 @@ class Selection:
         return cls(
             case=case, gradients=gradients, heads=measured, queries=queries, keys=keys
         )
+
+    def in_format(self, fmt: Format) -> AttentionCase:
+        """Returns the case rounded to a format; itself where it is in it. The same object
+        until another format is asked for."""
+        if fmt.name not in self.rounded:
+            self.rounded.clear()
+            is_rounded = self.case.is_in(fmt)
+            self.rounded[fmt.name] = (
+                self.case if is_rounded else self.case.rounded_to(fmt)
+            )
+        return self.rounded[fmt.name]
 
     @cached_property
     def kv_heads(self) -> tuple[int, ...]:
@@ -266,8 +279,7 @@ class Bench:
         reference, baseline and yardsticks. `exact`: what `Selection.exact` returns for
         the case as it came. Time goes to the sections reference and baseline of
         `watch`."""
-        original = selection.case
-        case = original if original.is_in(fmt) else original.rounded_to(fmt)
+        original, case = selection.case, selection.in_format(fmt)
         unrounded, (reference, lse) = exact[0], exact
         if not fmt.contains(original.format):
             with watch("reference"):
