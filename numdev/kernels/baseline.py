@@ -25,7 +25,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, empty_rows, explicit_mask, visible
 from numdev.kernels import Output, kernel
-from numdev.kernels.output import upstream_in
+from numdev.kernels.output import pull_back, upstream_in
 
 
 @kernel(
@@ -117,15 +117,15 @@ class OnlineSoftmax:
             parts = leaf.split(self.tile or case.kv_len, dim=-1)
             maxima = [_largest(p.detach(), "amax").requires_grad_() for p in parts]
             out = self._add_tiles(case, parts, maxima, values)
-            loss = (out * upstream_in(case, out.dtype)).sum()
-            dS, dv, *dm = torch.autograd.grad(loss, [leaf, v, *maxima])
+            dO = upstream_in(case, out.dtype)
+            dS, dv, *dm = pull_back([out], [dO], [leaf, v, *maxima])
             steps = {}
             for name in MAXIMUM:
                 total = dS
                 if name != "constant":
-                    through = [_largest(p, name) for p in parts]
-                    total = dS + torch.autograd.grad(through, leaf, dm)[0]
-                dq, dk = torch.autograd.grad(S, [q, k], total, retain_graph=True)
+                    through = torch.cat([_largest(p, name) for p in parts])
+                    total = dS + pull_back([through], [torch.cat(dm)], [leaf])[0]
+                dq, dk = pull_back([S], [total], [q, k], retain_graph=True)
                 steps[name] = Output(out=out.detach(), dq=dq, dk=dk, dv=dv)
         return steps
 

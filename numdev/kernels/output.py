@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,26 @@ def upstream_in(case: AttentionCase, dtype: torch.dtype) -> Tensor:
     return dO if dO.dtype == dtype else round_to(dO, format_of(dtype)).to(dtype)
 
 
+def pull_back(
+    outputs: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    retain_graph: bool = False,
+) -> tuple[Tensor, ...]:
+    """Returns the gradient of every leaf, for those of the outputs in `upstream`, of
+    which there is at least one; 0 where no output depends on a leaf."""
+    # As products: to be given gradients, torch imports sympy, which takes a second.
+    products = ((x * dx).sum() for x, dx in zip(outputs, upstream, strict=True))
+    return torch.autograd.grad(
+        functools.reduce(torch.add, products),
+        leaves,
+        retain_graph=retain_graph,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
 def differentiate(
     function: Callable[[AttentionCase], object],
     case: AttentionCase,
@@ -148,13 +169,10 @@ def differentiate(
         done = as_output(function(dataclasses.replace(case, q=q, k=k, v=v)), case)
     if not done.out.requires_grad:
         raise Refused("no backward: output has no autograd graph")
-    # As a product: to be given dO itself, torch imports sympy, which takes a second.
-    loss = (done.out * upstream_in(case, done.out.dtype)).sum()
+    dO = upstream_in(case, done.out.dtype)
     with during_backward or contextlib.nullcontext(), warnings.catch_warnings():
         # On its own thread autograd is the first to need a CUDA context, and says so.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-        dq, dk, dv = torch.autograd.grad(
-            loss, leaves, allow_unused=True, materialize_grads=True
-        )
+        dq, dk, dv = pull_back([done.out], [dO], leaves)
     lse = None if done.lse is None else done.lse.detach()
     return dataclasses.replace(done, out=done.out.detach(), lse=lse, dq=dq, dk=dk, dv=dv)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import format_of
-from numdev.kernels.output import GRADIENTS, Output, upstream
+from numdev.kernels.output import GRADIENTS, Output, pull_back, upstream
 from numdev.kernels.reference import attend, gradients
 from numdev.operations.attention.explain.call_sample import all_scores, rescored
 from numdev.operations.attention.explain.mistake_results import in_digits, refined
@@ -237,9 +237,8 @@ def _possible_mistakes(
         step = _exact_step(one.detached(), exact)
         if "lse" not in exact:  # back from the variant's q, k and v to the call's
             ends, upstream = (one.q, one.k, one.v), [*step.values()]
-            back = torch.autograd.grad(
-                ends, leaves, upstream, materialize_grads=True, retain_graph=True
-            )
+            with torch.enable_grad():
+                back = pull_back(ends, upstream, leaves, retain_graph=True)
             step = dict(zip(GRADIENTS, back, strict=True))
         return step
 
