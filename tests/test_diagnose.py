@@ -361,7 +361,7 @@ def test_nothing_to_measure(run: Any) -> None:
     code, out, err = run("calls.safetensors")
     assert code == 3
     assert "could be measured: no query sees more than one key" in err
-    assert " ".join(out.split()).startswith("Sign of delta's error not known in 2")
+    assert " ".join(out.split()).startswith("NOT JUDGED: 2 of 2 heads, ")
     assert Path("out/report.json").exists()
 
 

@@ -215,13 +215,20 @@ def passing(report: FunctionReport, passed: Sequence[Test]) -> Statement:
         return Statement(
             "the reference's integers" if are_integers else "as the reference"
         )
-    worst = max(ratios)
-    beside = f"rms error at most {three(worst)}× what rounding explains"
+    beside = f"rms error up to {three(max(ratios))}× explained{_limit_clause(passed)}"
     if over_floor and max(over_floor) <= SOUND:
         return Statement(f"as exact as the format allows; {beside}")
     if not over_floor:
         return Statement("as the reference")
     return Statement(f"as the reference; {beside}, {ratio(max(over_floor))}× floor")
+
+
+def _limit_clause(passed: Sequence[Test]) -> str:
+    """Returns ` (limit 1.14×)`, of the largest error over the explained one; empty where
+    no rule judges that."""
+    judged = [t for t in passed if t.metric == "reference_ratio" and t.bound is not None]
+    numbers = [(t.observed, t.bound) for t in judged if isinstance(t.observed, float)]
+    return f" (limit {three(max(numbers)[1])}×)" if numbers else ""
 
 
 def summarised(report: FunctionReport) -> FunctionReport:
@@ -248,8 +255,7 @@ def _largest_error_text(rows: Sequence[DeviationRow]) -> str:
     ]
     if not ratios:
         return "no error over what the reference's rounding explains"
-    times = three(max(ratios))
-    return f"rms error at most {times}× what rounding explains"
+    return f"rms error up to {three(max(ratios))}× explained"
 
 
 COLUMNS = (
@@ -265,7 +271,9 @@ COLUMNS = (
 LEGEND = (
     "explained: what the reference errs where its operations are rounded, one by one. "
     "floor: the exact result rounded once. reference: as PyTorch runs it here. Worst: "
-    "the largest of a slice along an axis, and of an element, over what is explained."
+    "the largest of a slice along an axis, and of an element, over what is explained. "
+    "Judged are error / explained and the worst slice and element; their limits are wider "
+    "where they are of few numbers. The other columns are not judged."
 )
 
 

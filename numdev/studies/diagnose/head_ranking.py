@@ -201,7 +201,7 @@ def answer_sentences(
             *_cure_sentences(first, cures),
         ]
     elif judged_rows:
-        sentences = [*_no_fault_sentences(judged_rows)]
+        sentences = [*_no_fault_sentences(judged_rows, len(ranking))]
     else:
         sentences = []
     if len(judged_rows) < len(ranking):
@@ -216,13 +216,18 @@ def answer_sentences(
 def _fault_sentences(
     first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
 ) -> tuple[str, ...]:
-    """Returns what the errors of a head at fault do, how it ranks, and which conditions
-    of the chain hold. `row`: the head's numbers."""
+    """Returns how many heads are at fault, what the errors of one of them do, how it
+    ranks, and which conditions of the chain hold. `row`: the head's numbers."""
     # A head that attends to one key has P at 1 without any tie: then only a biased
     # output shows that rounding P V to one side is where it begins.
     peaked = {EXACT, OUTPUT} <= set(first.conditions)
     forward = (TIES in first.conditions or peaked) and SIGN not in first.missing
     origin = "It begins in forward" if forward else "Not the published cause"
+    count = sum(map(is_at_fault, ranking))
+    verdict = (
+        f"{count} of {len(ranking)} heads at fault: {first.brief}'s rounding errors have "
+        f"one sign, and move its dW_Q by {percent(row.moved)}."
+    )
     effect = (
         f"{first.brief} is at fault: rounding shifts its delta by "
         f"{percent(row.delta_mean, sign=True)} (t = {si(row.delta_t)}), and so its dW_Q "
@@ -230,14 +235,14 @@ def _fault_sentences(
     )
     rank = (
         f"The shift is to one side, of what delta is summed from. Rank {first.rank} of "
-        f"{len(ranking)}; heads at fault: {sum(map(is_at_fault, ranking))}."
+        f"{len(ranking)}."
     )
     cause = (
         f"{origin}: {_names_in_words(first.conditions)}; "
         f"missing conditions: {_names_in_words(first.missing)}; "
         f"rows of dS sum to {percent(row.ds_row_sum)} of their size."
     )
-    return effect, rank, cause
+    return verdict, effect, rank, cause
 
 
 def is_faultless(ranking: Sequence[Ranked]) -> bool:
@@ -259,18 +264,19 @@ def _drowned_sentences(
     """Returns what rounding does to the layer of a head whose errors have both signs,
     and the numbers that show it."""
     return (
-        f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} "
-        f"({sum(map(_has_half_changed, ranking))} of {len(ranking)} heads "
-        f"≥ {percent(DROWNED)}).",
+        f"{sum(map(_has_half_changed, ranking))} of {len(ranking)} heads lose half a "
+        f"gradient to rounding: {first.brief} changes its layer's dW_Q by "
+        f"{percent(first.score)}.",
         f"The errors have no consistent sign (t = {si(row.delta_t)}); "
         f"rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0.",
     )
 
 
-def _no_fault_sentences(judged_rows: Sequence[HeadRow]) -> tuple[str, str]:
+def _no_fault_sentences(judged_rows: Sequence[HeadRow], heads: int) -> tuple[str, str]:
     """Returns how many heads are not at fault, and how far the worst of them is off.
-    `judged_rows`: at least one."""
+    `judged_rows`: at least one, of so many `heads`."""
     count = len(judged_rows)
+    start = "Nothing wrong: no head of" if count == heads else "No judged head of"
     shifted = [head for head in judged_rows if meets_condition(head, DELTA)]
     worst = max(
         shifted or judged_rows,
@@ -278,8 +284,8 @@ def _no_fault_sentences(judged_rows: Sequence[HeadRow]) -> tuple[str, str]:
     )
     top = max(judged_rows, key=lambda head: abs(head.delta_t or 0.0))
     return (
-        f"No head of {count} is at fault: delta's error has one sign in "
-        f"{len(shifted)} of {count} heads.",
+        f"{start} {count} is at fault; delta's error has one sign in {len(shifted)} of "
+        "them.",
         f"Largest |t|: {si(abs(top.delta_t or 0.0))} ({top.brief}). Delta's error moves "
         f"a dW_Q by at most {percent(worst.moved)} ({worst.brief}, mean error "
         f"{percent(worst.delta_mean, sign=True)}).",
@@ -291,7 +297,8 @@ def _not_judged_sentence(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) ->
     first one's reason. `heads`: those not judged, at least one."""
     nulls = heads[0].nulls
     why = nulls.get("delta_mean") or nulls.get("delta_t") or "not measured"
-    return f"Sign of delta's error not known in {len(heads)} of {len(ranking)}: {why}."
+    count = f"{len(heads)} of {len(ranking)} heads"
+    return f"NOT JUDGED: {count}, whose sign of delta's error is not known: {why}."
 
 
 def _cure_sentences(first: Ranked, cures: Sequence[CureRow]) -> list[str]:

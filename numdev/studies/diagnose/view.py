@@ -57,10 +57,10 @@ LEGEND = (
 
 def styles(report: DiagnoseReport) -> tuple[doc.Style]:
     """Returns the style of the first sentence: bad where a head is at fault, good where
-    every head was judged and none is, else none."""
+    every head was judged and none does harm, else a warning."""
     if any(map(is_at_fault, report.summary.ranking)):
         return ("bad",)
-    return ("good" if is_faultless(report.summary.ranking) else "",)
+    return ("good" if is_faultless(report.summary.ranking) else "warn",)
 
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:

@@ -275,15 +275,17 @@ def _finding_clauses(
 
 
 def _not_tested(report: LogprobsReport) -> Iterator[str]:
-    """Yields a sentence on the causes that were not looked for, with the reasons."""
-    for side in report.plan.sides:
-        by_reason = grouped(side.untested.items(), lambda item: item[1])
-        if by_reason:
-            texts = [
-                f"{', '.join(cause for cause, _ in items)} ({reason})"
-                for reason, items in by_reason.items()
-            ]
-            yield f"{side.name}: not looked for: {'; '.join(texts)}."
+    """Yields a sentence for each reason why causes were not looked for, with these; on
+    all sides, or on those that it names."""
+    sides = report.plan.sides
+    pairs = (item for side in sides for item in side.untested.items())
+    by_reason: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for cause, reason in dict.fromkeys(pairs):
+        names = tuple(s.name for s in sides if s.untested.get(cause) == reason)
+        by_reason.setdefault((reason, names), []).append(cause)
+    for (reason, names), causes in by_reason.items():
+        of = f" ({', '.join(names)})" if len(names) < len(sides) else ""
+        yield f"Not looked for: {', '.join(causes)}{of}: {reason}."
 
 
 def passing(report: LogprobsReport, tests_of_side: Sequence[Test]) -> Statement:

@@ -11,7 +11,7 @@ from numdev.report import document as doc
 from numdev.report.document import TEXT, Cell, Column
 from numdev.report.number_text import NONE, ratio, si
 from numdev.studies.training.weights import view_over_steps
-from numdev.studies.training.weights.report import GroupRow, TensorRow, WeightsReport
+from numdev.studies.training.weights.report import ALL, GroupRow, TensorRow, WeightsReport
 
 SHOWN = 8  # tensors of a pair; rows.csv has all
 ON_PAGE = 500
@@ -33,7 +33,7 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
         yield from view_over_steps.blocks(report)
     by_set = grouped(report.groups, lambda g: g.of)
     for pair in report.totals:
-        groups = [(Cell(g.name, after=f"({g.tensors})"), g) for g in by_set[pair.of]]
+        groups = [(Cell(g.name, after=_count(g)), g) for g in by_set[pair.of]]
         yield _numbers_table("kind", groups, f"{pair.of} against {pair.against}")
         first = "tensor"
         if pair.yardstick:
@@ -52,6 +52,12 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     )
     if report.groups:
         yield from doc.notes((LEGEND,))
+
+
+def _count(group: GroupRow) -> str:
+    """Returns how many tensors a group has, in brackets: the kinds' add up to those of
+    all."""
+    return f"({group.tensors}{' tensors' * (group.name == ALL)})"
 
 
 def most_moved_first(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
