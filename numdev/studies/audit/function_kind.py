@@ -272,8 +272,8 @@ LEGEND = (
     "explained: what the reference errs where its operations are rounded, one by one. "
     "floor: the exact result rounded once. reference: as PyTorch runs it here. Worst: "
     "the largest of a slice along an axis, and of an element, over what is explained. "
-    "Judged are error / explained and the worst slice and element; their limits are wider "
-    "where they are of few numbers. The other columns are not judged."
+    "Judged are error / explained and the worst slice and element, with limits that are "
+    "wider where they are of few numbers. The other columns are not judged."
 )
 
 
