@@ -22,12 +22,14 @@ class Words:
     plain: str = "the reference"  # the baseline
     baseline: str = "reference"  # the same as the head of a column
     inputs: str = "the inputs"  # all that are rounded to a format
+    # What became of a call that was skipped: of a function, where the reference raised
+    skipped: str = "not judged"
     has_units: bool = False  # whether a tensor has several of them, which have a number
 
 
 ATTENTION_WORDS = Words(
     operation="attention", unit="head", plain="eager attention", baseline="eager",
-    inputs="q, k, v", has_units=True,
+    inputs="q, k, v", skipped="not run", has_units=True,
 )  # fmt: skip
 
 

@@ -106,8 +106,8 @@ def test_faulty_functions_fail_by_a_rule(name: str, rule: str) -> None:
     [
         ("other_shape", "it has the shape [1, 32, 256], not [32, 256]"),
         ("other_dtype", "it is float32, not bfloat16"),
-        ("nothing", "it is missing"),
-        ("two", "it is missing"),
+        ("nothing", "it is missing; what is returned: no tensor"),
+        ("two", "it is missing; what is returned: output_0, output_1"),
         ("writes", "it writes into its inputs (x)"),
         ("alias", "it returns memory of its input x"),
         ("reused", "it writes a later call's result into an earlier one's (output)"),
@@ -128,6 +128,34 @@ def test_inputs_that_are_written_fail_backward_too(name: str) -> None:
     assert result.verdict == "FAIL", str(result)
     forms = [t for t in result.judgement.tests if t.rule == "form"]
     assert "it writes into its inputs (x)" in str(forms[0].observed)
+
+
+def test_what_is_not_written_is_told() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    same = {"reference": doubled, "inputs": examples.top_inputs}
+    result = checked(lambda x: x * 2, **same)
+    assert result.verdict == "FAIL"
+    assert "x: it is not written into, as the reference does" in result.in_short
+
+
+def test_a_tensor_returned_twice_is_two_outputs() -> None:
+    """Both get a gradient back, in the exact run as in PyTorch's."""
+
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * x
+        return y, y
+
+    def copied(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * x, x * x
+
+    same = {"reference": twice, "inputs": examples.top_inputs}
+    assert checked(copied, **same).passed
+    result = checked(twice, **same, backward=True)
+    assert result.passed, str(result)
+    tensors = {r.tensor for r in result.report.rows}
+    assert tensors == {"output_0", "output_1", "x_grad"}
 
 
 def test_a_reference_that_writes_is_followed_backward() -> None:

@@ -101,3 +101,102 @@ def test_an_output_on_another_device_has_another_form() -> None:
     tensors, wrong = call.tensors_of([ran])
     assert wrong == {"output": "it is on cuda, not on cpu"}
     assert tensors["output"] is not None
+
+
+def positive(x: Tensor) -> Tensor:
+    return x > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: ~(x <= 0), ""),
+        (lambda x: x >= -0.5, "returns other integers than the reference"),
+        (lambda x: (x > 0).int(), "it is int32, not bool"),
+        (lambda x: (x > 0).float(), "it is float32, not bool"),
+        (lambda x: x.argmax(-1), "it has the shape [48], not [48, 300]"),
+    ],
+)
+def test_a_mask_is_judged_as_integers_are(
+    function: Callable[[Tensor], Tensor], words: str
+) -> None:
+    result = check_beside(function, reference=positive, inputs=rows)
+    assert result.passed == (not words)
+    assert words in result.in_short
+
+
+def with_nothing_beside(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 2, x[:0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: (x + x, x[:0].clone()), ""),
+        (lambda x: (x + x, x[:0, :1]), "output_1: it has the shape [0, 1], not [0, 300]"),
+        (lambda x: (x + x, x[:0].int()), "output_1: it is int32, not float32"),
+        (lambda x: (x + x,), "output_1: it is missing; what is returned: output_0"),
+    ],
+)
+def test_an_empty_tensor_has_a_form_and_no_numbers(
+    function: Callable[[Tensor], object], words: str
+) -> None:
+    result = check_beside(function, reference=with_nothing_beside, inputs=rows)
+    assert result.passed == (not words)
+    assert words in result.in_short
+    assert {row.tensor for row in result.report.rows} == {"output_0"}
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        (lambda x: x[:0], "tensors without numbers alone (output [0, 300])"),
+        (lambda x: float(x.sum()), "no tensor"),
+        (lambda x: None, "no tensor"),
+    ],
+)
+def test_a_reference_without_numbers_judges_nothing(
+    reference: Callable[[Tensor], object], why: str
+) -> None:
+    result = check_beside(lambda x: x, reference=reference, inputs=rows)
+    assert result.verdict == "NOT JUDGED"
+    assert f"it returns {why}, of which nothing can be judged" in result.in_short
+
+
+def test_where_the_reference_raises_nothing_is_judged_and_the_function_did_not_fail() -> (
+    None
+):
+    def sometimes(x: Tensor) -> Tensor:
+        """Raises for one of the two calls' data."""
+        if float(x[0, 0]) < 0:
+            raise ValueError("no negative numbers")
+        return x * 2
+
+    def some(seed: int) -> tuple[Tensor]:
+        return (rows(0)[0].abs() * (1 - 2 * (seed % 2)),)
+
+    result = check_beside(lambda x: x * 2, reference=sometimes, inputs=some)
+    assert result.verdict == "NOT JUDGED"
+    assert "not judged in 1 of 2 calls" in result.in_short
+    assert "the reference: ValueError: no negative numbers" in result.in_short
+
+
+def test_finite_numbers_in_place_of_nan_are_told_as_that() -> None:
+    def with_nan(seed: int) -> tuple[Tensor]:
+        (x,) = rows(seed)
+        x[3, 5] = torch.nan
+        return (x,)
+
+    result = check_beside(
+        lambda x: x.nan_to_num() * 2, reference=lambda x: x * 2, inputs=with_nan
+    )
+    assert "where the exact result is finite, or the reverse" in result.in_short
+
+
+def test_a_function_that_leaves_the_program_is_told_with_its_code() -> None:
+    def leaves(x: Tensor) -> Tensor:
+        raise SystemExit(3)
+
+    result = check_beside(leaves, reference=lambda x: x * 2, inputs=rows)
+    assert result.verdict == "NOT JUDGED"
+    assert "failed in 2 of 2 calls: ended the program (exit code 3)" in result.in_short

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from numdev.errors import MeasurementError
 from numdev.function_check import check_beside
+from numdev.operations.function import causes
 from numdev.operations.function.causes import OtherFunction
 from numdev.studies.audit import guarded_search
 from numdev.studies.audit.guarded_search import RAISED, guarded
@@ -46,6 +48,31 @@ def test_a_search_may_end_its_process_and_hang(monkeypatch: pytest.MonkeyPatch) 
     assert (named, why) == ({}, "the search ended its process (signal SIGSEGV)")
     monkeypatch.setattr(guarded_search, "LIMIT_S", 0.2)
     assert guarded(waits, "cpu") == ({}, "the search took more than 0.2 s")
+
+
+@linux
+def test_a_search_that_ends_early_says_so_itself() -> None:
+    def ends_early() -> dict[str, OtherFunction]:
+        raise MeasurementError("the search ended after 30 s of CPU")
+
+    words = "the search ended after 30 s of CPU"
+    assert guarded(ends_early, "cpu") == guarded(ends_early, "mps") == ({}, words)
+
+
+def test_a_slow_reference_costs_the_name_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reference does not run again when the time is over."""
+    monkeypatch.setattr(causes, "SECONDS", 0.0)
+    result = check_beside(
+        lambda x: x.square() + torch.sin(37 * x),
+        reference=torch.square,
+        inputs=inputs,
+        device="cpu",
+    )
+    assert result.verdict == "FAIL"
+    [finding] = [x for x in result.report.findings if x.rule == "error"]
+    assert "Cause unknown: the search ended after 0 s of CPU." in finding.whole
 
 
 def inputs(seed: int) -> tuple[Tensor]:

@@ -276,12 +276,18 @@ def test_half_an_ulp_moves_floating_point_inputs_alone() -> None:
     assert 0 < float(off.max()) <= 2.0**-8
 
 
-def test_trees_have_names_that_are_identifiers_each_once() -> None:
+def test_trees_have_names_that_are_identifiers() -> None:
     x = drawn(2)
-    assert list(outputs_of((x, {"a b": drawn(3)}, x, 7))) == ["output_0", "output_1_a_b"]
+    names = ["output_0", "output_1_a_b", "output_2"]
+    assert list(outputs_of((x, {"a b": drawn(3)}, x, 7))) == names
     assert list(outputs_of(x)) == ["output"]
-    inputs = Arguments(positional=(x, [drawn(1)]), named={"k": drawn(2)}, names=("q",))
-    assert list(inputs.leaves()) == ["q", "argument_1_0", "k"]
+
+
+def test_an_argument_in_two_places_has_the_name_of_its_first() -> None:
+    x, y = drawn(2), drawn(1)
+    inputs = Arguments(positional=(x, [y, x]), named={"k": y, "v": x}, names=("q",))
+    assert list(inputs.leaves()) == ["q", "argument_1_0"]
+    assert list(Arguments(named={"k": x, "v": y}).leaves()) == ["k", "v"]
 
 
 def test_a_scalar_that_a_row_shares_counts_as_few_numbers() -> None:

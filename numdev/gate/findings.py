@@ -223,7 +223,7 @@ def findings_in(
     the `words` of their operation."""
     findings = [
         *_limit_findings(judgement.tests, Places(rows, words)),
-        *run_findings(judgement.tests),
+        *run_findings(judgement.tests, words),
     ]
     tested = [
         *_tested_sentence(judgement.tests, findings, words.unit),
@@ -766,6 +766,8 @@ def _row_fields(rows: Rows, unit: str) -> dict[str, object]:
         name: sum(getattr(row, name) or 0 for row in rows)
         for name in ("nonfinite", "empty_nonfinite", "empty_rows")
     }
+    if worst.beside_reference is not None:  # in these both ways are counted
+        fields["reverse"] = REVERSE
     return fields | {
         "sampled": " sampled" if worst.sampled else "",
         "claim": _rounding_model_in_words(rows),
@@ -847,14 +849,15 @@ def exceeded_finding(
     )
 
 
-def run_findings(tests: Sequence[Test]) -> Iterator[Finding]:
+def run_findings(tests: Sequence[Test], of: Words = ATTENTION_WORDS) -> Iterator[Finding]:
     """Yields findings on calls in which a kernel failed, or did not run although it had
-    to; then notes on calls that it declined while it ran others."""
+    to; then notes on calls that it declined while it ran others. `of`: the operation's
+    words."""
     runs = [test for test in tests if test.runs]
     for test in runs:
         if test.outcome is Outcome.NOT_JUDGED:
             words = f"{'is required' if test.required else 'was requested'}, but "
-            words += "not run in" if test.unjudged else "gave no result in"
+            words += f"{of.skipped} in" if test.unjudged else "gave no result in"
             yield _run_finding(test, RUNS, "failed in" if test.offending else words)
     for test in runs:
         if test.judged and test.standing is Standing.NOT_APPLICABLE:

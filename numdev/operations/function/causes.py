@@ -11,12 +11,14 @@ draw."""
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from numdev.errors import MeasurementError
 from numdev.exact.rounding import values_format
 from numdev.formats import Format, round_to
 from numdev.operations.function.other_numbers import (
@@ -38,6 +40,7 @@ TENFOLD = 10.0
 CLEARLY = 1.1  # times less than the best so far must be left by what comes later
 WORK = 1 << 26  # numbers of inputs, times how many other functions are tried
 LEAST_TRIES = 8
+SECONDS = 30.0  # of CPU, after which nothing more is tried for a call
 LEAST_NUMBERS = 8  # of an output: fewer are explained by luck, or by one fitted number
 LEAST_ERRING = 3.0  # numbers that err, in effect: another function errs in one by luck
 LARGEST = 1e300  # a cut, so that JSON can hold it
@@ -131,17 +134,24 @@ class Search:
         self.effects: set[str] = set()  # whose best may be the effect of another function
         size = sum(x.numel() for x in reference.arguments.leaves().values())
         self.tries = max(LEAST_TRIES, WORK // max(size, 1))
+        self.until = time.process_time() + SECONDS
+
+    @property
+    def is_late(self) -> bool:
+        """Whether SECONDS of CPU have passed since the search began."""
+        return time.process_time() > self.until
 
     def spend(self) -> bool:
         """Whether one more run may be made, which is then counted."""
         self.tries -= 1
-        return self.tries >= 0
+        return self.tries >= 0 and not self.is_late
 
     @property
     def is_over(self) -> bool:
         """Whether nothing better can come: no more runs, or of every output no more is
         left than its own rounding leaves."""
-        return self.tries <= 0 or len(self.explained) == len(self.wrong)
+        is_explained = len(self.explained) == len(self.wrong)
+        return self.tries <= 0 or is_explained or self.is_late
 
     def consider(
         self, name: str, words: str, other: Tensor | None, *, is_effect: bool = False
@@ -192,11 +202,13 @@ def causes_of(
     in which fewer than LEAST_ERRING numbers err. To explain one it must leave at most a
     tenth of its rms error. `outputs`: an implementation's, of the shapes of the
     reference's; `earlier`: the exact results of a call before, may be empty. Runs the
-    reference many times; raises what it raises on the call's own arguments, if its exact
-    result is not there yet."""
+    reference many times, for SECONDS of CPU; raises MeasurementError where until then
+    nothing explains any, and what the reference raises on the call's own arguments, if
+    its exact result is not there yet."""
     search = Search(reference, outputs)
     for words, results in simplest_references(reference):
-        search.consider_all(words, results())
+        if not search.is_late:
+            search.consider_all(words, results())
     for name, wrong in search.wrong.items():
         floor = search.floors[name]
         for other in other_results(name, wrong.values, reference, earlier, floor):
@@ -212,4 +224,6 @@ def causes_of(
         if search.is_over or not search.spend():
             break
         search.consider_all(words, results())
+    if search.is_late and not search.best:
+        raise MeasurementError(f"the search ended after {SECONDS:g} s of CPU")
     return search.best

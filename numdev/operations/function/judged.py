@@ -6,6 +6,7 @@ are judged together: in such a tensor the first axis is the draw."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from numdev.errors import MeasurementError
 from numdev.exact.dtypes import is_floating
 from numdev.exact.rounding import values_format
 from numdev.formats import FORMATS, Format, round_to
@@ -179,9 +181,20 @@ class FunctionCall:
 
     @cached_property
     def forms(self) -> dict[str, Form]:
-        """Returns the form of each tensor in the first draw, by name: outputs, then
-        arguments written into (not with `outputs_only`, where there is an output), then
-        gradients. Raises what the reference raises."""
+        """Returns the form of each tensor in the first draw that has numbers, by name:
+        outputs, then arguments written into (not with `outputs_only`, where there is an
+        output), then gradients. Raises what the reference raises, and MeasurementError
+        where it returns no numbers and writes none."""
+        forms = {name: x for name, x in self.all_forms.items() if math.prod(x.shape)}
+        if not any(name not in self.draws[0].plain.gradients for name in forms):
+            empty = ", ".join(f"{n} {list(x.shape)}" for n, x in self.all_forms.items())
+            what = f"tensors without numbers alone ({empty})" if empty else "no tensor"
+            raise MeasurementError(f"it returns {what}, of which nothing can be judged")
+        return forms
+
+    @cached_property
+    def all_forms(self) -> dict[str, Form]:
+        """Returns what `forms` does, of tensors without numbers too."""
         ran = self.draws[0].plain
         left_out = ran.written if self.outputs_only and ran.outputs else {}
         return {
@@ -310,17 +323,20 @@ class FunctionCall:
             if misdeeds := ran.misdeeds(draw.plain):
                 wrong.setdefault(first, f"it {'; it '.join(misdeeds)}")
         tensors: dict[str, Tensor | None] = {}
-        for name, form in self.forms.items():
+        for name, form in self.all_forms.items():
             every = [ran.tensors.get(name) for ran in runs]
             present = [x for x in every if x is not None]
             if len(present) < len(runs):
-                why = next(filter(None, (ran.backward_error for ran in runs)), None)
-                wrong[name] = "it is missing" + (f": {why}" if why else "")
+                wrong[name] = _missing(name, runs, plain)
             else:
                 differs = next(filter(None, map(form.difference, present)), None)
                 if name not in wrong:
                     differs = differs or form.misplaced(name, runs, plain)
                 wrong |= {name: differs} if differs else {}
+            if name not in self.forms:  # it has no numbers, and no rows
+                if name in wrong:
+                    wrong.setdefault(first, f"{name}: {wrong[name]}")
+                continue
             comparable = len(present) == len(runs) and all(
                 form.has_shape(x) and is_floating(x) == form.is_floating for x in present
             )
@@ -328,12 +344,25 @@ class FunctionCall:
                 stacked(list(map(form.fitted, present))) if comparable else None
             )
         returned = dict.fromkeys(name for ran in runs for name in ran.outputs)
-        if extra := [name for name in returned if name not in self.forms]:
+        if extra := [name for name in returned if name not in self.all_forms]:
             names = ", ".join(extra)
             wrong.setdefault(
                 first, f"it returns more tensors than the reference: {names}"
             )
         return tensors, wrong
+
+
+def _missing(name: str, runs: Sequence[FunctionRun], plain: Sequence[FunctionRun]) -> str:
+    """Returns in a clause that a run lacks a tensor of the reference's: of an output with
+    what is returned in its place, of a gradient with why it could not be computed, where
+    that is told. `plain`: the reference's runs."""
+    if name in plain[0].written:
+        return "it is not written into, as the reference does"
+    if name in plain[0].outputs:
+        names = dict.fromkeys(name for ran in runs for name in ran.outputs)
+        return f"it is missing; what is returned: {', '.join(names) or 'no tensor'}"
+    why = next(filter(None, (ran.backward_error for ran in runs)), None)
+    return "it is missing" + (f": {why}" if why else "")
 
 
 def stacked(draws: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +54,10 @@ class Arguments:
             pairs += _flat(value, first)
         for name, value in self.named.items():
             pairs += _flat(value, name)
-        return _distinct(pairs)
+        once: dict[int, tuple[str, object]] = {}
+        for path, x in pairs:
+            once.setdefault(id(x), (path, x))
+        return _named(once.values())
 
     def mapped(self, change: Callable[[str, Tensor], Tensor]) -> Arguments:
         """Returns arguments with each tensor replaced by `change(name, tensor)`, called
@@ -102,10 +105,11 @@ def parameters_of(function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def outputs_of(output: object) -> Values:
-    """Returns the tensors of what a function returned, each once, by name, in order: one
-    that is returned by itself is `output`, one in a tuple, list or mapping has its path
-    in the name (`output_0`, `output_loss`). Anything else is left out."""
-    return _distinct(_flat(output, OUTPUT))
+    """Returns the tensors of what a function returned by name, in order: one that is
+    returned by itself is `output`, one in a tuple, list or mapping has its path in the
+    name (`output_0`, `output_loss`). One that is returned twice has two names, as if it
+    were a copy. Anything else is left out."""
+    return _named(_flat(output, OUTPUT))
 
 
 def gradient_name(name: str) -> str:
@@ -120,16 +124,13 @@ def _flat(value: object, first: str) -> list[tuple[str, object]]:
     return [(first + keystr(path), x) for path, x in paths]
 
 
-def _distinct(pairs: Sequence[tuple[str, object]]) -> Values:
-    """Returns the tensors of (path, leaf) pairs by name, each once, under its first
-    path; anything else is left out. A name that another tensor has gets `_2`, `_3`,
-    ..."""
+def _named(pairs: Iterable[tuple[str, object]]) -> Values:
+    """Returns the tensors of (path, leaf) pairs by name; anything else is left out. A
+    name that another tensor has gets `_2`, `_3`, ..."""
     values: Values = {}
-    seen: set[int] = set()
     for path, x in pairs:
-        if not isinstance(x, Tensor) or id(x) in seen:
+        if not isinstance(x, Tensor):
             continue
-        seen.add(id(x))
         name = identifier(path)
         number = 1
         while name in values:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import CaseRef
-from numdev.errors import MeasurementError, UsageError, one_line
+from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.formats import FORMATS, Format, format_of
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import judgement_of, with_conclusions
@@ -74,7 +74,12 @@ from numdev.report import (
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_power import power_of, tolerance_power
-from numdev.studies.audit.guarded_search import Named, guarded, guarded_data
+from numdev.studies.audit.guarded_search import (
+    RAISED,
+    Named,
+    guarded,
+    guarded_data,
+)
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.operation import Distance, Everything
 from numdev.studies.audit.plan import Task
@@ -235,6 +240,9 @@ def run_all(
             runs.append(
                 run(function, drawn.arguments, seed=drawn.seed, cotangents=cotangents)
             )
+        except SystemExit as error:
+            why = f"ended the program (exit code {error.code})"
+            runs.append(Failure("failed", why))
         except Exception as error:  # it is foreign code
             runs.append(Failure("failed", one_line(error)))
     return [x.finished() if isinstance(x, FunctionRun) else x for x in runs]
@@ -343,7 +351,7 @@ class PreparedFunction:
             term_scale=scale,
             empty=torch.zeros(shape, dtype=torch.bool, device=truth.device),
             format=judge.format,
-            baseline=in_rows(judge.plain),
+            baseline=_floating(in_rows(judge.plain)),
             unrounded=truth,
         )
 
@@ -359,11 +367,7 @@ class PreparedFunction:
         """Returns the tensors, rows by name, as if the function had returned them,
         integers and bools in float64; `ran`: what ran, in words."""
         return FunctionTensors(
-            tensors={
-                name: x if x.is_floating_point() else x.double()
-                for name, x in tensors.items()
-            },
-            ran=ran,
+            tensors={name: _floating(x) for name, x in tensors.items()}, ran=ran
         )
 
     def format_of(self, x: Tensor) -> Format:
@@ -406,6 +410,11 @@ class Functions:
         return measured
 
 
+def _floating(x: Tensor) -> Tensor:
+    """Returns a floating-point tensor as it is, integers and bools in float64."""
+    return x if x.is_floating_point() else x.double()
+
+
 def in_rows(x: Tensor) -> Tensor:
     """Returns a tensor of any shape as [1, 1, rows, features], its last axis being the
     features; a scalar has one row and one feature, an empty tensor no rows and one
@@ -443,7 +452,8 @@ def rows_of(
             prepared_call = PreparedFunction(call=call, format=fmt, watch=watch)
             judges = call.judges
     except Exception as error:  # it may be foreign code
-        why = Failure("failed", f"the reference: {one_line(error)}")
+        # No failure of the function, and no pass
+        why = Failure("skipped", f"the reference: {_in_one_line(error)}")
         yield from (bare_row(each, why) for each in every)
         return
     for each in every[:-1]:
@@ -475,6 +485,11 @@ def rows_of(
         yield from _named(completed, call, ran[0], earlier, run)
 
 
+def _in_one_line(error: Exception) -> str:
+    """Returns an exception in one line, without its type where numdev raised it."""
+    return str(error) if isinstance(error, NumdevError) else one_line(error)
+
+
 def _named(
     rows: Sequence[DeviationRow],
     call: FunctionCall,
@@ -488,7 +503,9 @@ def _named(
     rows = [_with_place(row, call, ran) for row in rows]
     far = [row.tensor for row in rows if _is_far_off(row)]
     causes, why = _causes(call.draws[0], ran, far, earlier)
-    unnamed = [name for name in far if name not in causes]
+    # What took too long, or ended its process, does so in float32 too
+    again = why in (None, RAISED)
+    unnamed = [name for name in far if name not in causes and again]
     finer, _ = _causes_in_float32(call.draws[0], run, unnamed) if unnamed else ({}, None)
     for row in rows:
         cause = causes.get(row.tensor) or finer.get(row.tensor)
@@ -509,10 +526,11 @@ def _named(
 def _with_place(row: DeviationRow, call: FunctionCall, ran: FunctionRun) -> DeviationRow:
     """Returns a row that is far off with the places that err, where they are some of an
     axis of the call's only draw; any other row as it is."""
+    if not _is_far_off(row) or len(call.draws) > 1:
+        return row
     errors = call.judges[row.tensor].errors
     x = ran.tensors.get(row.tensor)
-    several = len(call.draws) > 1
-    if not _is_far_off(row) or several or errors is None or x is None:
+    if errors is None or x is None:
         return row
     return row.model_copy(
         update={"errs_in": places_that_err(as_real(x).double(), errors)}

@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from numdev.errors import NumdevError
 from numdev.operations.function.causes import OtherFunction
 from numdev.operations.function.process import ending_of
 
-LIMIT_S = 300.0
+LIMIT_S = 300.0  # beyond the search's own time: where one run does not end
 Named = Mapping[str, OtherFunction]  # by tensor
 Search = Callable[[], Named]
 RAISED = "the reference does not run again"
@@ -49,8 +50,15 @@ def guarded_data(search: Callable[[], object], device: str) -> tuple[object, str
     is_forked = device == "cpu" and sys.platform == "linux"
     if is_forked and not torch.cuda.is_initialized():
         return _in_a_fork(search)
+    return _data_or_reason(search)
+
+
+def _data_or_reason(search: Callable[[], object]) -> tuple[object, str | None]:
+    """Returns what a search returns, and None; or None, and in words why it raised."""
     try:
         return search(), None
+    except NumdevError as error:
+        return None, str(error)
     except Exception:  # the reference is foreign code
         return None, RAISED
 
@@ -72,8 +80,8 @@ def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
             return None, f"the search took more than {LIMIT_S:g} s"
         if not text:
             return None, f"the search ended its process{ending_of(pid)}"
-        data: object = json.loads(text)
-        return data, RAISED if data is None else None
+        data, why = json.loads(text)
+        return data, why
     finally:
         os.close(answer)
         with contextlib.suppress(ProcessLookupError):
@@ -83,16 +91,13 @@ def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
 
 
 def _search_and_exit(search: Callable[[], object], write: int) -> None:
-    """Writes what a search returns into a descriptor, as JSON (null where it raised), and
+    """Writes what `_data_or_reason` returns of a search into a descriptor, as JSON, and
     ends the process; never returns. What foreign code prints goes to stderr."""
     try:
         os.dup2(2, 1)
         faulthandler.disable()  # a test runner's, which would show the parent's stack
         torch.set_num_threads(1)
-        try:
-            text = json.dumps(search())
-        except Exception:  # the reference is foreign code
-            text = "null"
+        text = json.dumps(_data_or_reason(search))
         with os.fdopen(write, "w") as stream:
             stream.write(text)
     finally:
