@@ -254,8 +254,9 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
 def moved(r: Rounder, m_old: Tensor, tile_max: Tensor) -> Tensor:
     """Returns the running maximum after a tile: the larger of the old one and the tile's,
     or the old one while it has grown by no more than `max_lag` (in log2)."""
-    m, lag = torch.maximum(m_old, tile_max), r.recipe.max_lag
-    return m if lag is None else torch.where((m - m_old) * LOG2_E > lag, m, m_old)
+    if (lag := r.recipe.max_lag) is None:
+        return torch.maximum(m_old, tile_max)
+    return torch.where((tile_max - m_old) * LOG2_E > lag, tile_max, m_old)
 
 
 def maximum(r: Rounder, S: Tensor) -> Tensor:

@@ -274,15 +274,17 @@ def measure_one(
     run: Runner = attempt,
     *,
     searching: bool = True,
+    later: list[Failing] | None = None,
 ) -> list[DeviationRow]:
     """Returns the rows of one task on a case in memory; a single failed row where it
     cannot be measured. `searching`: look for what explains a wrong output as soon as it
-    is measured, and not only in a run in float32, which tells most."""
+    is measured, and not only in a run in float32, which tells most. `later` gets a call
+    that errs, of which nothing is looked for then."""
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
         with fitting_threads(case.q.shape[:3].numel() * case.kv_len):
             bench = bench_of(case, task.format, task.heads, **how)
             bench.watch.searching = searching
-            return measure_task(task, kernel, bench, system, run).rows
+            return measure_task(task, kernel, bench, system, run, later).rows
     except of_rows.FAILS_ONE_ROW as error:
         return [_failed_row(task, error)]

@@ -25,6 +25,7 @@ from numdev.sources.case_sources import Source
 from numdev.studies.audit.case_measurement import measure_one
 from numdev.studies.audit.deviation_rows import options_set
 from numdev.studies.audit.isolation import Failure, Runner
+from numdev.studies.audit.mistake_search import Failing
 from numdev.studies.audit.plan import Plan
 from numdev.studies.audit.prepared_attention import KV_TENSORS, Selection, part
 from numdev.studies.audit.reproducer_script import EVERYWHERE, figure_for, rendered, write
@@ -154,7 +155,11 @@ def _shrink_call(
     def accused(case: AttentionCase) -> DeviationRow | None:
         """Returns the worst row of a case that is accused as the finding's was; None
         without one."""
-        rows = measure_one(task, declaring, case, plan.system, run, searching=False)
+        # Why it errs is known, unless that is what must show
+        later: list[Failing] | None = None if metric == "suspicion" else []
+        rows = measure_one(
+            task, declaring, case, plan.system, run, searching=False, later=later
+        )
         worst_first = sorted(
             rows, key=lambda row: _metric_size(row, metric), reverse=True
         )
