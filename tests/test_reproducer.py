@@ -19,9 +19,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from commands import ran
 from gate_rows import row as gate_row
 from on_bench import prepare, rows_on
 from oracles import make_case, with_grad
+from safetensors.torch import load_file
 
 from numdev.cases import AttentionCase, explicit_mask, visible
 from numdev.errors import MeasurementError, UsageError
@@ -363,3 +365,18 @@ def test_a_finding_that_comes_and_goes() -> None:
     assert small.q_len * small.kv_len < 40 * 40 / 8
     with pytest.raises(MeasurementError, match="could not be reproduced"):
         reduce(case, lambda c: False, 1)
+
+
+def test_what_was_named_in_another_call_is_reduced_by_its_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The scale is wrong in batch entry 1 alone, which errs most where there is one
+    query; the mistake is named where there are several. The reproducer keeps the entry
+    that errs and one before it."""
+    command = ("check", "planted:entry_1_scaled", "--case", "full", "--case", "decode")
+    code, out, err = ran(capsys, *command, "--format", "bfloat16", "-o", tmp_path)
+    assert (code, "in batch entry 1 alone" in " ".join(out.split())) == (1, True)
+    assert "No reproducer" not in err
+    [script] = tmp_path.glob("**/reproduce.py")
+    tensors = load_file(script.with_name("tensors.safetensors"))
+    assert tensors["0.q"].shape == (2, 1, 1, 64)

@@ -24,6 +24,7 @@ from numdev.report.safe_text import plain
 from numdev.sources.case_sources import Source
 from numdev.studies.audit.case_measurement import measure_one
 from numdev.studies.audit.deviation_rows import options_set
+from numdev.studies.audit.explanations import excess
 from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.mistake_search import Failing
 from numdev.studies.audit.plan import Plan
@@ -163,8 +164,15 @@ def _shrink_call(
         worst_first = sorted(
             rows, key=lambda row: _metric_size(row, metric), reverse=True
         )
-        return next((row for row in worst_first if _is_accused_again(row, finding)), None)
+        rows_again = (
+            r for r in worst_first if _is_accused_again(r, finding, named=named)
+        )
+        return next(rows_again, None)
 
+    # A mistake that was named in other calls may not be named again in this one alone,
+    # where its error is the same: then it shows where a head is beyond its limit.
+    named = True
+    named = metric != "suspicion" or accused(case) is not None
     head = (finding.place.head if finding.place is not None else None) or 0
     head *= case.group if finding.tensor in KV_TENSORS else 1
     small = reduce(case, lambda case: accused(case) is not None, seconds, head=head)
@@ -197,11 +205,14 @@ def _metric_size(row: DeviationRow, metric: str) -> float:
     return abs(value) if isinstance(value, int | float) else 0.0
 
 
-def _is_accused_again(row: DeviationRow, finding: Finding) -> bool:
+def _is_accused_again(row: DeviationRow, finding: Finding, *, named: bool) -> bool:
     """Whether a row is accused as the finding's was: beyond the finding's limit,
-    suspected, or surely biased."""
+    suspected (or where that is not to be `named`, beyond the default limit of an error),
+    or surely biased."""
     if row.status != "ok" or row.tensor != (finding.tensor or "out"):
         return False
+    if finding.metric == "suspicion" and not named:
+        return excess("expected_ratio", row.expected_ratio, row) > 1
     if finding.metric == "suspicion":
         return row.suspicion is not None
     size = _metric_size(row, finding.metric or "")
