@@ -22,10 +22,13 @@ from planted import Planted, of_family
 from planted.processes import CUDA_ERROR
 
 from numdev.cases import AttentionCase
+from numdev.config import SweepRequest
 from numdev.errors import MeasurementError
-from numdev.kernels import Output, find
-from numdev.studies.audit import isolation
-from numdev.studies.audit.isolation import Failure, Isolated, attempt
+from numdev.kernels import Kernel, Output, find
+from numdev.studies.audit import isolation, sweep
+from numdev.studies.audit.case_measurement import Finished, measured_here
+from numdev.studies.audit.isolation import Failure, Isolated, Runner, attempt
+from numdev.studies.audit.timing import Stopwatch
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +198,48 @@ def test_a_run_begun_ahead_ends_with_its_limit_and_with_the_block(
         wait_for(dropped.exists)
     wait_for_the_end(taken)
     wait_for_the_end(dropped)
+
+
+@pytest.mark.slow
+def test_rows_are_those_of_kernels_that_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel's, one that declines included, though its process begins with the first
+    of a format before what it is measured against is there."""
+    begun: list[str] = []
+    begin = Isolated.begin
+
+    def noted(isolated: Isolated, kernel: Kernel, *asked: Any, **how: Any) -> None:
+        begun.append(kernel.name)
+        begin(isolated, kernel, *asked, **how)
+
+    monkeypatch.setattr(Isolated, "begin", noted)
+    names = ("planted:refuses", "planted:sees")
+    request = SweepRequest(
+        target="small",
+        cases=[{"name": str(n), "heads": 2, "seq_len": n, "head_dim": 8} for n in (5, 3)],
+        kernels=[{"name": name} for name in names],
+        formats=["bfloat16", "float16"],
+        backward=True,
+        repeats=2,
+        seeds=(0,),
+        device="cpu",
+    )
+    planned = sweep.plan(request)
+    watch = Stopwatch("cpu")
+
+    def finished(run: Runner) -> list[Finished]:
+        return [
+            each
+            for located in planned.source
+            for each in measured_here(
+                located, planned.plan.tasks(located.ref), planned.plan, run, watch
+            )
+        ]
+
+    here = finished(attempt)
+    assert not begun
+    with Isolated() as isolated:
+        assert finished(isolated) == here
+    assert begun == ["planted:refuses"] * 4
 
 
 def hang_in_isolation(note: str) -> None:
