@@ -17,6 +17,7 @@ from typing import Any
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
+from numdev.kernels import Kernel
 from numdev.metrics.row_metrics import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
@@ -130,17 +131,9 @@ def _shrink_call(
     options = options_set(planned.options, kernel)
     shown = {"kernel": kernel, "options": options, "tensor": finding.tensor or "out"}
     if finding.rule == "runs":
-        backward = tensor_spec(finding.tensor or "").is_gradient
-
-        def fails(case: AttentionCase) -> bool:
-            """Whether the kernel fails on a case."""
-            result = run(kernel, case, options, gradients=backward)
-            return isinstance(result, Failure) and result.status == "failed"
-
-        case = case if backward else dataclasses.replace(case, grad_out=None)
-        began = time.monotonic()
-        slow = fails(case) and time.monotonic() - began > SLOW
-        small = case if slow else reduce(case, fails, seconds)
+        if not tensor_spec(finding.tensor or "").is_gradient:
+            case = dataclasses.replace(case, grad_out=None)
+        small = _shrink_failing_call(case, kernel, options, run, seconds)
         return {**shown, "case": small, "head": 0, "metric": "raises", "observed": None}
 
     # What explained nothing in the whole call is not tried in its parts
@@ -157,13 +150,12 @@ def _shrink_call(
         """Returns the worst row of a case that is accused as the finding's was; None
         without one."""
         # Why it errs is known, unless that is what must show
-        later: list[Failing] | None = None if metric == "suspicion" else []
+        is_searched = metric == "suspicion" and named
+        later: list[Failing] | None = None if is_searched else []
         rows = measure_one(
             task, declaring, case, plan.system, run, searching=False, later=later
         )
-        worst_first = sorted(
-            rows, key=lambda row: _metric_size(row, metric), reverse=True
-        )
+        worst_first = sorted(rows, key=lambda row: -_metric_size(row, metric))
         rows_again = (
             r for r in worst_first if _is_accused_again(r, finding, named=named)
         )
@@ -186,6 +178,27 @@ def _shrink_call(
     limit = observed_at_limit(row, observed, finding)
     of = {"case": small, "head": row.head or 0, "metric": figure}
     return {**shown, **of, "observed": observed, "limit": limit}
+
+
+def _shrink_failing_call(
+    case: AttentionCase,
+    kernel: Kernel,
+    options: Mapping[str, object],
+    run: Runner,
+    seconds: float,
+) -> AttentionCase:
+    """Returns a small form of a call in which a kernel fails, in a training step where
+    the case has an upstream gradient; the case itself where it takes longer than SLOW to
+    fail. `seconds`: how long it is reduced."""
+
+    def fails(case: AttentionCase) -> bool:
+        """Whether the kernel fails on a case."""
+        result = run(kernel, case, options, gradients=case.grad_out is not None)
+        return isinstance(result, Failure) and result.status == "failed"
+
+    began = time.monotonic()
+    slow = fails(case) and time.monotonic() - began > SLOW
+    return case if slow else reduce(case, fails, seconds)
 
 
 def observed_at_limit(
