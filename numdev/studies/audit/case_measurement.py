@@ -82,8 +82,9 @@ def measured_here(
             fmt, unmeasured = format_named(name), list(of_format)
             try:
                 if isinstance(run, Isolated):
-                    rounded = selection.in_format(fmt)
-                    _begin_first_kernel(unmeasured, rounded, plan, run)
+                    with watch("kernels"):
+                        rounded = selection.in_format(fmt)
+                        _begin_first_kernel(unmeasured, rounded, plan, run)
                 if exact is None:
                     with watch("reference"):
                         exact = selection.exact(selection.case)
