@@ -60,11 +60,18 @@ def audit(
     answer = None if effects is None else _effects_answer(effects, request)
     directory = session.begin(Path(request.target).stem or "audit", request.model_dump())
     from numdev.studies.audit.dask_workers import cluster_of, sharing
+    from numdev.studies.audit.early_failures import EarlyFailures
     from numdev.studies.audit.run import audit as run
     from numdev.studies.audit.run import reproducers
 
     cluster = cluster_of(workers, scheduler)
-    more = {"workers": cluster, "save_cases": save_cases, "say": session.say}
+    tell = EarlyFailures(verdict.limits if verdict else None, session.say)
+    more = {
+        "workers": cluster,
+        "save_cases": save_cases,
+        "say": session.say,
+        "tell": tell,
+    }
     with sharing(cluster, request.device):
         report = session.run_judged_study(verdict, run, request, directory, **more)
     if answer:
@@ -125,6 +132,7 @@ def sweep(
     name, measured = config.stem, request.measured()
     directory = Path() if dry_run else session.begin(name, measured)
     from numdev.studies.audit.dask_workers import cluster_of, sharing
+    from numdev.studies.audit.early_failures import EarlyFailures
     from numdev.studies.audit.run import reproducers
     from numdev.studies.audit.sweep import estimate, plan
     from numdev.studies.audit.sweep import sweep as run
@@ -137,9 +145,9 @@ def sweep(
         if dry_run:
             click.echo(estimate(planned))
             return
-        report = session.run_judged_study(
-            verdict, run, planned, directory, workers=cluster, say=session.say
-        )
+        tell = EarlyFailures(verdict.limits if verdict else None, session.say)
+        more = {"workers": cluster, "say": session.say, "tell": tell}
+        report = session.run_judged_study(verdict, run, planned, directory, **more)
     opened = planned.source, planned.plan
     scripts = functools.partial(
         reproducers, request=planned.request, opened=opened, workers=cluster

@@ -41,6 +41,7 @@ from numdev.system import System
 # Called with what is being done, how many tasks are behind it, and how many there are.
 Progress = Callable[[str, int, int], None]
 Say = Callable[[str], None]
+Tell = Callable[[Sequence[object]], None]  # of the rows of a task
 
 
 def audit(
@@ -145,13 +146,14 @@ def run_plan(
     save_cases: Path | None = None,
     progress: Progress = lambda what, done, total: None,
     say: Say = lambda text: None,
+    tell: Tell | None = None,
     command: str = "",
 ) -> Results:
     """Measures a source, and returns the results. A run that was interrupted continues
     where `asked` and all else that decides its numbers is the same. `workers`: who
     measures; None: this process. `save_cases`: where to write cases, unrounded. `say`
-    gets what a user should know that the report does not hold. Raises UsageError where no
-    call was selected, or the directory cannot be used."""
+    gets what the report does not hold; `tell` the rows of each task while others are to
+    come. Raises UsageError for no call, or a directory that cannot be used."""
     notes = tuple(source.notes)
     for note in notes:
         say(note)
@@ -173,7 +175,7 @@ def run_plan(
         else contextlib.nullcontext() as save,
     ):
         before = journal.finished
-        calls = run_source(source, plan, journal, run, watch, team, save, progress)
+        calls = run_source(source, plan, journal, run, watch, team, save, progress, tell)
         if before and journal.finished == before:
             say("Every task was finished before; --overwrite measures them again.")
         elif before:
@@ -202,10 +204,12 @@ def run_source(
     workers: Workers | None = None,
     save: Add | None = None,
     progress: Progress = lambda what, done, total: None,
+    tell: Tell | None = None,
 ) -> list[CaseRef]:
     """Measures every case of a source through every kernel, by `run` or on `workers`,
     into the journal; what is finished already is not even loaded. `save` writes cases as
-    they come by. Returns which calls came."""
+    they come by; `tell` gets the rows of each task but the last. Returns which calls
+    came."""
     calls: list[CaseRef] = []
     visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
     with watch("capture"):
@@ -231,6 +235,8 @@ def run_source(
                 for key, rows, what in finished:
                     visited += journal.append(key, rows) and "row" in rows
                     progress(what, visited, total)
+                    if tell is not None and visited < total:
+                        tell(rows.get("row", ()))
         if workers is not None:
             with watch("other"):
                 for key, rows, what in workers.drain():
