@@ -42,12 +42,13 @@ MEASURE = """<script>addEventListener("load", () => {
     return layers.reverse().reduce((below, c) => below.map((v, i) => c[i] * c[3] + v * (1 - c[3])), [255, 255, 255]); };
   const found = { wider: root.scrollWidth - root.clientWidth, height: root.scrollHeight, sticks_out: [], faint: [], scrolls: [], broken: [], cut: [] };
   const NUMBER = /(?<![\\w.-])(?:\\d{4}-\\d\\d-\\d\\d|[-+±]?\\d[\\d.,]*(?:e-?\\d+)?(?: ?[%×°])?(?: ± [\\d.e-]+)?(?: (?:nats|ulps?|ms|s|min|GB|MB)\\b)?)(?!\\w)/g;
+  const WORD = new RegExp(NUMBER.source + /|(?<!\\S)[^\\s-]{2,14}(?!\\S)/.source, "g"); // and a short word, of a cell
   const texts = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const e = texts.currentNode.parentElement, words = texts.currentNode.textContent.trim();
     if (!words || e.closest("script, style, option, svg title") || !seen(e)) continue;
     const pair = [light(rgba(e.closest("svg") ? style(e).fill : style(e).color)), light(ground(e))].sort((a, b) => b - a);
-    for (const number of texts.currentNode.textContent.matchAll(NUMBER)) {
+    for (const number of texts.currentNode.textContent.matchAll(e.closest("td, th") ? WORD : NUMBER)) {
       const range = page.createRange();
       range.setStart(texts.currentNode, number.index); range.setEnd(texts.currentNode, number.index + number[0].length);
       const lines = new Set([...range.getClientRects()].map((box) => Math.round(box.top / 6)));
