@@ -9,7 +9,8 @@ these does a tolerance of 1e-2 pass? `--compiled N` compiles every N-th of these
 Each problem has a process of its own, `--jobs` at a time, which ends after `--seconds`.
 
 The reference itself is sound where it breaks no rule. Where it errs by more than three
-times what its operations explain it is no yardstick: what errs no more is not judged.
+times what its operations explain it is no yardstick: what errs by less than ten times as
+much is not judged.
 
 Sizes are shrunk by a rule: integers among a file's own names (its constants, and
 those in tuples) are divided by one power of two, rounded down, but those above 16 never

@@ -61,7 +61,8 @@ TOO_LITTLE = {
     "moved": "another seed's data move the result by only {number}× what rounding "
     "explains (needed: {least:g}×): inputs of larger spread would judge",
     "yardstick": "the reference itself errs by more than its operations explain, as "
-    "PyTorch runs it here, and this by no more: a reference with wider sums would judge",
+    "PyTorch runs it here, and this by less than ten times as much: a reference with "
+    "wider sums would judge",
 }
 NOTHING = "no row matches"
 EMPTY = "no element of this tensor could be judged"

@@ -35,10 +35,13 @@ TIMES_LEAN = 3.0  # or so many times what the yardstick's runs lean
 LEAST_FOR_LEAN = 16.0  # numbers in effect, below which a lean is not told from luck
 BLOCKS = (1, 16, 128)  # places of an axis that are a slice together
 NO_YARDSTICK = 3.0  # times what is predicted: beyond it the plain reference is none
+# Times the error of a reference that is no yardstick: what errs by less is not judged,
+# since nobody knows what its operations err
+NOT_TOLD_FROM = 10.0
 TINY = 1e-300
 NOT_WORSE = (
     "the reference itself errs by {ratio}× what its operations explain, as PyTorch runs "
-    "it here, and this by no more"
+    "it here, and this by less than ten times as much"
 )
 TOO_FEW = "too few numbers to tell a lean from luck"
 
@@ -96,6 +99,15 @@ class Excess:
         in_slice = worst is not None and worst.ratio > worst.luck
         of_one = element is not None and element.ratio > (self.element_luck or 1.0)
         return over_all or in_slice or of_one
+
+    @property
+    def is_leaning(self) -> bool:
+        """Whether slope or shift is larger than those of sound runs."""
+        pairs = ((self.slope, self.slope_luck), (self.shift, self.shift_luck))
+        return any(
+            lean is not None and abs(lean.size) > OF_U * (luck or 1.0)
+            for lean, luck in pairs
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,11 +217,16 @@ class Errors:
 
     @cached_property
     def allowed_plain(self) -> Tensor:
-        """Returns the squared errors of the reference as PyTorch runs it; 0 everywhere
-        where their `plain_ratio` is above NO_YARDSTICK, and it is no yardstick."""
-        if self.plain_ratio > NO_YARDSTICK and not self.trusts_plain:
-            return torch.zeros_like(self.plain)
-        return self.plain.square()
+        """Returns the squared errors of the reference as PyTorch runs it; where their
+        `plain_ratio` is above NO_YARDSTICK, and it is no yardstick, 0 everywhere, or with
+        `trusts_plain` those, at least their mean, of NOT_TOLD_FROM times the errors."""
+        square = self.plain.square()
+        if self.plain_ratio <= NO_YARDSTICK:
+            return square
+        if not self.trusts_plain:
+            return torch.zeros_like(square)
+        mean = square.sum() / self.usable.sum().clamp_min(1)
+        return torch.where(self.usable, square.clamp_min(mean) * NOT_TOLD_FROM**2, 0.0)
 
     @cached_property
     def of_runs(self) -> tuple[float, float]:
@@ -262,12 +279,13 @@ class Errors:
     def beside(self, output: Tensor) -> Excess:
         """Returns how far an output, fp64 of the truth's shape, is beyond what is
         allowed. Where the reference is no yardstick, and the output errs by more than
-        its operations explain but by no more than the reference, there is only
-        `predicted`, and a `yardstick` below 1. Elements of it that are not finite count
-        as without an error. Where no element is usable it has no numbers, and where too
-        few are, no slice or no leans; `nulls` says why."""
+        its operations explain but by less than NOT_TOLD_FROM times the reference, there
+        is only `predicted`, and a `yardstick` below 1. Elements of it that are not finite
+        count as without an error. Where no element is usable it has no numbers, and where
+        too few are, no slice or no leans; `nulls` says why."""
         excess = self._beyond(output)
-        if not excess.is_doubtful or self.plain_ratio <= NO_YARDSTICK:
+        is_beyond = excess.is_doubtful or excess.is_leaning
+        if not is_beyond or self.plain_ratio <= NO_YARDSTICK:
             return excess
         if replace(self, trusts_plain=True)._beyond(output).is_doubtful:
             return excess
