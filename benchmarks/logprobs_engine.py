@@ -61,7 +61,10 @@ def by_continuous_batching(
         do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
         max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0,
     )  # fmt: skip
-    config = ContinuousBatchingConfig(return_logprobs=True, max_memory_percent=0.2)
+    # Graphs and a cache of many gigabytes would be made anew for each batch of prompts
+    config = ContinuousBatchingConfig(
+        return_logprobs=True, max_memory_percent=0.02, use_cuda_graph=False
+    )
     served = copy.deepcopy(model)
     answers = served.generate_batch(
         list(prompts), generation_config=asked, continuous_batching_config=config
@@ -219,11 +222,11 @@ class Experiment:
         steps, stale = self.options.steps, self.run.in_bfloat16()
         begun = time.perf_counter()
         for step in range(1, steps + 1):
-            reward = self.run.step()
-            print(f"step {step}: reward {reward:.3f}", flush=True)
-            if step == steps - self.options.behind:
+            if step == steps - self.options.behind + 1:
                 stale = self.run.in_bfloat16()
                 self.run.master.save_pretrained(self.previous)
+            reward = self.run.step()
+            print(f"step {step}: reward {reward:.3f}", flush=True)
             if step % self.options.record_every == 0 or step == steps:
                 spent = time.perf_counter() - begun
                 print(f"{spent:.1f} s, of which {self.run.serving:.1f} s served")

@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from large_model import DEVICE, VOCABULARY, settle, written
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ import numdev
 from numdev.config import logprobs_request
 from numdev.studies.logprobs.readers import read_sides
 from numdev.studies.logprobs.study import logprobs
-from numdev.studies.logprobs.truth import ExactModel, ProgramRecipe
+from numdev.studies.logprobs.truth import ExactModel
 
 SIDE = 8192  # of the product that is timed
 
@@ -52,15 +51,11 @@ class Timed(ExactModel):
         self.seconds[name].append(time.perf_counter() - begun)
         return logits
 
-    def exact_logits(
-        self, token_ids: np.ndarray, variant: str = "sdpa", begin: int = 0
-    ) -> Tensor:
-        return self.timed(
-            "exact", partial(super().exact_logits, token_ids, variant, begin)
-        )
+    def exact_logits(self, *args: Any, **named: Any) -> Tensor:
+        return self.timed("exact", partial(super().exact_logits, *args, **named))
 
-    def rounded_logits(self, token_ids: np.ndarray, recipe: ProgramRecipe) -> Tensor:
-        return self.timed("rounded", partial(super().rounded_logits, token_ids, recipe))
+    def rounded_logits(self, *args: Any, **named: Any) -> Tensor:
+        return self.timed("rounded", partial(super().rounded_logits, *args, **named))
 
 
 class Clock:

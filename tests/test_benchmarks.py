@@ -76,7 +76,11 @@ SLOW = {
     ),
     "benchmarks/logprobs_engine.py": (
         "{tmp}/run --steps 2 --behind 2 --prompts 6 --tokens 40 --width 64 --layers 1",
-        "as planted  sound: PASS",
+        "as planted  step 2",
+    ),
+    "benchmarks/logprobs_large.py": (
+        "{tmp}/run --layers 1 --width 128 --sequences 3 --length 70",
+        "rounded runs: first",
     ),
     "benchmarks/bias_calibration.py": (
         "--power --sequences 4 --length 16",
