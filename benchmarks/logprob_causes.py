@@ -45,6 +45,8 @@ from tests.support.logprob_records import (
     drawn_tokens,
     joined,
     recorded,
+    recorded_with_experts,
+    router_moved,
     side,
     with_head_in,
     write_adapter,
@@ -52,7 +54,18 @@ from tests.support.logprob_records import (
 
 Records = list[RecordedSequence]
 TOKENS_OF_A_POOL = 24  # sequences
-WIDER = {"sliding_window": 8, "attn_logit_softcapping": 20.0, "initializer_range": 0.2}
+# By the subject's name, the model of `tests/support/models.py`, and what is other
+MODELS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "gpt2": ("gpt2", {}),
+    "gemma2": (
+        "gemma2",
+        {"sliding_window": 8, "attn_logit_softcapping": 20.0, "initializer_range": 0.2},
+    ),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2},
+    ),
+}
 
 
 class Way(NamedTuple):
@@ -76,11 +89,11 @@ class Subject:
 
     def __init__(self, name: str, folder: Path, length: int) -> None:
         self.name, self.folder = name, folder
-        changes = WIDER if name == "gemma2" else {}
         self.attention = "eager" if name == "gemma2" else "sdpa"
-        self.path = (
-            "demo" if name == "demo" else str(models.saved(name, folder, **changes))
-        )
+        self.path = "demo"
+        if name != "demo":
+            architecture, changes = MODELS[name]
+            self.path = str(models.saved(architecture, folder, **changes))
         self.exact = ExactModel(self.path, device="cpu")
         self.single = self.used(torch.float32, "eager")
         self.length = length
@@ -355,6 +368,26 @@ def planted_in_serving(subject: Subject, count: int) -> Iterator[Planted]:
             yield Planted(f"adapter {dose}, {dtype}", ("adapter",), records, flags)
 
 
+def planted_routing(subject: Subject, count: int) -> Iterator[Planted]:
+    """Yields a server whose routers choose other experts than the model's own, with the
+    experts that it recorded, alone and with a temperature, and without; none of a model
+    without a router."""
+    model = subject.used(torch.bfloat16, subject.attention)
+    for size in (0.02, 0.05, 0.2) if subject.name == "mixtral" else ():
+        with router_moved(model, size):
+            for support in (Support(), Support(0.7)):
+                records = [
+                    recorded_with_experts(model, ids, support)
+                    for ids in subject.tokens[:count]
+                ]
+                warm = () if support == Support() else ("temperature",)
+                name = f"routers off by {size:g} sd, {support.words}"
+                yield Planted(name, ("routing of experts", *warm), records)
+                if support == Support():
+                    bare = [replace(s, routed_experts=None) for s in records]
+                    yield Planted(f"{name}, experts not recorded", (), bare)
+
+
 def adapted(
     subject: Subject, path: Path, times: int, grid: torch.dtype | None
 ) -> nn.Module:
@@ -437,7 +470,9 @@ def causes_of(subject: Subject, sequences: int) -> None:
     for top in (0, 4):
         every = [planted_causes(subject, sequences, top=top)]
         every += [planted_programs(subject, sequences, top=top)]
-        every += [] if top else [planted_in_serving(subject, sequences)]
+        if not top:
+            every += [planted_in_serving(subject, sequences)]
+            every += [planted_routing(subject, sequences)]
         for planted in itertools.chain(*every):
             report = subject.study(
                 [planted.records], opening, attention=by, **planted.flags
@@ -505,10 +540,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=48)
-    parser.add_argument("--model", action="append", choices=("demo", "gpt2", "gemma2"))
+    parser.add_argument("--model", action="append", choices=("demo", *MODELS))
     parser.add_argument("--no-causes", action="store_true")
     asked = parser.parse_args()
-    names = asked.model or ["demo", "gpt2", "gemma2"]
+    names = asked.model or ["demo", *MODELS]
     with tempfile.TemporaryDirectory() as folder:
         subjects = [Subject(name, Path(folder), asked.length) for name in names]
         print("| model | sound pairs | sides accused | not judged | causes named | "

@@ -4,7 +4,8 @@ another, sound or with a planted cause, would have recorded of them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,49 @@ def recorded(
         token_ids=ids, logprobs=values, mask=np.ones(len(ids), dtype=bool),
         settings=settings, **fields,
     )  # fmt: skip
+
+
+@contextmanager
+def routed_experts(model: nn.Module) -> Iterator[list[np.ndarray]]:
+    """A context in which a Mixtral runs once; a list of the experts that it chooses,
+    [n, k] of each layer."""
+    experts: list[np.ndarray] = []
+    with ExitStack() as stack:
+        for layer in model.model.layers:
+            hook = layer.mlp.gate.register_forward_hook(
+                lambda _gate, _args, out: experts.append(out[2].numpy())
+            )
+            stack.callback(hook.remove)
+        yield experts
+
+
+def recorded_with_experts(
+    model: nn.Module, ids: np.ndarray, support: Support = FULL
+) -> RecordedSequence:
+    """What a Mixtral records of tokens, with its experts."""
+    with routed_experts(model) as experts:
+        s = recorded(model, ids, support)
+    return replace(s, routed_experts=np.stack(experts, axis=1))
+
+
+@contextmanager
+def router_moved(model: nn.Module, size: float) -> Iterator[None]:
+    """A context in which the scores of a Mixtral's routers are off by a random number of
+    so many times their standard deviation: another router than the trainer's, which still
+    weighs the chosen experts by its own scores."""
+    generator = torch.Generator().manual_seed(0)
+
+    def move(_gate: nn.Module, _args: object, out: tuple) -> tuple:
+        logits, weights, indices = out
+        noise = size * logits.std() * torch.randn(logits.shape, generator=generator)
+        indices = (logits.float() + noise).topk(indices.shape[-1]).indices
+        weights = logits.float().softmax(-1).gather(-1, indices)
+        return logits, weights / weights.sum(-1, keepdim=True), indices
+
+    with ExitStack() as stack:
+        for layer in model.model.layers:
+            stack.callback(layer.mlp.gate.register_forward_hook(move).remove)
+        yield
 
 
 def with_head_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from numdev.report.number_text import percent
 from numdev.studies.logprobs.pair_causes import (
     Alternatives,
     constants,
@@ -50,6 +51,16 @@ GRID_BITS = {"bfloat16": 8, "float16": 11}  # significant bits
 ON_GRID = 0.02  # of a step: float32's resolution; by chance 4 % are as near
 
 
+class Rerouted(NamedTuple):
+    """A sequence of n tokens with the experts that it recorded in place of the exact
+    model's."""
+
+    values: np.ndarray  # float64 [n], exact log-probabilities
+    predicted: np.ndarray  # float64 [n], the predicted error
+    other: int  # how many of the recorded experts are not the exact model's
+    recorded: int  # and of how many
+
+
 @dataclass(frozen=True, eq=False)
 class Observed:
     """One sequence of n tokens as one side recorded it, beside what it is held to."""
@@ -67,6 +78,7 @@ class Observed:
     recipe: ProgramRecipe | None = None  # that `predicted` is by
     again: np.ndarray | None = None  # float64 [n], values of a second run
     shared: Alternatives | None = None  # of both sides, where `reference` is the other's
+    rerouted: Rerouted | None = None  # None also where experts do not fit the model
     # float64 [n]: exact log-probabilities under a cause, by cause and dose
     instead: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
@@ -89,6 +101,8 @@ class Effects(NamedTuple):
     fitted: bool = False  # the dose was chosen by the errors themselves
     # Of a temperature, by sequence: sums of which the slope of alternatives is made
     alternatives: Sequence[tuple[float, float]] = ()
+    # float64 [n] each: the predicted error once the cause is undone, where that is other
+    predicted: Sequence[np.ndarray] = ()
 
 
 Sequences = Sequence[Observed]
@@ -375,6 +389,17 @@ def instead_of(name: str) -> Callable[[Sequences, Errors], Sequence[Effects]]:
     return find
 
 
+def other_experts(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effect of the experts that were recorded, where they are not those that
+    the exact model chooses. Empty where a sequence has none that fit the model."""
+    every = [s.rerouted for s in sequences if s.rerouted is not None]
+    if len(every) < len(sequences):
+        return []
+    share = sum(each.other for each in every) / max(1, sum(e.recorded for e in every))
+    effects = [e.values - s.reference for e, s in zip(every, sequences, strict=True)]
+    return [Effects(percent(share), effects, predicted=[e.predicted for e in every])]
+
+
 def stored_in_16_bits(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns, where every value equals its own cast to bfloat16 or float16, what that
     rounding errs: half a unit in the last place over the square root of 3, rms."""
@@ -511,6 +536,8 @@ _OF_THE_MODEL = (
               instead_of("window, cap or scale"), by_slope=True),
     CauseKind("packing", "sequences of a pack {dose}", instead_of("packing"),
               by_slope=True),
+    CauseKind("routing of experts", "tokens go to other experts than the model's own "
+              "({dose} of them)", other_experts, by_slope=True),
     CauseKind("adapter", "the adapter is {dose}", instead_of("adapter"), by_slope=True),
     CauseKind("quantised weights", "weights in {dose}", instead_of("quantised weights"),
               by_slope=True),
@@ -575,13 +602,15 @@ def _rows(
     counts = effects.counts or [0] * len(sequences)
     tops = effects.alternatives or [(0.0, 0.0)] * len(sequences)
     parts = zip(sequences, errors, effects.effects, noise, counts, tops, strict=True)
-    for seen, d, effect, square, count, top in parts:
+    for i, (seen, d, effect, square, count, top) in enumerate(parts):
         finite = np.isfinite(d)
         lost = d if kind.counted else 0.0  # of a token that has no value then
         change = np.where(np.isfinite(effect), effect, lost)[finite]
         errors_left = d[finite] if kind.is_size else d[finite] - change
         before, after = _squares(d[finite]), _squares(errors_left)
         product, noise_left = float((d[finite] * change).sum()), square * effects.scale**2
+        if effects.predicted:
+            noise_left = _squares(np.nan_to_num(effects.predicted[i][finite]))
         rows.append(
             CauseRow(
                 side=side,

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,10 @@ from numdev.formats import FORMATS
 from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.report import Provenance
-from numdev.report.number_text import ratio, si
+from numdev.report.number_text import percent, ratio, si
 from numdev.sources.checkpoint import load_tokenizer
 from numdev.studies.logprobs import causes
-from numdev.studies.logprobs.causes import CauseKind, Observed
+from numdev.studies.logprobs.causes import CauseKind, Observed, Rerouted
 from numdev.studies.logprobs.costs import (
     HALF,
     HEAD,
@@ -31,6 +32,7 @@ from numdev.studies.logprobs.costs import (
     pair_cost_rows,
     side_cost_rows,
 )
+from numdev.studies.logprobs.expert_routing import NotReplayed, count_other
 from numdev.studies.logprobs.joining import join
 from numdev.studies.logprobs.pair_causes import shared_alternatives
 from numdev.studies.logprobs.readers import read_sides
@@ -56,6 +58,7 @@ from numdev.studies.logprobs.truth import (
     Support,
     exact_instead,
     exact_values,
+    other_experts,
     predicted_errors,
 )
 from numdev.system import System
@@ -87,12 +90,13 @@ NEEDS = {
     "logits in 16 bits": "the head is meant to be in 16 bits, or needs top_logprobs",
 }
 AT_PREDICTION = "the side is at its prediction"
+NO_ROUTER = "the model has no router of experts"
 # Causes that the model must be run for
 BY_MODEL = (
     *("stale weights", "window, cap or scale", "packing", "quantised weights"),
     *("narrow head", "logits in 16 bits", "quantised cache", "adapter"),
+    "routing of experts",
 )
-NEVER = {"routing of experts": "not built: recorded experts are not replayed"}
 
 
 def logprobs(
@@ -448,16 +452,17 @@ class LogprobsStudy:
         """Returns the search for causes on a side, done, and why those that it has no row
         of could not be looked for. What a model must be run for is tried only where the
         side is not at its prediction."""
-        untested = dict(NEVER)
+        untested: dict[str, str] = {}
         search = CauseSearch(side, sequences, self.at_temperature)
         if not sequences:
-            return search, dict.fromkeys((*causes.KINDS, *NEVER), NO_TOKENS)
+            return search, dict.fromkeys(causes.KINDS, NO_TOKENS)
         search.undo_all([kind for kind in causes.SIDE_CAUSES if kind.stage == 0])
         later = [kind for kind in causes.SIDE_CAUSES if kind.stage == 1]
         if search.at_prediction:
             untested |= dict.fromkeys(BY_MODEL, AT_PREDICTION)
         else:
             search.sequences = self.with_instead(search.sequences)
+            untested |= self.why_not_rerouted(search.sequences)
         search.undo_all(later)
         done = {row.cause for row in search.rows}
         for name in causes.KINDS.keys() - done:
@@ -500,9 +505,40 @@ class LogprobsStudy:
         for seen, instead in zip(sequences, values, strict=True):
             instead |= self.with_other_inputs(seen)
         return [
-            dataclasses.replace(seen, instead=instead)
+            dataclasses.replace(seen, instead=instead, rerouted=self.rerouted(seen))
             for seen, instead in zip(sequences, values, strict=True)
         ]
+
+    def rerouted(self, seen: Observed) -> Rerouted | None:
+        """Returns a sequence's numbers with the experts that it recorded; None where it
+        has none that fit the model."""
+        model, record, support = self.model, seen.record, seen.support
+        if record.routed_experts is None or support is None or seen.recipe is None:
+            return None
+        assert model is not None
+        with suppress(NotReplayed):
+            other, recorded = other_experts(model, record)
+            values = exact_instead(model, record, support, replayed=True)
+            predicted = predicted_errors(
+                model, record, values, support, seen.recipe, replayed=True
+            )
+            return Rerouted(values, predicted, other, recorded)
+        return None
+
+    def why_not_rerouted(self, sequences: Sequence[Observed]) -> dict[str, str]:
+        """Returns by the cause's name why the routing of experts was not looked for;
+        empty where it was."""
+        assert self.model is not None
+        name = "routing of experts"
+        for record in (seen.record for seen in sequences if seen.rerouted is None):
+            if record.routed_experts is None:
+                needs = "needs the experts of each token: routed_experts"
+                return {name: needs if self.model.routes else NO_ROUTER}
+            try:
+                other_experts(self.model, record)
+            except NotReplayed as error:
+                return {name: str(error)}
+        return {}
 
     def with_other_inputs(self, seen: Observed) -> dict[tuple[str, str], np.ndarray]:
         """Returns the exact values of a sequence by the earlier checkpoint, and of a pack
@@ -586,6 +622,23 @@ class LogprobsStudy:
                     shared=shared_alternatives(pair),
                 )
 
+    def routing_remark(self, side: str, sequences: Sequence[Observed]) -> Iterator[str]:
+        """Yields a sentence on how many of a side's recorded experts are not the exact
+        model's; none where it recorded none that fit the model."""
+        other = every = 0
+        for record in (seen.record for seen in sequences):
+            if record.routed_experts is None or self.model is None:
+                return
+            try:
+                counts = other_experts(self.model, record)
+            except NotReplayed as error:
+                yield f"{side}: recorded experts cannot be replayed: {error}."
+                return
+            other, every = other + counts[0], every + counts[1]
+        if every:
+            share = f"{percent(other / every)} of its {every:,} recorded experts"
+            yield f"{side}: {share} are not those that the exact model chooses."
+
     def worst(self, measured: Sequence[ComparedSide]) -> list[WorstToken]:
         """Returns the tokens that are farthest off: of each side beside the truth, else
         of the second side beside the first."""
@@ -629,6 +682,8 @@ class LogprobsStudy:
         yield from self.joined.findings if self.joined is not None else ()
         for each in measured:
             yield from repeat_remark(each.errors)
+            yield from self.routing_remark(each.plan.name, each.errors.sequences)
+        yield from routing_difference(self.joined)
         for side in self.sides:
             tops = [s.top_logprobs for s in side.sequences if s.top_logprobs is not None]
             temperatures = {self.support_of(s).temperature for s in side.sequences}
@@ -638,6 +693,21 @@ class LogprobsStudy:
                     f"{side.name}: {100 * share:.0f} % of the differences between "
                     "alternatives are multiples of 2^-8: its logits have 16 bits."
                 )
+
+
+def routing_difference(joined: Joined | None) -> Iterator[str]:
+    """Yields a sentence on how many of the experts that one side recorded the other did
+    not choose; none where one side recorded none, or those of other layers."""
+    other = every = 0
+    for pair in joined.pairs if joined is not None else ():
+        a, b = pair.a.routed_experts, pair.b.routed_experts
+        if a is None or b is None or a.shape[1:] != b.shape[1:]:
+            return
+        counts = count_other(a[pair.at_a], b[pair.at_b])
+        other, every = other + counts[0], every + counts[1]
+    if every and joined is not None:
+        share = f"{percent(other / every)} of its {every:,} recorded experts"
+        yield f"{joined.a.name}: {share} are not those of {joined.b.name}."
 
 
 def repeat_remark(side: SideErrors) -> Iterator[str]:
@@ -802,10 +872,13 @@ class CauseSearch:
             ]
             return
         self.errors = causes.undone(self.errors, effects)
+        predicted: Sequence[np.ndarray | None] = effects.predicted
+        predicted = predicted or [seen.predicted for seen in self.sequences]
+        parts = zip(self.sequences, effects.effects, predicted, strict=True)
         with np.errstate(invalid="ignore"):  # minus infinity less itself
             self.sequences = [
-                dataclasses.replace(seen, values=seen.values - effect)
-                for seen, effect in zip(self.sequences, effects.effects, strict=True)
+                dataclasses.replace(seen, values=seen.values - effect, predicted=noise)
+                for seen, effect, noise in parts
             ]
 
     def _tried(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,6 +33,12 @@ from numdev.studies.audit.run import describe
 from numdev.studies.effects.model_runs import Subject
 from numdev.studies.effects.output_error import outputs_by_name
 from numdev.studies.effects.rounding_sites import SITES
+from numdev.studies.logprobs.expert_routing import (
+    Choice,
+    RouterCalls,
+    Routing,
+    routing_of,
+)
 from numdev.studies.logprobs.model_variants import (
     ADAPTER_DOSES,
     CACHES,
@@ -190,6 +196,7 @@ class ExactModel:
         self.source = CheckpointSource(request, self.system)
         self._subjects: dict[tuple[str, str], Subject] = {}
         self._logits: OrderedDict[tuple[object, ...], Tensor] = OrderedDict()
+        self._routings: dict[tuple[bytes, int], Routing] = {}
 
     @property
     def vocabulary(self) -> int:
@@ -248,13 +255,48 @@ class ExactModel:
         config: object = getattr(self.source.model, "config", None)
         return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
 
+    @property
+    def routes(self) -> bool:
+        """Whether some run has chosen among the model's parts, as a router of experts
+        does."""
+        return any(subject.routes for subject in self._subjects.values())
+
+    def routing(self, token_ids: np.ndarray, k: int) -> Routing:
+        """Returns the experts that the exact model chooses for token ids, int64 [n], `k`
+        for each in a layer. Raises NotReplayed where no layer chooses so many."""
+        key = token_ids.tobytes(), k
+        if key not in self._routings:
+            subject = self._subject(FP64, "sdpa")
+
+            def run() -> object:
+                """Returns the model's answer."""
+                return subject.run_exactly(_inputs(token_ids))
+
+            self._routings[key] = routing_of(subject.wide, run, len(token_ids), k)
+        return self._routings[key]
+
+    def forced_experts(
+        self, token_ids: np.ndarray, experts: np.ndarray | None
+    ) -> dict[Choice, np.ndarray]:
+        """Returns by a layer's choice the experts, int64 [n, k], that it is told to take
+        for token ids; empty for None. `experts`: int64 [n, layers, k]. Raises NotReplayed
+        where they do not fit the model."""
+        if experts is None:
+            return {}
+        routing = self.routing(token_ids, experts.shape[2])
+        fitting = routing.at_choices(experts)
+        return {choice: fitting[:, i] for i, choice in enumerate(routing.choices)}
+
     def exact_logits(
-        self, token_ids: np.ndarray, variant: str = "sdpa", begin: int = 0
-    ) -> Tensor:
+        self, token_ids: np.ndarray, variant: str = "sdpa", begin: int = 0,
+        experts: np.ndarray | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns the exact logits, fp64 [n, vocabulary], of token ids, int64 [n], by the
-        model or a dose of `variants`; their positions are counted from `begin`. Raises
-        MeasurementError for an id that the model has no token for."""
+        model or a dose of `variants`; their positions are counted from `begin`, and they
+        go to `experts`, as `forced_experts` takes them. Raises MeasurementError for an id
+        that the model has no token for."""
         self._check_ids(token_ids)
+        forced = self.forced_experts(token_ids, experts)
 
         def run() -> object:
             """Returns the model's answer."""
@@ -263,17 +305,23 @@ class ExactModel:
                 positions = torch.arange(begin, begin + len(token_ids))
                 inputs["position_ids"] = positions[None]
             attention = CACHES.get(variant)
-            if attention is not None:
-                return self._subject(FP64, "sdpa").run_exactly(inputs, attention)
-            return self._subject(FP64, variant).run_exactly(inputs)
+            subject = self._subject(FP64, "sdpa" if attention is not None else variant)
+            with _choosing(subject, forced):
+                if attention is not None:
+                    return subject.run_exactly(inputs, attention)
+                return subject.run_exactly(inputs)
 
-        return self._cached((FP64, variant, begin, token_ids.tobytes()), run)
+        return self._cached((FP64, variant, begin, *_key(token_ids, experts)), run)
 
-    def rounded_logits(self, token_ids: np.ndarray, recipe: ProgramRecipe) -> Tensor:
+    def rounded_logits(
+        self, token_ids: np.ndarray, recipe: ProgramRecipe,
+        experts: np.ndarray | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns the logits, fp64 [n, vocabulary], where each operation is rounded to
-        nearest by a recipe. Where the head alone is narrow, all before it is exact: it
-        errs thousands of times less."""
+        nearest by a recipe, with `experts` as `exact_logits` takes them. Where the head
+        alone is narrow, all before it is exact: it errs thousands of times less."""
         self._check_ids(token_ids)
+        forced = self.forced_experts(token_ids, experts)
         variant = NARROW_HEAD if recipe.has_narrower_head else recipe.attention
         fmt = str(recipe.head) if recipe.has_narrower_head else recipe.format
         exact = (LOGITS,) if recipe.has_wider_head else ()
@@ -281,14 +329,15 @@ class ExactModel:
         def run() -> object:
             """Returns the model's answer."""
             subject = self._subject(fmt, variant)
-            if recipe.has_narrower_head:
-                return subject.run_exactly(_inputs(token_ids), sites=(LOGITS,))
-            if recipe.attention == "sdpa":
-                return subject.run_rounded(_inputs(token_ids), (), exact=exact)
-            sites = [site for site in SITES if site not in exact]
-            return subject.run_exactly(_inputs(token_ids), None, sites=sites)
+            with _choosing(subject, forced):
+                if recipe.has_narrower_head:
+                    return subject.run_exactly(_inputs(token_ids), sites=(LOGITS,))
+                if recipe.attention == "sdpa":
+                    return subject.run_rounded(_inputs(token_ids), (), exact=exact)
+                sites = [site for site in SITES if site not in exact]
+                return subject.run_exactly(_inputs(token_ids), None, sites=sites)
 
-        return self._cached((fmt, variant, exact, token_ids.tobytes()), run)
+        return self._cached((fmt, variant, exact, *_key(token_ids, experts)), run)
 
     def _cached(self, key: tuple[object, ...], run: Callable[[], object]) -> Tensor:
         """Returns the logits that `run` gives, [n, vocabulary]; those of the last runs
@@ -331,6 +380,19 @@ def _widen_rotary_tables(model: nn.Module) -> None:
                 # Moved outside of `computing`, which would widen the fp64 values too
                 values = exact.exact.to(home.device)
                 module._buffers[name] = Wide.of(values, home.dtype)
+
+
+def _choosing(
+    subject: Subject, forced: Mapping[Choice, np.ndarray]
+) -> AbstractContextManager[None]:
+    """Returns a context in which the exact model's layers take the experts that they are
+    told to."""
+    return RouterCalls(subject.wide, forced).following() if forced else nullcontext()
+
+
+def _key(token_ids: np.ndarray, experts: np.ndarray | None) -> tuple[bytes, ...]:
+    """Returns what tells a run from others of the same model."""
+    return token_ids.tobytes(), b"" if experts is None else experts.tobytes()
 
 
 def _inputs(token_ids: np.ndarray) -> dict[str, Tensor]:
@@ -485,34 +547,58 @@ def _fill_values(
 
 def predicted_errors(
     model: ExactModel, sequence: RecordedSequence, exact: np.ndarray, support: Support,
-    recipe: ProgramRecipe,
+    recipe: ProgramRecipe, *, replayed: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Returns what rounding each operation to nearest by a recipe changes of the
     log-probabilities `exact`, float64 [n]; NaN at tokens that nothing comes before, and
-    where a rounded filter leaves another set of tokens without the token."""
+    where a rounded filter leaves another set of tokens without the token. `replayed`:
+    with the experts that the sequence recorded."""
     errors = np.full(len(sequence), np.nan)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
-        logits = model.rounded_logits(ids, recipe)
+        experts = _experts_of(sequence, part) if replayed else None
+        logits = model.rounded_logits(ids, recipe, experts)
         rounded = token_logprobs(logits, ids, support)
         with np.errstate(invalid="ignore"):  # -inf less -inf, where both leave it out
             errors[part] = rounded - exact[part]
     return np.where(np.isfinite(errors), errors, np.nan)
 
 
+def _experts_of(sequence: RecordedSequence, part: slice) -> np.ndarray:
+    """Returns the experts that a part of a sequence recorded, int64 [m, layers, k]."""
+    assert sequence.routed_experts is not None
+    return sequence.routed_experts[part]
+
+
+def other_experts(model: ExactModel, sequence: RecordedSequence) -> tuple[int, int]:
+    """Returns how many of the experts that a sequence recorded are not those of the exact
+    model, and how many it recorded. Raises NotReplayed where they do not fit the
+    model."""
+    other = every = 0
+    for part in segments_of(sequence):
+        experts = _experts_of(sequence, part)
+        routing = model.routing(sequence.token_ids[part], experts.shape[2])
+        counts = routing.count_other(routing.at_choices(experts))
+        other, every = other + counts[0], every + counts[1]
+    return other, every
+
+
 def exact_instead(
     model: ExactModel, sequence: RecordedSequence, support: Support,
     dose: str = "sdpa", *, as_one: bool = False, continued: bool = False,
+    replayed: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Returns the exact log-probabilities of a sequence, float64 [n], by another model,
     or with the mistake `dose` of `ExactModel.variants`; `as_one`: a pack as one sequence,
     whose parts see each other; `continued`: its parts alone, but their positions counted
-    from the beginning of the pack. NaN where `exact_values` has it."""
+    from the beginning of the pack; `replayed`: with the experts that it recorded. NaN
+    where `exact_values` has it. Raises NotReplayed where experts do not fit the model."""
     values = np.full(len(sequence), np.nan)
     parts = segments_of(sequence)
     for part in [slice(0, len(sequence))] if as_one else parts:
         begin = part.start if continued else 0
-        logits = model.exact_logits(sequence.token_ids[part], dose, begin)
+        experts = _experts_of(sequence, part) if replayed else None
+        logits = model.exact_logits(sequence.token_ids[part], dose, begin, experts)
         values[part] = token_logprobs(logits, sequence.token_ids[part], support)
     values[[part.start for part in parts]] = np.nan
     return values
