@@ -154,10 +154,10 @@ def test_runs_begun_ahead_are_as_if_run_when_asked(
         assert same(here, ran(shared, "baseline", case, {}))
     shared.begin(find("baseline"), case, {}, times=2)
     assert same(elsewhere, ran(shared, "baseline", other, {}))
-    shared.begin(find("planted:exits"), case, {}, times=2)
-    for _ in range(2):
-        failure = ran(shared, "planted:exits", case, {})
-        assert failure == attempt(find("planted:exits"), case, {})
+    for name in ("planted:exits", "planted:refuses"):
+        shared.begin(find(name), case, {}, times=2)
+        for _ in range(2):
+            assert ran(shared, name, case, {}) == attempt(find(name), case, {})
     assert same(here, ran(shared, "baseline", case, {}))
 
 

@@ -138,6 +138,10 @@ class IsolatedRun(NamedTuple):
     within: Within
 
 
+# None: the worker did not come to it
+Run = Future[Output | Failure | None]
+
+
 @dataclass
 class Begun:
     """Runs of a call in a worker that have begun, and end while this process goes on."""
@@ -145,8 +149,7 @@ class Begun:
     call: IsolatedRun
     ready: Future[None]  # raises where the worker cannot be started
     is_shared: bool  # whether another kernel ran in that worker before
-    # In order; None for a run that the worker did not come to
-    results: list[Future[Output | Failure | None]]
+    results: list[Run]  # of those that nobody took yet, in order
 
 
 class Isolated(contextlib.AbstractContextManager["Isolated"]):
@@ -219,14 +222,20 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         task, worker = packed(sent), self._worker_for(name)
         is_shared = bool(worker.kernels - {name})
 
-        def run(is_first: bool) -> Output | Failure | None:
-            """Returns the worker's answer; None where it ended after its first one."""
-            if not is_first and worker.is_spoiled():
+        def run(before: Run | None) -> Output | Failure | None:
+            """Returns the worker's answer; None where the run before gave no output, or
+            the worker has ended since."""
+            # The first is sure of its worker, which `_worker_for` has looked at
+            if before is not None and (
+                not isinstance(before.result(), Output) or worker.is_spoiled()
+            ):
                 return None
             return worker.answer(name, task, case, self.limit_s)
 
-        results = [worker.thread.submit(run, at == 0) for at in range(times)]
-        self._begun = Begun(call, worker.ready, is_shared, results)
+        runs: list[Run] = [worker.thread.submit(run, None)]
+        while len(runs) < times:
+            runs.append(worker.thread.submit(run, runs[-1]))
+        self._begun = Begun(call, worker.ready, is_shared, runs)
         return self._begun
 
     def _result_of(self, call: IsolatedRun) -> tuple[Output | Failure, bool]:
