@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from numdev.formats import FORMATS, round_to
+from numdev.function_check import check_beside
 from numdev.operations.function.arithmetic import Arithmetic, of_sum, variance_of
 from numdev.operations.function.judged import Judge
 from numdev.operations.function.reference import (
@@ -422,3 +423,35 @@ def test_a_lean_that_a_reference_without_yardstick_has_too_is_not_judged() -> No
     leaning = errors.beside(truth * 1.005)
     assert not errors._beyond(truth * 1.005).is_doubtful
     assert (leaning.slope, leaning.yardstick) == (None, 3 / errors.plain_ratio)
+
+
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
+
+
+def by_hand(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """In two passes, each of a float32 sum over 9,216 numbers."""
+    mean = x.mean((0, 2, 3), keepdim=True)
+    variance = (x - mean).square().mean((0, 2, 3), keepdim=True)
+    scale = torch.rsqrt(variance + 1e-5) * weight.view(1, -1, 1, 1)
+    return (x - mean) * scale + bias.view(1, -1, 1, 1)
+
+
+def images(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((16, 8, 24, 24), (8,), (8,))
+    )
+    return x + 2, weight, bias
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_channel_of_a_batch_norm_shares_the_errors_of_its_statistics(seed: int) -> None:
+    """All of a channel leans as its deviation does, in sound code too; 200 roundings more
+    are no luck."""
+    same = {"reference": batch_norm, "inputs": images, "seeds": seed, "device": "cpu"}
+    result = check_beside(by_hand, **same)
+    assert result.passed, result.in_short
+    scaled = check_beside(lambda *x: by_hand(*x) * (1 + 200 * 2.0**-24), **same)
+    assert scaled.verdict == "FAIL"

@@ -112,17 +112,30 @@ class Arithmetic(EveryOperation):
             if fmt == FLOAT64:
                 variance = _in_float64(variance, values)
             if variance is not None:
-                values = values + variance.sqrt() * self._drawn(values)
+                values = values + self._error(func, args, values, variance)
         return super().result(func, args, values, dtype)
 
-    def _drawn(self, like: Tensor) -> Tensor:
-        """Returns standard normal numbers of the shape, dtype and device of `like`, the
-        next ones of the device's generator."""
+    def _error(
+        self, func: OpOverload, args: Arguments, values: Tensor, variance: Tensor
+    ) -> Tensor:
+        """Returns normally distributed errors of a variance, each its own; of a batch
+        norm in training those that the elements of a channel share with its statistics:
+        its deviation's go along with the values, its mean's add the same everywhere."""
+        if values.ndim < 2 or not _shares_statistics(func, args):
+            return variance.sqrt() * self._drawn(values, values.shape)
+        shape = [1, values.shape[1], *[1] * (values.ndim - 2)]
+        least = variance.amin()
+        along = (variance - least).sqrt() * values.sign() * self._drawn(values, shape)
+        return along + least.sqrt() * self._drawn(values, shape)
+
+    def _drawn(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns standard normal numbers of a shape and of the dtype and device of
+        `like`, the next ones of the device's generator."""
         device = like.device
         if device not in self.normal:
             self.normal[device] = torch.Generator(device).manual_seed(self.noise)
         return torch.randn(
-            like.shape, generator=self.normal[device], dtype=like.dtype, device=device
+            shape, generator=self.normal[device], dtype=like.dtype, device=device
         )
 
 
@@ -139,11 +152,21 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
         added = terms(func, args, values)
         return _finite(of_sum(values, added.count, added.squares))
     if name in NORMS:
-        return _finite(_of_norm(args, values, is_logarithm=name in LOGARITHMS))
+        return _finite(_of_norm(func, args, values))
     if name in SCATTERED:
         count = max(1.0, _largest(args) / values.numel())
         return _finite(PER_STEP * U**2 * values.square() * count / 3)
     return None
+
+
+def _shares_statistics(func: OpOverload, args: Arguments) -> bool:
+    """Whether an operator is a batch norm in training, or its gradient: all numbers of a
+    channel, thousands, have one mean and one deviation."""
+    if "batch_norm" not in func.overloadpacket.__name__:
+        return False
+    names = [parameter.name for parameter in func._schema.arguments]
+    pairs = zip(names, args, strict=False)
+    return any(name in ("training", "train") and bool(value) for name, value in pairs)
 
 
 def _in_float64(in_float32: Tensor | None, values: Tensor) -> Tensor:
@@ -171,12 +194,14 @@ def _finite(variance: Tensor) -> Tensor:
     return variance.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _of_norm(args: Arguments, values: Tensor, *, is_logarithm: bool) -> Tensor:
+def _of_norm(func: OpOverload, args: Arguments, values: Tensor) -> Tensor:
     """Returns the variance of the error of a result that divides by a sum over K
     numbers, or takes their mean away; 0 without a floating-point argument. K is told
-    from the shapes: the largest argument's last axis, or where the result is smaller,
-    how many of its elements go into each element. Logarithms beyond
-    LARGEST_LOGARITHM add nothing to the errors of others."""
+    from the shapes: the largest argument's last axis, of a batch norm in training all
+    numbers of a channel, or where the result is smaller, how many of its elements go
+    into each element. Logarithms beyond LARGEST_LOGARITHM add nothing to the errors of
+    others."""
+    is_logarithm = func.overloadpacket.__name__ in LOGARITHMS
     largest = max((x for x in args if is_floating(x)), key=_size, default=None)
     if largest is None:
         return torch.zeros_like(values)
@@ -184,6 +209,8 @@ def _of_norm(args: Arguments, values: Tensor, *, is_logarithm: bool) -> Tensor:
     count = float(x.shape[-1] if x.ndim else 1)
     if values.numel() < x.numel():
         count = max(1.0, x.numel() / values.numel())
+    elif x.ndim > 1 and _shares_statistics(func, args):
+        count = x.numel() / x.shape[1]
     squares = values.square()
     counted = torch.where(values.abs() > LARGEST_LOGARITHM, 0, squares)
     typical = (counted if is_logarithm else squares).mean()
