@@ -13,6 +13,7 @@ from torch import Tensor
 
 from numdev.formats import FORMATS, round_to
 from numdev.operations.function.causes import causes_of
+from numdev.operations.function.other_references import references_of_other_inputs
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import arguments_of
 
@@ -284,3 +285,41 @@ def test_rows_of_a_table_that_are_left_out_are_named_for_the_table() -> None:
 
     assert cause(embed, without_six, table, tokens) == words
     assert cause(embed, unwritten, table, tokens) == "rows 7 to 8 of axis 0 hold 0"
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """The numbers of x in the order of its memory, in its shape."""
+    return torch.as_strided(x, (x.numel(),), (1,)).reshape(x.shape)
+
+
+def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+    """What memory that is written in x's order holds for strides of `like`."""
+    return torch.as_strided(x.contiguous(), x.shape, like.stride())
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (0, 2, 1), (2, 0, 1)])
+def test_code_that_takes_an_argument_for_contiguous_is_named(
+    axes: tuple[int, ...],
+) -> None:
+    x, w = drawn((16, 24, 40)[: len(axes)], (16, 24, 40))
+    x = x.permute(axes)
+    w = w.flatten()[: x.shape[-1]]
+    words = "x is read as if it were contiguous"
+    assert cause(rms_norm, lambda x, w: rms_norm(in_memory(x), w), x, w) == words
+
+    def writes_so(x: Tensor, w: Tensor) -> Tensor:
+        return laid_out_as(rms_norm(in_memory(x), w), x)
+
+    both = f"{words}, and the result is written so"
+    assert cause(rms_norm, writes_so, x, w) == both
+
+
+def test_an_argument_with_gaps_in_its_memory_has_no_other_order() -> None:
+    x, w = drawn((32, 96), (48,))
+    of = FunctionReference(
+        function=rms_norm, arguments=arguments_of((x[:, ::2], w), rms_norm), seed=0,
+        backward=False,
+    )  # fmt: skip
+    words = [each.words for each in references_of_other_inputs(of)]
+    assert words
+    assert not [x for x in words if "contiguous" in x]

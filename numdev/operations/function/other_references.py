@@ -114,6 +114,7 @@ def references_of_other_inputs(reference: FunctionReference) -> Iterator[OtherRe
         yield OtherReference(fault.words, partial(reference.computed_exactly, wrong))
     leaves = arguments.leaves()
     for name, x in leaves.items():
+        yield from _without_strides(reference, name, x)
         for words, other in _other_values(name, x):
             wrong = arguments.mapped(partial(_replaced, values={name: other}))
             yield OtherReference(words, partial(reference.computed_exactly, wrong))
@@ -130,6 +131,33 @@ def references_of_other_inputs(reference: FunctionReference) -> Iterator[OtherRe
                 )
 
 
+def _without_strides(
+    reference: FunctionReference, name: str, x: Tensor
+) -> Iterator[OtherReference]:
+    """Yields the reference on an argument's memory in its order, as code reads it that
+    takes the argument for contiguous, and the same where results of its shape, laid out
+    alike, are written so too; nothing for a contiguous one, or one with gaps in its
+    memory."""
+    extent = 1 + sum((n - 1) * k for n, k in zip(x.shape, x.stride(), strict=True))
+    if x.is_contiguous() or x.numel() != extent:
+        return
+    memory = torch.as_strided(x, (x.numel(),), (1,)).reshape(x.shape)
+    wrong = reference.arguments.mapped(partial(_replaced, values={name: memory}))
+
+    def written() -> Values:
+        """Returns the results, those of the argument's shape in its layout."""
+        return {
+            n: torch.as_strided(y.contiguous(), y.shape, x.stride()).contiguous()
+            if y.shape == x.shape
+            else y
+            for n, y in reference.computed_exactly(wrong).items()
+        }
+
+    words = f"{name} is read as if it were contiguous"
+    yield OtherReference(words, partial(reference.computed_exactly, wrong))
+    yield OtherReference(f"{words}, and the result is written so", written)
+
+
 def _replaced(name: str, x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
     """Returns the tensor of that name among `values`; `x` where there is none."""
     return values.get(name, x)
@@ -142,7 +170,8 @@ def _other_values(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
         for added in ADDED:
             yield f"{added:+g} is added to {name}", x + added
         yield f"{name} is read with the other sign", -x
-        if x.ndim >= 2 and 1 not in x.shape[-2:] and x.shape[-1] != x.shape[-2]:
+        sizes = x.shape[-2:]
+        if len(sizes) == 2 and 1 not in sizes and sizes[0] != sizes[1]:
             words = f"{name} is read as if its last two axes were exchanged in memory"
             yield words, x.mT.reshape(x.shape)
         if x.ndim >= 2:
