@@ -18,6 +18,7 @@ from torch import Tensor
 from numdev.config import demo_checkpoint
 from numdev.errors import UsageError
 from numdev.exact.rounding import round_values
+from numdev.exact.wide_tensors import Wide
 from numdev.formats import format_named
 from numdev.studies.effects.rounding_sites import RoundedWeights
 from numdev.studies.logprobs.records import RecordedSequence
@@ -25,6 +26,7 @@ from numdev.studies.logprobs.truth import (
     ExactModel,
     ProgramRecipe,
     Support,
+    _widen_rotary_tables,
     exact_values,
     kept_tokens,
     predicted_errors,
@@ -297,3 +299,39 @@ def test_weights_rounded_once_are_as_those_rounded_each_time(name: str) -> None:
                 )
                 np.testing.assert_array_equal(got, expected)
                 assert (np.signbit(got) == np.signbit(expected)).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
+def test_rotary_tables_move_to_the_models_device(name: str) -> None:
+    """As plain fp64 numbers under the dtype that the model has them in, also to a device
+    that they are not computed on."""
+    model = models.build(name).to("meta")
+    _widen_rotary_tables(model)
+    tables = [x for n, x in model.named_buffers() if n.endswith("inv_freq")]
+    assert tables
+    for x in tables:
+        assert isinstance(x, Wide)
+        assert type(x.exact) is Tensor
+        assert (x.exact.dtype, x.exact.device.type) == (torch.float64, "meta")
+        assert (x.dtype, x.device.type) == (torch.float32, "meta")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["demo", "gpt2", "gemma2", "mixtral"])
+def test_a_gpu_has_the_same_truth(name: str, tmp_path: Path) -> None:
+    """But for the order of sums in fp64; its predicted noise is as large. Tables and
+    weights that are computed on the CPU are moved as they are."""
+    path = str(path_of(name, tmp_path))
+    on = {device: ExactModel(path, device=device) for device in ("cpu", "cuda")}
+    ids = tokens(on["cpu"].vocabulary)
+    exact = {device: model.exact_logits(ids).cpu() for device, model in on.items()}
+    torch.testing.assert_close(exact["cuda"], exact["cpu"], rtol=1e-10, atol=1e-10)
+    recipe, s = ProgramRecipe("bfloat16"), record(ids)
+    noise = {
+        device: predicted_errors(
+            model, s, exact_values(model, s, Support()).logprobs, Support(), recipe
+        )
+        for device, model in on.items()
+    }
+    rms = {device: float(np.sqrt(np.nanmean(e**2))) for device, e in noise.items()}
+    assert 0.8 < rms["cuda"] / rms["cpu"] < 1.25
