@@ -49,6 +49,14 @@ def test_uids_pair_in_any_order() -> None:
     assert result.findings == ()
 
 
+def test_records_that_are_there_twice_are_told() -> None:
+    """By tokens and values: two samples may well have the same tokens."""
+    a = [sequence([1, 2], "x"), sequence([1, 2], "y"), sequence([1, 2], "z", -5)]
+    b = [sequence([1, 2], uid, i) for i, uid in enumerate("xyz")]
+    (words,) = joined(a, b).findings
+    assert words.startswith("1 of 3 sequences on a have the tokens and values")
+
+
 def test_one_uid_for_all_samples_of_a_prompt() -> None:
     """Of several with one uid those of the same tokens belong together, in any order; what
     is left of them pairs in its order."""

@@ -230,6 +230,8 @@ def test_a_copy_and_other_tokens_are_no_pass() -> None:
     assert report.findings[0].sentence == (
         f"pair (bfloat16) has other tokens in 1 of {COUNT} sequences."
     )
+    words = f"Other tokens on both sides in 1 of {COUNT} sequences."
+    assert report.summary.answer[1] == words
 
 
 def test_minus_infinity_is_no_pass() -> None:

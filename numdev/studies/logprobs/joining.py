@@ -383,6 +383,12 @@ def _repeated(side: Side) -> int:
     return len(side.sequences) - len({*map(_digest, side.sequences)})
 
 
+def _recorded_twice(side: Side) -> int:
+    """Returns how many sequences have the tokens and values of an earlier one."""
+    records = {(_digest(x), x.logprobs.tobytes()) for x in side.sequences}
+    return len(side.sequences) - len(records)
+
+
 def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
     """Yields sentences on what does not match, the gravest first."""
     if n.unequal > n.cut:
@@ -396,6 +402,12 @@ def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
     ):
         if alone:
             yield f"{alone} sequences are on {name} alone, with no partner on {other}."
+    for both in (a, b):
+        if count := _recorded_twice(both):
+            yield (
+                f"{count} of {len(both.sequences)} sequences on {both.name} have the "
+                "tokens and values of an earlier one: each counts."
+            )
     if n.ambiguous:
         yield (
             f"{n.ambiguous} of these are the end of several sequences, or one of several "

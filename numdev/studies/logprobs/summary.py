@@ -197,6 +197,10 @@ def answer(
     if report.outcome is not None:
         why = causes_clause([c for side in sides for c in side.causes] or pair_causes)
         yield f"{report.outcome.word} {'; '.join(parts)}."
+        other = sum(row.unshared > 0 and not row.cut for row in report.pairs)
+        if other:
+            of = f"{other} of {len(report.pairs)} sequences"
+            yield f"Other tokens on both sides in {of}."
         if why:
             yield why
     yield from cost_sentence(list(costs_of(report)), report.plan.clip)
