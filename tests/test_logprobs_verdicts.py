@@ -30,11 +30,17 @@ from numdev.studies.logprobs.report import (
     CauseRow,
     Cost,
     LogprobsReport,
+    PairRow,
     SequenceEstimate,
     SideRow,
 )
 from numdev.studies.logprobs.statistics import jackknife
-from numdev.studies.logprobs.summary import cost_sentence, named_causes, side_summary
+from numdev.studies.logprobs.summary import (
+    agreement_sentence,
+    cost_sentence,
+    named_causes,
+    side_summary,
+)
 from tests.support.logprob_records import joined, side
 
 STORED = Path(__file__).parent / "data" / "reports" / "logprobs.json"
@@ -81,6 +87,24 @@ def test_a_side_in_numbers() -> None:
     assert report.outcome is Outcome.EXCEEDED
     assert report.verdicts[0].kernel == "a"
     assert "errs 2.00× what bfloat16 explains" in report.findings[0].sentence
+
+
+@pytest.mark.parametrize(("square", "count", "says"), [
+    (1.0, 2, ["Both are 4.00 times nearer to each other: is"]),
+    (0.0, 2, ["Both are infinitely nearer to each other: is"]),
+    (4.0, 2, []),  # twice as near
+    (1.0, 1, []),
+])  # fmt: skip
+def test_sides_that_are_off_alike_may_be_of_another_model(
+    square: float, count: int, says: list[str]
+) -> None:
+    """Both err 0.2 nats; the pair's squares are of 400 tokens."""
+    report = one_side([side_row(i, 4.0) for i in range(4)])
+    pair = PairRow(sequence=0, sums={"square": square, "tokens": 400.0})
+    report = report.model_copy(update={"pairs": (pair,)})
+    sides = [side_summary(report, report.plan.sides[0])] * count
+    sentences = list(agreement_sentence(report, sides))
+    assert [words.partition(": is")[0] + ": is" for words in sentences] == says
 
 
 @pytest.mark.parametrize(("squares", "outcome"), [

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from numdev.grouping import grouped
 from numdev.report import Outcome
 from numdev.report.number_text import percent, ratio, three
-from numdev.studies.logprobs.causes import KINDS, PAIR_WORDS, decide
+from numdev.studies.logprobs.causes import AT_PREDICTION, KINDS, PAIR_WORDS, decide
 from numdev.studies.logprobs.costs import FIXES, HALF, HEAD, NOW, ROUNDINGS, UNDONE
 from numdev.studies.logprobs.report import (
     PAIR,
@@ -32,6 +32,8 @@ from numdev.studies.logprobs.statistics import (
     jackknife,
     smallest_mean,
 )
+
+ALIKE = 3.0  # times as far from the model as from each other, where both err alike
 
 
 def recomputed_summary(report: LogprobsReport) -> LogprobsSummary:
@@ -203,9 +205,32 @@ def answer(
             yield f"Other tokens on both sides in {of}."
         if why:
             yield why
+        yield from agreement_sentence(report, sides)
     yield from cost_sentence(list(costs_of(report)), report.plan.clip)
     if report.plan.model is None:
         yield "No model: which side is off is not told; give --model for that."
+
+
+def agreement_sentence(
+    report: LogprobsReport, sides: Sequence[SideSummary]
+) -> Iterator[str]:
+    """Yields that both sides are beyond their prediction without a cause, and are ALIKE
+    times nearer to each other: then it may be the model that is another one. Nothing
+    where that is not so."""
+    off = [
+        side.rms
+        for side in sides
+        if side.rms and side.ratio and side.ratio.mean > AT_PREDICTION and not side.causes
+    ]
+    sums = [row.sums for row in report.pairs if row.sums]
+    square, tokens = (math.fsum(x[name] for x in sums) for name in ("square", "tokens"))
+    if len(off) < 2 or not tokens:
+        return
+    between = math.sqrt(square / tokens)
+    if min(off) >= ALIKE * between:
+        times = f"{ratio(min(off) / between)} times" if between else "infinitely"
+        name = report.plan.model
+        yield f"Both are {times} nearer to each other: is {name} the model that they ran?"
 
 
 def cost_sentence(costs: Sequence[Cost], clip: tuple[float, float]) -> Iterator[str]:
