@@ -213,6 +213,17 @@ def test_without_a_model_no_side_is_accused() -> None:
         assert verdicts(report)["rollout"] is Outcome.NOT_JUDGED
 
 
+def test_bfloat16_that_says_float32_is_asked_about() -> None:
+    """No cause is named, since another one may be as large."""
+    settings = RecordedSettings(dtype="float32")
+    bare = [replace(s, top_ids=None, top_logprobs=None) for s in sound()[0]]
+    report = run([replace(s, settings=settings) for s in bare])
+    assert report.outcome is Outcome.EXCEEDED
+    (note,) = report.remarks
+    assert note.endswith("does it compute in bfloat16, and not in float32?")
+    assert not any("compute in" in x for x in run(bare).remarks)
+
+
 def test_a_copy_and_other_tokens_are_no_pass() -> None:
     """Values that are equal bit by bit compare one program with itself; other tokens are
     the first finding."""

@@ -639,6 +639,39 @@ class LogprobsStudy:
             share = f"{percent(other / every)} of its {every:,} recorded experts"
             yield f"{side}: {share} are not those that the exact model chooses."
 
+    def format_remark(self, side: SideErrors) -> Iterator[str]:
+        """Yields a question where a side in float32 or wider is beyond its prediction
+        without a cause, and errs as much as one in 16 bits: a size is no proof."""
+        recipe = side.sequences[0].recipe if side.sequences else None
+        is_wide = (
+            recipe is not None
+            and FORMATS[recipe.format].precision > FORMATS["float16"].precision
+        )
+        if self.model is None or recipe is None or not is_wide or side.has_causes:
+            return
+        some = [side.sequences[at] for at in evenly_spread(len(side.sequences))]
+        squares = [s.errors[s.counts] ** 2 for s in some]
+        error = float(np.concatenate(squares).sum())
+        if error <= causes.AT_PREDICTION**2 * _square_of(
+            some, [s.predicted for s in some]
+        ):
+            return
+        for fmt in ("bfloat16", "float16"):
+            other = recipe._replace(format=fmt, head=None)
+            predicted = [
+                predicted_errors(
+                    self.model, s.record, s.reference, s.support or Support(), other
+                )
+                for s in some
+            ]
+            over = math.sqrt(error / _square_of(some, predicted))
+            if 1 / causes.AT_PREDICTION <= over <= causes.AT_PREDICTION:
+                yield (
+                    f"{side.name}: it errs {ratio(over)}× what {fmt} explains: does it "
+                    f"compute in {fmt}, and not in {recipe.format}?"
+                )
+                return
+
     def worst(self, measured: Sequence[ComparedSide]) -> list[WorstToken]:
         """Returns the tokens that are farthest off: of each side beside the truth, else
         of the second side beside the first."""
@@ -683,6 +716,7 @@ class LogprobsStudy:
         for each in measured:
             yield from repeat_remark(each.errors)
             yield from self.routing_remark(each.plan.name, each.errors.sequences)
+            yield from self.format_remark(each.errors)
         yield from routing_difference(self.joined)
         for side in self.sides:
             tops = [s.top_logprobs for s in side.sequences if s.top_logprobs is not None]
@@ -693,6 +727,18 @@ class LogprobsStudy:
                     f"{side.name}: {100 * share:.0f} % of the differences between "
                     "alternatives are multiples of 2^-8: its logits have 16 bits."
                 )
+
+
+def _square_of(
+    sequences: Sequence[Observed], errors: Sequence[np.ndarray | None]
+) -> float:
+    """Returns the sum of the squares of errors, float64 [n] each, at the tokens that
+    count; of None 0."""
+    return math.fsum(
+        float(np.nansum(e[s.counts] ** 2))
+        for s, e in zip(sequences, errors, strict=True)
+        if e is not None
+    )
 
 
 def routing_difference(joined: Joined | None) -> Iterator[str]:
