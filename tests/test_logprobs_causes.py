@@ -442,7 +442,7 @@ def test_two_runs_of_a_side(tmp_path: Path) -> None:
     nearly = [changed(s, lambda x: x + 0.001 * rng.normal(size=len(x))) for s in sound]
     report = report_of(sound, repeat=written("nearly", nearly))
     assert named(report) == []
-    assert "0.04" in next(note for note in report.remarks if "two runs" in note)
+    assert "0.03" in next(note for note in report.remarks if "two runs" in note)
     assert "--repeat" in report_of(sound).plan.sides[0].untested["not repeatable"]
     other = [replace(s, token_ids=s.token_ids + 1) for s in sound]
     with pytest.raises(UsageError, match="none of its sequences is one of rollout"):
