@@ -302,7 +302,7 @@ PAGE = """
     @open @charset @name @content @http-equiv @lang @class @tabindex @role @aria-label @scope @title
     @viewbox @d @x @y @x1 @x2 @y1 @y2 @cx @cy @r @width @height @transform @text-anchor
     select option label section a @id @hidden @style @href h4 i
-    button @type @data-markdown @data-curve @colspan @aria-hidden
+    button @type @data-markdown @data-curve @data-of @colspan @aria-hidden
 """
 # A page's own
 SCRIPT = Path(io_of_reports.__file__).parent / "renderers/templates/page.js"

@@ -209,9 +209,10 @@ def test_a_mistake_is_told_in_one_line(
     measured, and never a bug of numdev."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    got, out, err = ran(capsys, *line.split())
     for name in ("mine", "raises", "lacks", "syntax"):
-        sys.modules.pop(name, None)
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]  # another test's now, and this one's afterwards
+    got, out, err = ran(capsys, *line.split())
     message = unstarted(err)
     assert (got, out) == (code, ""), err
     assert message.startswith("numdev: error: ")

@@ -143,6 +143,7 @@ def test_what_a_kernel_leaves_behind_costs_no_other_its_row(
     """A kernel that answers and spoils its process: the next one is asked again in a
     fresh one."""
     for name in ("planted:poisons", "planted:babbles"):
+        shared.close()  # a thread that starts without memory would wait for ever
         assert isinstance(ran(shared, name, case, {}), Output)
         after = ran(shared, "baseline", case, {})
         assert isinstance(after, Output), after
