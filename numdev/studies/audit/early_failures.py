@@ -57,8 +57,10 @@ class EarlyFailures:
             and test.metric in DECIDED_BY_A_ROW
             and not test.median
         ]
-        if tests:
+        if not tests:
+            return
+        findings, _ = findings_in(judge(tests, self.rules), rows)
+        if findings:
             self.told.add(who)
-            [finding, *_], _ = findings_in(judge(tests, self.rules), rows)
             where = first.module or first.case
-            self.say(f"FAIL, by {where} alone: {finding.sentence}")
+            self.say(f"FAIL, by {where} alone: {findings[0].sentence}")

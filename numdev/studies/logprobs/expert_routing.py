@@ -107,10 +107,12 @@ class RouterCalls(TorchFunctionMode):
         self, func: Callable[..., object], types: object,
         args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None,
     ) -> object:  # fmt: skip
-        result = func(*args, **(kwargs or {}))
+        named = dict(kwargs or {})
+        result = func(*args, **named)
         if func not in TOPK or not self.running:
             return result
-        scores, indices = cast(Tensor, args[0]), cast(Sequence[Tensor], result)[1]
+        scores = cast(Tensor, args[0] if args else named["input"])
+        indices = cast(Sequence[Tensor], result)[1]
         calls = self.calls[self.running[-1]]
         forced = self.forced.get((self.running[-1], len(calls)))
         calls.append((indices, scores.shape[-1]))
