@@ -473,6 +473,7 @@ def fuzz_config(rng: random.Random) -> int:
     stop = MeasurementError("nothing is measured here", hint="it is a fuzzer")
     with (
         mock.patch.object(run, "audit", side_effect=stop),
+        mock.patch("numdev.studies.audit.sweep.estimate", side_effect=stop),
         mock.patch("numdev.studies.training.study.train", side_effect=stop),
     ):
         done = call(

@@ -74,10 +74,6 @@ SLOW = {
         "--pairs 1 --sequences 3 --length 24 --model gpt2 --no-causes",
         "| gpt2 | 1 | 0 of 2 |",
     ),
-    "benchmarks/logprobs_engine.py": (
-        "{tmp}/run --steps 2 --behind 2 --prompts 6 --tokens 40 --width 64 --layers 1",
-        "as planted  step 2",
-    ),
     "benchmarks/logprobs_large.py": (
         "{tmp}/run --layers 1 --width 128 --sequences 3 --length 70",
         "rounded runs: first",
@@ -95,6 +91,10 @@ SLOW = {
     "benchmarks/threads.py": ("--times 1 --threads 2 --small", "|"),
 }
 THOROUGH = {  # several runs of numdev
+    "benchmarks/logprobs_engine.py": (
+        "{tmp}/run --steps 2 --behind 2 --prompts 6 --tokens 40 --width 64 --layers 1",
+        "as planted  step 2",
+    ),
     "benchmarks/true_words.py": ("--only dk-unscaled", "sentences of 1 kernels: "),
     "benchmarks/scaling.py": (
         "--workers 2 --device cpu --length 128 --heads 2 --head-dim 16 --seeds 1",
