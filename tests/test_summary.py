@@ -151,7 +151,7 @@ def test_a_verdict_has_the_numbers_that_matter() -> None:
         row(1, floor_ratio=1.7, expected_ratio=1.02),
     ]
     assert said(precision(), *rows).startswith(
-        "PASS  sdpa-flash  bfloat16 median error 1.01× expected, 1.60× floor, 0.50× eager; "
+        "PASS  sdpa-flash  bfloat16 median 1.01× expected, 1.60× floor, 0.50× eager; "
         "worst 1.70× floor, layer 0 head 1"
     )
     # Of one head alone there is no median, and no worst

@@ -214,7 +214,7 @@ def _error_line(k: KernelSummary, words: Words) -> str:
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too"
     if k.floor_ratio is None or k.floor_ratio > MOST:
         return f"max error {si(k.max_abs)}; the exact result needs no rounding"
-    return f"{'median ' * (k.ok > 1)}error {_over_clause(k, words)}"
+    return f"{'median' if k.ok > 1 else 'error'} {_over_clause(k, words)}"
 
 
 def _over_clause(k: KernelSummary, words: Words) -> str:
