@@ -161,11 +161,11 @@ class AttentionCase:
         """Returns the same call with q, k, v (and an additive mask, sinks, grad_out)
         rounded once to `fmt`.
 
-        Rounding is correct (`formats.round_to`). A mask saturates: the lowest finite
-        number is how models write "hidden", and it must not become -inf, which would
-        change fully masked rows. A format that torch has no dtype for is kept in float32,
-        or float64 where float32 cannot hold it, with `working` saying what it is. Strides
-        stay (`strided_as`)."""
+        Rounding is correct (`formats.round_to`). Bool masks stay. An additive one
+        saturates: the lowest finite number is how models write "hidden", and it must not
+        become -inf, which would change fully masked rows. A format that torch has no
+        dtype for is kept in float32, or float64 where float32 cannot hold it, with
+        `working` saying what it is. Strides stay (`strided_as`)."""
         dtype, working = _storage_dtype(fmt)
 
         def cast(x: Tensor, *, saturate: bool = False) -> Tensor:
@@ -513,7 +513,8 @@ def _problems(case: AttentionCase) -> Iterator[str]:
 
 
 def _mask_problems(case: AttentionCase, mask: Tensor) -> Iterator[str]:
-    """Yields clauses on what is wrong with a mask's shape and dtype."""
+    """Yields clauses on what is wrong with a mask: its shape, then its dtype; nothing for
+    a mask of bool or floating-point numbers that broadcasts to [B, H, q_len, kv_len]."""
     full = (*case.q.shape[:3], case.kv_len)
     padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     fits = all(m in (1, f) for m, f in zip(padded, full, strict=False))

@@ -48,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Makes one test for each case of the marker, or of the default set, of a test that
-    takes `numdev_case`."""
+    takes `numdev_case`. Values of the marker are taken unchecked, as they are; other
+    tests stay."""
     if CASE not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("numdev_cases")

@@ -139,7 +139,8 @@ def visible_gpus() -> list[str]:
 
 @functools.cache
 def _installed_packages() -> dict[str, str]:
-    """Returns the versions of installed distributions by normalised name."""
+    """Returns the versions of installed distributions by normalised name, sorted by name;
+    an empty version where it is not known."""
     # Whose `metadata` would be parsed as a mail
     files = importlib.metadata.distributions()
     texts = (d.read_text("METADATA") or d.read_text("PKG-INFO") or "" for d in files)

@@ -213,7 +213,8 @@ def _script_of(target: str, around: DefinitionSurroundings, folder: Path) -> Scr
 def _reference(
     definition: Definition, around: DefinitionSurroundings, folder: Path
 ) -> Callable[..., object]:
-    """Returns a definition's reference, which returns its outputs by name."""
+    """Returns a definition's reference, which takes its inputs by place or name and
+    returns its outputs by name. Raises UsageError where its code cannot be run."""
     plain = Surroundings(folder=str(folder), modules=(), device=around.device)
     run = plain.function_at(reference_of(definition, folder))
 

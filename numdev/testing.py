@@ -215,8 +215,8 @@ def _source(cases: Cases, seeds: Sequence[int], plan: Plan) -> CheckSource:
 def _plan_of(
     kernel: Kernel, formats: str | Sequence[str], system: System, *, backward: bool
 ) -> Plan:
-    """Returns a check's plan: the kernel beside the floor. Raises UsageError without a
-    format."""
+    """Returns a check's plan: the kernel, run twice on each case, beside the floor.
+    Raises UsageError without a format."""
     names = (formats,) if isinstance(formats, str) else tuple(formats)
     if not names:
         raise UsageError("formats: expected at least one, got none")
@@ -541,8 +541,9 @@ def filled_text(
 def _failure_paragraphs(
     kernel: str, report: AuditReport, judgement: Judgement
 ) -> list[str]:
-    """Returns paragraphs on what is wrong, the gravest first, with the rms error beside
-    floor and baseline; or on what was not measured, where nothing is wrong."""
+    """Returns paragraphs on why a kernel did not pass: what it fails and up to LISTED
+    findings, the gravest first, with the rms error beside floor and baseline; or, without
+    a finding that exceeds a limit, that it was not measured and why."""
     wrong = [f for f in report.findings if f.severity == "exceeded"]
     if not wrong:
         title = (

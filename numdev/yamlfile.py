@@ -276,7 +276,7 @@ def bundled_path(name: str) -> Path:
 
 def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseModel]:
     """Returns the model whose key stands at the end of `place`, for example
-    cases.0.inputs.KEY."""
+    cases.0.inputs.KEY; of parts that it does not know, the last one that it does."""
     for part in place[:-1]:
         if part in model.model_fields:
             parts = parts_of(model.model_fields[str(part)].annotation)

@@ -156,7 +156,8 @@ def _kind_of_yaml(path: Path, preferred: Iterable[Kind] = ()) -> Kind | None:
 
 
 def yaml_keys() -> dict[Kind, frozenset[str]]:
-    """Returns the keys of each kind of YAML file."""
+    """Returns the top-level keys that each kind of YAML file may have; of `cases` those
+    that audit, sweep and invariance share."""
     audit, sweep, invariance = (
         frozenset(model.model_fields)
         for model in (AuditConfig, SweepConfig, InvarianceConfig)

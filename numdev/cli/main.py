@@ -138,7 +138,8 @@ class _Commands(click.Group):
 
 
 def _command_for(word: str) -> str:
-    """Returns what to type in place of a word that is no command."""
+    """Returns what to type in place of a word that is no command: the command that takes
+    it, as a target or a file, else the command with the nearest name."""
     from numdev.cli.file_kinds import USES, kind_of_path
 
     file, colon, _ = word.partition(":")

@@ -34,7 +34,8 @@ def commit_of_source() -> str:
 
 
 def _git(root: Path, *words: str) -> str:
-    """Returns what git prints; empty where it is not there or fails."""
+    """Returns what git prints, without blanks and line ends around it; empty where it is
+    not there, fails, or takes more than 5 s."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=5

@@ -221,8 +221,8 @@ def require_whole(report: Report, name: str) -> None:
 
 def _history_entry(report: Measured) -> Past:
     """Returns a report's line in the history: when and on what it was made, its outcome,
-    and by kernel and format the median of its outputs' errors over the floor. What it
-    does not record is `unknown`."""
+    and by kernel and format the median of its outputs' errors over the floor. Kernels
+    without such an error have none. What the report does not record is `unknown`."""
     system, kernels = (
         report.provenance.system,
         (r for r in report.rows if r.role == "kernel"),
@@ -388,7 +388,7 @@ def first_difference(key: str, a: object, b: object) -> list[Difference]:
 def leaves_with_paths(value: object, key: str) -> Iterator[tuple[str, object]]:
     """Yields (path, leaf) for each leaf of nested mappings and lists of mappings; paths
     begin with `key`, as in `cases.0.seq_len`. Any other value is a leaf, as are empty
-    mappings."""
+    mappings and lists."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -723,8 +723,8 @@ def _verdict(
 
 
 def _uncompared_clause(presences: Sequence[Presence], unjudged: int) -> str:
-    """Returns a clause on what one report alone has, what failed, and what could not be
-    judged; empty where there is none of these."""
+    """Returns a clause on what one report alone has, what failed (first), and what could
+    not be judged; empty where there is none of these."""
     counts: Counter[str] = Counter()
     for p in sorted(presences, key=lambda p: p.what != "failed"):
         counts[_presence_clause(p)] += p.rows

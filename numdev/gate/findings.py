@@ -378,8 +378,8 @@ class Fault(NamedTuple):
 
     @property
     def cause(self) -> str | None:
-        """Returns the statements of the mistake as one text; None where the fault is no
-        mistake."""
+        """Returns the statements of the mistake joined by `, or `: any one of them
+        explains the rows; None where the fault is no mistake."""
         return ", or ".join(self.causes) if self.causes else None
 
     @property
@@ -624,7 +624,7 @@ def _where_sentences(
 ) -> Iterator[str]:
     """Yields a sentence on where in their units the offending ones err, and one on which
     is worst and, unless the finding's line says it (`is_counted`), in how many of those
-    judged. `rows`: the offending ones, the worst first."""
+    judged. `rows`: the offending ones, at least one, the worst first."""
     if place := _place_in_units(rows, count.unit):
         yield f"It errs{place}."
     words = f"I{count.in_words[1:]}"

@@ -304,7 +304,8 @@ def _row_contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
 
 
 def _beside_contradiction(numbers: BesideReference) -> str | None:
-    """Returns what cannot be among numbers beside a reference; None where all can."""
+    """Returns the first thing that cannot be among numbers beside a reference, as a
+    clause; None where all can. Numbers that are None can."""
     for name, value in vars(numbers).items():
         if not isinstance(value, float):
             continue

@@ -81,7 +81,7 @@ class SequenceRatios:
     @property
     def excess(self) -> float:
         """Returns how far beyond chance a number is that moved: 1 + the mean logarithm's
-        size, at most FAR."""
+        size, at most FAR; FAR without a logarithm, or where it `is_zero_in_one`."""
         if self.is_zero_in_one or not self.logs:
             return FAR
         return min(FAR, 1 + abs(statistics.mean(self.logs)))
@@ -107,7 +107,8 @@ class SequenceRatios:
 
 
 def moved_numbers(numbers: Mapping[K, SequenceRatios]) -> set[K]:
-    """Returns the keys of the numbers that moved."""
+    """Returns the keys of the numbers that moved: beyond chance (Holm's method over those
+    whose chance is known, at ALPHA), `is_zero_in_one`, or `moved_surely`."""
     tested = [key for key, number in numbers.items() if number.is_chance_known]
     certain = holm([numbers[key].p_value for key in tested], ALPHA)
     moved = {key for key, sure in zip(tested, certain, strict=True) if sure}

@@ -376,8 +376,9 @@ def _median(judged: Sequence[Held]) -> Held:
 
 
 def run_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
-    """Yields a test for each kernel under audit of in how many calls it ran, declined or
-    failed; forward and backward separately."""
+    """Yields a test for each kernel under audit, with its options and format, of in how
+    many calls it ran, declined or failed; forward and backward separately. A kernel
+    without rows has none."""
     call_of = attrgetter("case", "call", "seed")
     kernels = (row for row in rows if row.role == "kernel")
     passes = grouped(

@@ -286,7 +286,8 @@ def element_sums(
 def _beside_floor(
     o: Tensor, y: yardstick.Yardstick, usable: Tensor | None, beside: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `features`, `along` and `from_floor` of `ElementSums`."""
+    """Returns `features`, `along` and `from_floor` of `ElementSums`. `usable`, `beside`:
+    which elements count in the first two and in the last; None: all."""
     off = (o - y.floor).contiguous()
     ulps = off / y.spacing
     if usable is not None:

@@ -43,7 +43,7 @@ def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
 def _cast_sums(part: Tensor, fmt: Format | None) -> Tensor:
     """Returns fp64 [5]: how many elements stay finite in the cast to `fmt` (None: to a
     format that holds all, which changes nothing), the largest error, and the sums of
-    |error|, error^2 and x^2 over these elements."""
+    |error|, error^2 and x^2 over these elements. `part`: at least one element."""
     wide = part.double()
     # What float32 holds is rounded there, in a third of the time and to the same values.
     small = fmt and part.dtype != torch.float64 and FORMATS["float32"].contains(fmt)

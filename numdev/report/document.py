@@ -203,7 +203,9 @@ PARTS = {
 
 
 def _shown_in(nodes: Iterable[Node], medium: Medium) -> Iterator[Node]:
-    """Yields those of the nodes that a medium shows, as `Document.shown_in` does."""
+    """Yields those of the nodes that a medium shows, without empty ones. Outside of html
+    the content of a `Details` stands by itself, figures become tables, and of a choice of
+    tables the first is taken."""
     media = {medium, "terminal"} if medium == "verbose" else {medium}
     for node in nodes:
         is_empty = not getattr(node, PARTS.get(type(node), "only"))

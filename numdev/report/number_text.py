@@ -70,8 +70,9 @@ def labelled(kernel: str, options: Mapping[str, object]) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Returns a multiple in two significant digits below 1 (0.031, 4.0e-3), with two
-    decimals up to 100, and in three digits from there on; a dash for None."""
+    """Returns a multiple, without ×: below 0.1 in two significant digits (0.031, 4.0e-3),
+    up to 100 with two decimals, then in three digits (1230), from 1e5 on as a power; 0.00
+    for 0, a dash for None. Below -0.1 it has two decimals."""
     if value is None:
         return NONE
     if 0 < abs(value) < 0.1:

@@ -131,8 +131,8 @@ class StoredCase:
 
     @property
     def ref(self) -> CaseRef:
-        """Returns the name of the case: what its header says, else `MODULE#CALL`, else
-        `FILE#INDEX`."""
+        """Returns what identifies the case. Its name is what its header says, else
+        `MODULE#CALL`, else `FILE#INDEX`."""
         call, fields = (
             self.call,
             {f.name: getattr(self.call, f.name) for f in fields_of(CaseRef)},

@@ -296,7 +296,8 @@ class CallsSource(Source):
         self.notes = layers.notes(request.target)
 
     def describe(self) -> dict[str, object]:
-        """Returns what a report says of the calls; hashes all their tensors."""
+        """Returns what a report says of the calls: their number, a hash of all their
+        tensors, and where they were captured."""
         parts = {
             f"{case.ref.case} {field.name}": getattr(case, field.name)
             for case in self.calls

@@ -136,7 +136,8 @@ def _leading_keys(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _covers_exactly(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
-    """Whether the pieces are blocks within the shape that cover it exactly once."""
+    """Whether the pieces are blocks within the shape that cover it exactly once. False
+    without pieces, and for pieces of other dimensions."""
     if not pieces or any({len(p.start), len(p.shape)} != {len(shape)} for p in pieces):
         return False
     blocks = [list(zip(p.start, p.shape, strict=True)) for p in pieces]

@@ -108,8 +108,9 @@ def is_plain(x: Tensor) -> bool:
 
 def checked_tensor(path: Path, name: str, x: Tensor) -> Tensor:
     """Returns the stored tensor x unchanged. Raises MeasurementError unless it is a dense
-    array, and where it is a weight or bias by its `name` and holds no real numbers.
-    `path` is for the message."""
+    array, for a name ending in `weight` that holds no floating-point numbers, and for a
+    complex bias. Other integers pass: old files call masks `bias`. `path` is for the
+    message."""
     # Old files' masks are called bias
     real = ("bias", "weight") if x.is_complex() else "weight"
     if not is_plain(x) or (not x.is_floating_point() and name.endswith(real)):

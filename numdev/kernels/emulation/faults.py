@@ -144,8 +144,8 @@ def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
 def _times(
     case: AttentionCase, factor: float, *names: str, heads: slice = ALL
 ) -> Planted:
-    """Plants a factor on the results `names` (none: on all), in some heads of queries and
-    of keys alike."""
+    """Plants a factor on the results `names` (none: on all), in place, in some heads of
+    queries and of keys alike. Nothing is multiplied before `spoil` runs."""
 
     def spoil(results: Results) -> Results:
         """Returns the results, those that are named multiplied in place."""

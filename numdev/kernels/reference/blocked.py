@@ -63,7 +63,9 @@ class Gradients(Reference):
 
 
 def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference:
-    """Returns the forward reference, computed in blocks of query rows, in `dtype`."""
+    """Returns the forward reference, computed in blocks of query rows, in `dtype`:
+    outputs, log-sum-exp and term scales. The output of rows that see no key is 0. No
+    gradients go through it."""
     q, k, v = (x.detach().to(dtype) for x in (case.q, case.k, case.v))
     reference = _empty_reference(q, v)
     # V and |V| side by side: output and term scale come from one product.

@@ -293,7 +293,8 @@ def _forward(case: AttentionCase) -> Results:
 
 
 def _forward_tile(case: AttentionCase) -> Tile:
-    """Returns the forward kernel's tile for the case's width and GPU."""
+    """Returns the forward kernel's tile for the case's width and GPU. Raises
+    StopIteration for heads wider than any tile."""
     widest, device = max(_width(case.q), _width(case.v)), case.q.device
     on_nvidia = device.type == "cuda" and torch.version.hip is None
     tiles = (

@@ -281,8 +281,8 @@ class KernelCall:
         self, O: Tensor, lse: Tensor | None, dO: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Runs the backward pass and returns dQ, dK and dV in the inputs' dtype. `O`,
-        `lse`: what forward returned. Contributions of a group's query heads are summed in
-        fp32, then rounded."""
+        `lse`: what forward returned, never None. Contributions of a group's query heads
+        are summed in fp32, then rounded."""
         from numdev.kernels.triton_flash.backward import of_keys, of_queries
 
         case, q, k, v = self.case, self.case.q, self.case.k, self.case.v

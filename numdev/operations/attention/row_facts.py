@@ -4,7 +4,7 @@ once.
 Of a query's row: its scores, and what the literature makes responsible for errors of
 attention (ties of the maximum with V of one sign, arXiv 2510.04212; sinks). Of a key:
 what it receives from all queries that read it. Which rows are worth it is decided in
-`numdev.metrics.worst_rows`.
+`numdev.operations.attention.worst_rows`.
 
 Scores of n rows are computed against the keys of every batch entry, of which each row
 keeps its own: one matrix product. No more of a call is ever in fp64 than one kv head and

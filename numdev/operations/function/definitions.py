@@ -68,8 +68,9 @@ class Definition(_Loose):
         return [name for name, axis in self.axes.items() if axis.value is None]
 
     def sizes(self, chosen: Mapping[str, int]) -> dict[str, int]:
-        """Returns the size of each axis: constant, `chosen`, or one of SIZES. Raises
-        UsageError for a chosen axis that is constant or none."""
+        """Returns the size of each axis: of variable ones `chosen`, or one of SIZES in
+        turn, then of constant ones. Raises UsageError for a chosen axis that is constant
+        or none."""
         for name in chosen:
             if name not in self.variable:
                 axes = ", ".join(self.variable)
@@ -136,7 +137,9 @@ class DefinitionSurroundings(Surroundings):
     passes_outputs: bool = False
 
     def function_at(self, target: str) -> Callable[..., object]:
-        """Returns the solution's function, which returns its outputs by name."""
+        """Returns the solution's function, which takes its inputs by place or name and
+        returns its outputs by name, whether it returns them or writes into memory that it
+        gets. Raises UsageError where it cannot be imported."""
         function = super().function_at(target)
 
         def call(*arguments: object, **named: object) -> object:
@@ -172,7 +175,8 @@ def read_solution(path: Path) -> Solution:
 
 
 def _read(path: Path, record: type[R]) -> R:
-    """Returns the record in a JSON file. Raises UsageError for one that is none."""
+    """Returns the record in a JSON file. Raises UsageError for a file that cannot be read
+    or holds none."""
     try:
         return record.model_validate_json(path.read_bytes())
     except OSError as error:

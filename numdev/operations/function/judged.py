@@ -272,7 +272,8 @@ class FunctionCall:
         returns float64 where none of its arguments and parameters is float64 says what is
         exact: an output that the run returns in float32, or in the dtype of the first
         floating-point argument, is held to what the reference's operations err in
-        float32, and to that dtype. Raises what the reference raises."""
+        float32, and to that dtype. Raises what the reference raises. The same call where
+        nothing is to be changed."""
         first = self.draws[0]
         dtypes = [x.dtype for x in first.inputs.values() if x.is_floating_point()]
         if torch.float64 in dtypes or not dtypes:
@@ -366,7 +367,8 @@ def _missing(name: str, runs: Sequence[FunctionRun], plain: Sequence[FunctionRun
 
 
 def stacked(draws: Sequence[Tensor]) -> Tensor:
-    """Returns the only draw as it is; several stacked along a new first axis."""
+    """Returns the only draw as it is; several stacked along a new first axis. `draws`: at
+    least one."""
     return draws[0] if len(draws) == 1 else torch.stack(list(draws))
 
 

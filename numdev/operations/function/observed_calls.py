@@ -177,7 +177,8 @@ def run(
 
 
 def _buffers(values: Values) -> tuple[str, ...]:
-    """Returns the names of tensors that are memory for an output."""
+    """Returns the names of tensors that are memory for an output, as `is_unwritten` tells
+    it by their values."""
     return tuple(name for name, x in values.items() if is_unwritten(x))
 
 

@@ -110,7 +110,7 @@ class ImportedTask:
     @classmethod
     def imported(cls, folder: TaskFolder, surroundings: Surroundings) -> ImportedTask:
         """Imports the reference of a task, within its surroundings. Raises UsageError
-        where that fails."""
+        where that fails, and without its two functions."""
         with surroundings.on_its_device():
             try:  # by this name, since inputs may be of its classes
                 module = importlib.import_module("reference")

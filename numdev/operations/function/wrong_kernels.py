@@ -87,8 +87,8 @@ def _changes_of_inputs(
 
 
 def _cut(name_of: str, x: Tensor, name: str, axis: int, last: int) -> Tensor:
-    """Returns the tensor `name` with 0 in its last places, any other as it is; a scalar 0
-    everywhere."""
+    """Returns x with 0 in its last places along an axis, as a copy, where `name_of` is
+    `name`; any other tensor as it is. `last`: how many; a scalar is 0 then."""
     if name_of != name:
         return x
     return without_last(x, axis, min(last, x.shape[axis])) if x.ndim else x * 0

@@ -200,7 +200,8 @@ class Errors:
 
     @property
     def explaining(self) -> tuple[Tensor, ...]:
-        """Returns the errors of the runs that D is made of."""
+        """Returns the errors of the runs that D is made of: the one that rounds to
+        nearest first, then those that round at random."""
         return (*self.runs, *self.further)
 
     @cached_property
@@ -299,7 +300,9 @@ class Errors:
         )
 
     def _beyond(self, output: Tensor) -> Excess:
-        """Returns how far an output is beyond what is allowed."""
+        """Returns how far an output (fp64, of the truth's shape) is beyond what is
+        allowed. Elements that are not usable, or in which it is not finite, count as
+        right; without a usable element there are no numbers but the reason."""
         error = torch.where(self.usable & output.isfinite(), output - self.truth, 0.0)
         d = self.mean_square
         total = float(d.sum())

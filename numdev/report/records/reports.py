@@ -145,7 +145,9 @@ class Finding(Record):
     @property
     def folder(self) -> str:
         """Returns the name of the folder of its reproducer: kernel, tensor, rule and
-        first format, in letters, digits and `_.-`."""
+        first format, joined by `-`, which also stands for each run of other characters
+        than letters, digits, `_`, `.` and `-`. Findings that differ in options or place
+        alone share one."""
         parts = (self.kernel, self.tensor or "", self.rule, *self.formats[:1])
         return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
 

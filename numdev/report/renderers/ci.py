@@ -137,5 +137,6 @@ def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]
 
 
 def _escaped(text: str) -> str:
-    """Returns text as a workflow command can hold it: no line break, and % as %25."""
+    """Returns text as a workflow command can hold it: line breaks and other control
+    characters spelled out, as in `\n`, and % as %25."""
     return plain(text).replace("%", "%25")

@@ -104,7 +104,8 @@ def measured_here(
 
 
 def _finished(task: Task, rows: Rows) -> Finished:
-    """Returns a task's rows as they go into the journal."""
+    """Returns a task's key, its rows, and what progress calls it, as they go into the
+    journal."""
     return task.key, rows, f"{task.case.module} {task.kernel}"
 
 

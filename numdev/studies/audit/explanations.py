@@ -156,7 +156,8 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
 def wrong_tensors(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     """Returns the tensors of one call that are beyond their limits, in the order out, dq,
     dk, dv, lse; the output alone where it is among them, of which gradients inherit the
-    mistake."""
+    mistake. None where another function is suspected of the output or something is not
+    finite; the lse only where no row has a suspicion."""
     wrong = beyond(rows)
     named = any(row.suspicion for row in rows)
     of_lse = [row for row in rows if row.tensor == "lse" and not named]

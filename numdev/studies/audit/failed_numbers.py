@@ -35,7 +35,8 @@ class FailedNumbers:
                 self._add(test)
 
     def _add(self, test: Test) -> None:
-        """Notes what a test says of the numbers that it judged."""
+        """Notes what a test says of the numbers that it judged; a failed one stays
+        failed. A test that is neither exceeded nor held says nothing."""
         failed = test.standing is Standing.EXCEEDED
         if not failed and test.standing is not Standing.HELD:
             return

@@ -80,7 +80,8 @@ def _judged(
     tolerance: tuple[float, float],
     rules: Rules,
 ) -> WrongKernelRecord:
-    """Returns what tolerance and rules say of one wrong kernel."""
+    """Returns what tolerance and rules say of one wrong kernel; in place of both a
+    reason, where it raises in some draw or returns what the right one does."""
     pairs = list(zip(call.draws, call.others, strict=False))
     outputs = [kernel.outputs(draw, others) for draw, others in pairs]
     returned = [x for x in outputs if x is not None]

@@ -226,7 +226,8 @@ def run_all(
 ) -> list[FunctionRun | Failure]:
     """Returns the results of the function on every draw, in order, run one after another
     in this process; a Failure with the reason where it raises an exception. A module is
-    copied first. Before each run memory of the sizes of its inputs and of the last
+    copied once, so that a run may change what the next one starts from; arguments are
+    copied for each run. Before each run memory of the sizes of its inputs and of the last
     results is filled with NaN (integers: with 1), so that what the function does not
     write is seen."""
     runs: list[FunctionRun | Failure] = []
@@ -321,8 +322,8 @@ class PreparedFunction:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the first tensor: an output, if the function returns
-        any."""
+        """Returns the dtype of the first tensor that has numbers: an output, if the
+        function returns any."""
         return next(iter(self.call.forms.values())).dtype
 
     @property

@@ -64,7 +64,9 @@ def _data_or_reason(search: Callable[[], object]) -> tuple[object, str | None]:
 
 
 def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
-    """Returns what a search in a forked process returns, or why there is nothing."""
+    """Returns what a search in a forked process returns, as JSON has it, and None; or
+    None and why there is nothing, after LIMIT_S at the latest. The process is gone
+    then."""
     answer, write = os.pipe()
     with warnings.catch_warnings():
         # Of other threads, which the fork does not need

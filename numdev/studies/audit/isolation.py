@@ -214,7 +214,9 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         self._begin(call, times)
 
     def _begin(self, call: IsolatedRun, times: int = 1) -> Begun:
-        """Begins to run a call `times` times, and returns the runs."""
+        """Begins to run a call `times` times, one after another, and returns the runs;
+        each is None where the one before gave no output. Waits first for runs that nobody
+        took."""
         for left in self._begun.results if self._begun else ():
             left.result()  # what nobody takes; a worker has one task at a time
         name, case, *how = call
@@ -327,7 +329,7 @@ class Worker:
 
     def expect_ready(self) -> None:
         """Waits until the worker has imported what it needs. Raises MeasurementError
-        where it cannot."""
+        where it cannot, or takes longer than START_S."""
         try:
             token = self.channel.read(TOKEN_BYTES, time.monotonic() + START_S)
             reason = UNUSABLE if token != NOTHING else None

@@ -117,7 +117,8 @@ class Plan:
         )
 
     def record(self, calls: Iterable[CaseRef]) -> PlanRecord:
-        """Returns what was to be measured of these calls, for the report."""
+        """Returns what was to be measured of these calls, for the report, in the order of
+        kernels, formats and calls."""
         return PlanRecord(
             kernels=tuple(
                 PlannedKernel(role=p.role, kernel=p.kernel.name, options=dict(p.options))

@@ -127,7 +127,9 @@ def write(
 
 
 def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
-    """Raises MeasurementError for a case that a script of torch alone cannot compute."""
+    """Raises MeasurementError for a case that a script of torch alone cannot compute: in
+    a format without a dtype, or with `backward` where q, k or grad_out is missing or not
+    finite."""
     if case.working is not None:
         raise MeasurementError(
             f"no reproducer: torch has no dtype for {case.working.name}"
@@ -192,7 +194,8 @@ def rendered(template: str, facts: Mapping[str, object]) -> str:
 
 
 def literal(value: object) -> str:
-    """Returns a value as Python source. Raises UsageError where it has none."""
+    """Returns a value as Python source, also of lists, tuples, dtypes, NaN and infinity.
+    Raises UsageError for any other type, mappings among them."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, tuple | list):

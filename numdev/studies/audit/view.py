@@ -425,9 +425,9 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
 
 
 def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
-    """Yields histograms as curves: the share of elements, in %, that err by how many
-    ulps, of kernels, the floor and what is predicted; one block, empty without
-    profiles."""
+    """Yields one block of histograms as curves, a figure for each format and tensor: the
+    share of elements, in %, that err by how many ulps, of kernels, the floor and what is
+    predicted. Without profiles it has no figure."""
     groups = defaultdict[tuple[str, str], dict[tuple[str, Role], list[int]]](dict)
     for row in profiles:
         if row.role == "baseline":

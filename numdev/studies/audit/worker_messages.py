@@ -304,8 +304,8 @@ def read_task(end: socket.socket) -> bytearray:
 
 
 def _read_exactly(end: socket.socket, size: int) -> bytearray:
-    """Returns the next `size` bytes; waits for them. Raises EOFError where they end
-    before."""
+    """Returns the next `size` bytes; waits for them without a limit. Raises EOFError
+    where they end before."""
     message = bytearray(size)
     missing = memoryview(message)
     while missing:

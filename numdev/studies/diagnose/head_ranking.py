@@ -273,8 +273,9 @@ def _drowned_sentences(
 
 
 def _no_fault_sentences(judged_rows: Sequence[HeadRow], heads: int) -> tuple[str, str]:
-    """Returns how many heads are not at fault, and how far the worst of them is off.
-    `judged_rows`: at least one, of so many `heads`."""
+    """Returns a sentence on how many heads are not at fault, and two on the largest |t|
+    of delta's error and on how far it moves a dW_Q. `judged_rows`: at least one, of so
+    many `heads`."""
     count = len(judged_rows)
     start = "Nothing wrong: no head of" if count == heads else "No judged head of"
     shifted = [head for head in judged_rows if meets_condition(head, DELTA)]

@@ -124,7 +124,8 @@ def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 
 def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
-    """Returns the table of each real kernel on the inputs of one head."""
+    """Returns the table of each real kernel on the inputs of one head, in the report's
+    order; without rows where none ran on them."""
 
     def cells(row: KernelRow) -> Iterator[str | doc.Cell]:
         """Yields the cells of a row, one for each column."""

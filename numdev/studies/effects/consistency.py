@@ -221,7 +221,8 @@ def _unmeasured_contradiction(row: OutputRow, sizes: Sequence[float]) -> str:
 
 def _ordered(mean: float | None, point: float | None, largest: float | None) -> bool:
     """Whether a mean and the 99.9 % point over positions are at most the largest value.
-    True where all three are None, False where some are."""
+    True where all three are None, False where some are. A part in 1e9 more counts as
+    rounding."""
     if mean is None or point is None or largest is None:
         return mean is None and point is None and largest is None
     return max(mean, point) <= largest * (1 + 1e-9)

@@ -180,13 +180,14 @@ class Checks:
 
     @property
     def sequences(self) -> int:
-        """Returns how many sequences the inputs hold."""
+        """Returns how many sequences the inputs hold. The inputs have a tensor."""
         return next(len(x) for x in self.inputs.values() if isinstance(x, Tensor))
 
     @cached_property
     def followed_modules(self) -> dict[nn.Module, str]:
         """Returns the modules whose outputs show where two runs first differ, with their
-        names: attention, other modules that mix tokens, and whole layers."""
+        names: attention, other modules that mix tokens, and whole layers, in this
+        order."""
         names = attention_modules(self.model) + [
             name for _, name, _ in unaudited_modules(self.model)
         ]

@@ -328,8 +328,8 @@ def first_nonfinite(
     """Returns a context in which the model runs on `count` sequences. It fills a dict: by
     the number of a sequence the first module that gives NaN or infinity, in words and
     with its weight that has some; or that gets some from what is no module, such as
-    attention. A module that mixes sequences counts for all of them. `cast_to`: the format
-    that the weights were cast to, which they may overflow."""
+    attention. A result whose first axis is no `count` counts for all of them. `cast_to`:
+    the format that the weights were cast to, which they may overflow."""
     first: dict[int, str] = {}
     names = {
         module: name or type(module).__name__ for name, module in model.named_modules()

@@ -153,8 +153,8 @@ class AtSites:
         return self._round_if_no_wider(values, fmt) if site in self.sites else values
 
     def _round_if_no_wider(self, values: Tensor, fmt: Format) -> Tensor:
-        """Returns the values rounded to a format; as they are where it is wider than the
-        model's."""
+        """Returns the values rounded to a format; the same tensor where that format has
+        more digits than the model's."""
         return (
             round_values(values, fmt, self.generator) if self._rounds_to(fmt) else values
         )
@@ -313,8 +313,9 @@ class SiteTracker:
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Returns the names of a model's layers: the members of its outermost lists of
-    modules, where all of a list have parts. Empty without such a list."""
+    """Returns the dotted names of a model's layers, in the model's order: the members of
+    each `ModuleList` or `Sequential` whose members all have submodules, but of none
+    inside a layer. Empty without such a list."""
     layers: list[str] = []
     for name, m in model.named_modules():
         if isinstance(m, nn.ModuleList | nn.Sequential) and not _enclosing_module(

@@ -284,7 +284,8 @@ class KernelColumns:
         return doc.table(columns, map(self._cells, self.shown), standard, title=title)
 
     def _cells(self, run: RunSummary) -> Iterator[str | doc.Cell]:
-        """Yields the cells of a run, one for each column."""
+        """Yields the cells of a run, one for each column; a dash where it has no
+        number."""
         attention = self.alone.get(run.run[1:]) if run.kind == "whole" else None
         yield doc.Cell(_run_name(run), style="strong", title=run.reason or "")
         yield si(_mean_or_none(run.cost))

@@ -87,7 +87,8 @@ class AxisAnswer(NamedTuple):
 
 
 def joined_tensors(tensors: Iterable[str]) -> str:
-    """Returns the names of tensors but the log-sum-exp, joined by commas."""
+    """Returns the names of tensors but the log-sum-exp, joined by commas, in their order
+    and as often as they come; empty for none."""
     return ", ".join(tensor for tensor in tensors if tensor != "lse")
 
 
@@ -110,7 +111,8 @@ def answers_of_rows(
 def _answer(
     kernel: str, fmt: str, axis: str, rows: Sequence[InvarianceRow], *, exceeds: bool
 ) -> AxisAnswer:
-    """Returns the answer of a kernel's rows along one axis, maybe none."""
+    """Returns the answer of a kernel's rows along one axis: `not tried`, with a reason,
+    without a row that is ok, else `exceeds`, `differs` or `same`."""
     ok = [row for row in rows if row.status == "ok"]
     if not ok:
         reason = next((row.reason for row in rows if row.reason), "no call was made so")

@@ -311,7 +311,8 @@ def batch_variants(case: AttentionCase) -> Variants:
 
 
 def order_variants(case: AttentionCase) -> Variants:
-    """Yields the first of AROUND sequences at two other places of their batch."""
+    """Yields two variants in which the first of AROUND sequences stands at two other
+    places of their batch; neighbours are made where the case has fewer."""
     base = select_sequences(case, range(AROUND))
     for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
         at = places.index(0)

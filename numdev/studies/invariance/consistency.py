@@ -69,7 +69,8 @@ def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 
 def _planned_twice(ways: Sequence[Way]) -> str:
-    """Returns the axis and variant of a way that is planned twice; empty without one."""
+    """Returns the axis and variant of the first way that is planned twice for one case
+    and format; empty without one."""
     counts = Counter((way.format, way.case, way.axis, way.variant) for way in ways)
     twice = (f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1)
     return next(twice, "")

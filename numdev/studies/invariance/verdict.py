@@ -390,7 +390,7 @@ def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
 
 
 def _dependence_sentence(worst: JudgedNumber) -> str:
-    """Returns what is wrong along an axis, to follow the kernel's name."""
+    """Returns what is wrong along an axis, as a predicate to follow the kernel's name."""
     row = worst.row
     write = multiple if worst.metric in RATIOS else three
     wrong = WRONG[worst.rule].format(

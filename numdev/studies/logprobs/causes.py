@@ -182,7 +182,8 @@ def forced(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 def other_base(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effects of probabilities in place of their logarithms, of logarithms
     with another sign, and of those to the bases 2 and 10. Beside another side, which may
-    itself be the one that has them, also the inverse of each."""
+    itself be the one that has them, also the inverse of each. `sequences`: at least
+    one."""
 
     def logarithm(values: np.ndarray) -> np.ndarray:
         """Returns ln of positive values; NaN for others."""
@@ -340,7 +341,8 @@ def _chosen_slope(sequences: Sequences, errors: Errors) -> float | None:
 def other_support(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effects of values renormalised over the tokens that a filter keeps: of
     the recorded kept tokens, and of every support whose mass is known. Where the
-    reference is itself under a filter, that of all tokens."""
+    reference is itself under a filter, that of all tokens. Empty where none applies.
+    `sequences`: at least one."""
     tried: list[Effects] = []
     if all(s.exact is not None and s.exact.recorded_mass is not None for s in sequences):
         masses = [s.exact.recorded_mass for s in sequences if s.exact is not None]
@@ -358,7 +360,8 @@ def other_support(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 
 def padded_vocabulary(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effects of rows of padding with the logit 0 that count as tokens, for
-    each multiple that vocabularies are padded to."""
+    each multiple that vocabularies are padded to. Empty where a sequence has no exact
+    values, or values under a filter. `sequences`: at least one."""
     size = sequences[0].vocabulary
     rows = {-size % multiple for multiple in PADDINGS} - {0} if size else set()
     tried = []

@@ -111,7 +111,8 @@ def _pair_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 
 def _pair_contradiction(row: PairRow) -> str:
-    """Returns what is wrong with a pair, as a clause; empty where nothing is."""
+    """Returns the first thing that is wrong with a pair, as a clause; empty where nothing
+    is."""
     counts = (row.tokens, row.missing, row.unshared, row.mask, row.equal)
     if min(counts) < 0 or row.equal > row.tokens:
         return "has more equal tokens than tokens"

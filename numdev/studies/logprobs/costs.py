@@ -51,8 +51,9 @@ def evenly_spread(count: int, most: int = MOST_SEQUENCES) -> list[int]:
 
 
 def side_cost_rows(side: SideErrors, clip: tuple[float, float]) -> Iterator[CostRow]:
-    """Yields the rows of one side: with its causes undone, where some are named, and
-    with each fix that was predicted."""
+    """Yields the rows of one side, sequence by sequence: of each sequence one with its
+    causes undone, where some are named, then one for each fix that was predicted for
+    it."""
     for at, seen in enumerate(side.sequences):
         if side.has_causes:
             errors = side.left[at][seen.counts]
@@ -122,7 +123,8 @@ def pair_cost_rows(
 def _paired(
     pairs: Sequence[SequencePair], a: SideErrors, b: SideErrors
 ) -> Iterator[PairErrors]:
-    """Yields the pairs of which both sequences were compared with the model."""
+    """Yields the pairs of which both sequences were compared with the model, at the
+    tokens that count on both sides; without pairs that have no such token."""
     at_of = [{id(s.record): i for i, s in enumerate(x.sequences)} for x in (a, b)]
     for number, pair in enumerate(pairs):
         i, j = at_of[0].get(id(pair.a)), at_of[1].get(id(pair.b))

@@ -110,8 +110,8 @@ def dump_logprobs(
 
 
 def _listed(value: object) -> object:
-    """Returns an array or tensor as nested lists, and NaN as None; other values as they
-    are."""
+    """Returns an array or tensor, of any dimensions, as nested lists, and each NaN as
+    None; infinity and other values as they are."""
     tolist = getattr(value, "tolist", None)
     x = tolist() if callable(tolist) else value
     if isinstance(x, list | tuple):

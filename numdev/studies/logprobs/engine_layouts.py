@@ -56,7 +56,8 @@ class ResponseTokens:
         *,
         is_response: bool,
     ) -> None:
-        """Adds tokens, their values and their alternatives."""
+        """Adds tokens, their values and their alternatives, each as long as `ids`; None:
+        none of them has any. Nothing is checked."""
         self.ids += ids
         self.is_response += [is_response] * len(ids)
         self.add_values(len(ids), logprobs, tops)
@@ -109,7 +110,8 @@ def is_response(record: FileRecord) -> bool:
 
 
 def response_sequences(record: FileRecord) -> Sequences:
-    """Yields the choices of a response of vLLM's completions, chat or generate."""
+    """Yields the choices, in order, of a response of vLLM's completions, chat or
+    generate. Raises MeasurementError for a choice without tokens."""
     response, request = _unwrapped(record)
     settings = _settings(record, request)
     names = ("custom_id", "uid")
@@ -130,7 +132,8 @@ def response_sequences(record: FileRecord) -> Sequences:
 
 
 def _unwrapped(record: FileRecord) -> tuple[FileRecord, FileRecord | None]:
-    """Returns the response in a record, and the request beside it if it is there."""
+    """Returns the response in a record, and the request beside it; None where it is not
+    there."""
     request = record.part("request") if record.has("request") else None
     if request is not None and request.has("body"):
         request = request.part("body")
@@ -139,7 +142,8 @@ def _unwrapped(record: FileRecord) -> tuple[FileRecord, FileRecord | None]:
 
 
 def _settings(record: FileRecord, request: FileRecord | None) -> RecordedSettings:
-    """Returns what a record says by numdev's names, else what the request does."""
+    """Returns what a record says by numdev's names; where it says nothing, what the
+    request does, and its `sampling_params` last."""
     settings = settings_of(record)
     for asked in (request, record):
         if asked is None:
@@ -153,7 +157,8 @@ def _settings(record: FileRecord, request: FileRecord | None) -> RecordedSetting
 
 def _add_prompt(tokens: ResponseTokens, choice: FileRecord, response: FileRecord) -> bool:
     """Adds the prompt's tokens, with their log-probabilities where they were asked for,
-    and returns whether they were recorded."""
+    and returns whether they were recorded. Raises MeasurementError for values without
+    tokens, and for another number of them."""
     of_ids = choice if choice.has("prompt_token_ids") else response
     ids = of_ids.get("prompt_token_ids")
     of_values = choice if choice.has("prompt_logprobs") else response
@@ -181,7 +186,8 @@ def _add_prompt(tokens: ResponseTokens, choice: FileRecord, response: FileRecord
 
 
 def _prompt_entry(record: FileRecord, name: str, entry: object) -> Pairs | None:
-    """Returns ids and values of one position of `prompt_logprobs`; None for null."""
+    """Returns ids and values of one position of `prompt_logprobs`; None for null. Raises
+    MeasurementError for anything but an object with token ids as keys."""
     if entry is None:
         return None
     if not isinstance(entry, Mapping):
@@ -198,7 +204,9 @@ def _prompt_entry(record: FileRecord, name: str, entry: object) -> Pairs | None:
 
 def _add_response(tokens: ResponseTokens, choice: FileRecord) -> None:
     """Adds a choice's tokens with their log-probabilities. Where the prompt came back
-    with them (`echo`), the values are those of the prompt too."""
+    with them (`echo`), the values are those of the prompt too. A choice without values
+    adds its tokens alone. Raises MeasurementError for another number of values than of
+    tokens, and for tokens without ids."""
     ids = choice.get("token_ids")
     if not choice.has("logprobs"):
         tokens.add(ids if isinstance(ids, list) else [], is_response=True)
@@ -221,7 +229,9 @@ def _values(
     logprobs: FileRecord,
 ) -> tuple[Values, Values, list[Pairs | None] | None]:
     """Returns texts, values and alternatives of the tokens in a choice's `logprobs`, of
-    chat or of completions. Alternatives without ids are None."""
+    chat or of completions, not yet checked. Alternatives of a token are None where it has
+    none or they have no ids; all of them are None where completions have none. Raises
+    MeasurementError for lists of different lengths."""
     if logprobs.has("content"):
         entries = [entry.fields for entry in logprobs.parts("content")]
         texts = [entry.get("token") for entry in entries]
@@ -241,7 +251,8 @@ def _values(
 
 
 def _chat_alternatives(entries: object) -> Pairs | None:
-    """Returns ids and values of chat's alternatives; None where they have no ids."""
+    """Returns ids and values of chat's alternatives; None where there are none, or they
+    have no ids."""
     if not isinstance(entries, list):
         return None
     objects = [entry for entry in entries if isinstance(entry, Mapping)]
@@ -270,7 +281,8 @@ def _token_id(choice: FileRecord, text: object) -> int:
 
 
 def _list(record: FileRecord, name: str) -> Values:
-    """Returns a field that must be a list."""
+    """Returns a field that must be a list. Raises MeasurementError for anything else, or
+    none."""
     value = record.get(name)
     if not isinstance(value, list):
         raise record.error(name, "a list", kind_of(value))
@@ -288,7 +300,8 @@ def is_sglang(record: FileRecord) -> bool:
 def sglang_sequences(record: FileRecord) -> Sequences:
     """Yields the sequence of SGLang's response: triples of value, id and text, the first
     value of a prompt null. A prompt is whole where as many tokens came back as it has, or
-    where the request beside the response has `input_ids`."""
+    where the request beside the response has `input_ids`. Raises MeasurementError where
+    no token came back."""
     response, request = _unwrapped(record)
     meta = response.part("meta_info")
     ids, values = _triples(meta, "input_token_logprobs")
@@ -340,8 +353,9 @@ def _of_triples(meta: FileRecord, name: str, entries: Values) -> Pairs:
 
 
 def _top_triples(meta: FileRecord, name: str, n: int) -> list[Pairs | None] | None:
-    """Returns ids and values of the alternatives of n tokens; None where there are
-    none."""
+    """Returns ids and values of the alternatives of n tokens, None for a token without
+    any; None where the response has no alternatives. Raises MeasurementError for another
+    number of lists."""
     if not meta.has(name):
         return None
     rows = _list(meta, name)

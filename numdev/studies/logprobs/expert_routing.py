@@ -90,7 +90,8 @@ class RouterCalls(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Enters a context in which the model runs once."""
+        """Enters a context in which the model runs once; its calls of `topk` are added to
+        `calls`."""
 
         def enter(layer: nn.Module, *_: object) -> None:
             """Notes that a layer begins."""

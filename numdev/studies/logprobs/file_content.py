@@ -47,8 +47,9 @@ def read_records(path: Path) -> Iterator[FileRecord]:
 
 
 def suffix_of(path: Path) -> str:
-    """Returns what kind of file a path names, one of SUFFIXES. Raises UsageError for
-    another one."""
+    """Returns what kind of file a path names: one of SUFFIXES in small letters, without
+    `.gz` or `.zst` behind it, which JSON alone may have. Raises UsageError for another
+    one. The file need not exist."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = bool(suffixes) and suffixes[-1] in PACKED
     kind = "".join(suffixes[-2:-1] if packed else suffixes[-1:])
@@ -64,7 +65,8 @@ def _json_records(
     path: Path, is_document: bool, budget: ReadBudget
 ) -> Iterator[FileRecord]:
     """Yields the objects of a file of JSON: one a line, or those of a list; a file named
-    `.json` may be one object or list over many lines."""
+    `.json` may be one object or list over many lines. Raises MeasurementError for a file
+    without content, for invalid JSON and for what is no object."""
     lines = _lines(path, budget)
     first = next(lines, None)
     if first is None:
@@ -84,7 +86,8 @@ def _json_records(
 
 
 def _as_records(value: object, place: str, budget: ReadBudget) -> Iterator[FileRecord]:
-    """Yields an object as a record, and a list as the records in it."""
+    """Yields an object as a record, and a list as the records in it. Raises
+    MeasurementError for anything else."""
     values = value if isinstance(value, list | tuple) else [value]
     for number, item in enumerate(values):
         where = f"{place} record {number + 1}" if value is values else place
@@ -100,7 +103,9 @@ def _place(path: Path, number: int) -> str:
 
 
 def _parsed(path: Path, number: int, line: bytes) -> object:
-    """Returns the value of one line of JSON; `number` 0 means the whole file."""
+    """Returns the value of one line of JSON, NaN and Infinity allowed; `number` 0 means
+    the whole file. Raises MeasurementError for invalid JSON and for what is nested too
+    deep."""
     place = _place(path, number)
     with _without_collection():
         try:
@@ -130,7 +135,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _loads() -> Callable[[bytes], object]:
-    """Returns orjson's parser, six times as fast, where it is installed."""
+    """Returns orjson's parser, six times as fast, where it is installed, else json's."""
     try:
         import orjson
     except ImportError:
@@ -140,7 +145,8 @@ def _loads() -> Callable[[bytes], object]:
 
 def _lines(path: Path, budget: ReadBudget) -> Iterator[tuple[int, bytes]]:
     """Yields the lines of a text file, which may be compressed, with their numbers from 1
-    on; those without content are left out."""
+    on; those without content are left out. Raises MeasurementError for a file that cannot
+    be read, for a line longer than LONGEST_LINE, and beyond the budget."""
     number = 0
     with _reading(path), _opened(path) as file:
         while line := file.readline(LONGEST_LINE + 1):
@@ -157,8 +163,8 @@ def _lines(path: Path, budget: ReadBudget) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Enters a context that names the file in errors of the system and of damaged
-    compression."""
+    """Enters a context that turns errors of the system and of damaged compression into
+    MeasurementErrors that name the file; numdev's own errors pass unchanged."""
     try:
         yield
     except (NumdevError, GeneratorExit, KeyboardInterrupt):
@@ -172,7 +178,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Opens a file for reading, by its suffix as it is, gzip or Zstandard."""
+    """Opens a file for reading, by its suffix as it is, gzip or Zstandard. Raises OSError
+    where it cannot be opened, UsageError where Zstandard is not installed."""
     if path.suffix.lower() == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix.lower() != ".zst":
@@ -196,7 +203,8 @@ def zstandard(path: Path) -> ModuleType:
 
 def _parquet_rows(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
     """Yields the rows of a parquet file; lists of numbers are arrays, with NaN for null
-    in those of floats."""
+    in those of floats. Raises UsageError without pyarrow, MeasurementError for a damaged
+    file."""
     try:
         from pyarrow import parquet
     except ImportError:
@@ -266,7 +274,8 @@ def _plain_value(text: str) -> object:
 
 
 def _saved_records(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
-    """Yields the dict that torch.save wrote as a record, or those of a list."""
+    """Yields the dict that torch.save wrote as a record, or those of a list. Raises
+    MeasurementError for anything else."""
     from numdev.sources.files import unpickled
 
     yield from _as_records(unpickled(path), str(path), budget)

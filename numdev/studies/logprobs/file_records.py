@@ -60,7 +60,8 @@ class FileRecord:
     """The fields of one record by their names, and its `place`, as `a.jsonl line 3`.
 
     `read` has the fields that were asked for: what is not among them is ignored, and the
-    side's notes say so."""
+    side's notes say so. Whatever returns a field raises MeasurementError, with the place
+    and the field, where the field has another type, length or range than is asked for."""
 
     fields: Mapping[str, object]
     place: str
@@ -68,7 +69,8 @@ class FileRecord:
     read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> object:
-        """Returns a field as the file has it; None where there is none."""
+        """Returns a field as the file has it; None where there is none. Nothing is
+        checked."""
         self.read.add(name)
         return self.fields.get(name)
 
@@ -86,13 +88,15 @@ class FileRecord:
         return self.record_of(self.get(name), name, suffix)
 
     def record_of(self, value: object, name: str, suffix: str = "") -> FileRecord:
-        """Returns an object, that stands under `name`, as a record."""
+        """Returns an object, that stands under `name`, as a record. Raises
+        MeasurementError for anything else."""
         if not isinstance(value, Mapping):
             raise self.error(name, "an object", kind_of(value))
         return FileRecord(value, self.place + suffix, self.budget)
 
     def parts(self, name: str) -> Iterator[FileRecord]:
-        """Yields the objects of a list as records, named by their number in it."""
+        """Yields the objects of a list, in order, as records, named by their number in
+        it. Raises MeasurementError where the field is missing or anything else."""
         values = self.get(name)
         if not isinstance(values, Sequence) or isinstance(values, str | bytes):
             raise self.error(name, "a list of objects", kind_of(values))
@@ -100,7 +104,8 @@ class FileRecord:
             yield self.record_of(value, f"{name}[{number}]", f" {name}[{number}]")
 
     def text(self, name: str) -> str | None:
-        """Returns a text or a whole number as a text; None where there is none."""
+        """Returns a text, or a whole number in digits; None where there is none or it is
+        empty. Raises MeasurementError for another type."""
         value = self.get(name)
         if value is None or isinstance(value, str):
             return value or None
@@ -109,7 +114,9 @@ class FileRecord:
         return _digits(value)
 
     def number(self, name: str) -> float | None:
-        """Returns a finite number, at least 0; None where there is none."""
+        """Returns a finite number, at least 0, also from a list or array of one; None
+        where there is none. Raises MeasurementError for anything else, NaN and true among
+        them."""
         value = _scalar(self.get(name))
         if value is None:
             return None
@@ -119,7 +126,9 @@ class FileRecord:
         return float(cast(float, value))
 
     def whole(self, name: str, least: int = 0, most: int = 2**62) -> int | None:
-        """Returns a whole number from `least` to `most`; None where there is none."""
+        """Returns a whole number from `least` to `most`, also from a list or array of
+        one; None where there is none. Raises MeasurementError for anything else, 3.0 and
+        true among them."""
         value = _scalar(self.get(name))
         if value is None:
             return None
@@ -131,7 +140,7 @@ class FileRecord:
 
     def token_ids(self, name: str, length: int | None = None) -> Integers:
         """Returns int64 [n], n at least 1 or `length`, of tokens of a vocabulary. Raises
-        MeasurementError where the field is missing."""
+        MeasurementError where the field is missing or empty."""
         ids = self.integers(name, length)
         if ids is None or not len(ids):
             raise self.error(name, "at least one token", "none")
@@ -146,7 +155,7 @@ class FileRecord:
         most: int = LARGEST_ID,
     ) -> Integers | None:
         """Returns int64 [length] of whole numbers from `least` to `most`; None where
-        there is none."""
+        there is none. Raises MeasurementError for other values and for another length."""
         value = self.get(name)
         return (
             None if value is None else self.integers_of(name, value, length, least, most)
@@ -161,7 +170,10 @@ class FileRecord:
         most: int = LARGEST_ID,
         depth: int = 1,
     ) -> Integers:
-        """Returns a value that stands under `name` as int64 of `depth` dimensions."""
+        """Returns a value that stands under `name` as int64 of `depth` dimensions.
+        `length`: of its first axis; None: any. Raises MeasurementError for other shapes,
+        for numbers below `least` or above `most`, and for fractions and NaN; an array may
+        be a copy or the value itself."""
         if isinstance(value, list | tuple):
             x = self._array(name, value, np.int64, frozenset([int]), depth)
         else:
@@ -181,14 +193,17 @@ class FileRecord:
         self, name: str, length: int | None = None, depth: int = 1
     ) -> Numbers | None:
         """Returns float64 [length], with NaN for null, and minus infinity where it was
-        recorded; None where there is none. Raises MeasurementError for plus infinity."""
+        recorded; None where there is none. Raises MeasurementError for plus infinity and
+        for another length."""
         value = self.get(name)
         return None if value is None else self.numbers_of(name, value, length, depth)
 
     def numbers_of(
         self, name: str, value: object, length: int | None, depth: int = 1
     ) -> Numbers:
-        """Returns a value that stands under `name` as float64 of `depth` dimensions."""
+        """Returns a value that stands under `name` as float64 of `depth` dimensions. NaN
+        for null. `length`: of its first axis; None: any. Raises MeasurementError for
+        other shapes, for what is no number, and for plus infinity."""
         if isinstance(value, list | tuple):
             x = self._array(name, value, np.float64, REALS, depth)
         else:
@@ -226,7 +241,9 @@ class FileRecord:
         types: frozenset[type],
         depth: int,
     ) -> np.ndarray:
-        """Returns nested lists as an array; all lists of one depth must be as long."""
+        """Returns nested lists as an array; all lists of one depth must be as long.
+        Raises MeasurementError for elements that are of none of `types`, and for whole
+        numbers beyond 64 bits."""
         self.budget.spend(8 * len(values))
         if depth > 1:
             return self._stacked(name, values, dtype, types, depth)
@@ -250,7 +267,8 @@ class FileRecord:
         types: frozenset[type],
         depth: int,
     ) -> np.ndarray:
-        """Returns lists of lists, or of arrays, as one array."""
+        """Returns lists of lists, or of arrays, as one array. Raises MeasurementError
+        where they are not of one size. An empty list gives an array without elements."""
         if not values:
             return np.empty((0,) * depth, dtype)
         if not all(isinstance(row, list | tuple) for row in values):
@@ -269,16 +287,19 @@ class FileRecord:
         return flat.reshape(len(lists), len(lists[0]), *flat.shape[1:])
 
     def _check_same(self, name: str, sizes: Sequence[object]) -> None:
-        """Raises MeasurementError unless the rows of an array are of one size."""
+        """Raises MeasurementError unless the rows of an array are of one size. No rows
+        are of one size."""
         at = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if at is not None:
             wanted = f"{sizes[0]}, as many as in {name}[0]"
             raise self.error(f"{name}[{at}]", wanted, str(sizes[at]))
 
     def _numpy(self, name: str, value: object, depth: int) -> np.ndarray:
-        """Returns a dense tensor or an array of numbers as an array; 16 bit floats are
-        widened. Its size is counted before it is copied: a stored tensor may be strided
-        so that a few bytes stand for any number of values."""
+        """Returns a dense tensor or an array of numbers as an array, without a copy where
+        numpy has the dtype; 16 bit floats are widened. Raises MeasurementError for
+        anything else and for another number of dimensions than `depth`. Its size is
+        counted before it is copied: a stored tensor may be strided so that a few bytes
+        stand for any number of values."""
         if isinstance(value, np.ndarray):
             x = value
         elif (tensor := _dense_tensor(value)) is not None:
@@ -301,7 +322,7 @@ class FileRecord:
             raise self.error(name, f"{length} values, one a token", str(len(x)))
 
     def unread(self) -> Iterable[str]:
-        """Returns the names of fields that nobody asked for."""
+        """Returns the names of fields that nobody asked for, in the order of the file."""
         return [name for name in self.fields if name not in self.read]
 
 
@@ -326,7 +347,7 @@ def _dense_tensor(value: object) -> Tensor | None:
 
 def row_count(value: object) -> int | None:
     """Returns the number of rows of a list, array or dense tensor; None for anything
-    else."""
+    else. A value without dimensions has none."""
     if isinstance(value, list | tuple):
         return len(value)
     if value is None or isinstance(value, int | float | str | Mapping):
@@ -360,7 +381,8 @@ def _digits(value: int) -> str:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as a message can show it: short, on one line."""
+    """Returns a value as a message can show it: short, on one line. Texts are cut after
+    SHOWN characters; of lists and objects their kind."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):

@@ -153,7 +153,8 @@ class _Unpaired:
 
 
 def _digest(sequence: RecordedSequence) -> bytes:
-    """Returns a hash of a sequence's tokens; two of the same hash are the same."""
+    """Returns a hash, 16 bytes, of a sequence's token ids alone; two of the same hash are
+    the same."""
     return blake2b(sequence.token_ids.tobytes(), digest_size=16).digest()
 
 
@@ -320,7 +321,7 @@ def _differing(before: Side, after: Side) -> int:
 def _counted(
     a: Side, b: Side, pairs: Sequence[SequencePair], left: _Unpaired
 ) -> JoinCounts:
-    """Returns what a join came to."""
+    """Returns the counts of a join: pairs, sequences without a partner, and tokens."""
     by = Counter(pair.joined_by for pair in pairs)
     tokens = np.zeros(10, np.int64)
     for pair in pairs:
@@ -390,7 +391,8 @@ def _recorded_twice(side: Side) -> int:
 
 
 def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
-    """Yields sentences on what does not match, the gravest first."""
+    """Yields sentences on what does not match, the gravest first; nothing where all
+    does."""
     if n.unequal > n.cut:
         yield (
             f"{n.unequal - n.cut} of {n.pairs} pairs have other tokens on {b.name} than "

@@ -43,7 +43,8 @@ def plain_sequences(record: FileRecord) -> Sequences:
 
 
 def rows(record: FileRecord) -> Iterator[FileRecord]:
-    """Yields the record of each sequence of a record that may have many."""
+    """Yields the record of each sequence of a record that may have many, in order; a
+    record of one as it is."""
     ids = record.get("token_ids")
     count = row_count(ids)
     if record.has("offsets") or record.has("cu_seqlens"):
@@ -55,7 +56,10 @@ def rows(record: FileRecord) -> Iterator[FileRecord]:
 
 
 def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
-    """Yields the record of each sequence where all follow one another."""
+    """Yields the record of each sequence where all follow one another. Fields as long as
+    all sequences together are cut as the tokens are, those with one row for each sequence
+    are taken apart, and others go to all. Raises MeasurementError for offsets that do not
+    go up from 0 to `total`: no sequence is empty."""
     name = next(filter(record.has, OFFSETS))
     offsets = record.integers(name, most=LARGEST)
     ends = [] if offsets is None else offsets.tolist()
@@ -75,7 +79,8 @@ def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
 
 def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
     """Yields the record of each row, without the padding that lengths or an attention
-    mask tell of."""
+    mask tell of. `count`: how many rows. Raises MeasurementError for lengths beyond the
+    row's tokens, and for an attention mask with gaps."""
     name = next(filter(record.has, LENGTHS), "")
     lengths = record.integers(name, count, least=1, most=LARGEST) if name else None
     others = {key: value for key, value in record.fields.items() if key != name}
@@ -98,8 +103,9 @@ def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
 
 
 def _attended(row: FileRecord, width: int) -> tuple[int, int]:
-    """Returns from where to where the attention mask of a row is 1; the whole row where
-    there is none."""
+    """Returns from where to where (excluded) the attention mask of a row is 1; the whole
+    row where there is none. Raises MeasurementError for a mask with gaps or without a
+    1."""
     mask = row.flags("attention_mask", width)
     if mask is None:
         return 0, width
@@ -110,7 +116,8 @@ def _attended(row: FileRecord, width: int) -> tuple[int, int]:
 
 
 def _row_record(record: FileRecord, fields: dict[str, object], i: int) -> FileRecord:
-    """Returns a row of a record of many, as a record."""
+    """Returns a row of a record of many, as a record. What is read of it counts as read
+    of the whole."""
     return FileRecord(fields, f"{record.place} row {i + 1}", record.budget, record.read)
 
 
@@ -121,7 +128,8 @@ def _row(value: object, i: int, count: int) -> object:
 
 
 def _sides_of_row(record: FileRecord) -> Sequences:
-    """Yields one sequence as each side of a record has it."""
+    """Yields (side, sequence) as each side of a record has it: the one that it names
+    (unnamed: empty), else the rollout and the trainer, where it has them."""
     ids = record.token_ids("token_ids")
     shared = shared_fields(record, ids)
     if record.has("logprobs"):
@@ -169,7 +177,8 @@ def shared_fields(record: FileRecord, ids: Integers) -> RecordedSequence:
 
 
 def _experts(record: FileRecord, n: int) -> Integers | None:
-    """Returns the experts of each token and layer; -1 where a token has none."""
+    """Returns the experts, int64 [n, layers, k], of each token and layer, -1 where a
+    token has none; None where the record has none."""
     value = record.get("routed_experts")
     if value is None:
         return None
@@ -214,7 +223,9 @@ def versions_of(record: FileRecord, name: str) -> tuple[str, ...]:
 
 
 def _alternatives(record: FileRecord, n: int) -> tuple[Integers | None, Numbers | None]:
-    """Returns ids and log-probabilities of each position's likeliest tokens."""
+    """Returns ids and log-probabilities, [n, k], of each position's likeliest tokens; two
+    None where there are none. Raises MeasurementError for ids without log-probabilities
+    or the reverse, and for other shapes."""
     ids, logprobs = record.get("top_ids"), record.get("top_logprobs")
     if ids is None and logprobs is None:
         return None, None
@@ -235,7 +246,8 @@ def padded(
     record: FileRecord, name: str, ids: list[Any], logprobs: list[Any], n: int
 ) -> tuple[Integers, Numbers]:
     """Returns lists of alternatives of any length as rectangles [n, k], with NO_TOKEN and
-    NaN where a position has fewer than k; a position may have null."""
+    NaN where a position has fewer than k; a position may have null. Raises
+    MeasurementError unless there are n lists of each, of the same lengths."""
     for what, lists in (("ids", ids), ("logprobs", logprobs)):
         if len(lists) != n:
             wanted = f"{n} lists, one a token"
@@ -273,7 +285,9 @@ def _joined(rows: list[Any]) -> list[Any]:
 
 
 def _kept_sets(record: FileRecord, n: int) -> tuple[Integers | None, Integers | None]:
-    """Returns the tokens that a filter left, flat, and where each position's begin."""
+    """Returns the tokens that a filter left, flat, and n + 1 offsets of where each
+    position's begin; two None where there are none. Raises MeasurementError where they do
+    not fit the n tokens."""
     ids, offsets = record.get("kept_ids"), record.get("kept_offsets")
     if ids is None and offsets is None:
         return None, None
@@ -290,7 +304,8 @@ def kept_sets(
     record: FileRecord, ids_name: str, offsets_name: str, n: int
 ) -> tuple[Integers, Integers]:
     """Returns flat kept tokens and their offsets, n + 1 numbers that go up from 0 to how
-    many tokens there are."""
+    many kept tokens there are. Raises MeasurementError for anything else, and where one
+    of the two is missing."""
     ids = record.integers(ids_name)
     offsets = record.integers(offsets_name, most=LARGEST)
     if ids is None or offsets is None:
@@ -306,8 +321,9 @@ def kept_sets(
 
 
 def _pack_lengths(record: FileRecord, n: int) -> Integers | None:
-    """Returns the lengths of the sequences that are packed into one, from the lengths or
-    from a number a token."""
+    """Returns the lengths of the sequences that are packed into one of n tokens, from the
+    lengths or from a number a token (`pack_ids`), which goes first; None where the record
+    has neither. Raises MeasurementError for lengths that do not sum to n."""
     packs = record.integers("pack_ids", n, least=-LARGEST, most=LARGEST)
     if packs is not None:
         starts = np.flatnonzero(np.diff(packs)) + 1

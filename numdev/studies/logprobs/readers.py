@@ -115,7 +115,8 @@ def read_sides(path: str | Path) -> tuple[Side, ...]:
 
 
 def _read_record(reading: _Reading, record: FileRecord) -> None:
-    """Adds a record's sequences to those of the file."""
+    """Adds a record's sequences to those of the file. Raises MeasurementError for a
+    record of no known layout, or of another one than the file's first."""
     layout = next((layout for layout in LAYOUTS if layout.fits(record)), None)
     if layout is None:
         wanted = "token_ids with logprobs, or a record of a program that numdev knows"
@@ -134,7 +135,8 @@ def _read_record(reading: _Reading, record: FileRecord) -> None:
 
 def _files_of(path: Path) -> tuple[list[Path], tuple[str, ...]]:
     """Returns the files that a path names, in their order, and notes on what is left out:
-    of a folder all that can be read, of prime-rl's folders those of steps that are
+    of a folder all that can be read, of prime-rl's folders those of steps that are whole.
+    Raises UsageError where there is no such file, MeasurementError where no step is
     whole."""
     if not path.exists():
         raise UsageError(f"{path}: no such file")
@@ -189,7 +191,8 @@ def _stem(path: Path) -> str:
 
 
 def _notes(layout: str, sequences: Sequence[RecordedSequence]) -> Iterator[str]:
-    """Yields sentences on what a reader of a side must know."""
+    """Yields sentences on what a reader of a side must know. `sequences`: at least
+    one."""
     counts = [_counts(sequence) for sequence in sequences]
     tokens, missing, infinite, positive = (
         sum(column) for column in zip(*counts, strict=True)
@@ -231,7 +234,8 @@ def _counts(sequence: RecordedSequence) -> tuple[int, int, int, int]:
 
 
 def _first_positive(sequences: Sequence[RecordedSequence]) -> tuple[str, int, float]:
-    """Returns where the first counted value above 0 stands, and the value."""
+    """Returns the place of the first sequence with a counted value above 0, where the
+    value stands in it, and the value. Raises AssertionError where none is."""
     for sequence in sequences:
         at = np.flatnonzero(sequence.mask & (sequence.logprobs > 0))
         if len(at):
@@ -240,7 +244,8 @@ def _first_positive(sequences: Sequence[RecordedSequence]) -> tuple[str, int, fl
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns the first SHOWN names, joined by commas, and how many more there are; empty
+    for none."""
     texts = [str(name).encode(errors="replace").decode()[:60] for name in names]
     shown = [text if text.isprintable() else repr(text) for text in texts[:SHOWN]]
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""

@@ -367,7 +367,8 @@ class LogprobsStudy:
         return fixed
 
     def measured_sides(self, progress: Progress) -> Iterator[ComparedSide]:
-        """Yields each side beside the truth; without a model, sides without numbers."""
+        """Yields each side beside the truth, in order; without a model, sides with a plan
+        and without numbers."""
         for side in self.sides:
             recipe = self.recipe_of(side)
             records = self.chosen(side)
@@ -700,7 +701,8 @@ class LogprobsStudy:
         }
 
     def cost_rows(self, measured: Sequence[ComparedSide]) -> Iterator[CostRow]:
-        """Yields what each side, and both, would cost if something were mended."""
+        """Yields what each side, and then both, would cost if something were mended: rows
+        by sequence. Both need `measured` of two sides."""
         for side in measured:
             yield from side_cost_rows(side.errors, self.clip)
         if self.joined is not None:
@@ -800,7 +802,8 @@ def common(records: Sequence[RecordedSequence], name: str) -> str | None:
 def side_row(
     about: dict[str, object], seen: Observed, clip: tuple[float, float]
 ) -> SideRow:
-    """Returns the row of a sequence that has numbers, with the fields `about`."""
+    """Returns the row of a sequence that has numbers, with the fields `about`. At least
+    one of its tokens counts."""
     assert seen.predicted is not None
     d, e = seen.errors[seen.counts], seen.predicted[seen.counts]
     with np.errstate(over="ignore"):
@@ -930,7 +933,8 @@ class CauseSearch:
     def _tried(
         self, kinds: Sequence[CauseKind]
     ) -> list[tuple[CauseKind, list[CauseRow], causes.Effects]]:
-        """Returns (kind, its rows, its effects) for every kind that can be tried."""
+        """Returns (kind, its rows, its effects) for every kind that can be tried, in
+        order. Nothing is undone."""
         results = []
         for kind in kinds:
             tried = causes.cause_rows(

@@ -92,8 +92,8 @@ def rms_ratio(
 
 
 def side_summary(report: LogprobsReport, planned: PlannedSide) -> SideSummary:
-    """Returns one side over all its sequences; without numbers where none was
-    measured."""
+    """Returns one side over all its sequences; without numbers where none was measured.
+    Means and ratios are over tokens, intervals over sequences."""
     rows = side_rows(report, planned.name)
     plain = SideSummary(
         name=planned.name,
@@ -214,9 +214,9 @@ def answer(
 def agreement_sentence(
     report: LogprobsReport, sides: Sequence[SideSummary]
 ) -> Iterator[str]:
-    """Yields that both sides are beyond their prediction without a cause, and are ALIKE
-    times nearer to each other: then it may be the model that is another one. Nothing
-    where that is not so."""
+    """Yields one sentence, that both sides are beyond their prediction without a cause,
+    and are ALIKE times nearer to each other: then it may be the model that is another
+    one. Nothing where that is not so."""
     off = [
         side.rms
         for side in sides

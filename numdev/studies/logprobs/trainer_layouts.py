@@ -132,7 +132,9 @@ def slime_sequences(record: FileRecord) -> Sequences:
 
 
 def _sample_sequences(sample: FileRecord, uid: str | None, step: int | None) -> Sequences:
-    """Yields one sample of slime's dump as each side has it."""
+    """Yields one sample of slime's dump as each side has it, the rollout first; nothing
+    where it has no log-probabilities. Raises MeasurementError for lengths that do not fit
+    the tokens."""
     ids = sample.token_ids("tokens")
     n = len(ids)
     is_training = sample.has("response_lengths")

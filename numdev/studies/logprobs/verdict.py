@@ -87,7 +87,8 @@ def _run_test(report: LogprobsReport, side: PlannedSide, who: Who, rules: Rules)
 def _side_tests(
     report: LogprobsReport, side: PlannedSide, limits: LogprobsLimits
 ) -> Iterator[TestFields]:
-    """Yields the tests of a side's error and of its causes."""
+    """Yields the tests of a side's error, of whether its values are finite, and of its
+    causes; without a model one, undecided."""
     if report.plan.model is None:
         yield {"rule": NOISE, "standing": Standing.UNDECIDED, "reasons": (NO_MODEL,)}
         return
@@ -171,7 +172,9 @@ def _finite_test(report: LogprobsReport, side: PlannedSide) -> TestFields:
 
 
 def _pair_tests(report: LogprobsReport) -> Iterator[TestFields]:
-    """Yields the tests of both sides together."""
+    """Yields the tests of both sides together: whether their tokens are the same (missing
+    without a pair), whether one is a copy of the other, and without a model those of
+    causes. The report has two sides."""
     other = [row for row in report.pairs if row.unshared and not row.cut]
     yield {
         "rule": SAME,
@@ -290,7 +293,7 @@ def _not_tested(report: LogprobsReport) -> Iterator[str]:
 
 def passing(report: LogprobsReport, tests_of_side: Sequence[Test]) -> Statement:
     """Returns what to say of a side that passed; of both together, that their tokens are
-    the same."""
+    the same. `tests_of_side`: at least one, of one side."""
     name = tests_of_side[0].kernel
     planned = next((side for side in report.plan.sides if side.name == name), None)
     if planned is None:
@@ -301,7 +304,7 @@ def passing(report: LogprobsReport, tests_of_side: Sequence[Test]) -> Statement:
 
 def side_statement(side: SideSummary) -> Statement:
     """Returns `1.02× what bfloat16 explains (0.97 to 1.07), 9,120 tokens; no cause
-    named`, and the mean in the details."""
+    named`, and the mean in the details. The side has a ratio."""
     assert side.ratio is not None
     ends = ""
     if side.ratio.low is not None and side.ratio.high is not None:

@@ -59,7 +59,8 @@ def styles(report: LogprobsReport) -> tuple[doc.Style, ...]:
 
 
 def blocks(report: LogprobsReport) -> Iterator[doc.Node]:
-    """Yields what is shown below the verdicts."""
+    """Yields what is shown below the verdicts: sides, causes, costs, the difference of
+    the two sides, errors by range, the worst tokens, notes."""
     summary = report.summary
     measured = [side for side in summary.sides if side.tokens]
     yield _side_table(measured, _noise_styles(report))
@@ -174,7 +175,8 @@ def _cost_table(report: LogprobsReport) -> doc.Table:
 
 
 def _bin_table(side: str, by: str, bins: Sequence[Bin]) -> doc.Table:
-    """Returns the table of a side's errors along one range."""
+    """Returns the table of a side's errors by `by`: position, entropy or probability, one
+    line a bin, in order. Each bin has at least one token."""
     unit = {"entropy": "entropy, nats", "probability": "exact probability"}.get(by, by)
     rows = []
     for each in bins:

@@ -60,7 +60,8 @@ NAMES = {
 
 
 def checkpoint_folder(directory: Path, variant: str, seed: int, step: int) -> Path:
-    """Returns the path of a checkpoint's folder in a run's directory."""
+    """Returns the path of a checkpoint's folder in a run's directory; nothing is
+    created."""
     return directory / FOLDER / f"{folder_prefix(variant)}-seed{seed}-step{step}"
 
 
@@ -72,8 +73,9 @@ def write_checkpoint(
     about: Mapping[str, object],
 ) -> None:
     """Writes the network into the directory `path`, with its tokenizer if it has one of
-    its own and how it was trained (`about`, to `training.json`). Raises MeasurementError
-    where there is no room."""
+    its own and how it was trained (`about`, to `training.json`). What was there of these
+    files is replaced. Raises MeasurementError where the weights cannot be written,
+    OSError where something else cannot."""
     path.mkdir(parents=True, exist_ok=True)
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(path)
@@ -89,7 +91,8 @@ def write_checkpoint(
 
 
 def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
-    """Returns the configuration by which transformers loads the network."""
+    """Returns the configuration by which transformers loads the network: of llama, else
+    of gpt2."""
     import transformers
 
     library: Any = transformers

@@ -272,7 +272,7 @@ def resolve(
 ) -> TrainRequest:
     """Returns the request that a file and the command line come to. A flag beats the
     file; `seed` says where seeds are counted from. Raises UsageError for a checkpoint
-    after the last step."""
+    after the last step. A variant of the file is the golden one."""
     steps = steps or config.steps
     seeds = config.seeds if seed is None else tuple(range(seed, seed + len(config.seeds)))
     last = max(

@@ -163,7 +163,8 @@ class Network(nn.Module):
         self.final = Norm(config)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Returns logits [batch, length, vocabulary] of token ids [batch, length]."""
+        """Returns logits [batch, length, vocabulary] of token ids [batch, length], at
+        most the context long."""
         length, x = input_ids.shape[1], self.tokens(input_ids)
         rotation = None
         if hasattr(self, "positions"):

@@ -56,7 +56,7 @@ class Updates:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates every parameter that has a gradient, in place."""
+        """Updates every parameter that has a gradient, in place; gradients stay."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -85,8 +85,9 @@ class Updates:
         return [self.slots.get(p, {}) for p in self._parameters()]
 
     def load_state(self, state: Sequence[Slots]) -> None:
-        """Goes on from what `state` returned, wherever its tensors are; a parameter whose
-        state is empty starts anew."""
+        """Goes on from what `state` returned, wherever its tensors are; those on the
+        right device are used as they are, and change with further steps; a parameter
+        whose state is empty starts anew."""
         self.slots = {
             p: {name: x.to(p.device) for name, x in slots.items()}
             for p, slots in zip(self._parameters(), state, strict=True)

@@ -109,7 +109,7 @@ def _report_without_answer(
     provenance: Provenance,
     timings: dict[str, float],
 ) -> TrainReport:
-    """Returns the report of what the journal has, without the answer."""
+    """Returns the report of what the journal has so far, without the answer."""
     rows = tuple(with_spikes(journal.records("row", TrainRow)))
     distances = journal.records("distance", DistanceRow)
     ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
@@ -203,8 +203,9 @@ class _TrainingRun:
 
     def take_steps(self, lanes: Lockstep) -> bool:
         """Takes the steps that are left; returns False where time runs out, after one
-        step or more. A step is recorded whole or not at all: an interrupt waits for its
-        end."""
+        step or more. Reports progress after each step, and saves the state every
+        `save_every` seconds, not at the end. A step is recorded whole or not at all: an
+        interrupt waits for its end."""
         saved = time.monotonic()
         self.report_progress(lanes)
         while lanes.step < self.request.steps:

@@ -139,7 +139,7 @@ def _train_tokenizer(texts: list[str], vocabulary: int, context: int) -> tuple[A
     loaded: text is encoded by the latter, so that the network sees the ids that a user of
     its checkpoint will get. `vocabulary`: how many tokens at most; `context`: the length
     that it states. Raises MeasurementError where what was loaded is another tokenizer
-    than was trained."""
+    than was trained. `texts`: at least one."""
     from tokenizers import (
         Tokenizer,
         decoders,

@@ -426,8 +426,8 @@ SINK_TILES = (16, 32, 64, 128)
 
 
 def _sink_mistakes(case: AttentionCase) -> Changes:
-    """Yields mistakes of the attention sinks, each with the changed sinks; nothing
-    without sinks."""
+    """Yields mistakes of the attention sinks in words, each with the changed `sinks`;
+    nothing without sinks."""
     if case.sinks is None:
         return
     yield "the attention sinks are ignored", {"sinks": None}

@@ -63,9 +63,10 @@ class _Errors:
 
     @classmethod
     def of(cls, step: Output, exact: Step, empty: Tensor | None = None) -> _Errors:
-        """Returns the tensors of a step that are in `exact`; in the returned ones NaN and
-        -inf count as 0, and +inf as the largest number. `empty`: bool [B, H, q_len], the
-        rows whose log-sum-exp does not count, since they see no key."""
+        """Returns the tensors of a step that are in `exact`, all of which it must have;
+        in the returned ones NaN and -inf count as 0, and +inf as the largest number.
+        `empty`: bool [B, H, q_len], the rows whose log-sum-exp does not count, since they
+        see no key."""
         returned = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in exact}
         if empty is not None:
             returned = {n: x.masked_fill(empty, 0.0) for n, x in returned.items()}
@@ -254,8 +255,8 @@ def _possible_mistakes(
 def _lse_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """Yields causes of a wrong log-sum-exp alone, each with a function that returns
-    it."""
+    """Yields causes of a wrong log-sum-exp alone, each with a function that returns it, 0
+    in rows that see no key; one of them adds the mean error as a constant."""
     lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
     seen = lse != 0
     constant = float((returned["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0

@@ -331,7 +331,7 @@ def _steps_in_words(steps: Iterable[int]) -> str:
 
 def _ranges_in_words(values: Mapping[Metric, Sequence[float]]) -> str:
     """Returns the smallest and the largest ratio of each metric in words: `0.9 to 1.1 in
-    the mean`."""
+    the mean`; one number where both are written alike. Each metric has at least one."""
     parts = []
     for metric, ratios in values.items():
         ends = dict.fromkeys((ratio(min(ratios)), ratio(max(ratios))))
