@@ -600,10 +600,10 @@ def output_disagrees(_: Data, b: Data, rng: random.Random) -> None:
 
 def unsteady(_: Data, b: Data, rng: random.Random) -> None:
     """The kernel gives other bits when it runs once more along another axis."""
-    own = [
+    outputs = [
         row for row in rows_of(b) if row["tensor"] == "out" and row["axis"] != "repeat"
     ]
-    first = rng.choice(own)
+    first = rng.choice(outputs)
     row = copy.deepcopy(first)
     row.update(axis="repeat", variant=f"again, {row['axis']} {row['variant']}", cause=None,
                tensors=["out"], differ=row["elements"], difference=1e-3, floor_ratio=0.5,

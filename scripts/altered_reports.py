@@ -145,13 +145,13 @@ def unmeasured(report: Data, rng: random.Random) -> None:
         if bare:
             row.update(dict.fromkeys((*NEEDED, "bias_p", "bias_size"), None), interval={})
     if len(chosen) > 1:  # as numdev writes a kernel that ran in no call: a row for each
-        kept = {
+        first = {
             json.dumps([r["case"], r["seed"], r["kernel"], r["format"]]): r
             for r in chosen
         }
-        for row in kept.values():
+        for row in first.values():
             row.update(head=None, tensor="out")
-        drop = [r for r in chosen if not any(r is k for k in kept.values())]
+        drop = [r for r in chosen if not any(r is k for k in first.values())]
         report["rows"] = [r for r in report["rows"] if not any(r is d for d in drop)]
 
 
@@ -656,7 +656,7 @@ def damaged(raw: bytes, rng: random.Random) -> bytes:
 def measure(folder: Path, kind: str = "") -> dict[str, bytes]:
     """The sound reports, or those of one kind; each passes."""
     (folder / "sweep.yaml").write_text(SWEEP)
-    made = {}
+    written = {}
     for name, command in REPORTS.items():
         if kind not in ("", command[0]):
             continue
@@ -667,8 +667,8 @@ def measure(folder: Path, kind: str = "") -> dict[str, bytes]:
             subprocess.run(command, check=True, cwd=folder, env=environment)
         if code := fuzz.call("gate", str(out)).code:
             sys.exit(f"the sound report {name} does not pass: exit code {code}")
-        made[name] = (out / "report.json").read_bytes()
-    return made
+        written[name] = (out / "report.json").read_bytes()
+    return written
 
 
 def altered(raw: bytes, number: int) -> tuple[str, bytes]:

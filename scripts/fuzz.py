@@ -306,7 +306,7 @@ PAGE = """
 """
 # A page's own
 SCRIPT = Path(io_of_reports.__file__).parent / "renderers/templates/page.js"
-KNOWN = frozenset(PAGE.split())  # elements and attributes of our pages
+OUR_PAGES = frozenset(PAGE.split())  # elements and attributes of our pages
 
 
 def text_is_safe(text: str) -> None:
@@ -319,7 +319,7 @@ def page_is_safe(page: str) -> None:
 
     class Tags(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            if strange := {tag, *(f"@{name}" for name, _ in attrs)} - KNOWN:
+            if strange := {tag, *(f"@{name}" for name, _ in attrs)} - OUR_PAGES:
                 raise Broken(f"in the page: {sorted(strange)}")
 
     Tags().feed(page)
@@ -376,8 +376,8 @@ def not_wrongly_accepted(raw: bytes) -> None:
             for r in measured
         ),
     }
-    if found := [words for words, holds in wrong.items() if holds]:
-        raise Broken(f"passed: {', '.join(found)}")
+    if broken := [words for words, holds in wrong.items() if holds]:
+        raise Broken(f"passed: {', '.join(broken)}")
 
 
 # --- targets: each runs one command on one damaged input, in the current folder -------

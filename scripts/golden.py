@@ -183,12 +183,14 @@ def main() -> int:
     comparing = verbs.add_parser("compare")
     comparing.add_argument("old", type=Path)
     comparing.add_argument("new", type=Path)
-    given = parser.parse_args()
-    if given.verb == "record":
+    options = parser.parse_args()
+    if options.verb == "record":
         return bool(
-            record(given.directory.resolve(), given.tree.resolve(), quick=given.quick)
+            record(
+                options.directory.resolve(), options.tree.resolve(), quick=options.quick
+            )
         )
-    return 1 if compare(given.old, given.new) else 0
+    return 1 if compare(options.old, options.new) else 0
 
 
 if __name__ == "__main__":

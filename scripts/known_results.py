@@ -200,13 +200,13 @@ def render() -> str:
     machines = [
         json.loads(path.read_text("utf-8")) for path in sorted(STORED.glob("*.json"))
     ]
-    known = yaml.safe_load((STORED / "findings.yaml").read_text("utf-8"))
+    stored = yaml.safe_load((STORED / "findings.yaml").read_text("utf-8"))
     parts = [HEAD, KERNELS]
     parts += [kernel_table(machine) for machine in machines]
-    parts += [quoted(known["kernels"], "### From the log"), FINDINGS]
-    parts.append(overview(known["findings"], machines))
-    parts += [finding_section(entry, machines) for entry in known["findings"]]
-    parts.append(quoted(known["others"], "## Others, without a script of their own"))
+    parts += [quoted(stored["kernels"], "### From the log"), FINDINGS]
+    parts.append(overview(stored["findings"], machines))
+    parts += [finding_section(entry, machines) for entry in stored["findings"]]
+    parts.append(quoted(stored["others"], "## Others, without a script of their own"))
     return "\n".join(parts)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("tests", "benchmarks", "scripts", "examples")  # beside the package
 # They say only that something is there.
 BANNED = frozenset(
     [
@@ -36,6 +38,9 @@ BANNED = frozenset(
         "its",
     ]
 )
+# `Standing.HELD` is a result: a judgement says so of a number that is within its limit
+TERMS = frozenset(["HELD"])
+MAX_COLUMNS = 90  # of a line, with all that stands in it
 MAX_LINES = 60  # of a function
 MAX_NODES = 60  # of an expression
 
@@ -48,8 +53,11 @@ class Limit(NamedTuple):
     aim: int
 
 
+BESIDE = "the same in tests, benchmarks, scripts"
 LIMITS = (
     Limit("names that say nothing", 0, 0),
+    Limit(BESIDE, 859, 0),
+    Limit("lines over 90 columns", 0, 0),
     Limit("classes of one name", 0, 0),
     Limit("`Any`", 300, 300),
     Limit("functions over 60 lines", 0, 0),
@@ -59,16 +67,32 @@ LIMITS = (
 
 
 def banned_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Variables, arguments and functions by such a name, with their lines."""
+    """Such names of variables, constants, arguments, attributes, functions, classes and
+    imports where they are given, with their lines; whatever their case and underscores
+    at their ends."""
     for node in ast.walk(tree):
-        names: list[tuple[int, str]] = []
-        if isinstance(node, ast.arg):
-            names = [(node.lineno, node.arg)]
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = [(node.lineno, node.name)]
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names = [(node.lineno, node.id)]
-        yield from ((line, name) for line, name in names if name in BANNED)
+        for line, name in defined_names(node):
+            if name.strip("_").lower() in BANNED and name not in TERMS:
+                yield line, name
+
+
+def defined_names(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields the names that a node gives to something, with their lines."""
+    match node:
+        case ast.arg():
+            yield node.lineno, node.arg
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.lineno, node.name
+        case ast.Name(ctx=ast.Store()):
+            yield node.lineno, node.id
+        case ast.Attribute(ctx=ast.Store()):
+            yield node.lineno, node.attr
+        case ast.ImportFrom() | ast.Import():
+            yield from ((node.lineno, each.asname or each.name) for each in node.names)
+        case ast.ExceptHandler(name=str(name)):
+            yield node.lineno, name
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield node.lineno, name
 
 
 def is_triton(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -108,17 +132,17 @@ def dense_comprehensions(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{len(node.generators)} `for` and a condition"
 
 
-def untyped(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The word `Any` wherever it stands in code, imports included; not in prose."""
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.Name):
-            names = [node.id]
-        elif isinstance(node, ast.Attribute):
-            names = [node.attr]
-        elif isinstance(node, ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-        yield from ((node.lineno, name) for name in names if name == "Any")
+def untyped(text: str) -> Iterator[tuple[int, str]]:
+    """The word `Any` wherever it stands: in code, imports and prose, as `grep -w` counts
+    it."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        yield from ((number, "Any") for _ in re.findall(r"\bAny\b", line))
+
+
+def long_lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if len(line) > MAX_COLUMNS:
+            yield number, f"{len(line)} columns"
 
 
 def class_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -130,22 +154,29 @@ def class_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def places(package: Path) -> dict[str, list[str]]:
     """By limit, each place that counts."""
     every: dict[str, list[str]] = {limit.name: [] for limit in LIMITS}
+    in_text = {"`Any`": untyped, "lines over 90 columns": long_lines}
     counted = {
         "names that say nothing": banned_names,
-        "`Any`": untyped,
         "functions over 60 lines": long_functions,
         "expressions over 60 nodes": large_expressions,
         "comprehensions of two `for` and a condition": dense_comprehensions,
     }
     classes: dict[str, list[str]] = {}
     for path in sorted(package.rglob("*.py")):
-        tree, file = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
+        text, file = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        tree = ast.parse(text)
         for name, count in counted.items():
             every[name] += [f"{file}:{line}: {what}" for line, what in count(tree)]
+        for name, count_in in in_text.items():
+            every[name] += [f"{file}:{line}: {what}" for line, what in count_in(text)]
         for line, name in class_names(tree):
             classes.setdefault(name, []).append(f"{file}:{line}: {name}")
     shared = [" and ".join(where) for where in classes.values() if len(where) > 1]
     every["classes of one name"] = shared
+    for path in (p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))):
+        names = banned_names(ast.parse(path.read_text(encoding="utf-8")))
+        file = path.relative_to(ROOT)
+        every[BESIDE] += [f"{file}:{line}: {name}" for line, name in names]
     return every
 
 

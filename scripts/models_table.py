@@ -82,7 +82,7 @@ RECENT_SMALL: dict[str, Any] = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_heads": 4},
     **{"linear_head_dim": 8},
 }
-OWN: dict[str, dict[str, Any]] = {  # where those would make no model
+INSTEAD: dict[str, dict[str, Any]] = {  # where those would make no model
     "DeepseekV2ForCausalLM": {"num_key_value_heads": 4},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 4},
     "GPTJForCausalLM": {"rotary_dim": 4},
@@ -97,7 +97,7 @@ OWN: dict[str, dict[str, Any]] = {  # where those would make no model
 EVERY_HEAD = {"num_key_value_heads": 4}  # latent attention, whose keys are of every head
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}  # a layer of each kind
 CONVOLVING = {"layer_types": ["conv", "full_attention"]}
-RECENT_OWN: dict[str, dict[str, Any]] = {
+RECENT_INSTEAD: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
             "DeepseekV32ForCausalLM",
@@ -259,21 +259,23 @@ RECENT = [
 
 def audited(name: str, folder: Path) -> str:
     """What came of an architecture, in one line."""
-    given = SMALL | (RECENT_SMALL if name in RECENT else {})
+    wanted = SMALL | (RECENT_SMALL if name in RECENT else {})
     try:
         cls = getattr(transformers, name)
-        known = cls.config_class().to_dict()
-        small = {key: value for key, value in given.items() if key in known}
+        fields = cls.config_class().to_dict()
+        small = {key: value for key, value in wanted.items() if key in fields}
         for part in ("text_config", "vision_config"):
-            if isinstance(known.get(part), dict):
-                own = {key: value for key, value in given.items() if key in known[part]}
-                small[part] = own
-        small |= OWN.get(name, {}) | RECENT_OWN.get(name, {})
+            if isinstance(fields.get(part), dict):
+                of_part = {
+                    key: value for key, value in wanted.items() if key in fields[part]
+                }
+                small[part] = of_part
+        small |= INSTEAD.get(name, {}) | RECENT_INSTEAD.get(name, {})
         torch.manual_seed(0)
         cls(cls.config_class(**small)).save_pretrained(folder / name)
     except Exception as error:
         return f"not built: {type(error).__name__}: {str(error).splitlines()[0][:90]}"
-    said, code = io.StringIO(), 0
+    errors, code = io.StringIO(), 0
     arguments = ["audit", str(folder / name), "--kernel", "emulated", "--length", "16"]
     arguments += [
         "--sequences",
@@ -284,14 +286,14 @@ def audited(name: str, folder: Path) -> str:
         "-o",
         str(folder / f"{name}-out"),
     ]
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         try:
             numdev(arguments)
         except SystemExit as stop:
             code = int(stop.code or 0)
     if code:
         line = next(
-            (x for x in said.getvalue().splitlines() if "error: " in x), f"exit {code}"
+            (x for x in errors.getvalue().splitlines() if "error: " in x), f"exit {code}"
         )
         return (
             line.partition("error: ")[2].replace(f"{folder}/", "").replace("|", "/")

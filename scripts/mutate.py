@@ -95,16 +95,17 @@ def main() -> int:
         faults = [{"id": file, "area": "no fault", "tests": [file]} for file in files]
     results = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for found in pool.map(lambda fault: tried(fault, options), faults):
-            results.append(found)
+        for result in pool.map(lambda fault: tried(fault, options), faults):
+            results.append(result)
             print(
-                f"{found['id']:28} {found['by']:68} {found['seconds']:6.0f} s", flush=True
+                f"{result['id']:28} {result['by']:68} {result['seconds']:6.0f} s",
+                flush=True,
             )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))
     wanted = "survived" if options.baseline else "caught"
-    return int(any(found["outcome"] != wanted for found in results))
+    return int(any(result["outcome"] != wanted for result in results))
 
 
 def chosen(faults: list[Fault], which: list[str]) -> list[Fault]:
@@ -128,7 +129,7 @@ def unplantable(fault: Fault) -> str | None:
     text = path.read_text(encoding="utf-8")
     count = len(spelling(fault["old"], text).findall(text))
     if count != 1 or fault["old"] == fault["new"]:
-        return f"{name}: expected 1 place to plant it, found {count}: {fault['old']}"
+        return f"{name}: expected 1 place to plant it, got {count}: {fault['old']}"
     if path.suffix == ".py":
         try:
             ast.parse(planted(text, fault))
@@ -183,12 +184,12 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
             text = path.read_text(encoding="utf-8")
             path.write_text(planted(text, fault), encoding="utf-8")
         for files in rounds:
-            code, said = tested(tree, files, options)
+            code, output = tested(tree, files, options)
             if code != 0:
                 break
     outcome = "caught" if code is None else OUTCOMES.get(code, "broken")
     failed = re.search(
-        r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", said, re.MULTILINE
+        r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", output, re.MULTILINE
     )
     by = (
         "timeout"
@@ -197,7 +198,7 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
         if code == 1 and failed
         else outcome.upper()
     )
-    last = said.strip().splitlines()[-12:] if outcome != "survived" else []
+    last = output.strip().splitlines()[-12:] if outcome != "survived" else []
     seconds = round(time.monotonic() - start, 1)
     named = {"id": fault["id"], "area": fault["area"]}
     return {**named, "outcome": outcome, "by": by, "seconds": seconds, "said": last}
@@ -242,19 +243,19 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Caught, survived and broken by area, and in all; the names of what was not
     caught."""
     lines = [f"{'area':16}{'faults':>8}{'caught':>8}  not caught"]
-    areas = dict.fromkeys(found["area"] for found in results)
-    for area, own in [
+    areas = dict.fromkeys(result["area"] for result in results)
+    for area, of_area in [
         *((a, [r for r in results if r["area"] == a]) for a in areas),
         ("", results),
     ]:
-        count = Counter(found["outcome"] for found in own)
+        count = Counter(result["outcome"] for result in of_area)
         left = [
             f"{r['id']} ({r['outcome']})"
-            for r in own
+            for r in of_area
             if area and r["outcome"] != "caught"
         ]
         lines.append(
-            f"{area or 'all':16}{len(own):8}{count['caught']:8}  {', '.join(left)}"
+            f"{area or 'all':16}{len(of_area):8}{count['caught']:8}  {', '.join(left)}"
         )
     return "\n".join(lines)
 

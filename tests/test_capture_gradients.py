@@ -27,7 +27,7 @@ from numdev.sources.capture import attention_implementation, capture
 from numdev.sources.projection import Projection, Projections
 from numdev.sources.upstream_gradients import (
     LANGUAGE,
-    OWN,
+    MODEL_LOSS,
     Upstream,
     find_upstream,
     with_drawn_gradient,
@@ -179,7 +179,7 @@ def test_a_call_the_loss_does_not_reach_is_not_lost(how: str) -> None:
     """Its gradient is drawn and said to be; the other's is the loss's."""
     cases, drawn, _ = handed_over(Scored(how).double(), text(), seed=3)
     assert drawn == ("first#0",)
-    assert [c.grad_out_from for c in cases] == ["random from N(0, 1), seed 3", OWN]
+    assert [c.grad_out_from for c in cases] == ["random from N(0, 1), seed 3", MODEL_LOSS]
     assert all(c.grad_out is not None for c in cases)
 
 
@@ -196,7 +196,7 @@ def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(
     model = Scored("scalar")
     model.register_forward_hook(scaled)
     cases, drawn, upstream = handed_over(model, text())
-    assert upstream.loss == OWN
+    assert upstream.loss == MODEL_LOSS
     assert drawn == ("first#0", "second#0")
     assert {c.grad_out_from for c in cases} == {"random from N(0, 1), seed 0"}
 

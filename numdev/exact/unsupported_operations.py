@@ -49,10 +49,10 @@ PHRASES = {
     "data is not allocated": POINTER,
     "no rule registered for HigherOrderOperator": OF_FUNCTIONS,
 }
-HERE, TORCH = (str(Path(path).parent) for path in (__file__, torch.__file__))
+NUMDEV_EXACT, TORCH = (str(Path(path).parent) for path in (__file__, torch.__file__))
 # What calls a user's function stands above it, what stands in for a GPU below
 CALLERS = str(Path(__file__).parent.parent / "operations" / "function")
-NOT_THE_USERS = (HERE, CALLERS, TORCH, "<frozen")
+NOT_THE_USERS = (NUMDEV_EXACT, CALLERS, TORCH, "<frozen")
 
 
 class Unsupported(MeasurementError):

@@ -40,6 +40,8 @@ from numdev.exact.unsupported_operations import (
 
 aten = torch.ops.aten
 UNROUNDED = Unrounded()
+# Of a tensor class that overrides operations by `__torch_dispatch__` alone
+NO_OVERRIDE = torch._C._disabled_torch_function_impl
 # Operators whose results are draws. `native_dropout` (on a GPU) computes as well.
 DRAWS = frozenset(
     """rand randn rand_like randn_like randint randint_like randperm random random_ normal
@@ -84,7 +86,7 @@ class Wide(Tensor):
         wide.exact, wide.is_weight = values, is_weight
         return wide
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_OVERRIDE  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -97,7 +99,7 @@ class Wide(Tensor):
         """Outside of a run, as when a cache is put together: nothing is rounded."""
         return compute_operation(func, args, kwargs or {}, UNROUNDED)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"Wide({self.dtype}, {self.exact})"
 
     def __format__(self, spec: str) -> str:

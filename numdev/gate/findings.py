@@ -19,12 +19,12 @@ from numdev.gate.judgement import (
     REPORT,
     RUNS,
     SOMETHING,
-    Held,
+    JudgedRow,
     Judgement,
     Statement,
     Test,
 )
-from numdev.gate.row_checks import FOUND, OVERFLOWS, Rows
+from numdev.gate.row_checks import INFERRED, OVERFLOWS, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import Value, lse_error, value_of
@@ -371,7 +371,7 @@ def _is_of_function(finding: Finding) -> bool:
 class Fault(NamedTuple):
     """Rows that offend, the worst first, each with the test that it fails."""
 
-    rows: list[tuple[Test, Held]]
+    rows: list[tuple[Test, JudgedRow]]
     causes: tuple[str, ...] = ()
     """Of a mistake: statements each of which explains all of these rows; the first is the
     one that is shown first."""
@@ -393,7 +393,7 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
     """Returns the offending rows of each test as a fault; those of different functions as
     one fault for each mistake, over all formats."""
     faults: list[Fault] = []
-    named: dict[tuple[str, str], list[tuple[Test, Held]]] = {}
+    named: dict[tuple[str, str], list[tuple[Test, JudgedRow]]] = {}
     for test in tests:
         offending = [(test, judged_row) for judged_row in test.beyond]
         if test.metric != "suspicion":
@@ -418,7 +418,7 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
     return every
 
 
-def _faults_by_mistake(rows: Sequence[tuple[Test, Held]]) -> Iterator[Fault]:
+def _faults_by_mistake(rows: Sequence[tuple[Test, JudgedRow]]) -> Iterator[Fault]:
     """Yields a fault for each mistake, with the rows that it explains. Where several
     mistakes explain a head, it goes to the one that explains most heads. `rows`: those of
     a kernel that have a mistake."""
@@ -819,7 +819,7 @@ def _rounding_model_in_words(rows: Rows) -> str:
     the kernel claims or is taken to be, or the one inferred for a kernel without a
     claim."""
     claim = next((row.claim for row in rows if row.claim), None)
-    if claim and claim.startswith(FOUND):
+    if claim and claim.startswith(INFERRED):
         return f"its inferred rounding model ({claim})"
     return f"the rounding model `{claim}`" if claim else "its rounding model"
 
@@ -953,7 +953,7 @@ def _inferred_model_sentences(kernels: Sequence[DeviationRow]) -> Iterator[str]:
     for kernel, rows in grouped(kernels, attrgetter("kernel")).items():
         judged = [row for row in rows if row.claim]
         ways = grouped(
-            (r for r in judged if str(r.claim).startswith(FOUND)), lambda r: r.claim
+            (r for r in judged if str(r.claim).startswith(INFERRED)), lambda r: r.claim
         )
         if not ways:
             continue

@@ -32,7 +32,7 @@ SOMETHING = "something is judged"  # the rule that some other one could be appli
 REQUIRED = "required"
 
 
-class Held(NamedTuple):
+class JudgedRow(NamedTuple):
     """A number of a row beside its limit."""
 
     row: DeviationRow

@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
 from numdev.errors import MeasurementError
 from numdev.grouping import grouped
@@ -24,14 +23,15 @@ from numdev.report import (
     CaseRecord,
     DeviationRow,
     PlanRecord,
+    Request,
     SweepReport,
 )
 from numdev.tensor_specs import TensorSpec, tensor_spec
 
 Measured = AuditReport | SweepReport
 NOT_MEASURED = "not measured"
-# How a row's claim begins where the kernel declared none and was found to round so.
-FOUND = "as "
+# How a row's claim begins where the kernel declared none, and one was inferred.
+INFERRED = "as "
 ROUNDING = 1 + 1e-9
 # Formats in which an exact result may rightly be infinite once it is rounded.
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
@@ -144,7 +144,7 @@ def check_whole(report: Measured) -> None:
         raise MeasurementError(what, hint=CUT)
 
 
-def _request_differences(request: Mapping[str, Any], plan: PlanRecord) -> Iterator[str]:
+def _request_differences(request: Request, plan: PlanRecord) -> Iterator[str]:
     """Yields a clause for each thing that was planned otherwise than the request asked
     for. Keys that the request does not have are not compared."""
     # A check's may be "auto"
@@ -173,18 +173,14 @@ def _request_differences(request: Mapping[str, Any], plan: PlanRecord) -> Iterat
         yield "the plan has a kernel twice"
 
 
-def format_differences(
-    request: Mapping[str, Any], planned: Sequence[str]
-) -> Iterator[str]:
+def format_differences(request: Request, planned: Sequence[str]) -> Iterator[str]:
     """Yields a clause where the formats of a request, if it has any, are not those of the
     plan."""
     if "formats" in request and list(request["formats"]) != list(planned):
         yield "the plan has other formats than the request"
 
 
-def unplanned_kernels(
-    request: Mapping[str, Any], planned: Iterable[str]
-) -> Iterator[str]:
+def unplanned_kernels(request: Request, planned: Iterable[str]) -> Iterator[str]:
     """Yields a clause for each kernel of a request that is not in the plan. A function of
     a file is named by its module there."""
     names = {name.rpartition(":")[2] for name in planned}

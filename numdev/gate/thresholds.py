@@ -17,9 +17,9 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Literal
 
-from numdev.gate.judgement import RUNS, Held, PlantedDose, Power, Test
+from numdev.gate.judgement import RUNS, JudgedRow, PlantedDose, Power, Test
 from numdev.gate.row_checks import (
-    FOUND,
+    INFERRED,
     NOT_MEASURED,
     Groups,
     Rows,
@@ -199,10 +199,10 @@ def _rule_test(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
 
 def _rows_with_limits(
     threshold: Threshold, rows: Rows
-) -> tuple[list[Held], list[Held], list[Lacking]]:
+) -> tuple[list[JudgedRow], list[JudgedRow], list[Lacking]]:
     """Returns rows with their limit, the worst first; estimates that decide nothing; and
     rows without the number, each with the reason."""
-    judged: list[Held] = []
+    judged: list[JudgedRow] = []
     lacking: list[Lacking] = []
     heads = 1 if threshold.heads is None else len(rows)
     for row in rows:
@@ -225,7 +225,7 @@ def _rows_with_limits(
     return judged, [*unsure, *straddling], lacking
 
 
-def _worst_first(judged: Held) -> tuple[float, float]:
+def _worst_first(judged: JudgedRow) -> tuple[float, float]:
     """Returns a key that sorts the worst first: by the multiple of the limit, and where
     that is infinite, beside a limit of 0, by the number; NaN before all."""
     value = judged.value
@@ -233,7 +233,7 @@ def _worst_first(judged: Held) -> tuple[float, float]:
     return -judged.excess, -(math.inf if math.isnan(size) else size)
 
 
-def _row_with_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
+def _row_with_limit(threshold: Threshold, row: DeviationRow) -> JudgedRow | str:
     """Returns a row with the first limit whose number it has; else the reason why it has
     none.
 
@@ -252,7 +252,7 @@ def _row_with_limit(threshold: Threshold, row: DeviationRow) -> Held | str:
     for limit in (threshold, *threshold.otherwise):
         value, why = value_of(row, limit.metric)
         if value is not None or limit.absent:
-            beside = Held(row, limit, value, limit.excess(value))
+            beside = JudgedRow(row, limit, value, limit.excess(value))
             if limit.at_least is not None and float(value or 0.0) < limit.at_least:
                 return beside._replace(unsure=_too_little_reason(limit, value))
             return _with_interval(beside) if row.sampled else beside
@@ -281,7 +281,7 @@ def _is_excused(
         return not row.sampled  # others of its rows may see a key
     if threshold.certain is not None:
         # The inferred rounding model is biased itself
-        inferred = (row.claim or "").startswith(FOUND) and why != NOT_MEASURED
+        inferred = (row.claim or "").startswith(INFERRED) and why != NOT_MEASURED
         return inferred or (row.sequences or 0) < threshold.certain.sequences
     if metric in ("noise", "noise_ratio"):
         return row.noise is None and plan.repeats < 2
@@ -300,7 +300,7 @@ def _is_excused(
     return unclaimed and not threshold.otherwise and why != NOT_MEASURED
 
 
-def _with_interval(estimate: Held) -> Held | str:
+def _with_interval(estimate: JudgedRow) -> JudgedRow | str:
     """Returns the number of sampled rows with its interval; one without an interval says
     in `unsure` that it decides nothing. For a maximum that is not exceeded, returns the
     reason why it says nothing of all rows."""
@@ -325,8 +325,8 @@ def _with_interval(estimate: Held) -> Held | str:
 
 
 def _split_undecided(
-    threshold: Threshold, judged: list[Held]
-) -> tuple[list[Held], list[Held]]:
+    threshold: Threshold, judged: list[JudgedRow]
+) -> tuple[list[JudgedRow], list[JudgedRow]]:
     """Returns estimates that decide, and those whose interval contains the limit, with
     the reason in `unsure`. For a median none decides, if the median of the lower ends is
     within and that of the upper ends beyond."""
@@ -344,7 +344,7 @@ def _split_undecided(
     ]
 
 
-def _undecided_reason(lower: Held, upper: Held, whose: str = "") -> str:
+def _undecided_reason(lower: JudgedRow, upper: JudgedRow, whose: str = "") -> str:
     """Returns why an estimate decides nothing: the interval from `lower`'s low end to
     `upper`'s high end contains the limit. `whose` precedes the metric."""
     low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
@@ -355,7 +355,9 @@ def _undecided_reason(lower: Held, upper: Held, whose: str = "") -> str:
     return f"{what} contains the limit {lower.limit.at_most:g}: audit more rows"
 
 
-def _rows_beyond_limit(threshold: Threshold, judged: Sequence[Held]) -> list[Held]:
+def _rows_beyond_limit(
+    threshold: Threshold, judged: Sequence[JudgedRow]
+) -> list[JudgedRow]:
     """Returns rows beyond the limit. Where the limit is for a median there are none as
     long as that is within; where certainty is asked for only those that are significant
     over all of them together."""
@@ -369,7 +371,7 @@ def _rows_beyond_limit(threshold: Threshold, judged: Sequence[Held]) -> list[Hel
     ]
 
 
-def _median(judged: Sequence[Held]) -> Held:
+def _median(judged: Sequence[JudgedRow]) -> JudgedRow:
     """Returns the median of rows that are ordered from the worst, at least one; of two in
     the middle the one that is less bad."""
     return judged[len(judged) // 2]

@@ -174,7 +174,7 @@ class Ranks:
     def ask(self, task: RankTask | None, limit_s: float = LIMIT_S) -> Any:
         """Sends a task to every process and returns rank 0's answer, a dict of tensors on
         the CPU or of `refused`. With None it sends nothing and waits until all have
-        started. Any exception ends the processes; raises MeasurementError where one fails
+        started. An exception ends the processes; raises MeasurementError where one fails
         or dies, or rank 0 does not answer within `limit_s` seconds."""
         try:
             with contextlib.suppress(OSError):  # it is gone, and so it will be found

@@ -287,7 +287,7 @@ def headerless_hint(path: Path) -> str:
             if file.suffix != ".safetensors":
                 return ""
             with storage.open_safetensors(file) as opened:
-                names = {name.rpartition(".")[2] for name in opened.keys()}  # noqa: SIM118
+                names = {name.rpartition(".")[2] for name in list(opened.keys())}
             if names.issuperset(REQUIRED):
                 return (
                     f"captured tensors are named 0.q, 0.k, 0.v and need a header: give "

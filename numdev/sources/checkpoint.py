@@ -64,6 +64,8 @@ LENGTHS = (
     *("context_length", "context_size", "n_context", "ctx_len", "max_context_length"),
 )
 META = torch.device("meta")
+# Of a tensor class that overrides operations by `__torch_dispatch__` alone
+NO_OVERRIDE = torch._C._disabled_torch_function_impl
 # No model has so many
 MANY = re.compile(r'"\w*(?:layers?|depths?|experts|blocks)": \[?\d{5,}')
 LABELS = re.compile(r'"num_labels": (\d+)')
@@ -601,7 +603,7 @@ class Deferred(Tensor):
         deferred: Deferred = x
         return deferred
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_OVERRIDE  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -14,8 +14,8 @@ from numdev.grouping import grouped
 # Parts of their classes' names, after that of the family (KimiLinearAttention is no
 # linear one).
 KINDS = re.compile(
-    "Mamba|SSM|Delta|KDA|Kda|Lightning|LinearAtt|Recurrent|RGLRU|Rglru|Retention|RWKV|Rwkv|ShortConv"
-    "|Hyena|LSTM"
+    "Mamba|SSM|Delta|KDA|Kda|Lightning|LinearAtt|Recurrent|RGLRU|Rglru|Retention|RWKV"
+    "|Rwkv|ShortConv|Hyena|LSTM"
 )
 STATES = ("A_log", "dt_bias")  # what a state space has, whatever it is called
 PROJECTIONS = (nn.Linear, nn.Conv1d)

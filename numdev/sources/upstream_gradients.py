@@ -25,7 +25,7 @@ from numdev.formats import round_to
 from numdev.sources.input_regimes import Draws
 
 LANGUAGE = "the model's language-model loss"
-OWN = "the model's own loss"
+MODEL_LOSS = "the model's own loss"
 IGNORED = -100  # the label of a position that has none, by PyTorch's default
 
 
@@ -52,7 +52,7 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
     """Returns where this model's upstream gradients on these inputs come from; runs it
     once to see. A loss that raises, or is not finite, is not used; `why_not` says so.
     Without a loss gradients are drawn from `seed`."""
-    words, arguments = OWN, dict[str, object]()
+    words, arguments = MODEL_LOSS, dict[str, object]()
     if hasattr(model, "get_output_embeddings"):  # a model of transformers
         asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
         encodes = cast(Any, model).config.is_encoder_decoder

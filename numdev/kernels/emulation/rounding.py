@@ -102,7 +102,8 @@ def rounding(
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Enters a context in which fp32 products are computed in fp32: without TF32, bf16
     passes, or autocast on this device. Restored at the end."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    onednn = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, onednn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

@@ -1,4 +1,4 @@
-"""Any PyTorch function as an operation, with a reference as its own truth.
+"""A PyTorch function as an operation, with a reference as its own truth.
 
 `trees` names what goes in and comes out, `observed_calls` runs functions as PyTorch
 does, `reference` runs the reference exactly and rounded (`arithmetic` adds what sums in

@@ -43,7 +43,8 @@ FUNCTIONS = frozenset(
     sigmoid_backward tanh_backward gelu_backward silu_backward mish_backward
     softplus_backward elu_backward log_sigmoid_backward logaddexp xlogy sinc i0 addcdiv
     addcmul lerp smooth_l1_loss huber_loss hardswish_backward glu glu_backward
-    linalg_cross binary_cross_entropy binary_cross_entropy_backward""".split()  # noqa: SIM905
+    linalg_cross binary_cross_entropy
+    binary_cross_entropy_backward""".split()  # noqa: SIM905
 )
 # What normalises over a sum: outputs err by a share of themselves, and of the mean that
 # is taken away, with the square root of how many numbers go into it.

@@ -165,7 +165,9 @@ def on_device(device: str) -> Iterator[None]:
     class GeneratorOnDevice(metaclass=GeneratorType):
         """A generator on the device, whichever device is asked for."""
 
-        def __new__(cls, *_: object, **__: object) -> torch.Generator:  # type: ignore[misc]
+        def __new__(  # type: ignore[misc]
+            cls, *_: object, **__: object
+        ) -> torch.Generator:
             """Returns a generator of PyTorch's on the device."""
             return generator(device)
 

@@ -27,7 +27,7 @@ from numdev.operations.function.trees import Arguments
 GENERATE, REFERENCE, SUBMISSION = "generate_input", "ref_kernel", "custom_kernel"
 CHECK = "check_implementation"
 SEED = "seed"
-OWN = "@SUBMISSION@"  # in place of the path of a submission's file
+SUBMITTED = "@SUBMISSION@"  # in place of the path of a submission's file
 LARGEST = {"cpu": 1 << 24, "cuda": 1 << 28}  # numbers in the inputs of one test
 TOGETHER = {"cpu": 1 << 20, "cuda": 1 << 26}  # in those of all tests that run
 MOST_TESTS = 4
@@ -218,7 +218,7 @@ def _files(path: Path, listed: Sequence[object]) -> Iterator[tuple[str, Path]]:
     for file in sorted(path.glob("*.py")):
         yield file.name, file
     for entry in listed:
-        if not isinstance(entry, Mapping) or entry.get("source") in (OWN, None):
+        if not isinstance(entry, Mapping) or entry.get("source") in (SUBMITTED, None):
             continue
         name, source = str(entry.get("name")), path / str(entry["source"])
         if Path(name).name != name or not source.is_file():

@@ -211,6 +211,10 @@ class RequestShape(BaseModel):
     axes: list[str] | None = None
 
 
+Request = dict[str, Any]
+"""What was asked for, as JSON has it: a key for each option."""
+
+
 class Report(Record):
     """What every report has, whatever its kind."""
 
@@ -221,7 +225,7 @@ class Report(Record):
     outcome: Outcome | None = None  # by these rules, of all that was planned
     verdicts: tuple[KernelVerdict, ...] = ()
     provenance: Provenance
-    request: dict[str, Any]
+    request: Request
     timings: dict[str, float] = Field(default_factory=dict)
     """Seconds by section, and `total`: of the run that made the report, not of one it
     resumed."""

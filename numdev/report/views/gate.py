@@ -17,7 +17,7 @@ from numdev.gate.judgement import (
     RATIOS,
     REQUIRED,
     SOMETHING,
-    Held,
+    JudgedRow,
     Judgement,
     Power,
     Statement,
@@ -212,7 +212,9 @@ def _beyond_table(tests: Iterable[Test], place: Places) -> doc.Table:
     """Returns a table with a line for each row that is beyond a limit, the one farthest
     beyond first, at most SHOWN."""
     every = ((offender, test) for test in tests for offender in test.beyond)
-    beyond = [(offender, test) for offender, test in every if isinstance(offender, Held)]
+    beyond = [
+        (offender, test) for offender, test in every if isinstance(offender, JudgedRow)
+    ]
     beyond.sort(key=lambda pair: -pair[0].excess)
     rows = [
         (

@@ -60,7 +60,7 @@ CONFIG = {
     "distributed.worker.profile.enabled": False,
 }
 Tasks = Sequence[tuple[Planned, Task]]
-GONE, KEPT = (
+GONE, CONTINUES = (
     "the Dask scheduler is gone",
     "what is finished is kept; the same command continues",
 )
@@ -209,7 +209,7 @@ class Workers:
                 yield task.key, {"row": [row]}, f"{task.case.module} {task.kernel}"
             return
         except (CancelledError, OSError, TimeoutError) as error:
-            raise MeasurementError(GONE, hint=KEPT) from error
+            raise MeasurementError(GONE, hint=CONTINUES) from error
         except Exception as error:
             what = f"a worker failed: {one_line(error)}"
             raise MeasurementError(
@@ -226,11 +226,11 @@ class Workers:
         scheduler is gone, UsageError for a worker of several cases at a time, which would
         share a GPU."""
         if self.client.status != "running":
-            raise MeasurementError(GONE, hint=KEPT)
+            raise MeasurementError(GONE, hint=CONTINUES)
         try:
             threads = self.client.nthreads()
         except (OSError, TimeoutError) as error:
-            raise MeasurementError(GONE, hint=KEPT) from error
+            raise MeasurementError(GONE, hint=CONTINUES) from error
         for address, count in threads.items():
             if count > 1:
                 hint = "start it by `dask worker --nthreads 1`"
@@ -262,7 +262,7 @@ def shared_out(
             raise
         except Exception as error:
             raise MeasurementError(
-                f"a worker failed: {one_line(error)}", hint=KEPT
+                f"a worker failed: {one_line(error)}", hint=CONTINUES
             ) from error
 
 

@@ -30,7 +30,7 @@ class EarlyFailures:
         """`rules`: those of the verdict, None for the default ones; `say` gets the
         sentences."""
         self.rules, self.say = rules or default_rules(), say
-        self.told: set[tuple[str, str]] = set()
+        self.reported: set[tuple[str, str]] = set()
 
     def __call__(self, rows: Sequence[DeviationRow]) -> None:
         """Says that a kernel fails, once, where a row of one of its calls shows it.
@@ -40,7 +40,7 @@ class EarlyFailures:
             return
         first = rows[0]
         who = (label(first), first.format)
-        if who in self.told:
+        if who in self.reported:
             return
         kernel = PlannedKernel(
             role=first.role, kernel=first.kernel, options=first.options
@@ -61,6 +61,6 @@ class EarlyFailures:
             return
         findings, _ = findings_in(judge(tests, self.rules), rows)
         if findings:
-            self.told.add(who)
+            self.reported.add(who)
             where = first.module or first.case
             self.say(f"FAIL, by {where} alone: {findings[0].sentence}")

@@ -41,7 +41,11 @@ def guarded(search: Search, device: str) -> tuple[Named, str | None]:
 
     named, why = guarded_data(plain, device)
     every: Mapping[str, dict[str, object]] = named or {}  # type: ignore[assignment]
-    return {name: OtherFunction(**x) for name, x in every.items()}, why  # type: ignore[arg-type]
+    causes = {
+        name: OtherFunction(**fields)  # type: ignore[arg-type]
+        for name, fields in every.items()
+    }
+    return causes, why
 
 
 def guarded_data(search: Callable[[], object], device: str) -> tuple[object, str | None]:

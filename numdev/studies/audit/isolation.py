@@ -207,7 +207,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
     ) -> None:
         """Begins to run a kernel `times` times, one after another, while this process
         goes on: as many calls with the same arguments take what comes of it, as if each
-        had run it. Any other call drops what is left. Raises as `_worker_for`."""
+        had run it. Another call drops what is left. Raises as `_worker_for`."""
         call = IsolatedRun(
             kernel.name, case, dict(options), gradients, contextlib.nullcontext
         )

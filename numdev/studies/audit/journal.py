@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
@@ -37,6 +38,7 @@ RESULTS = (
 )
 START, TASK, DIGEST = b'{"header":', b'{"task":', b',"digest":"'
 Row = dict[str, Any] | BaseModel
+AS_DATA = methodcaller("model_dump", mode="json")  # of a row that is a record
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -49,7 +51,7 @@ class _Header(BaseModel):
 
 
 class _Task(BaseModel):
-    """Any other line of a journal: a finished task."""
+    """Another line of a journal: a finished task."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -208,8 +210,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def _write_line(self, line: Mapping[str, object]) -> None:
         """Appends one line with the digest of all lines up to it, at once."""
         assert self._file is not None
-        plain: Any = lambda row: row.model_dump(mode="json")  # noqa: E731
-        text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=plain)
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=AS_DATA)
         body = text.removesuffix("}").encode()
         self._digest = _chain_digest(self._digest, body)
         self._file.write(body + DIGEST + f'{self._digest}"}}\n'.encode())

@@ -4,15 +4,15 @@ shown."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from numdev.gate.compare_report import Compared
 from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Beside, Judgement, Test
 from numdev.gate.row_checks import Measured, check_whole
+from numdev.gate.row_pairs import Naming
 from numdev.gate.rules import Rules
 from numdev.gate.thresholds import power_of, tests_of_rows
-from numdev.report import AuditReport, CaseRecord, Finding, SweepReport
+from numdev.report import AuditReport, CaseRecord, DeviationRow, Finding, SweepReport
 from numdev.report.summary import summarise
 from numdev.report_kinds import Judged, Kind
 from numdev.studies.audit import sweep_view, view
@@ -84,7 +84,7 @@ def sweep_summarised(report: SweepReport) -> SweepReport:
     return summarised(report)
 
 
-def moves(a: Measured, b: Measured) -> tuple[Any, Compared]:
+def moves(a: Measured, b: Measured) -> tuple[Naming[DeviationRow], Compared]:
     """Returns how rows of two reports, A and B, are named in sentences, and the
     comparison: groups of rows, what moved from A to B, and notes."""
     # It needs scipy, for which a gate need not wait

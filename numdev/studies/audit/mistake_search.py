@@ -23,7 +23,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format
 from numdev.gate.findings import label
-from numdev.gate.row_checks import FOUND
+from numdev.gate.row_checks import INFERRED
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
@@ -254,7 +254,7 @@ class Failing:
     def ways(self) -> set[str]:
         """Returns the known ways of rounding by which the call's rows were judged, in
         words; empty where it was its claim."""
-        return {r.claim for r in self.rows if r.claim and r.claim.startswith(FOUND)}
+        return {r.claim for r in self.rows if r.claim and r.claim.startswith(INFERRED)}
 
     def say(self, named: Named) -> None:
         """Writes the mistakes into the rows, in place, by tensor and head."""

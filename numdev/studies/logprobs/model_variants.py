@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +35,11 @@ KEYS = {
 BASE = ("base_model.model.", "base_model.")  # before a module's name in an adapter's file
 
 
-def without(model: nn.Module, dose: str) -> None:
+def take_out(subject: Subject, dose: str) -> None:
     """Takes a window or a cap out of a model, in place: the key of `dose` in its config,
     and in every module that has copied it; or its own scale of scores, in place of which
     stands the root of the heads' size."""
+    model = subject.wide
     if dose == SCALE:
         for module in model.modules():
             size = getattr(module, "head_dim", None)
@@ -103,7 +105,7 @@ def quantise(dose: str) -> Edit:
     def edit(subject: Subject) -> None:
         """Rounds them."""
         for _name, module, axis in linear_layers(subject.wide):
-            subject.change_weight(module, lambda x, a=axis: quantised(x, a, dose))  # type: ignore[misc]
+            subject.change_weight(module, partial(quantised, axis=axis, dose=dose))
 
     return edit
 
@@ -131,7 +133,7 @@ def cached_attention(dose: str) -> Callable[[AttentionCase, Format], Tensor]:
 # By cause and dose, what makes that mistake of a model, in place
 VARIANTS: Mapping[tuple[str, str], Edit] = {
     **{
-        ("window, cap or scale", dose): lambda subject, d=dose: without(subject.wide, d)  # type: ignore[misc]
+        ("window, cap or scale", dose): partial(take_out, dose=dose)
         for dose in (*KEYS, SCALE)
     },
     **{("quantised weights", dose): quantise(dose) for dose in ("int8", "e4m3", "int4")},

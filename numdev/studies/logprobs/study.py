@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -413,12 +413,8 @@ class LogprobsStudy:
         assert self.model is not None
         support = self.support_of(record)
         about = {"side": side, "sequence": number, "uid": record.uid}
-        if len(record.weights_versions) > 1:
-            why = "it was sampled under several versions of the weights"
-            return SideRow(**about, status="skipped", reason=why), None  # type: ignore[arg-type]
-        if not record.has_prompt:
-            why = "its prompt was not recorded"
-            return SideRow(**about, status="skipped", reason=why), None  # type: ignore[arg-type]
+        if why := unmeasurable(record):
+            return skipped_row(about, why), None
         exact = exact_values(self.model, record, support, tried)
         predicted = predicted_errors(self.model, record, exact.logprobs, support, recipe)
         has_exact = np.isfinite(exact.logprobs) & np.isfinite(predicted)
@@ -431,7 +427,7 @@ class LogprobsStudy:
             "infinite": int(infinite.sum()),
         }
         if not counts.any():
-            return SideRow(**about, status="skipped", reason=NO_TOKENS), None  # type: ignore[arg-type]
+            return skipped_row(about, NO_TOKENS), None
         seen = Observed(
             sequence=number,
             record=record,
@@ -797,6 +793,18 @@ def common(records: Sequence[RecordedSequence], name: str) -> str | None:
     agree."""
     settings = {getattr(record.settings, name) for record in records}
     return next(iter(settings)) if len(settings) == 1 else None
+
+
+def skipped_row(about: Mapping[str, object], why: str) -> SideRow:
+    """Returns the row of a sequence that has no numbers, with the fields `about`."""
+    return SideRow.model_validate({**about, "status": "skipped", "reason": why})
+
+
+def unmeasurable(record: RecordedSequence) -> str:
+    """Returns why nothing of a recorded sequence can be measured; empty where it can."""
+    if len(record.weights_versions) > 1:
+        return "it was sampled under several versions of the weights"
+    return "" if record.has_prompt else "its prompt was not recorded"
 
 
 def side_row(

@@ -26,7 +26,7 @@ from numdev.studies.training.optimiser import Slots, Updates
 from numdev.studies.training.token_batches import seed_for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HERE = CaseRef(case="training")
+TRAINING = CaseRef(case="training")
 
 
 class LaneState(TypedDict):
@@ -80,7 +80,7 @@ class KernelAttention:
         out_dtype, dtype = q.dtype, self.dtype or q.dtype
         scale = 1 / math.sqrt(q.shape[-1])
         q, k, v = (x.to(dtype) for x in (q, k, v))
-        case = AttentionCase(ref=HERE, q=q, k=k, v=v, scale=scale, is_causal=True)
+        case = AttentionCase(ref=TRAINING, q=q, k=k, v=v, scale=scale, is_causal=True)
         if self.calls is not None:
             self.calls.append(
                 dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())

@@ -211,7 +211,7 @@ class WeightComparison:
         self, other: WeightSet
     ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
         """Yields (name, stored tensor of another set, that of the first) for each tensor
-        that both have in one shape. Any other becomes a remark; but one that a damaged
+        that both have in one shape. Another becomes a remark; but one that a damaged
         set lacks may be in the file that cannot be read, and is not called missing."""
         first = self.first
         for name, ours in first.tensors.items():
