@@ -71,8 +71,8 @@ QUICK = {
 SLOW = {
     "benchmarks/narrow_sums.py": ("--only nothing", "0 rows"),
     "benchmarks/logprob_causes.py": (
-        "--pairs 1 --sequences 3 --length 24 --model gpt2 --no-causes",
-        "| gpt2 | 1 | 0 of 2 |",
+        "--pairs 1 --sequences 3 --length 24 --model gpt2 --only late$",
+        "gpt2: 2 planted, 2 decidable: 2 named",
     ),
     "benchmarks/logprobs_large.py": (
         "{tmp}/run --layers 1 --width 128 --sequences 3 --length 70",
@@ -122,6 +122,7 @@ NEEDS = {
 }
 ELSEWHERE = {  # what runs it
     "benchmarks/judged_functions.py": "benchmarks/functions.py",
+    "benchmarks/logprob_programs.py": "benchmarks/logprob_causes.py",
     "benchmarks/more_functions.py": "benchmarks/functions.py",
     "benchmarks/power_tables.py": "benchmarks/power.py",
     "benchmarks/small_functions.py": "tests/test_exact.py",
