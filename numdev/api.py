@@ -163,8 +163,9 @@ def _audit_subject(
     target: Target | None, cases: Cases | None, inputs: Inputs | str | Path | None
 ) -> _Audited:
     """Returns what is audited as a request names it: a target or cases, distinguished by
-    their types. Neither is `demo`. Raises UsageError for both, and for inputs that do not
-    belong to them."""
+    their types: a model in memory, a path or name, attention calls, or mappings of cases,
+    which without a name are called `case 0` and so on. Neither is `demo`. Raises
+    UsageError for both, and for inputs that do not belong to them."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
     subject = target if cases is None else cases
@@ -208,8 +209,9 @@ def _as_list(argument: Any) -> list[Any]:
 
 
 def named_inputs(model: nn.Module, inputs: Inputs | str | Path | None) -> dict[str, Any]:
-    """Returns what a model reads, by the names of its forward's arguments. Raises
-    UsageError for what does not fit them, and for none."""
+    """Returns what a model reads, by the names of its forward's arguments: a mapping as
+    it is (copied, unchecked), a tensor or a sequence in forward's order. Raises
+    UsageError for what does not fit them, for a path, and for none."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     if inputs is None or isinstance(inputs, str | Path):

@@ -129,7 +129,7 @@ def _is_list(value: object) -> TypeGuard[Collection[object]]:
 
 def _allowed_words(hint: object) -> Iterator[str]:
     """Yields in words what an annotation allows, one choice at a time: `a string`,
-    `None`."""
+    `None`. Unknown annotations by their own name."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for part in inner:
@@ -150,7 +150,9 @@ def _allowed_words(hint: object) -> Iterator[str]:
 
 
 def _value_in_words(value: object) -> str:
-    """Returns in a few words what was passed: its value if it is short, else its type."""
+    """Returns in a few words what was passed: a number or text itself, cut where it is
+    long; a list or tuple with its length, or its only element; of anything else the
+    type."""
     if isinstance(value, str) and not value:
         return "an empty string"
     if value is None or isinstance(value, str | numbers.Number):

@@ -335,8 +335,9 @@ def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
 
 
 def empty_rows(case: AttentionCase) -> Tensor:
-    """Returns bool [batch, heads, q_len]: whether a row sees no key, so that a convention
-    decides its value."""
+    """Returns bool [batch, heads, q_len]: whether a row sees no key, by position, a bool
+    mask, or an additive one of -inf or its dtype's lowest number, so that a convention
+    decides its value. Sinks are no keys."""
     b, h, n = case.q.shape[:3]
     empty = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     if case.mask is None and not case.restricts_positions:
@@ -376,7 +377,7 @@ def _visible_by_position(
     case: AttentionCase, rows: Places, keys: Places
 ) -> Tensor | None:
     """Returns bool [rows, keys]: whether causality, offset and window let a row see a
-    key; None where they hide nothing."""
+    key; None where the case has none of them."""
     if not case.restricts_positions:
         return None
     device = case.q.device

@@ -58,7 +58,7 @@ class Option:
 
 def _as_choice(value: object) -> object:
     """Returns `NAME`, or {name: NAME, option: value, ...}, as the fields of a Choice; any
-    other value as it is."""
+    other value as it is, also a mapping with `options`."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "name" in value and "options" not in value:

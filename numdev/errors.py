@@ -54,8 +54,9 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """Returns the first line of what foreign code says, as a file can hold it: no
-    surrogates, and at most LONGEST_LINE characters. Empty for an empty text."""
+    """Returns the first line that is not blank of what foreign code says, as a file can
+    hold it: no surrogates, and at most LONGEST_LINE characters. Empty for a text of
+    blanks alone."""
     lines = text.strip().splitlines() or [""]
     return lines[0][:LONGEST_LINE].encode(errors="replace").decode()
 
@@ -77,7 +78,8 @@ def similar_file(path: Path) -> Path | None:
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:
-    """Returns a hint that names the candidate nearest to `name`, else all of them."""
+    """Returns a hint that names the candidate nearest to `name`; where none is near all
+    of them, sorted, or `none`."""
     import difflib  # a millisecond that `--help` need not wait for
 
     words = sorted(candidates)

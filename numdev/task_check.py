@@ -266,7 +266,7 @@ def _axes(shapes: str) -> dict[str, tuple[int, ...]]:
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns seeds as a tuple. Raises UsageError for none."""
+    """Returns seeds, or a single one, as a tuple in order. Raises UsageError for none."""
     every = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not every:
         raise UsageError("seeds: expected at least 1, got 0")
@@ -315,7 +315,9 @@ def bench_correctness(
     device: str,
 ) -> tuple[object, object]:
     """Returns correctness and evaluation (None: passed) as flashinfer-bench's evaluators
-    do, of a solution on several inputs. `definition`, `solution`: that package's."""
+    do, of a solution on several inputs, as far as the first that fails or is wrong; a
+    solution that raises has no correctness. The inputs are not changed. `definition`,
+    `solution`: that package's."""
     make_eval = importlib.import_module("flashinfer_bench.bench.utils").make_eval
     data = importlib.import_module("flashinfer_bench.data")
     read = Definition.model_validate(definition.model_dump(mode="json"))

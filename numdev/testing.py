@@ -88,8 +88,8 @@ class CheckResult:
 
     @property
     def in_short(self) -> str:
-        """Returns a check in one line: what passed, or what is wrong first, or why it was
-        not measured."""
+        """Returns a check in one line: what was tested, or the first thing that is wrong,
+        or why it was not measured. Control characters are spelled out."""
         if self.passed:
             return f"{_tested_in_words(self.report)}; rules: {self.judgement.rules}."
         every = (*self.report.findings, *self.changes)
@@ -300,7 +300,8 @@ def _kernel_of(
 
 
 def _axes_of(invariant: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes of `invariant`. Raises UsageError for a name that is none."""
+    """Returns the axes of `invariant`, in order and as often as named. Raises UsageError
+    for a name that is none."""
     axes = (invariant,) if isinstance(invariant, str) else tuple(invariant)
     if unknown := [name for name in axes if name not in AXES]:
         what = f"invariant: expected an axis of invariance, got {unknown[0]!r}"
@@ -481,8 +482,9 @@ def _rules_of(thresholds: Thresholds) -> Rules:
 
 
 def _new_folder(parent: str | Path | None, name: str) -> Path:
-    """Makes a new folder for this check, in `parent` or among temporary ones, and returns
-    its path. `name`: what it begins with."""
+    """Makes a new folder for this check, in `parent`, which is made too, or among
+    temporary ones, and returns its path. Its name begins with `name`, or without a parent
+    with `numdev-check`."""
     if parent is not None:
         Path(parent).mkdir(parents=True, exist_ok=True)
     prefix = re.sub(r"[^\w.-]+", "-", name if parent else "numdev-check")

@@ -246,8 +246,8 @@ class _Observer(TorchFunctionMode):
         attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> None:  # fmt: skip
-        """Measures the call, if it is its turn, in its arguments and output, and appends
-        to `numbers`. `out`: [batch, heads, q_len, v_dim]."""
+        """Counts the call; where it is its turn, measures it in its arguments and output,
+        and appends to `numbers`. `out`: [batch, heads, q_len, v_dim]."""
         ref, owner, number = self.names.next_call(), self.owner, self.met
         self.met += 1
         if not owner.first <= number < owner.first + owner.calls:

@@ -86,7 +86,8 @@ def parse_bundled(name: str) -> Any:
 
 def read_yaml(path: Path, model: type[M]) -> M:
     """Returns a YAML file as a validated model, its grids expanded. Raises UsageError
-    that names the file, the line and the key, also for a file that cannot be read."""
+    that names the file, the line and the key, also for a file that cannot be read, is
+    empty, or holds no mapping."""
     try:
         is_bundled = path.is_relative_to(bundled_path("gate/default.yaml").parent.parent)
         loader = (_Trusted if is_bundled else _Loader)(path.read_text(encoding="utf-8"))
@@ -247,8 +248,8 @@ def expand_grid(entry: object, part: str, where: str) -> Iterator[object]:
 
 
 def _value_in_name(value: object) -> str:
-    """Returns a value as a cell's name has it; of a regime its name and its options that
-    are no lists."""
+    """Returns a value as a cell's name has it; of a regime (a mapping) its name and its
+    options that are no lists; a list is `list`."""
     if not isinstance(value, dict):
         return type(value).__name__ if isinstance(value, list) else str(value)
     nested = (list, dict)

@@ -138,9 +138,9 @@ def round_values(
     values: Tensor, fmt: Format, generator: torch.Generator | None = None
 ) -> Tensor:
     """Returns fp64 (or complex128) values rounded once to a format, complex ones part by
-    part: to nearest, or stochastically with a `generator`. The values themselves are
-    returned where the format is float64. NaN, infinity and overflow are as in
-    `round_to`."""
+    part: to nearest, or stochastically with a `generator`, which goes on. The values
+    themselves are returned where the format is float64. NaN, infinity and overflow are as
+    in `round_to`."""
     if fmt.precision == FORMATS["float64"].precision:
         return values
     parts = torch.view_as_real(values) if values.is_complex() else values

@@ -311,9 +311,10 @@ def _changed_sources(a: Report, b: Report) -> Iterator[str]:
 
 
 def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Difference]:
-    """Returns the differences of two requests that `allow` lets pass. Where the requests
-    agree, the calls of both are compared instead. Raises UsageError for any other
-    difference, and for reports of two kinds."""
+    """Returns the differences of two requests that `allow` lets pass. Prompts and weights
+    are compared by their hashes, where a report has them. Where the requests agree, the
+    calls of both are compared instead. Raises UsageError for any other difference, and
+    for reports of two kinds."""
     differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
     sources = [report.provenance.source for report in (a, b)]
     same_prompt = all(source.get(HASHES["text"]) for source in sources)
@@ -778,7 +779,7 @@ def _kernel_sentence(
 
 def _presence_clause(of: Presence) -> str:
     """Returns a clause on what one report alone has, or what failed; empty for rows that
-    are gone because they failed, which have a clause of their own."""
+    failed on the other side, which have a clause of their own."""
     if of.what == "failed":
         where, alone = of.why[:4], of.why[4:].startswith(" alone")
         return f"{label(of)} {f'was run {where} alone, and ' * alone}crashed {where}"

@@ -390,8 +390,9 @@ class Fault(NamedTuple):
 
 
 def _faults(tests: Sequence[Test]) -> list[Fault]:
-    """Returns the offending rows of each test as a fault; those of different functions as
-    one fault for each mistake, over all formats."""
+    """Returns the offending rows of each test as a fault, in order; of different
+    functions one fault for each mistake, over all formats, the output's and the largest
+    errors first. Tests without offending rows have none."""
     faults: list[Fault] = []
     named: dict[tuple[str, str], list[tuple[Test, JudgedRow]]] = {}
     for test in tests:
@@ -471,8 +472,9 @@ ALIKE = 3  # statements that explain the same heads
 
 
 def _ordered_faults(faults: Sequence[Fault]) -> list[Fault]:
-    """Returns the faults in the order of the rules, but a mistake that leaves the worst
-    head of its kernel unexplained after the first fault of that head."""
+    """Returns the faults in the order of the rules, but a mistake that leaves a worse
+    head of its tensor unexplained comes after the first fault without a mistake of that
+    head."""
     ordered = list(faults)
     for fault in [f for f in faults if f.cause is not None]:
         rows = {id(judged_row.row) for _, judged_row in fault.rows}
@@ -736,7 +738,8 @@ def _test_fields(
     verdict: Test, observed: float | str | None, words: Words
 ) -> dict[str, object]:
     """Returns the fields of the templates of `WRONG` that a test fills, by name.
-    `observed`: the number that the finding shows; `words`: of the operation."""
+    `observed`: the number that the finding shows, or words; `words`: of the operation.
+    Without a bound `bound` is empty."""
     spec = tensor_spec(verdict.tensor or "")
     bound = "" if verdict.bound is None else power(f"{verdict.bound:g}")
     shown = f"{observed}"

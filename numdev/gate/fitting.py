@@ -87,8 +87,8 @@ def fitted_thresholds(report: Report, name: str) -> str:
 
 def _scope_keys(report: Measured) -> dict[str, object]:
     """Returns the keys `holds_for` and `required` of the file: the GPU, else the CPU's
-    instruction set; and the kernels that ran in every call. A key without a value is left
-    out."""
+    instruction set; and the kernels that ran in every call, with the signs of patterns
+    escaped. A key without a value is left out."""
     system = report.provenance.system
     key = next(
         (k for k in ("gpu", "cpu_capability") if isinstance(system.get(k), str)), None

@@ -108,8 +108,8 @@ def judgement_of(report: Report, rules: Rules) -> Judgement:
 
 def reading_tests(report: Report) -> Iterator[Test]:
     """Yields a test of whether as much of a text was read as was asked for, and one of
-    whether stored weights are finite; each only where the report's source has the
-    numbers."""
+    whether stored weights are finite; each undecided where that is not so, and yielded
+    only where the report's source has the numbers."""
     source = report.provenance.source
     counts = [
         [source.get(f"{name}_{state}") for name in ("sequences", "tokens")]

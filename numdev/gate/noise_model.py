@@ -200,8 +200,9 @@ def paired_rows(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
 
 
 def _compared_inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
-    """Returns whether two rows were measured on the same inputs, by the floor's row of
-    each; `same` where a floor is missing."""
+    """Returns `same` or `other`: whether two rows were measured on the same inputs, by
+    the floor's row of each. Numbers that differ by rounding are `same`, and so is a
+    missing floor (None)."""
     if a is None or b is None or has_same_bits(a, b):
         return "same"
     numbers = [(getattr(a, name), getattr(b, name)) for name in FLOOR]
@@ -218,8 +219,9 @@ def has_same_bits(a: DeviationRow, b: DeviationRow) -> bool:
 
 
 def judged_metrics(pair: Pair) -> tuple[str, ...]:
-    """Returns the metrics that are judged of a pair, if it has their numbers. None in
-    float64, where the reference is no more exact than a kernel."""
+    """Returns the metrics that are judged of a pair, if it has their numbers: rms of a
+    tensor without a floor, else multiples of a yardstick, one alone where the inputs
+    differ. None in float64, where the reference is no more exact than a kernel."""
     if pair.b.format == "float64":
         return ()
     if not tensor_spec(pair.b.tensor).has_floor:

@@ -190,8 +190,9 @@ def unplanned_kernels(request: Request, planned: Iterable[str]) -> Iterator[str]
 
 
 def _task_contradiction(rows: Rows, plan: PlanRecord, case: CallRecord) -> str | None:
-    """Returns what contradicts itself among the rows of one call of one kernel in one
-    format, as a clause; None where nothing does."""
+    """Returns the first thing that contradicts itself among the rows of one call of one
+    kernel in one format, as a clause; None where nothing does. Rows that are not ok are
+    passed over."""
     ok = [row for row in rows if row.status == "ok"]
     if lacking := _row_without_narrow_sum(ok, plan, case):
         return f"lacks the narrow_sum of {lacking.tensor} head {lacking.head}"
@@ -247,8 +248,9 @@ def _row_without_narrow_sum(
 
 
 def _row_contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
-    """Returns what contradicts itself in a row, or contradicts the floor's row of the
-    same head, as a clause; None where nothing does."""
+    """Returns the first thing that contradicts itself in a row, or contradicts the
+    floor's row of the same head, as a clause; None where nothing does. Numbers that
+    belong together may differ by ROUNDING."""
     mean, rms, largest = row.mean_abs, row.rms, row.max_abs
     if row.status != "ok":
         return _unmeasured_row_problem(row)

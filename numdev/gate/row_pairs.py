@@ -78,8 +78,9 @@ def numbers_in_both(
 
 
 def place_without_call(name: str, layer: int | None = None) -> Place:
-    """Returns a place that has `name` for its case and no module, head, phase or seed: of
-    something that belongs to no call, or to all calls of a case."""
+    """Returns a place that has `name` for its case and no module, head, phase or seed,
+    and `layer`, if any: of something that belongs to no call, or to all calls of a
+    case."""
     return Place(
         case=name, module="", layer=layer, call=0, head=None, phase=None, seed=None
     )

@@ -97,8 +97,9 @@ class Selector(Patterns):
     head: Numbers = None
 
     def select(self, rows: list[DeviationRow]) -> list[DeviationRow]:
-        """Returns the rows that fit every pattern; empty where none does. `rows`: at
-        least one, all of one role, kernel, format and tensor."""
+        """Returns the rows that fit every pattern, in order; empty where none does.
+        `rows`: at least one, all of one role, kernel, format and tensor, of which the
+        first one speaks for all."""
         if rows[0].role not in self.role or not self.fits(rows[0]):
             return []
         for name in ("out_format", "case", "module", "phase"):
@@ -235,8 +236,9 @@ class Threshold(Limit):
         return self
 
     def for_row(self, row: DeviationRow) -> Threshold:
-        """Returns the threshold for rows of this one's kernel, format and tensor, which
-        are sampled or all."""
+        """Returns the threshold for rows of this one's kernel, format and tensor: for
+        sampled rows with the limit `sampled`, if there is one, else as the first of
+        `instead` that fits says; itself where nothing changes."""
         if row.sampled and self.sampled is not None:
             return self.model_copy(update={"at_most": self.sampled})
         other = next((each for each in self.instead if each.fits(row)), None)

@@ -149,7 +149,9 @@ def _unmatched_pattern(where: Selector, groups: Groups) -> str:
 
 def _rule_test(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
     """Returns the test of one rule on the heads of one tensor of one kernel in one
-    format. `rows`: at least one."""
+    format. `rows`: at least one. It is exceeded where any row is; else missing where a
+    number is lacking without an excuse; else undecided, held, or not applicable without a
+    number."""
     first = rows[0]
     threshold = threshold.for_row(first).for_head_count(len(rows))
     judged, unsure, lacking = _rows_with_limits(threshold, rows)
@@ -201,7 +203,9 @@ def _rows_with_limits(
     threshold: Threshold, rows: Rows
 ) -> tuple[list[JudgedRow], list[JudgedRow], list[Lacking]]:
     """Returns rows with their limit, the worst first; estimates that decide nothing; and
-    rows without the number, each with the reason."""
+    rows without the number, each with the reason. Of a rule on a median (`heads`) all
+    estimates decide or none: fewer rows than it needs, or a median that is not known,
+    leave the first list empty."""
     judged: list[JudgedRow] = []
     lacking: list[Lacking] = []
     heads = 1 if threshold.heads is None else len(rows)

@@ -342,8 +342,8 @@ def import_callable(path: str, role: str) -> Callable[..., object]:
 
 
 def _import_error(error: Exception, module: str, purpose: str) -> UsageError:
-    """Returns what an exception that an import raised is told as. `purpose`: what the
-    module is imported for."""
+    """Returns the UsageError that an exception becomes which an import raised, with a
+    hint for a missing module. `purpose`: what the module is imported for."""
     why = why_not_imported(error)
     if isinstance(error, SyntaxError):
         return UsageError(why)

@@ -165,7 +165,8 @@ def untested_parameters(
 
 def _needed_roles(case: CaseRecord) -> Iterator[str]:
     """Yields the meanings (keys of NAMES) that a function must have a parameter for, or
-    it computes something else than this case."""
+    it computes something else than this case. A scale is needed where it is not 1 /
+    sqrt(head_dim)."""
     if case.is_causal and not case.causal_offset:
         yield "causal"
     if not math.isclose(case.scale, case.head_dim**-0.5):

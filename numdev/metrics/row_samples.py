@@ -101,6 +101,6 @@ def membership(length: int, positions: Tensor) -> Tensor | None:
     maxsize=2
 )  # of the queries and of the keys of one call after another
 def membership_of_all(length: int, device: torch.device) -> Tensor | None:
-    """Returns the `membership` of all rows of a call, on a device: one tensor for all
-    who ask, which nobody may change."""
+    """Returns the `membership` of all rows of a call, on a device: one tensor for all who
+    ask, which nobody may change. None for a call that is too short for bins."""
     return membership(length, torch.arange(length, device=device))

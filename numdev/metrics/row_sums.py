@@ -142,8 +142,9 @@ def row_sums(
     output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = None
 ) -> RowSums:
     """Returns the sums over each row of an output [B, H, rows, features], measured
-    against a yardstick and, where it is given, the emulation's output `expected` of the
-    same shape."""
+    against a yardstick and the emulation's output `expected` of the same shape; without
+    one (None) nothing is compared with a prediction. Elements that are not finite count
+    in `nonfinite` alone."""
     o = yardstick.widened(output)
     e = None if expected is None else yardstick.widened(expected)
     counted = Counted.of(o, e, y)

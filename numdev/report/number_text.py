@@ -12,7 +12,8 @@ SHADES = (1.25, 2.0, 4.0, 16.0)
 
 
 def si(value: float | None) -> str:
-    """Returns an error in two digits: 0.012, 3.4, 1.2e-5; a dash for None."""
+    """Returns an error in two digits: 0.012, 3.4, from 99.5 on and below 0.01 as a power
+    (1.2e-5); 0 for 0, a dash for None."""
     if value is None:
         return NONE
     return (
@@ -63,7 +64,7 @@ def multiple(value: float | None, beside: float | None = None) -> str:
 
 def labelled(kernel: str, options: Mapping[str, object]) -> str:
     """Returns a kernel with the options that are not None:
-    `emulated[preset=fa2,block_kv=64]`."""
+    `emulated[preset=fa2,block_kv=64]`; the name alone without any."""
     chosen = ((n, f"{x:g}" if isinstance(x, float) else x) for n, x in options.items())
     text = ",".join(f"{name}={value}" for name, value in chosen if value is not None)
     return kernel + (f"[{text}]" if text else "")
@@ -83,7 +84,8 @@ def ratio(value: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """Returns a multiple in four characters: 1.25, 12.5, 125, 1e4; a dash for None."""
+    """Returns a positive multiple in four characters: 1.25, 12.5, 125, from 999.5 on a
+    power (1e3); a dash for None."""
     if value is None:
         return NONE
     digits = 2 - (value >= 9.995) - (value >= 99.95)

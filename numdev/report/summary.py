@@ -94,8 +94,9 @@ def _rank_in_format(kernel: KernelSummary) -> tuple[int, bool, float]:
 
 
 def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
-    """Returns the summary of one kernel in one format, by all its rows, at least one: of
-    its output over all heads, of each gradient, and of each phase of a generation."""
+    """Returns the summary of one kernel in one format, by all its rows, at least one, of
+    which those that are not ok only count: of its output over all heads, of each
+    gradient, and of each phase of a generation."""
     ok = [row for row in rows if row.status == "ok" and tensor_spec(row.tensor).is_output]
     worst = max(ok, key=lambda row: row.expected_ratio or 0.0, default=rows[0])
     ran = _distinct_values(row.ran for row in rows)
@@ -210,8 +211,9 @@ def _answer_sentences(
 ) -> Iterator[str]:
     """Yields sentences on one format: what overflows, and how far a flash kernel is from
     eager attention, or what else is the baseline by the `words` of the operation, beside
-    what the format costs. A kernel with a finding is not spoken of: its verdict says
-    it."""
+    what the format costs. A kernel with a finding, or one whose output is not finite, is
+    not spoken of: its verdict says it. Of several kernels it is one that PyTorch does not
+    bring, if there is one."""
     standard = {k.role: k for k in kernels}
     precision, plain = standard.get("precision"), standard.get("baseline")
     usual = {name: place for place, name in enumerate(HEADLINE)}

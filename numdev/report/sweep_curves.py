@@ -299,7 +299,8 @@ class Grid:
 
 
 def _as_numbers(values: Iterable[str]) -> list[float] | None:
-    """Returns values as numbers; None where one is none, or not finite."""
+    """Returns values as numbers; empty for none; None where one is no number, or not
+    finite."""
     try:
         numbers = [float(value) for value in values]
     except ValueError:

@@ -386,7 +386,8 @@ class Watch:
     def next_call(self) -> CaseRef:
         """Returns the name of the attention call that the innermost running module is
         making, and counts it as one of the innermost module with projections. Calls
-        `on_met`."""
+        `on_met`. A module must be running. Without a layer's number in its name `layer`
+        is how many modules called before it."""
         inside_out = [frame.module for frame in reversed(self.running)]
         module, name = inside_out[0], self.modules[inside_out[0]]
         owner = next((m for m in inside_out if m in self.owners | self.softmaxes), module)

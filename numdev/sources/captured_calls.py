@@ -154,7 +154,8 @@ class StoredCase:
 
     @property
     def upstream_from(self) -> str:
-        """Returns where its grad_out comes from, in words; empty where it has none."""
+        """Returns where its grad_out comes from, in words: what its header says, else the
+        file, else a seed; empty where it has none."""
         if "grad_out" in self.tensors:
             return self.call.grad_out or "stored in the file"
         return "" if self.upstream is None else drawn_origin(self.upstream)
@@ -387,7 +388,8 @@ def write_cases(
 ) -> None:
     """Writes cases to one captured-tensor file, whole or not at all: unrounded, each
     tensor with its axes in the order they have in memory. `axes`: every case's place on a
-    grid. Raises MeasurementError or OSError where it cannot be written."""
+    grid; None: no grid. A file there is replaced. Raises MeasurementError or OSError
+    where it cannot be written."""
     tensors, calls = {}, []
     for index, case in enumerate(cases):
         layout: dict[str, str] = {}

@@ -158,9 +158,10 @@ class Drawn:
         return dict(self.config.axes)
 
     def load(self) -> AttentionCase:
-        """Returns the case with tensors drawn in fp32 from the seed and the name of the
-        grid's entry: cells that differ only in how attention is computed share their
-        inputs. Raises UsageError for values that its regime cannot draw with."""
+        """Returns the case with tensors drawn in fp32, on `device`, from the seed and the
+        name of the grid's entry: cells that differ only in how attention is computed
+        share their inputs. Raises UsageError for values that its regime cannot draw
+        with."""
         config, inputs = self.config, self.config.inputs
         shapes = Shapes(
             batch=config.batch,
@@ -386,8 +387,9 @@ class CheckpointSource(Source):
         return Upstream(seed=request.seed, why_not=why_not)
 
     def _notes(self) -> Iterator[str]:
-        """Yields what the user is told before the model runs: streaming, code that is not
-        run, a removed prefix, and where gradients come from."""
+        """Yields what the user is told before the model runs, each where it applies:
+        streaming, code that is not run, a removed prefix, and where gradients come
+        from."""
         described = self.checkpoint.describe()
         if self.streamed:
             yield "The model's weights are streamed from disk, layer by layer."

@@ -407,9 +407,9 @@ def read_config(path: Path) -> dict[str, object]:
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:
     """Whether a stored tensor `key` without a place in the model changes nothing: the
-    model computes it (causal masks), or was built without its part (a pooler). Inside a
-    numbered layer it means a missing layer, or a part of the attention that would
-    silently not be applied."""
+    model computes it (a buffer, a causal mask), or was built without its part (a pooler).
+    Any other one inside a numbered layer means a missing layer, or a part of the
+    attention that would silently not be applied: False."""
     if key.endswith(".masked_bias") or key in dict(model.named_buffers()):
         return True
     parts = key.split(".")[:-1]
@@ -512,8 +512,9 @@ class StateDict(StoredWeights):
 
 def open_state_dict(path: Path, factory: str | None) -> StateDict:
     """Opens the weights at `path`, and imports the factory `package.module:name` of their
-    model. Raises UsageError where there are none or no factory, MeasurementError for a
-    file that is damaged or holds none."""
+    model. Its config is what the file holds beside its tensors, else a config.json beside
+    it, else empty. Raises UsageError where there are none or no factory, MeasurementError
+    for a file that is damaged or holds none."""
     if not is_weights(path):
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         got = file_format(path)

@@ -76,8 +76,9 @@ def model_inputs(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
     """Returns everything one run of the model needs: the inputs that the request gives,
-    and the others drawn. Raises UsageError for text where it would not be read, and for
-    an input that cannot be drawn."""
+    and the others drawn; a model that somebody wrote by hand gets the file's or token ids
+    alone. Raises UsageError for text where it would not be read, and for an input that
+    cannot be drawn."""
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer is used only with --text", hint="give --text too")
     parts = [read_prompt(Path(request.inputs), model)] if request.inputs else []
@@ -328,7 +329,7 @@ def draw_input(
 ) -> Prompt:
     """Returns the argument `name` of the model for `count` sequences, drawn with a seed:
     token ids of a decoder, at most `length` of them, or images and spectrograms of N(0,
-    1). Raises UsageError for one that cannot be drawn."""
+    1), of the sizes in its config. Raises UsageError for one that cannot be drawn."""
     config: Any = getattr(model, "config", None)
     if name == "decoder_input_ids":
         text = config.get_text_config(decoder=True)

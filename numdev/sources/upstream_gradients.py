@@ -42,7 +42,7 @@ class Upstream:
 
     def describe(self) -> str:
         """Returns where the gradients come from in words: which loss, or the seed that
-        they are drawn from and why there is no loss."""
+        they are drawn from and why there is no loss. Never empty."""
         return self.loss or drawn_origin(self.seed) + (
             f" ({self.why_not})" if self.why_not else ""
         )

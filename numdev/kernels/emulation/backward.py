@@ -285,8 +285,9 @@ def _partial_sums(
 def _add_gradients(
     inputs: BackwardInputs, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
 ) -> Tensor:
-    """Returns dQ of some rows, and adds what they contribute to dK and dV in place. As
-    many query heads as kv heads."""
+    """Returns dQ of some rows, and adds what they contribute to dK and dV in place. Where
+    dK and dV are of some keys alone (`inputs.some`), dQ is 0. As many query heads as kv
+    heads."""
     r, q, dO = inputs.r, inputs.q, inputs.dO
     scale_q, scale_k, q_k, k_q = _scales(inputs)
     is_split = r.recipe.splits is not None and r.rounds("dq", "dq_product", "dq_partial")

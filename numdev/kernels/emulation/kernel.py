@@ -153,10 +153,10 @@ def returning(
     case: AttentionCase,
     returned: Format | Mapping[str, Format],
 ) -> Mapping[str, object]:
-    """Returns the claim, changed for a kernel that returned other formats than the
-    case's. `returned`: the format of the output, or of each tensor by its name in
-    `SITE_OF`. Where O came back in another format, backward is assumed to read it so,
-    unless the claim says otherwise."""
+    """Returns a copy of the claim (None: the defaults), changed for a kernel that
+    returned other formats than the case's. `returned`: the format of the output, or of
+    each tensor by its name in `SITE_OF`. Where O came back in another format, backward is
+    assumed to read it so, unless the claim says otherwise."""
     formats = {"out": returned} if isinstance(returned, Format) else returned
     changed = dict(claim or {})
     for tensor, fmt in formats.items():

@@ -206,7 +206,8 @@ class Recipe:
 
     def format_at(self, site: str, working: Format) -> Format | None:
         """Returns the format that a site is rounded to where the case's format is
-        `working`; None where nothing is rounded."""
+        `working`; None where nothing is rounded. `wide` is float32, or `working` where
+        that is wider. Raises KeyError for another name than a site's."""
         value = self.sites[site]
         if value == EXACT:
             return None

@@ -111,7 +111,7 @@ def _join_head_groups(
     case: AttentionCase, compute: Callable[[AttentionCase, slice], Results]
 ) -> Results:
     """Returns the tensors of `compute(part, query heads)` for each group of heads, joined
-    along the head axis, by name."""
+    along the head axis, by name. Where one group is all, what `compute` returns."""
     whole: Results = {}
     for part, heads, kv_heads in _head_groups(case):
         of_part = compute(part, heads)
@@ -161,8 +161,9 @@ class _Operands:
 
     @classmethod
     def of(cls, case: AttentionCase) -> _Operands:
-        """Returns the operands of a case. A bool mask becomes 0 and -inf; the lowest
-        number of an additive one becomes -inf."""
+        """Returns the operands of a case, in fp64. A bool mask becomes 0 and -inf, and
+        the lowest number of an additive one -inf; without a mask or positions another
+        tensor stands in their place, which the flags keep from being read."""
         q, k, v = (_padded(x.detach().double()) for x in (case.q, case.k, case.v))
         mask, positions, (low, high) = case.mask, case.positions, key_limits(case)
         strides: tuple[int, ...] = (0, 0, 0, 0)

@@ -314,7 +314,7 @@ def row_sum(l, P, v, PLAN: tl.constexpr):
 @triton.jit
 def accumulate(o, P, v, PLAN: tl.constexpr):
     """Returns O, which is rescaled already, with a tile's P V added, rounded as the plan
-    says."""
+    says. v is not changed."""
     P_V, values = (P.to(v.dtype), v) if PLAN.round_p else (P, v.to(tl.float32))
     if PLAN.round_accumulator:
         o = o.to(v.dtype).to(tl.float32) + tl.dot(P_V, values, input_precision="ieee")

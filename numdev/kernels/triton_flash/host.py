@@ -111,8 +111,8 @@ class KernelPlan(NamedTuple):
 
 
 def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> KernelPlan:
-    """Returns the constants that a kernel is compiled for, from a case and from all
-    its options in force."""
+    """Returns the constants that a kernel is compiled for, from a case and from all its
+    options in force, of which `beta` and `tie_tolerance` are numbers."""
     first, last = key_limits(case)
     mask, additive = case.mask, case.mask is not None and case.mask.dtype != torch.bool
     # A mask's lowest number, times log2 e, would be -inf.

@@ -72,8 +72,8 @@ def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
 
 def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[str, int]:
     """Returns by format how many finite elements of a call's inputs it cannot hold;
-    formats that hold all are left out. A mask does not overflow: it saturates
-    (`AttentionCase.rounded_to`)."""
+    formats that hold all are left out. NaN and infinity do not count. A mask does not
+    overflow: it saturates (`AttentionCase.rounded_to`)."""
     narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
     if not narrower:
         return {}

@@ -149,8 +149,9 @@ def outstanding(row: WorstRow, usual: Rows) -> dict[str, float]:
 
 
 def _error_in_words(row: WorstRow) -> str:
-    """Returns a verb phrase on how much a row errs: `has 12× the error predicted for
-    it`."""
+    """Returns a verb phrase on how much a row errs: `has 12× the error predicted for it`,
+    or where none is predicted the share of its terms; for a row with NaN or infinity how
+    many."""
     if row.nonfinite:
         return f"is not finite in {row.nonfinite} elements where the exact result is"
     if row.ratio is None:

@@ -148,8 +148,8 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing better can come: no more runs, or of every output no more is
-        left than its own rounding leaves."""
+        """Whether nothing better can come: no runs are left, SECONDS of CPU are over, or
+        of every output no more is left than its own rounding leaves."""
         is_explained = len(self.explained) == len(self.wrong)
         return self.tries <= 0 or is_explained or self.is_late
 
@@ -158,7 +158,9 @@ class Search:
     ) -> None:
         """Takes an alternative to an output where it leaves at most a tenth of the rms
         error, and clearly less than the one before, or not clearly more where that is an
-        effect and this is none. An output without an error has no explanation."""
+        effect and this is none. An output without an error has no explanation. Sets
+        `best`, `explained` and `effects`. None, another shape and what is not finite are
+        no alternative."""
         error = self.errors[name]
         left, rounded = self.wrong[name].left_by(other)
         if not error or not math.isfinite(left):

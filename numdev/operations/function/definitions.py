@@ -226,7 +226,8 @@ def axes_of(definition: Definition, inputs: Sequence[object]) -> dict[str, int]:
 
 
 def _unwritten(shape: Sequence[int], form: TensorForm, device: torch.device) -> Tensor:
-    """Returns memory for an output, filled with NaN, of integers with the largest."""
+    """Returns memory for an output, filled with NaN, of integers with the largest, of
+    bools with True."""
     x = torch.empty(tuple(shape), dtype=_dtype(form), device=device)
     if x.dtype.is_floating_point:
         return x.fill_(torch.nan)
@@ -323,8 +324,9 @@ def calls_of_workloads(
 def _inputs(
     definition: Definition, call: Workload, generator: torch.Generator, device: str
 ) -> Iterator[object]:
-    """Yields the inputs of a call in order. Raises UsageError for an integer or a scalar
-    that the workload does not give."""
+    """Yields the inputs of a call in the definition's order: what the workload gives,
+    else normally distributed numbers of its axes' sizes. Raises UsageError for an integer
+    or a scalar that the workload does not give."""
     sizes = definition.sizes(call.axes)
     for name, form in definition.inputs.items():
         value = call.values.get(name)

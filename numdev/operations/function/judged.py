@@ -55,10 +55,10 @@ class Judge:
         return values_format(self.form.dtype)
 
     def beside(self, x: Tensor | None) -> Judge:
-        """Returns what an implementation's tensor is judged by: this; or where it would
-        exceed a limit, or differs in integers or where it is finite, the same with
-        CLOSER further runs, since what four runs show of an element is luck, and a rare
-        decision may not be among them."""
+        """Returns what an implementation's tensor is judged by: this, also for None; or
+        where it would exceed a limit, or differs in integers or where it is finite, the
+        same with CLOSER further runs, since what four runs show of an element is luck,
+        and a rare decision may not be among them."""
         if x is None or self.further is None:
             return self
         doubtful = bool(self.nonfinite(x)[0])
@@ -70,7 +70,8 @@ class Judge:
 
     @cached_property
     def closer(self) -> Judge:
-        """Returns the judge with the further runs. Raises what the reference raises."""
+        """Returns the judge with the further runs, which are computed each time; without
+        any the same numbers. Raises what the reference raises."""
         further = [] if self.further is None else list(self.further())
         errors = self.errors
         if errors is not None:
@@ -194,7 +195,8 @@ class FunctionCall:
 
     @cached_property
     def all_forms(self) -> dict[str, Form]:
-        """Returns what `forms` does, of tensors without numbers too."""
+        """Returns what `forms` does, of tensors without numbers too; empty where the
+        reference returns and writes nothing. Raises what the reference raises."""
         ran = self.draws[0].plain
         left_out = ran.written if self.outputs_only and ran.outputs else {}
         return {
@@ -291,8 +293,9 @@ class FunctionCall:
         return replace(self, draws=draws)
 
     def other_forms(self, runs: Sequence[FunctionRun]) -> dict[str, str]:
-        """Returns by name in a clause in what tensors of the first draw differ from the
-        reference's and are no worse."""
+        """Returns by name in a clause in what tensors of the first run differ from the
+        reference's and are no worse. Tensors of another shape, and missing ones, are left
+        out. `runs`: at least one."""
         first = self.draws[0]
         clauses: dict[str, str] = {}
         for name, form in self.forms.items():

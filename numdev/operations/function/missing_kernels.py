@@ -54,7 +54,8 @@ class MissingKernels(TorchDispatchMode):
 
 
 def _narrow_dtype(args: tuple[object, ...]) -> torch.dtype | None:
-    """Returns the dtype of the first 16-bit argument; None without one."""
+    """Returns the dtype of the first argument that is a tensor in a 16-bit format; None
+    without one."""
     tensors = (x for x in args if isinstance(x, Tensor))
     return next((x.dtype for x in tensors if x.dtype in NARROW), None)
 

@@ -101,8 +101,8 @@ class NumberInUse:
             return {}
 
     def others(self) -> list[float]:
-        """Returns the numbers that may stand in its place: multiples, and powers of ten
-        for an eps."""
+        """Returns the numbers that may stand in its place, finite and other than itself,
+        each once: multiples, and powers of ten for an eps."""
         others = [self.value * times for times in TIMES]
         if 0 < self.value <= LARGEST_EPS:
             others += DECADES

@@ -141,7 +141,7 @@ def with_argument(
     operation: OperatorCall, operator: str, name: str, value: object
 ) -> object:
     """Returns what an operator gives with another value of an argument; NotImplemented
-    for any other operator."""
+    for any other operator, and for one without such an argument."""
     if operation.name != operator:
         return NotImplemented
     names = [parameter.name for parameter in operation.func._schema.arguments]
@@ -158,9 +158,9 @@ def with_argument(
 
 
 def left_out(operation: OperatorCall, argument: int = 0) -> object:
-    """Returns an argument of an operation in place of its result, cast to its dtype;
-    NotImplemented for an operation that makes no floating-point tensor of the argument's
-    shape."""
+    """Returns a copy of an argument (by its place) of an operation in place of its
+    result, cast to its dtype; NotImplemented for a view, and for an operation that makes
+    no floating-point tensor of the argument's shape."""
     if operation.func.is_view or len(operation.args) <= argument:
         return NotImplemented
     x = operation.args[argument]
@@ -179,9 +179,10 @@ Cut = Callable[[int], int]
 
 
 def shorter(operation: OperatorCall, cut: Cut, *, counts: bool = True) -> object:
-    """Returns what a sum, product, softmax, norm or convolution gives without some of
-    its terms; NotImplemented for another operation, and where none or all of the terms
-    would go. `counts`: whether a mean divides by the number of those that stay."""
+    """Returns what a sum, product, softmax, norm or convolution gives without some of its
+    terms; NotImplemented for another operation, a transposed or grouped convolution, and
+    where none or all of the terms would go. `counts`: whether a mean divides by the
+    number of those that stay."""
     name = operation.name
     if name in PRODUCTS:
         return _shorter_product(operation, cut)
@@ -217,7 +218,8 @@ def _ends(count: int, cut: Cut) -> tuple[int, int] | None:
 
 
 def _shorter_product(operation: OperatorCall, cut: Cut) -> object:
-    """Returns a matrix product without some of its terms."""
+    """Returns a matrix product without some of its terms; NotImplemented where none would
+    be left out."""
     first = 0 if operation.name in ("mm", "bmm") else 1
     x, y = operation.tensor(first), operation.tensor(first + 1)
     ends = _ends(x.shape[-1], cut)
@@ -229,7 +231,8 @@ def _shorter_product(operation: OperatorCall, cut: Cut) -> object:
 
 def _shorter_reduction(operation: OperatorCall, cut: Cut, *, counts: bool) -> object:
     """Returns a sum, a mean, a maximum, ... without some of its terms: along the last of
-    its dimensions, or of the flattened tensor where it goes over all."""
+    its dimensions, or of the flattened tensor where it goes over all. `counts`: whether a
+    mean divides by those that stay alone. NotImplemented where none would be left out."""
     x, dims = operation.tensor(0), operation.argument("dim")
     if isinstance(dims, int):
         dims = [dims]
@@ -247,8 +250,9 @@ def _shorter_reduction(operation: OperatorCall, cut: Cut, *, counts: bool) -> ob
 
 
 def divided_by_less(operation: OperatorCall) -> object:
-    """Returns a mean of n numbers that divides by n - 1, or a variance of the other kind
-    (sample for population); NotImplemented for another operation."""
+    """Returns a mean of n numbers that divides by n - 1, a norm whose variance does, or a
+    variance of the other kind (sample for population); NotImplemented for another
+    operation, and for fewer than two numbers."""
     name = operation.name
     if name in NORMS:
         return normalised(operation, less=1)
@@ -392,8 +396,8 @@ MAX_STEPS = 256  # blocks of a sum, above which it is not computed block by bloc
 
 def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object:
     """Returns a sum, a mean or a matrix product whose terms are added up block by block,
-    each sum so far rounded to a format; NotImplemented for another operation, and for
-    fewer than two or more than MAX_STEPS blocks."""
+    each sum so far rounded to a format; NotImplemented for another operation, for a sum
+    along several axes or all, and for fewer than two or more than MAX_STEPS blocks."""
     name = operation.name
     if name in PRODUCTS:
         first = 0 if name in ("mm", "bmm") else 1

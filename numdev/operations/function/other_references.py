@@ -165,7 +165,8 @@ def _replaced(name: str, x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
 
 def _other_values(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields (words, tensor of the same shape and dtype) for what may be read in place of
-    an argument."""
+    an argument: shifted, negated, exchanged or repeated numbers, or indices moved by one,
+    within 0 and the largest. Nothing for bools and empty tensors."""
     if x.is_floating_point() and x.numel():
         for added in ADDED:
             yield f"{added:+g} is added to {name}", x + added
@@ -220,8 +221,8 @@ def _of_other_options(reference: FunctionReference) -> Iterator[OtherReference]:
 
 
 def options_of(reference: FunctionReference) -> dict[str, object]:
-    """Returns the arguments that are no tensors, and the defaults of parameters, by
-    name; empty where the signature cannot be read."""
+    """Returns the numbers and bools among the arguments and the defaults of parameters,
+    by name; empty where the signature cannot be read."""
     called = reference.function
     called = called.forward if isinstance(called, nn.Module) else called
     try:

@@ -93,8 +93,8 @@ def _in_few_digits(value: float, power: float, left: float, enough: float) -> fl
 
 
 def _rearranged(truth: Tensor) -> Iterator[OtherResult]:
-    """Yields the exact result averaged, shifted, reversed or constant along an axis,
-    and with axes exchanged, in its shape or in memory."""
+    """Yields the exact result averaged, shifted, reversed or constant along an axis, and
+    with axes exchanged, in its shape or in memory. Axes of one place are passed over."""
     if truth.ndim:
         yield OtherResult("it is the mean along its last axis", mean_along_last(truth))
     for axis in range(truth.ndim):

@@ -239,7 +239,7 @@ def _packed(work: Work) -> bytes:
 
 def _answered(run: RunWork, message: bytes) -> Message:
     """Returns the header and the tensors that answer a task, which is unpacked and run in
-    its surroundings."""
+    its surroundings. A UsageError of the run is an answer; anything else is raised."""
     around, inner = torch.load(io.BytesIO(message), weights_only=False)
     with contextlib.ExitStack() as stack:
         if around is not None:

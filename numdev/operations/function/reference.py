@@ -167,7 +167,9 @@ class FunctionReference:
         return self._rounded(noise=seed, seed=seed)
 
     def _rounded(self, *, noise: int, seed: int | None = None) -> Values:
-        """Returns the results, by name, of a run with every operation rounded."""
+        """Returns the results, by name, of a run with every operation rounded. `noise`:
+        the seed by which roundings go up or down; `seed`: of the numbers that the
+        reference draws, None: as in its other runs."""
         is_narrow = bool(self.returned_in)
         arithmetic = Arithmetic(noise=noise, seed=seed, is_narrow=is_narrow)
         values = self.computed(arithmetic)

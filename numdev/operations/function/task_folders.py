@@ -228,7 +228,8 @@ def _files(path: Path, listed: Sequence[object]) -> Iterator[tuple[str, Path]]:
 
 def _check_by_reference(file: Path) -> None:
     """Raises UsageError where a task has no `ref_kernel`, or a `check_implementation`
-    that does not use it: other outputs than the reference's are right then."""
+    that does not use it: other outputs than the reference's are right then. Raises
+    UsageError for invalid Python, too. Nothing is run."""
     try:
         body = ast.parse(file.read_text()).body
     except SyntaxError as error:

@@ -40,7 +40,8 @@ CLAUSES = {"sub": "subtracts", "add": "adds", "mul": "multiplies", "div": "divid
 
 
 def by_tanh(x: Tensor) -> Tensor:
-    """Returns the normal distribution function of x, as GELU by tanh has it."""
+    """Returns the normal distribution function of x, 0.5 (1 + tanh(sqrt(2 / pi) (x +
+    0.044715 x^3))), as GELU by tanh has it."""
     return 0.5 * (1 + torch.tanh(OF_TANH * (x + CUBIC * x**3)))
 
 
@@ -166,8 +167,9 @@ def _before_cubic(inner: Tensor) -> Tensor:
 
 
 def twins(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
-    """Yields (words, change) for each twin of the operators in `calls`: of all calls of
-    an operator at once."""
+    """Yields (words, change) for each twin of the operators in `calls`, in their order:
+    of all calls of an operator at once. Then, whatever is in `calls`, comparisons, other
+    axes and flags; such a change does nothing where there is no such call."""
     for name in calls:
         for other, function in UNARY.get(name, {}).items():
             words = f"it computes {other} in place of {name}"
@@ -202,12 +204,13 @@ def twins(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
 
 
 def _infinitive(name: str) -> str:
-    """Returns what an operator does, as in `where it should add`."""
+    """Returns what `add`, `sub`, `mul` or `div` does, as in `where it should add`."""
     return {"sub": "subtract", "add": "add", "mul": "multiply", "div": "divide"}[name]
 
 
 def _along_other_axes(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
-    """Yields (words, change) for softmaxes and running sums along each other axis."""
+    """Yields (words, change) for softmaxes and running sums along each of the axes 0 to
+    4."""
     for name in calls:
         for axis in range(5) if name in ALONG else ():
             what = name.removeprefix("_")
@@ -217,7 +220,8 @@ def _along_other_axes(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
 def _unary(
     operation: OperatorCall, name: str, function: Callable[[Tensor], Tensor]
 ) -> object:
-    """Returns `function` of the operator's input in place of its result."""
+    """Returns `function` of the operator's input in place of its result, written into the
+    input where the operator does; NotImplemented for another operator than `name`."""
     if operation.name != name:
         return NotImplemented
     x = operation.tensor(0)
@@ -228,7 +232,9 @@ def _unary(
 
 
 def _along(operation: OperatorCall, name: str, axis: int) -> object:
-    """Returns an operator's result along another axis."""
+    """Returns an operator's result along another axis; NotImplemented for another
+    operator than `name`, for the axis that it goes along, and for none of the
+    tensor's."""
     if operation.name != name:
         return NotImplemented
     x, dim = operation.tensor(0), cast(int, operation.args[1])
@@ -238,21 +244,23 @@ def _along(operation: OperatorCall, name: str, axis: int) -> object:
 
 
 def to_base_two(operation: OperatorCall) -> object:
-    """Returns a logarithm to the base 2, of powers of e as before."""
+    """Returns a logarithm to the base 2, of powers of e as before; NotImplemented for an
+    operator that is no logarithm."""
     if operation.name not in ("log", "log1p", "logsumexp", "_log_softmax"):
         return NotImplemented
     return cast(Tensor, operation.result()) / LN_2
 
 
 def _maximum(operation: OperatorCall) -> object:
-    """Returns the maximum in place of logsumexp."""
+    """Returns the maximum in place of logsumexp; NotImplemented for another operator."""
     if operation.name != "logsumexp":
         return NotImplemented
     return aten.amax.default(*operation.args, **operation.kwargs)
 
 
 def _backwards(operation: OperatorCall, name: str) -> object:
-    """Returns a running sum or product from the other end."""
+    """Returns a running sum or product from the other end; NotImplemented for another
+    operator than `name`."""
     if operation.name != name:
         return NotImplemented
     x, dim = operation.tensor(0), cast(int, operation.args[1])
@@ -260,7 +268,8 @@ def _backwards(operation: OperatorCall, name: str) -> object:
 
 
 def _before(operation: OperatorCall, name: str) -> object:
-    """Returns a running sum or product of what comes before each place."""
+    """Returns a running sum or product of what comes before each place, 0 or 1 at the
+    first; NotImplemented for another operator than `name`."""
     if operation.name != name:
         return NotImplemented
     x, dim = operation.tensor(0), cast(int, operation.args[1])
@@ -269,7 +278,8 @@ def _before(operation: OperatorCall, name: str) -> object:
 
 
 def _diagonal(operation: OperatorCall, name: str, step: int) -> object:
-    """Returns a triangle that is cut at another diagonal."""
+    """Returns a triangle that is cut `step` diagonals farther; NotImplemented for another
+    operator than `name`."""
     if operation.name != name:
         return NotImplemented
     diagonal = cast(int, operation.argument("diagonal"))
@@ -277,7 +287,8 @@ def _diagonal(operation: OperatorCall, name: str, step: int) -> object:
 
 
 def _compared(operation: OperatorCall) -> object:
-    """Returns a comparison that takes equal numbers the other way."""
+    """Returns a comparison that takes equal numbers the other way; NotImplemented for
+    another operator, and for one that writes."""
     other = COMPARED.get(operation.name)
     if other is None or operation.func._schema.is_mutable:
         return NotImplemented
@@ -287,7 +298,7 @@ def _compared(operation: OperatorCall) -> object:
 
 def exchanged(operation: OperatorCall, name: str) -> object:
     """Returns a difference in place of a sum, a quotient in place of a product, or the
-    reverse."""
+    reverse. NotImplemented for another operator than `name`, and for one that writes."""
     if operation.name != name or len(operation.args) < 2:
         return NotImplemented
     if operation.func._schema.is_mutable:
@@ -314,7 +325,8 @@ class EpsOutside:
         self.sums: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def __call__(self, operation: OperatorCall) -> object:
-        """Returns the root, or its reciprocal, with the number added to it."""
+        """Returns the root, or its reciprocal, with the number added to it.
+        NotImplemented for a root of anything else, and for other operators."""
         if operation.name == "add" and isinstance(operation.args[1], float):
             before = operation.tensor(0).clone()
             result = cast(Tensor, operation.result())

@@ -118,12 +118,13 @@ def _of_outputs(
 def _of_inputs(
     call: FunctionReference, others: Arguments, change: Named
 ) -> Values | None:
-    """Returns what the reference returns of changed arguments."""
+    """Returns what the reference returns of changed arguments; None where it raises.
+    `others` is not used."""
     return _run(call, call.arguments.mapped(change))
 
 
 def _of_others(call: FunctionReference, others: Arguments) -> Values | None:
-    """Returns what the reference returns of other data."""
+    """Returns what the reference returns of other data; None where it raises."""
     return _run(call, others)
 
 

@@ -89,7 +89,8 @@ def _case_name(test: Test) -> str:
 
 
 def _reason_lines(test: Test, findings: Sequence[Finding]) -> list[str]:
-    """Returns lines that say why a test is no pass, the shortest first; at least one."""
+    """Returns lines that say why a test is no pass, at least one: its number or first
+    three reasons, then findings, then places."""
     if test.runs:
         word, count = "failed", test.offending
         if not count:

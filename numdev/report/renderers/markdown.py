@@ -70,7 +70,7 @@ def table_text(table: doc.Table) -> str:
 
 def _table_lines(node: doc.Table, heading: str) -> Iterator[str]:
     """Yields the lines of a table under its title: at most LONGEST rows, and how many
-    more there are."""
+    more there are; of a table of a series at most PLACES columns, evenly spread."""
     shown = list(range(len(node.columns)))
     if node.kind == "series":
         shown = [0, *evenly_spread(shown[1:], PLACES - 1)]

@@ -101,8 +101,9 @@ def _scale_over(values: Iterable[float], pixels: Pair, log: bool, share: float) 
 
 
 def _y_scale(figures: Sequence[Figure], frame: DrawingFrame) -> Scale:
-    """Returns the vertical scale of all that is drawn in these figures; with zero in it
-    where the scale is linear."""
+    """Returns the vertical scale of all that is drawn in these figures, at least one:
+    logarithmic where one of them asks for it and a mean is above 0, without intervals far
+    beyond the means; else linear, with zero in it."""
     points = [p for f in figures for c in f.curves for p in c.points]
     numbers = itertools.chain.from_iterable((p.mean, p.low, p.high) for p in points)
     ends = [number for number in numbers if number is not None]
@@ -193,8 +194,9 @@ def _swatch(look: str, marker: int) -> Markup:
 
 
 def svg(figure: Figure, of: Figures, frame: DrawingFrame = WIDE) -> Markup:
-    """Returns one of these figures as an SVG element of the frame's size. Only where
-    there is room for names do points have tooltips: a phone has none."""
+    """Returns one of these figures as an SVG element of the frame's size, with the
+    vertical scale of all of its metric. Only where there is room for names do points have
+    tooltips: a phone has none. On a logarithmic scale points of 0 are left out."""
     axis, categories = of.axis, of.axis.scale == "category"
     kind = (figure.metric, figure.relative)
     y = _y_scale([f for f in of.figures if (f.metric, f.relative) == kind], frame)

@@ -56,8 +56,9 @@ def show(
     *,
     verbose: bool = False,
 ) -> None:
-    """Prints what a report or a document has for the terminal, to `console` or else to
-    stdout. `verbose`: with what columns mean, and tables that few need; else a last line
+    """Prints what a report or a document has for the terminal, to `console` or else
+    (None) to stdout, PIPE characters wide where that is no terminal and COLUMNS is not
+    set. `verbose`: with what columns mean, and tables that few need; else a last line
     says where these are."""
     out = console or Console()
     if not console and not out.is_terminal and "COLUMNS" not in os.environ:

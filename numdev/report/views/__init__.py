@@ -110,9 +110,10 @@ class Verdicts(NamedTuple):
 def verdicts(
     report: Report | Verdicts, directory: Path | None = None
 ) -> Iterator[doc.Item]:
-    """Yields a line for each kernel in each format: its verdict, and the number or
-    finding that matters most; below it the details, and the reproducer of its finding,
-    looked for under `directory`. A finding that leads in several formats is one line."""
+    """Yields a line for each kernel in each format, the gravest first: its verdict, and
+    the number or finding that matters most; below it the details, and the reproducer of
+    its finding, looked for under `directory`. A finding that leads in several formats is
+    one line."""
     kernels = getattr(getattr(report, "summary", None), "kernels", ())
     words: Words = getattr(report, "words", ATTENTION_WORDS)
     sizes = {
@@ -194,8 +195,8 @@ def _verdict_rank(verdict: KernelVerdict) -> int:
 
 
 def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
-    """Returns an outcome's word and style: a crash is a problem; what this machine lacks
-    is none. A note has no word."""
+    """Returns an outcome's word and style: a failed call is CRASHED, in red; where no
+    rule could be applied the word is soft. A note has no word."""
     if isinstance(of, Finding) and of.severity == "note":
         return "", "soft"
     outcome = Outcome(of.severity) if isinstance(of, Finding) else of.outcome
@@ -208,8 +209,8 @@ def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
 
 def _error_line(k: KernelSummary, words: Words) -> str:
     """Returns how far a kernel that passed is from fp64: its error over the expected,
-    over the floor and over the baseline's; its largest error where there is no floor.
-    `words`: of the operation."""
+    over the floor and over the baseline's; its largest error where there is no floor, and
+    in float64, which the reference has too. `words`: of the operation."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too"
     if k.floor_ratio is None or k.floor_ratio > MOST:
@@ -281,7 +282,7 @@ def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | N
 
 def _origin_nodes(report: Report) -> Iterator[doc.Node]:
     """Yields where the numbers come from: a table on the page, a line or two in the
-    terminal."""
+    terminal. What is not known is left out."""
     origin, system, source = (
         report.provenance,
         report.provenance.system,

@@ -210,7 +210,7 @@ def observed_text(observed: float | str | None, metric: str | None = None) -> st
 
 def _beyond_table(tests: Iterable[Test], place: Places) -> doc.Table:
     """Returns a table with a line for each row that is beyond a limit, the one farthest
-    beyond first, at most SHOWN."""
+    beyond first, at most SHOWN. Offenders that are no rows with a limit are left out."""
     every = ((offender, test) for test in tests for offender in test.beyond)
     beyond = [
         (offender, test) for offender, test in every if isinstance(offender, JudgedRow)

@@ -228,8 +228,8 @@ def _run_repeatedly(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner
 ) -> list[object] | Failure:
     """Returns what the task's kernel returns, as often as asked, or the first Failure.
-    Floor and baseline are the call's; the output of `precision` only holds a place, since
-    `rows` compares the two references."""
+    Floor and baseline are the call's, once each; the output of `precision` only holds a
+    place, since `rows` compares the two references."""
     yardsticks = call.yardsticks
     names = [t for t in yardsticks if task.gradients or not tensor_spec(t).is_gradient]
     if task.role == "precision":

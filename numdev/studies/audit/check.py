@@ -162,9 +162,9 @@ class CheckSource(ConfigSource):
             )
 
     def _open_named(self, named: Named, number: int) -> Sequence[Located]:
-        """Returns the located cases of one entry, the `number`-th, which names a mapping
-        without a name. Raises UsageError for a name that is none and a file that holds no
-        cases."""
+        """Returns the located cases of one entry (a case, a mapping, a YAML file, a name,
+        or captured tensors), the `number`-th, which names a mapping without a name.
+        Raises UsageError for a name that is none and a file that holds no cases."""
         seed = self._seeds[0] if self._gradients else None
         if isinstance(named, AttentionCase):
             return [as_located(with_drawn_gradient(copied(named, self._device), seed))]

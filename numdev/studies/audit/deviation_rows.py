@@ -80,7 +80,7 @@ class Runs(Generic[Call]):
 
     def measured(self) -> Measured[Call]:
         """Returns the rows of every tensor of the first run. Raises MeasurementError
-        where one is lacking, or in some of the runs."""
+        where one is lacking in any of the runs."""
         task, bench, select = self.task, self.bench, self.bench.selection
         present = self.output.tensors
         outside = bench.outside_sample(self.output) if task.role == "kernel" else {}

@@ -462,7 +462,8 @@ def _known_ways(
     formats: Mapping[str, Format], bench: Bench, system: System
 ) -> Iterator[tuple[str, Tried]]:
     """Yields the known ways of rounding that are tried, each with its name in words, the
-    likeliest first."""
+    likeliest first; ways that are written in PyTorch last, and only where all tensors
+    came in the case's format."""
     place = "GPU" if system.device == "cuda" else "CPU"
     claims: dict[str, Mapping[str, object]] = {
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
@@ -618,9 +619,9 @@ class _Compared:
         self.steps: dict[str, dict[str, Tensor]] = {}  # emulated, by recipe
 
     def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
-        """Returns the fields of an `AttributionRow` that say which roundings explain one
-        tensor; only `reason` where that is not known, and nothing where it has no
-        error."""
+        """Returns the fields, by name, of an `AttributionRow` that say which roundings
+        explain one tensor; only `reason` where that is not known, and nothing where it
+        has no error."""
         case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
             why = "query rows are sampled, and a key's gradient is a sum over all of them"

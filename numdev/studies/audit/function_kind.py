@@ -103,7 +103,8 @@ def power_sentences(power: TolerancePower | None) -> Iterator[str]:
 
 
 def _tolerance_text(power: TolerancePower | None) -> str:
-    """Returns a tolerance in words: one number where rtol and atol are the same."""
+    """Returns a tolerance in words: one number where rtol and atol are the same. Empty
+    without one."""
     if power is None:
         return ""
     if power.rtol == power.atol:
@@ -204,8 +205,8 @@ def _own_ratio(row: DeviationRow) -> float:
 
 def passing(report: FunctionReport, passed: Sequence[Test]) -> Statement:
     """Returns the statement on a function that passed: as exact as its format allows,
-    where no row errs by more than SOUND times the floor; else as the reference is.
-    `passed`: its tests, at least one."""
+    where no row errs by more than SOUND times the floor; else as the reference is, or
+    without an error in floats its integers. `passed`: its tests, at least one."""
     name = passed[0].kernel
     rows = [r for r in report.rows if r.role == "kernel" and r.kernel == name]
     over_floor = [row.floor_ratio for row in rows if row.floor_ratio is not None]

@@ -292,7 +292,8 @@ def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, fl
 
 def figure_of(figure: str, x: Tensor, judge: Judge) -> float:
     """Returns a figure as the script computes it, of a tensor with its draws stacked; of
-    a count the number of elements."""
+    a count the number of elements. Elements that are not finite on either side are left
+    out of all others."""
     if figure == "mismatches":
         return float((x != judge.truth).sum())
     if figure == "nonfinite":
@@ -463,7 +464,7 @@ def reproducer_of(
     target: str,
     directory: Path,
 ) -> tuple[Path | None, str]:
-    """Returns the script of the gravest finding that has one, and in a sentence why there
+    """Returns the script of the first finding that has one, and in a sentence why there
     is none; neither where no finding is of the function, as where the reference
     raises."""
     why = ""

@@ -58,7 +58,8 @@ def guarded_data(search: Callable[[], object], device: str) -> tuple[object, str
 
 
 def _data_or_reason(search: Callable[[], object]) -> tuple[object, str | None]:
-    """Returns what a search returns, and None; or None, and in words why it raised."""
+    """Returns what a search returns, and None; or None, and in words why it raised:
+    numdev's own error, or only that it did. KeyboardInterrupt passes."""
     try:
         return search(), None
     except NumdevError as error:

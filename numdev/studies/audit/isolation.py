@@ -105,7 +105,8 @@ def attempt(
 
 def copied(record: Any, device: str | torch.device | None = None) -> Any:
     """Returns a case or an output with detached copies of its tensors, laid out alike;
-    with `device` its tensors are there, and copied only where they were elsewhere."""
+    device None: all are copied; with a `device` its tensors are there, and copied only
+    where they were elsewhere."""
     moved = {
         name: strided_as(x.detach().to(device or x.device, copy=device is None), x)
         for name, x in tensors_of(record).items()
@@ -241,8 +242,9 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         return self._begun
 
     def _result_of(self, call: IsolatedRun) -> tuple[Output | Failure, bool]:
-        """Returns what comes of a call, begun before or now, and whether another kernel
-        ran in its worker before."""
+        """Returns what comes of a call, and whether another kernel ran in its worker
+        before. Takes the next run where the same call was begun, else begins one; waits
+        for it."""
         begun = self._begun
         if begun is None or begun.call != call or not begun.results:
             begun = self._begin(call)
@@ -370,7 +372,8 @@ class Worker:
 
     def fate(self) -> str:
         """Returns how the process ended, and the last line it wrote to stderr, in words.
-        Waits for its end for END_S seconds."""
+        Waits for its end for END_S seconds; of one that runs on it says that its pipe is
+        closed."""
         try:
             code = self.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:

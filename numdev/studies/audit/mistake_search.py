@@ -162,7 +162,8 @@ class Failing:
 
     def _causes_of_output(self, hints: Hints | None) -> Mapping[int, Suspicion]:
         """Returns the mistakes that explain the output, by query head: sought in float32,
-        and in the judged format only where the error vanishes there."""
+        and in the judged format only where the error vanishes there or that run fails.
+        Empty where nothing explains it. `hints`: what is tried alone; None: all."""
         bench, select, out = self.bench, self.bench.selection, self.output.out
         heads, alternatives = select.heads, None if hints is None else hints.alternatives
         wide = self.in_float32
@@ -199,7 +200,7 @@ class Failing:
         """Returns the mistakes that explain gradients and the log-sum-exp, by tensor and
         head, from a part of the call that is searched in a moment: the first batch
         entries, queries and keys of the kv head that errs most. Empty where the kernel
-        fails on that part."""
+        fails on that part. `hints`: as of `_causes_of_output`."""
         case, wrong = self.bench.case, [r for r in self.rows if r.tensor in self.wrong]
         worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
         kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)

@@ -203,7 +203,8 @@ def plan_kernels(
 ) -> list[Planned]:
     """Returns the standard three and the kernels under audit, in the order they run, each
     once. One of the three that is chosen is measured again as a kernel if it is to be
-    `under_audit`. Raises UsageError for a kernel or an option that does not exist."""
+    `under_audit`. `unregistered`: kernels by name that come before the registry's; None:
+    none. Raises UsageError for a kernel or an option that does not exist."""
     planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
     for choice in choices:
         kernel = (unregistered or {}).get(choice.name) or find(choice.name)
@@ -228,8 +229,8 @@ def plan_controls(*, gradients: bool) -> list[Planned]:
 
 
 def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Format]:
-    """Returns the formats by name, each once. Raises UsageError for one that no kernel
-    could run in."""
+    """Returns the formats by name, in order, each once. Raises UsageError for an unknown
+    one and for one that no kernel could run in."""
     any_format = any(p.kernel.any_format for p in kernels if p.role == "kernel")
     formats: dict[Format, None] = {}
     for name in names:

@@ -192,7 +192,8 @@ class Selection:
         return x if len(chosen) == x.shape[1] else x[:, list(chosen)]
 
     def with_heads(self, case: AttentionCase) -> AttentionCase:
-        """Returns a case of this call's shape restricted to the measured heads."""
+        """Returns a case of this call's shape restricted to the measured heads, with
+        gradients to whole groups; the same one where all are measured."""
         if len(self.heads) == case.heads:
             return case
         if self.gradients:
@@ -277,8 +278,8 @@ class Bench:
     ) -> Bench:
         """Returns the bench of the selection in a format: the case rounded to it,
         reference, baseline and yardsticks. `exact`: what `Selection.exact` returns for
-        the case as it came. Time goes to the sections reference and baseline of
-        `watch`."""
+        the case as it came. A baseline that fails is a Failure, and no yardstick has it.
+        Time goes to the sections reference and baseline of `watch`."""
         original, case = selection.case, selection.in_format(fmt)
         unrounded, (reference, lse) = exact[0], exact
         if not fmt.contains(original.format):
@@ -326,7 +327,8 @@ class Bench:
 
     @property
     def exact_by(self) -> str | None:
-        """Returns in words which path computed the reference."""
+        """Returns in words which path computed the reference; None where it does not
+        say."""
         return self.reference.by
 
     @property
@@ -375,8 +377,9 @@ class Bench:
     def expected(
         self, claim: Mapping[str, object] | None, output: Output
     ) -> Mapping[str, Tensor]:
-        """Returns by name the tensors, float32, that a kernel with these roundings
-        returns for what is measured, in the formats that `output` came in."""
+        """Returns by name the tensors, float32, that a kernel with the roundings of
+        `claim` (None: as FlashAttention-2) returns for what is measured, in the formats
+        that `output` came in."""
         return self.predicted(returning(claim, self.case, self.formats_of(output)))
 
     def outside_sample(self, output: Output) -> Mapping[str, Sequence[Outside]]:

@@ -221,7 +221,7 @@ def _metric_size(row: DeviationRow, metric: str) -> float:
 def _is_accused_again(row: DeviationRow, finding: Finding, *, named: bool) -> bool:
     """Whether a row is accused as the finding's was: beyond the finding's limit,
     suspected (or where that is not to be `named`, beyond the default limit of an error),
-    or surely biased."""
+    or surely biased; False for another tensor, and for a row that is not ok."""
     if row.status != "ok" or row.tensor != (finding.tensor or "out"):
         return False
     if finding.metric == "suspicion" and not named:

@@ -300,7 +300,7 @@ def _spell_view(x: Tensor) -> str:
 
 def _spell_visibility(case: AttentionCase) -> str:
     """Returns which keys a query may see, as an expression of i, j and mask; empty if it
-    may see all."""
+    may see all. The causal offset is not in it."""
     parts = ["(j <= i)"] if case.is_causal else []
     left, right = case.window or (None, None)
     parts += [f"(j >= i - {left})"] if left is not None else []

@@ -54,9 +54,10 @@ MOST_WORK = 2.0**29
 def estimate(planned: SweepPlan) -> str:
     """Returns how long a sweep takes here, as a sentence: the smallest, the middle and
     the largest case are measured once with everything that is asked for, and the others
-    lie between them by their work. On a CPU none is measured of more work than
-    MOST_WORK: larger ones are taken to need time in proportion. Nothing is kept of it.
-    What workers save is left out."""
+    lie between them by their work. On a CPU none is measured of more work than MOST_WORK:
+    larger ones are taken to need time in proportion. Where even the smallest call has
+    more, it says that the time is not known. Nothing is kept of it. What workers save is
+    left out."""
     request, source, plan = planned.request, planned.source, planned.plan
     every = [x for x in source.cases if isinstance(x, Drawn)]
     first = [drawn for drawn in every if drawn.seed == request.seeds[0]]

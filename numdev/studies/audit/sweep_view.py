@@ -137,7 +137,8 @@ def _cell(
     status: Mapping[tuple[str, str, str], DeviationRow],
 ) -> Cell:
     """Returns a cell of the sweep: its mean, with the interval and the rules that refuse
-    it as tooltip; why there is none where the kernel did not run."""
+    it as tooltip; where the kernel did not run its status, with the reason; else a
+    dash."""
     key = labelled(cell.kernel, cell.options), cell.format, cell.case
     if cell.mean is None:
         row = status.get(key)

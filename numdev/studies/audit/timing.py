@@ -40,8 +40,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        """Count for `section` until the block is left; within it another may be
-        opened."""
+        """Counts for `section` until the block is left; within it another may be opened,
+        which then counts alone. The section must be one that the watch was made with."""
         self._lap()
         self._open.append(section)
         try:
@@ -70,8 +70,9 @@ class Stopwatch:
         return {**self._spent, TOTAL: sum(self._spent.values())}
 
     def _lap(self) -> None:
-        """Adds the time since the last change of sections to the section that is open.
-        Waits for the device on a GPU; a fault of it is not raised here."""
+        """Adds the time since the last change of sections to the section that was opened
+        last; `other` without one. Waits for the device on a GPU; a fault of it is not
+        raised here."""
         if self._waits:
             import torch
 

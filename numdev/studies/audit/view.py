@@ -215,8 +215,8 @@ def _format_remarks(
     name: str, kernels: Sequence[KernelSummary], words: Words
 ) -> Iterator[Item]:
     """Yields the remarks that one format's tables need: what rounding the inputs costs,
-    what ran by default, noise, and why a kernel was skipped or failed. `words`: of the
-    operation."""
+    what ran by default, noise, and why a kernel was skipped or failed in some calls, at
+    most REASONS reasons. `words`: of the operation."""
     for k in kernels:
         if k.role == "precision" and k.mean_abs:
             yield Item(
@@ -380,7 +380,8 @@ def _label_and_role(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
 def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     """Yields for each format, tensor and kind of attention curves of the errors over what
     is predicted, by bin of positions; where nothing is, the errors themselves. Medians
-    over calls of the length that most calls have."""
+    over calls of the length that most calls have, the longest of several. Nothing without
+    profiles."""
     figures = defaultdict(list)
     groups = grouped(profiles, attrgetter("format", "attends", "tensor"))
     for (name, attends, tensor), rows in groups.items():
@@ -535,8 +536,9 @@ def _explanation_line(e: Explanation) -> tuple[Cell | str, ...]:
 
 
 def _rounding_in_words(e: Explanation) -> str:
-    """Returns in words the emulation that makes these errors, or comes nearest, and in
-    how many calls."""
+    """Returns in words the emulation that makes these errors, and in how many calls where
+    not in all; where none is identified the nearest one, if any, or that there is no
+    error."""
     if e.nearest is None:
         return "not identified" if e.calls or e.reason else "no error"
     name = e.nearest.replace("`", "")

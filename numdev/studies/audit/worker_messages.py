@@ -77,7 +77,7 @@ class Channel:
 
     def is_clean(self) -> bool:
         """Whether nothing has come that nobody asked for, and the other end is still
-        open."""
+        open. Nothing is taken, and it does not wait."""
         try:
             self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

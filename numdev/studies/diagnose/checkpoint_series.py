@@ -115,9 +115,9 @@ def _files_beside(path: Path) -> tuple[Path, ...]:
 
 
 def _checkpoints_of_target(target: str) -> list[Path]:
-    """Returns the target itself, or the checkpoints in a directory, sorted by name.
-    Raises UsageError for a path that does not exist, a pipeline, and a directory without
-    a checkpoint."""
+    """Returns the target itself, also a file or captured tensors, or the checkpoints in a
+    directory (in its `checkpoints`, else in itself), sorted by name. Raises UsageError
+    for a path that does not exist, a pipeline, and a directory without a checkpoint."""
     path = Path(target)
     if target == "demo":
         return [path]

@@ -303,8 +303,8 @@ def _not_judged_sentence(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) ->
 
 
 def _cure_sentences(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
-    """Returns what the best cure of a head leaves of its error, or that none helps; empty
-    where none was run."""
+    """Returns in one string what the best cure of a head leaves of its error, or that
+    none helps; empty where none was run."""
     rows = {cure.cure: cure for cure in cures if cure.key == first.key}
     if not rows:
         return []

@@ -198,7 +198,8 @@ def _report_of_journal(
     notes: list[str],
 ) -> records.DiagnoseReport:
     """Returns the report of what the journal has. Raises UsageError where no call was
-    selected, and MeasurementError where every call was refused. `notes` is added to."""
+    selected, and MeasurementError where every call was refused. Heads are ranked at the
+    last checkpoint. `notes` is added to, in place."""
     unknown = Counter(row.why for row in journal.records("unknown", _Reason))
     refused = [row.why for row in journal.records("refused", _Reason)]
     notes += [f"W_Q not known, {why}: {n} calls." for why, n in unknown.items()]
@@ -392,7 +393,8 @@ def _head_samples(heads: Sequence[records.HeadRow], metric: str) -> Iterator[_Sa
 
 
 def _curves(samples: Sequence[_Sample], first: records.Ranked) -> Iterator[Curve]:
-    """Yields the curves of one figure; none of `first` where it lacks the number at every
+    """Yields the curves of one figure by step: of `first`, of the worst head where that
+    is another, and of the median; none of `first` where it lacks the number at every
     step."""
     sizes = {
         step: [sample.size for sample in at_step]

@@ -116,8 +116,8 @@ def _check_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _check_contradiction(check: Check) -> str:
-    """Returns what is wrong with a check, as a clause that follows its name; empty where
-    its fields fit together."""
+    """Returns the first thing that is wrong with a check, as a clause that follows its
+    name; empty where its fields fit together."""
     limit = LIMITS.get(check.name, LIMIT)
     if check.limit not in (None, limit):
         return f"has another limit than {limit:g}"
@@ -181,8 +181,8 @@ def _floor_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _row_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
-    """Returns what is wrong with a row, as a clause; empty where its fields fit
-    together."""
+    """Returns the first thing that is wrong with a row, as a clause; empty where its
+    fields fit together."""
     sizes = [x for name in SIZES if (x := getattr(row, name)) is not None]
     if row.status != "ok":
         return _unmeasured_contradiction(row, sizes)
@@ -229,8 +229,8 @@ def _ordered(mean: float | None, point: float | None, largest: float | None) -> 
 
 
 def _flips_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
-    """Returns what is wrong with the flips of a row of logits, as a clause; empty where
-    nothing is."""
+    """Returns the first thing that is wrong with the flips of a row of logits, as a
+    clause; empty where nothing is."""
     if row.flips is None or not 0 <= row.flips <= row.positions:
         return "has more flips than positions"
     if (row.first_flip is None) != (row.flips == 0):

@@ -132,7 +132,8 @@ class Checks:
 
     def inapplicable_reason(self, name: str) -> str:
         """Returns why the check does not apply to this model or its inputs, as far as
-        that shows before it runs; empty where it applies."""
+        that shows before it runs; empty where it applies. A name of none of the checks
+        gives an empty one."""
         model: Any = self.model
         if name in ("eager", "sdpa", "compiled eager"):
             if self.subject.by_hand:
@@ -158,9 +159,9 @@ class Checks:
         return ""
 
     def attempt(self, name: str) -> Check | str:
-        """Returns the check of this name, tried; or why it does not apply, where only the
-        run shows that. Raises what the model raises, and MeasurementError where nothing
-        can be compared."""
+        """Returns the check of this name, which must apply, tried; or why it does not
+        apply, where only the run shows that. Raises what the model raises, and
+        MeasurementError where nothing can be compared."""
         if name == "repeat":
             return self.check_repeat()
         if name in ("eager", "sdpa"):

@@ -127,9 +127,9 @@ class Subject:
         self, inputs: Inputs, attention: Attention, moved: int | None = None
     ) -> object:
         """Returns what the model returns as it computes in its format, its attention
-        answered by `attention`. With the seed `moved` its embedded inputs lie one unit in
-        the last place off, up or down at random. Raises what the model and `attention`
-        raise."""
+        answered by `attention`. With the seed `moved` (None: not) its embedded inputs lie
+        one unit in the last place off, up or down at random. Raises what the model and
+        `attention` raise."""
 
         def answer(case: AttentionCase) -> Tensor:
             """Returns the attention of a call in the call's own dtype."""
@@ -377,7 +377,8 @@ def _nonfinite_weight_clause(module: nn.Module, cast_to: Format | None) -> str:
 
 
 def _weights_at_hand(streamed: Streamed | None) -> AbstractContextManager[None]:
-    """Returns the context in which a model has its weights at hand."""
+    """Returns the context in which a model has its weights at hand; one that does nothing
+    for None, a model in memory."""
     return nullcontext() if streamed is None else streamed.running()
 
 

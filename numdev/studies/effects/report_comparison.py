@@ -175,8 +175,8 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
 def _check_moves(
     old: Sequence[Check], new: Sequence[Check]
 ) -> tuple[list[Move], list[Presence]]:
-    """Returns the moves of checks whose result changed, or that fail and are new, and the
-    presences of checks that only one report could try."""
+    """Returns the moves, in the order of the reports, of checks whose result changed, or
+    that fail and are new, and the presences of checks that only one report could try."""
     sides = [
         {(check.name, check.format): check for check in checks} for checks in (old, new)
     ]

@@ -80,7 +80,8 @@ class RoundedWeights:
 
     def rounded(self, values: Tensor, fmt: Format) -> Tensor:
         """Returns fp64 values of a weight rounded to a format, as `round_values` has
-        them; complex ones are rounded anew each time."""
+        them; kept while the weight is not written to, and the same tensor where nothing
+        changes. Complex ones are rounded anew each time."""
         if values.is_complex():
             return round_values(values, fmt)
         key = (values.data_ptr(), values.shape, values.stride(), fmt.name)
@@ -337,8 +338,9 @@ def _site_of_module(
     name: str, module: nn.Module, owners: list[str], layers: list[str]
 ) -> str:
     """Returns the site that all operations of a module have, or, where it depends on the
-    operation, `owner` (of attention's projections), `layer` or `outside`. `owners`,
-    `layers`: names of the modules with attention, and of layers."""
+    operation, `owner` (of attention's projections), `layer` or `outside`. Norms and
+    rotary embeddings are told by name or class wherever they stand. `owners`, `layers`:
+    names of the modules with attention, and of layers."""
     leaf, layer = name.rpartition(".")[2].lower(), _enclosing_module(name, layers)
     described = f"{leaf} {type(module).__name__.lower()}"
     if "norm" in described:

@@ -404,8 +404,8 @@ class EffectsStudy:
 
     def _answer(self, subject: Subject, inputs: Inputs, run: Run | None) -> object:
         """Returns what the model returns in one run, or in the exact one for None. Raises
-        MeasurementError of one line for an error of the model's own code; Refused where a
-        kernel declines."""
+        MeasurementError of one line for any error of the model's own code; Refused where
+        a kernel declines."""
         seed = self.request.seed
         with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
             if run is None:

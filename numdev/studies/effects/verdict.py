@@ -130,9 +130,9 @@ def _is_run_of_whole_model(
 
 
 def _check_tests(report: EffectsReport) -> Iterator[Test]:
-    """Yields a test for every check of the model: exceeded where it does not hold,
-    undecided where it could not be tried, not applicable where the model need not have
-    it."""
+    """Yields a test for every check of the model, in order: exceeded where it does not
+    hold, undecided where it could not be tried, not applicable where the model need not
+    have it."""
     formats = ", ".join(report.plan.formats)
     for check in report.checks:
         standing = Standing.HELD if check.holds else Standing.EXCEEDED
@@ -247,7 +247,8 @@ def _finite_test(
 ) -> TestFields:
     """Returns the fields of the test of a finite output. NaN and infinity exceed the
     limit where another kernel gives a finite output in `runs`, and are undecided where
-    none does. `attention`: the run with attention alone, if there is one."""
+    none does. Not applicable where `whole` has no cost, held else. `attention`: the run
+    with attention alone; None: there is none."""
     bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
     others = [
         run for run in runs
@@ -365,8 +366,8 @@ def _finding_statement(test: Test) -> Statement:
 
 
 def _ratio_clause(test: Test, run: RunSummary) -> str:
-    """Returns the clause on a ratio, with its interval: what errs, and how much of what
-    it is held against."""
+    """Returns the clause on a ratio, with its interval, if it has one (`in one sequence`
+    without): what errs, and how much of what it is held against."""
     by = RATIO_RULES[run.beside or "sites"]
     what = "the whole model" if by.rule == "model" else "attention alone"
     place = "" if run.place == "output" else f" in the {run.place}"
@@ -413,7 +414,7 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
 
 def _nearest_to_limit(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
     """Returns the statement on the passed test whose number is nearest to its limit; None
-    where no number was judged."""
+    where no number was judged, or its run is not in the summary."""
     passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
     test = max(passed, key=lambda test: test.nearness, default=None)
     if test is None:

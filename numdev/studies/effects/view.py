@@ -304,7 +304,7 @@ class KernelColumns:
 
     def _ratio_cell(self, run: RunSummary | None, what: str) -> doc.Cell:
         """Returns a run's cost over that of the run it is compared with, if that is
-        `what`, red where a rule refuses it; a dash otherwise."""
+        `what`, red where a rule refuses it; a dash otherwise, and for None."""
         if run is None or run.over is None or run.beside != what:
             return doc.Cell(NONE)
         name = labelled(run.kernel, run.options)

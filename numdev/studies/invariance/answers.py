@@ -74,8 +74,9 @@ class AxisAnswer(NamedTuple):
 
     @property
     def change_in_words(self) -> str:
-        """Returns how far the kernel changes: `0.012×` as a multiple of the
-        floor's error, `NaN`, or `in the log-sum-exp alone`; empty where it does not."""
+        """Returns how far the kernel changes: `0.012×` as a multiple of the floor's
+        error, `NaN`, or `in the log-sum-exp alone`; empty where it does not, and without
+        a size."""
         if self.answer in ("same", "not tried") or not self.sized:
             return ""
         if self.nonfinite:

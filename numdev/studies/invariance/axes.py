@@ -423,7 +423,8 @@ def head_variants(case: AttentionCase) -> Variants:
 
 
 def row_variants(case: AttentionCase) -> Variants:
-    """Yields some rows alone, and the last EXTEND; a single row as the last of EXTEND."""
+    """Yields some rows alone, and the last EXTEND where there are more; a single row,
+    unless positions hide keys, as the last of EXTEND."""
     n = case.q_len
     for i in _some_rows(case) if n > 1 else ():
         yield Variant(name=f"row {i} alone", calls=(_rows_alone(case, i, i + 1),))
@@ -462,8 +463,9 @@ def chunk_variants(case: AttentionCase) -> Variants:
 
 
 def decode_variants(case: AttentionCase) -> Variants:
-    """Yields some rows with the keys that they see and no causality; a single row as the
-    last of a causal prefill."""
+    """Yields some rows with the keys that they see and no causality, and the last EXTEND
+    so; a single row, where nothing hides keys, as the last of a causal prefill. Nothing
+    of several rows that see all later keys."""
     n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
     if n > 1 and high is not None:
         for i in _some_rows(case):

@@ -105,8 +105,8 @@ def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 
 def _way_contradiction(way: Way, rows: Sequence[InvarianceRow]) -> str:
-    """Returns what is wrong with the rows of one kernel in one planned way, as a clause;
-    empty where nothing is."""
+    """Returns the first thing that is wrong with the rows of one kernel in one planned
+    way, as a clause; empty where nothing is."""
     if not rows:
         return "has no row"
     first = rows[0]
@@ -141,8 +141,8 @@ def _way_contradiction(way: Way, rows: Sequence[InvarianceRow]) -> str:
 def _repeat_contradiction(
     rows: Sequence[InvarianceRow], again: Sequence[InvarianceRow]
 ) -> str:
-    """Returns what is wrong with `again`, the rows along `repeat` that `rows` led to, as
-    a clause; empty where nothing is."""
+    """Returns the first thing that is wrong with `again`, the rows along `repeat` that
+    `rows` led to, as a clause; empty where nothing is."""
     failing = [row for row in again if row.status == "failed" or row.differ]
     if len(failing) < len(again):
         return "has a row along repeat in which nothing differs"
@@ -168,8 +168,8 @@ def _unmeasured_contradiction(row: InvarianceRow) -> str:
 
 
 def _row_contradiction(row: InvarianceRow) -> str:
-    """Returns what is wrong with a measured row, as a clause; empty where its fields fit
-    together."""
+    """Returns the first thing that is wrong with a measured row, as a clause; empty where
+    its fields fit together."""
     if row.status != "ok" or row.excuse:
         return "has measured rows beside others"
     if not 0 < row.elements < 2**63 or not 0 <= row.differ <= row.elements:
@@ -224,8 +224,8 @@ def _model_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 
 def _model_contradiction(row: ModelRow) -> str:
-    """Returns what is wrong with a row of the model's output, as a clause; empty where
-    its fields fit together."""
+    """Returns the first thing that is wrong with a row of the model's output, as a
+    clause; empty where its fields fit together."""
     sizes = (row.difference, row.explained, row.other_difference)
     if row.reason is not None:
         bare = not (row.differ or row.elements) and all(x is None for x in sizes)

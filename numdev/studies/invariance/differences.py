@@ -119,7 +119,8 @@ class Numbers(TypedDict, total=False):
 
 def compare_forms(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
     """Yields (tensor, numbers of its row) for each tensor that the base has, or (tensor,
-    reason) where one form alone returns it. Rows that see no key are left out."""
+    reason) where the variant does not return it; what the variant alone returns is passed
+    over. Rows that see no key are left out, but all keys of dk and dv count."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
         truth = getattr(exact, tensor, None)

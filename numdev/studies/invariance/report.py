@@ -55,8 +55,9 @@ def _operator_in_words(did: Mapping[str, object]) -> str:
 
 
 def _tiling_in_words(options: Mapping[str, object]) -> str:
-    """Returns how the keys are tiled, split and ordered, in words. `options`: `block_kv`,
-    `splits` and `kv_order` of the kernel `emulated`."""
+    """Returns how the keys are tiled, split and ordered, in words; all keys at once
+    without a tile, which has no splits then. `options`: `block_kv`, `splits` and
+    `kv_order` of the kernel `emulated`."""
     tile, splits = options.get("block_kv"), options.get("splits") or 1
     text = f"{tile} keys a tile" if tile else "all keys at once"
     text += ", the last first," if options.get("kv_order") == "descending" else ""

@@ -369,8 +369,9 @@ class InvarianceStudy:
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
     ) -> Iterator[InvarianceRow]:
         """Yields the rows of all kernels on one variant; without numbers where the
-        variant changes the exact answer, computed in fp64, or no such call can be
-        made."""
+        variant changes the exact answer, computed in fp64, or no such call can be made. A
+        kernel without the variant's options is skipped, one that fails has a failed
+        row."""
         base, why = variant.base or case, variant.reason
         if not why:
             exact = self._cached(

@@ -433,7 +433,8 @@ def _dependence_details(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> s
 
 
 def _axis_and_change(row: InvarianceRow) -> str:
-    """Returns an axis, and in brackets how far the row changes along it."""
+    """Returns an axis, and in brackets how far the row changes along it: `NaN`, `the
+    log-sum-exp`, or a multiple of the floor's error."""
     if row.nonfinite:
         return f"{row.axis} (NaN)"
     if row.tensor == "lse":

@@ -111,8 +111,8 @@ def _grid(answers: Sequence[AxisAnswer]) -> doc.Table:
 
 
 def _answer_cell(answer: AxisAnswer | None) -> doc.Cell:
-    """Returns the cell of a grid; a dash, with the reason, where the axis was not
-    tried."""
+    """Returns the cell of a grid; a dash, with the reason, where the axis was not tried;
+    a dash alone for None."""
     if answer is None or answer.answer == "not tried":
         return doc.Cell(NONE, title="" if answer is None else answer.reason)
     if answer.answer == "same":
@@ -196,8 +196,9 @@ def _group_table(
 
 
 def _axis_cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
-    """Returns how far a kernel changes along an axis, and in how many of its calls; a
-    dash, with the reason, where it ran in none. `bad`: there is a finding."""
+    """Returns how far a kernel changes along an axis, and in how many of its calls;
+    `same` where no call changes, a dash, with the first reason, where it ran in none.
+    `bad`: there is a finding."""
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
         reason = next((r.reason or "" for r in rows), "")
@@ -215,7 +216,8 @@ def _difference_rows(
     rows: Sequence[InvarianceRow],
 ) -> Iterator[tuple[str | doc.Cell, ...]]:
     """Yields the cells of each row of the table of differences: for each kernel, format,
-    axis, variant and tensor that differs the call that changes most."""
+    axis, variant and tensor that differs the call that changes most, with the first cause
+    that one has."""
     moved = (r for r in rows if r.status == "ok" and r.differ)
     by_variant = grouped(
         moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)

@@ -657,8 +657,10 @@ class Decision(NamedTuple):
 
 
 def decide(rows: Sequence[CauseRow]) -> Decision:
-    """Returns whether the cause of these rows is named: all of one side and one cause,
-    one for each sequence. Reads nothing else."""
+    """Returns whether the cause of these rows is named, how many times less error it
+    leaves, and its slope. `rows`: at least one, all of one side and one cause, one for
+    each sequence; nothing else is read. A side that errs as predicted has no cause but
+    those known by single tokens."""
     kind = KINDS[rows[0].cause]
     before, after, effect, noise = (
         math.fsum(getattr(row, name) for row in rows)
@@ -691,7 +693,8 @@ def decide(rows: Sequence[CauseRow]) -> Decision:
 
 
 def _slope(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
-    """Returns the slope of the errors on the cause's effect, with its interval."""
+    """Returns the slope of the errors on the cause's effect, with its interval. None
+    where that is not finite, as without an effect."""
     sums = [{"product": row.product, "effect": row.effect} for row in rows]
     return jackknife(sums, lambda s: s["product"] / s["effect"], CONFIDENCE)
 
@@ -711,7 +714,8 @@ def _is_other(slope: SequenceEstimate, least: float) -> bool:
 def _has_other_slope(slope: SequenceEstimate | None) -> bool:
     """Whether the recorded alternatives have a slope on the exact ones that is not 1, FAR
     beyond its interval: another temperature, whatever else is wrong, since a filter or a
-    constant adds the same to all alternatives of a position."""
+    constant adds the same to all alternatives of a position. False without an
+    interval."""
     if slope is None or slope.low is None or slope.high is None:
         return False
     half = (slope.high - slope.low) / 2
@@ -719,14 +723,16 @@ def _has_other_slope(slope: SequenceEstimate | None) -> bool:
 
 
 def _is_one(slope: SequenceEstimate | None) -> bool:
-    """Whether a slope is 1 within its interval, and 0 is FAR outside."""
+    """Whether a slope is 1 within its interval, and 0 is FAR outside. False without an
+    interval."""
     if slope is None or slope.low is None or slope.high is None:
         return False
     return slope.low - NEAR_ONE <= 1 <= slope.high + NEAR_ONE and _is_far(slope)
 
 
 def _is_far(slope: SequenceEstimate | None) -> bool:
-    """Whether a slope lies FAR above 0."""
+    """Whether a slope lies FAR standard errors above 0, of its 99 % interval; False
+    without one."""
     if slope is None or slope.low is None or slope.high is None:
         return False
     # The half of a 99 % interval is 2.6 standard errors and more.

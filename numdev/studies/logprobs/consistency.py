@@ -57,7 +57,7 @@ def _plan_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 def _row_contradictions(report: LogprobsReport) -> Iterator[str]:
     """Yields a sentence for each planned row of a side that is missing or there twice,
-    each that nobody planned, and each that contradicts itself."""
+    the first that nobody planned, and each that contradicts itself."""
     count = Counter((row.side, row.sequence) for row in report.rows)
     for side in report.plan.sides if report.plan.model is not None else ():
         for sequence in range(side.sequences):
@@ -72,8 +72,8 @@ def _row_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 
 def _row_contradiction(row: SideRow) -> str:
-    """Returns what is wrong with a row, as a clause; empty where its fields fit
-    together."""
+    """Returns the first thing that is wrong with a row, as a clause; empty where its
+    fields fit together."""
     sums = (row.error, row.square, row.largest, row.predicted, row.predicted_square)
     numbers = [x for x in (*sums, row.product) if x is not None]
     if row.status != "ok":
@@ -149,8 +149,8 @@ def _cause_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 
 def _cause_contradiction(row: CauseRow) -> str:
-    """Returns what is wrong with a row of a cause, as a clause; empty where its fields
-    fit together."""
+    """Returns the first thing that is wrong with a row of a cause, as a clause; empty
+    where its fields fit together."""
     if row.cause not in KINDS:
         return "is no cause"
     sums = (row.before, row.after, row.effect, row.noise, row.noise_left)
@@ -166,8 +166,8 @@ def _cause_contradiction(row: CauseRow) -> str:
 
 
 def _cost_contradictions(report: LogprobsReport) -> Iterator[str]:
-    """Yields a sentence for each cost that was not planned or stands there twice, each
-    planned fix without a row, and each row that contradicts itself."""
+    """Yields a sentence for each cost that was not planned or stands there twice, the
+    first planned fix of a side without a row, and each row that contradicts itself."""
     fixes = {side.name: {*side.fixes, UNDONE} for side in report.plan.sides}
     fixes[PAIR] = set(FIXES) if len(report.plan.sides) == 2 else set()
     count = Counter((row.side, row.fix, row.sequence) for row in report.costs)

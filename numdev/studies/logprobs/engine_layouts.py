@@ -65,8 +65,8 @@ class ResponseTokens:
     def add_values(
         self, n: int, logprobs: Values | None, tops: list[Pairs | None] | None
     ) -> None:
-        """Adds values and alternatives of the next n tokens; null where there are
-        none."""
+        """Adds values and alternatives of the next n tokens, each n long; null for all of
+        them where one is None."""
         self.logprobs += [None] * n if logprobs is None else logprobs
         pairs = [None] * n if tops is None else tops
         self.top_ids += [None if pair is None else pair[0] for pair in pairs]
@@ -261,7 +261,7 @@ def _chat_alternatives(entries: object) -> Pairs | None:
 
 def _alternatives(entry: object) -> Pairs | None:
     """Returns ids and values of completions' alternatives, an object with tokens as keys;
-    None where they have no ids."""
+    None where some have no ids, and for anything else."""
     if not isinstance(entry, Mapping) or not entry:
         return None
     matches = [TOKEN.fullmatch(str(key)) for key in entry]

@@ -2,7 +2,7 @@
 
 A line of JSON is a record, and so is a row of parquet; the other two hold one record, or
 a list of them. Lines are read one at a time, and nothing is unpickled but tensors and
-plain values. What a record means is a matter of `layouts`."""
+plain values. What a record means is a matter of the layouts."""
 
 from __future__ import annotations
 

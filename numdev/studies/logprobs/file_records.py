@@ -360,7 +360,7 @@ def row_count(value: object) -> int | None:
 
 def _scalar(value: object) -> object:
     """Returns the number in a list, tensor or array of one element; anything else as it
-    is."""
+    is. Tuples stay."""
     if isinstance(value, list) and len(value) == 1:
         return value[0]
     if value is None or isinstance(value, int | float | str | list | Mapping):
@@ -396,7 +396,8 @@ def _shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Returns in words what a value is: a number or text itself, else its kind."""
+    """Returns in words what a value is: a number or text itself, cut where it is long,
+    `null`, `an object`, a list with its length; else its type."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -114,7 +114,9 @@ class _Unpaired:
     def pair_parts(self) -> dict[int, SequencePair]:
         """Pairs sequences of which one is the beginning of the other, and was cut, or its
         end, and is a response without its prompt. Of a beginning any partner will do:
-        what they share has one context. Of an end, the only one."""
+        what they share has one context. Of an end, the only one: where several could be,
+        it stays without one and goes into `ambiguous`. Returns the pairs by number in
+        a."""
         pairs = {}
         for part in PARTS if self.a and self.b else ():
             keys_of_a = _keys(self.a, part.step, part.prompt_of_a)
@@ -241,7 +243,8 @@ def shared_run(x: Integers, y: Integers) -> tuple[Integers, Integers]:
 
 def _part_of(short: Integers, long: Integers) -> int | None:
     """Returns where the shorter run begins in the longer one, at its end if it is there,
-    else at the first place; None where it is nowhere."""
+    else at the first place; None where it is nowhere, or not among the first MOST_TRIES
+    that look like it. `short`: at least one token."""
     n = len(short)
     if n > len(long):
         return None
@@ -258,8 +261,8 @@ def _part_of(short: Integers, long: Integers) -> int | None:
 
 
 def _with_prompts(pair: SequencePair) -> SequencePair:
-    """Returns a pair in which a response without its prompt has that of the other
-    side."""
+    """Returns a pair in which a response without its prompt has that of the other side,
+    and then all its tokens are shared; as it is else."""
     a, b = pair.a, pair.b
     if _lacks_prompt_of(a, b, pair.at_a, pair.at_b):
         a = _completed(a, b.token_ids[: pair.at_b[0]])

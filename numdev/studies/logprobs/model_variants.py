@@ -36,9 +36,10 @@ BASE = ("base_model.model.", "base_model.")  # before a module's name in an adap
 
 
 def take_out(subject: Subject, dose: str) -> None:
-    """Takes a window or a cap out of a model, in place: the key of `dose` in its config,
-    and in every module that has copied it; or its own scale of scores, in place of which
-    stands the root of the heads' size."""
+    """Takes a window, a cap or its own scale of scores out of a model, in place: in its
+    config and every module that has copied it a window becomes ALL_KEYS and a cap None;
+    the scale becomes 1 / sqrt(head_dim). Does nothing where the model has none. `dose`:
+    one of KEYS, or SCALE."""
     model = subject.wide
     if dose == SCALE:
         for module in model.modules():
@@ -54,7 +55,8 @@ def take_out(subject: Subject, dose: str) -> None:
 
 
 def has(model: object, dose: str) -> bool:
-    """Whether a model has the window, the cap or the scale that `dose` leaves out."""
+    """Whether a model has the window, the cap or the scale that `dose` leaves out. False
+    without a config."""
     config = getattr(model, "config", None)
     if dose != SCALE:
         return bool(getattr(config, KEYS[dose], None))
@@ -64,7 +66,8 @@ def has(model: object, dose: str) -> bool:
 
 def round_head(subject: Subject) -> None:
     """Rounds what the head of a model reads, in place, to the subject's format: its
-    weight, and by a hook the states before it."""
+    weight, and by a hook the states before it. The hook stays. Raises AttributeError for
+    a model without a head."""
     head: Any = subject.wide.get_output_embeddings()  # type: ignore[operator]
     subject.change_weight(head, lambda values: round_to(values, subject.format))
 
@@ -90,7 +93,8 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 def quantised(values: Tensor, axis: int, dose: str) -> Tensor:
     """Returns values of a weight, fp64, in 8 or 4 bits with a scale for each row along
-    `axis`: integers up to 127 or 7, or float8_e4m3fn up to 448."""
+    `axis`: integers up to 127 or 7, or float8_e4m3fn up to 448. A row of zeros stays 0.
+    `dose`: `int8`, `int4` or `e4m3`."""
     e4m3 = format_named("float8_e4m3fn")
     largest = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}[dose]
     scale = (values.abs().amax(dim=axis, keepdim=True) / largest).clamp_min(TINY)
@@ -112,8 +116,8 @@ def quantise(dose: str) -> Edit:
 
 def cached(x: Tensor, dose: str) -> Tensor:
     """Returns keys or values, fp64 [batch, heads, n, dim], as a cache in 8 bits holds
-    them: float8_e4m3fn without a scale, or integers with a scale for each token and
-    head."""
+    them: for `int8 cache` integers with a scale for each token and head, for any other
+    `dose` float8_e4m3fn without a scale, larger values cut to 448."""
     if dose == "int8 cache":
         return quantised(x, -1, "int8")
     return round_to(x.clamp(-448.0, 448.0), format_named("float8_e4m3fn"))
@@ -181,8 +185,9 @@ ADAPTER_DOSES = ("absent", "added twice", "merged in bfloat16")
 
 def read_adapter(path: str) -> Adapter:
     """Returns the adapter of a directory as PEFT writes it, adapter_config.json and
-    adapter_model.safetensors. Raises UsageError where they are not there, or are of
-    another kind."""
+    adapter_model.safetensors; its deltas are fp64, by the module's name in the model,
+    scaled by alpha. Raises UsageError where the files are not there, cannot be read, or
+    are of another kind than LoRA of one rank."""
     folder = Path(path)
     settings, weights = (
         folder / "adapter_config.json",

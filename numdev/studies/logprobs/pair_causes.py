@@ -28,7 +28,8 @@ class Alternatives(NamedTuple):
 
 def shared_alternatives(pair: SequencePair) -> Alternatives | None:
     """Returns the alternatives of the shared tokens of a pair; None where a side recorded
-    none."""
+    none. NaN where an alternative is the token itself, is not among the other side's, or
+    has no finite value."""
     a, b = pair.a, pair.b
     if a.top_ids is None or a.top_logprobs is None:
         return None

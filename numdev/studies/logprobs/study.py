@@ -202,8 +202,8 @@ def repeats_of(
 
 
 def distinct_sides(sides: Sequence[Side]) -> list[Side]:
-    """Returns the sides, those that share a name, or are called as both together are,
-    named by their files and numbered."""
+    """Returns the sides in order; those that share a name, or are called as both together
+    are, as copies named `FILE (NUMBER)` by their place, from 1."""
     names = [side.name for side in sides]
     return [
         side
@@ -233,7 +233,7 @@ def check_format(name: str, option: str) -> None:
 def with_text(
     tokens: Sequence[WorstToken], text_of: Callable[[int], str] | None
 ) -> Iterator[WorstToken]:
-    """Yields the tokens, with their text where `text_of` gives it."""
+    """Yields the tokens, in order, with their text by `text_of`; None without it."""
     for token in tokens:
         text = text_of(token.token) if text_of is not None else None
         yield token.model_copy(update={"text": text})
@@ -408,8 +408,9 @@ class LogprobsStudy:
         self, side: str, number: int, record: RecordedSequence, recipe: ProgramRecipe,
         tried: Sequence[Support],
     ) -> tuple[SideRow, Observed | None]:  # fmt: skip
-        """Returns the row of one sequence, and what causes are looked for in; None where
-        no token has numbers."""
+        """Returns the row of one sequence, and what causes are looked for in; skipped
+        with a reason and None where its prompt is not known, it has several versions of
+        the weights, or no token has numbers. There is a model."""
         assert self.model is not None
         support = self.support_of(record)
         about = {"side": side, "sequence": number, "uid": record.uid}
@@ -524,7 +525,7 @@ class LogprobsStudy:
 
     def why_not_rerouted(self, sequences: Sequence[Observed]) -> dict[str, str]:
         """Returns by the cause's name why the routing of experts was not looked for;
-        empty where it was."""
+        empty where it was; the first sequence without it says why."""
         assert self.model is not None
         name = "routing of experts"
         for record in (seen.record for seen in sequences if seen.rerouted is None):
@@ -740,8 +741,8 @@ def _square_of(
 
 
 def routing_difference(joined: Joined | None) -> Iterator[str]:
-    """Yields a sentence on how many of the experts that one side recorded the other did
-    not choose; none where one side recorded none, or those of other layers."""
+    """Yields at most one sentence, on how many of the experts that one side recorded the
+    other did not choose; none where one side recorded none, or those of other layers."""
     other = every = 0
     for pair in joined.pairs if joined is not None else ():
         a, b = pair.a.routed_experts, pair.b.routed_experts

@@ -193,7 +193,8 @@ def answer(
     pair_causes: Sequence[NamedCause],
 ) -> Iterator[str]:
     """Yields the sentences of the answer: verdict, every side's error in multiples of
-    what its format explains, and the causes; then what was not told."""
+    what its format explains, and the causes; then costs, and that there was no model.
+    Without an outcome only these two."""
     verdicts = {verdict.kernel: verdict.outcome for verdict in report.verdicts}
     parts = list(_ratio_clauses(ordered(sides, verdicts)))
     if report.outcome is not None:
@@ -262,7 +263,8 @@ def cost_sentence(costs: Sequence[Cost], clip: tuple[float, float]) -> Iterator[
 def ordered(
     sides: Sequence[SideSummary], verdicts: dict[str, Outcome]
 ) -> list[SideSummary]:
-    """Returns the sides, the one with the gravest verdict first."""
+    """Returns the sides, the one with the gravest verdict first, else in their order. A
+    side without a verdict counts as passed."""
     order = list(Outcome)
     return sorted(
         sides, key=lambda side: order.index(verdicts.get(side.name, Outcome.PASSED))
@@ -282,8 +284,8 @@ def _ratio_clauses(sides: Sequence[SideSummary]) -> Iterator[str]:
 
 
 def ratio_clause(side: SideSummary) -> str:
-    """Returns `6.12× what bfloat16 explains`; `not compared with a model` where that is
-    so."""
+    """Returns `6.12× what bfloat16 explains`; without a ratio `not compared with a
+    model`, or with tokens `nothing is predicted`."""
     if side.ratio is None:
         return "not compared with a model" if not side.tokens else "nothing is predicted"
     return f"{ratio(side.ratio.mean)}× what {side.format} explains"

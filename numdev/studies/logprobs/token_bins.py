@@ -21,8 +21,9 @@ By = Literal["position", "entropy", "probability"]
 
 
 def bins_of(side: str, sequences: Sequence[Observed]) -> Iterator[Bin]:
-    """Yields the errors of one side by position, by entropy and by the exact
-    probability of the token; ranges without a token are left out."""
+    """Yields the errors of one side by position, by entropy and by the exact probability
+    of the token; in this order, from the lowest range up; ranges without a token are left
+    out. Each has its lower end, the last one both."""
     edges: dict[By, tuple[float, ...]] = {
         "position": POSITIONS, "entropy": ENTROPIES, "probability": PROBABILITIES,
     }  # fmt: skip

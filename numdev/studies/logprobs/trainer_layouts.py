@@ -38,11 +38,13 @@ def is_prime_rl(record: FileRecord) -> bool:
 
 
 def prime_rl_sequences(record: FileRecord) -> Sequences:
-    """Yields a sequence of prime-rl's token exports as both sides have it.
+    """Yields a sequence of prime-rl's token exports as each side that has values recorded
+    it, the rollout first.
 
-    Values belong to their tokens; the trainer's first one is a filling, -log of the
-    vocabulary's size. The sampling temperature, under which both sides are, is not in the
-    file. What was not finite is null."""
+    Values belong to their tokens; the first of each side is left out as NaN: the
+    trainer's is a filling, -log of the vocabulary's size. The sampling temperature, under
+    which both sides are, is not in the file. What was not finite is null. Raises
+    MeasurementError for another version."""
     _expect_version(record, "schema_version", PRIME_RL_SCHEMA)
     ids = record.token_ids("token_ids")
     n = len(ids)
@@ -218,7 +220,8 @@ def _without_first(x: Numbers) -> Numbers:
 
 
 def _joined_uid(*numbers: int | None) -> str | None:
-    """Returns numbers joined by `/`; None where one is missing."""
+    """Returns numbers joined by `/`; None where one is missing. Without numbers an empty
+    text."""
     parts = [str(number) for number in numbers if number is not None]
     return "/".join(parts) if len(parts) == len(numbers) else None
 

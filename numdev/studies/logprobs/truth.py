@@ -80,7 +80,8 @@ class Support(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Returns `temperature 0.6, top_p 0.95`, or `temperature 1, all tokens`."""
+        """Returns `temperature 0.6, top_p 0.95`, or `temperature 1, all tokens`. Filters
+        that are None or 0 are left out."""
         filters = [("top_p", self.top_p), ("top_k", self.top_k), ("min_p", self.min_p)]
         named = [f"{name} {value:g}" for name, value in filters if value]
         which = ", ".join(named if not self.is_full else ["all tokens"])
@@ -211,7 +212,7 @@ class ExactModel:
 
     def _subject(self, fmt: str, variant: str) -> Subject:
         """Returns the model in a format, loaded once for each variant: an attention, or
-        an entry of `variants`, of which one alone is in memory."""
+        an entry of `variants`, of which the last one alone stays in memory."""
         key = fmt, variant
         if key not in self._subjects:
             if variant not in ATTENTIONS:
@@ -391,7 +392,8 @@ def _choosing(
 
 
 def _key(token_ids: np.ndarray, experts: np.ndarray | None) -> tuple[bytes, ...]:
-    """Returns what tells a run from others of the same model."""
+    """Returns what tells a run from others of the same model: the bytes of its ids and of
+    its experts, empty for None."""
     return token_ids.tobytes(), b"" if experts is None else experts.tobytes()
 
 
@@ -461,7 +463,8 @@ def kept_tokens(logprobs: Tensor, support: Support) -> Tensor:
 
 def _kept_in_order(ordered: Tensor, support: Support) -> Tensor:
     """Returns which tokens the filters of a support leave, bool [positions, vocabulary],
-    of log-probabilities in descending order."""
+    of log-probabilities in descending order: top_k first, top_p over what it leaves, then
+    min_p. The likeliest always stays."""
     stays = torch.ones_like(ordered, dtype=torch.bool)
     if support.top_k:
         stays[:, support.top_k :] = False

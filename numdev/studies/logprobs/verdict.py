@@ -113,8 +113,9 @@ def _noise_test(
     report: LogprobsReport, side: PlannedSide, limits: LogprobsLimits
 ) -> TestFields:
     """Returns the test of a side's rms error over the predicted one. It is exceeded where
-    the lower end of its 99 % interval is, or without an interval from SURELY times the
-    limit on."""
+    the lower end of its 99 % interval is, or without an interval where it is above SURELY
+    times the limit; missing without a number; else undecided with too few tokens or
+    sequences or above the limit, or held."""
     rows, limit = side_rows(report, side.name), limits.rms_over_predicted
     tokens = sum(row.tokens for row in rows)
     estimate = rms_ratio(rows, CONFIDENCE)
@@ -206,7 +207,8 @@ def _pair_tests(report: LogprobsReport) -> Iterator[TestFields]:
 
 
 def _pair_cause_tests(report: LogprobsReport) -> Iterator[TestFields]:
-    """Yields the test of what one side is beside the other, where that was looked for."""
+    """Yields at most one test, of what one side is beside the other; nothing where that
+    was not looked for."""
     by_cause = grouped(
         (row for row in report.causes if row.side == PAIR), lambda row: row.cause
     )
@@ -254,7 +256,8 @@ def _causes_in(tests_of_side: Sequence[Test]) -> list[NamedCause]:
 def _finding_clauses(
     report: LogprobsReport, tests_of_side: Sequence[Test]
 ) -> Iterator[str]:
-    """Yields what the exceeded tests of one side say, as clauses that follow its name."""
+    """Yields what the exceeded tests of one side say, as clauses that follow its name.
+    Where its error has no named cause the last clause says so."""
     for test in tests_of_side:
         if test.rule == NOISE:
             low, high = test.interval or (None, None)

@@ -217,8 +217,9 @@ def _first_distance(label: str, rows: Sequence[DistanceRow]) -> Iterator[RunDist
 
 
 def _mean_and_range(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
-    """Returns `mean`, `least`, `most` and `seeds`, each in words, of a value by seed;
-    numbers are written by `number`. `by_seed`: at least one."""
+    """Returns `mean` (geometric, or plain where a value is not positive), `least`, `most`
+    and `seeds`, each in words, of a value by seed; numbers are written by `number`.
+    `by_seed`: at least one."""
     values = list(by_seed.values())
     seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
     mean, least, most = figures.geometric_or_plain_mean(values), min(values), max(values)

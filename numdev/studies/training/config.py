@@ -271,8 +271,8 @@ def resolve(
     device: str | None = None,
 ) -> TrainRequest:
     """Returns the request that a file and the command line come to. A flag beats the
-    file; `seed` says where seeds are counted from. Raises UsageError for a checkpoint
-    after the last step. A variant of the file is the golden one."""
+    file; None: not set; `seed` says where seeds are counted from. Raises UsageError for a
+    checkpoint after the last step. A variant of the file is the golden one."""
     steps = steps or config.steps
     seeds = config.seeds if seed is None else tuple(range(seed, seed + len(config.seeds)))
     last = max(
@@ -318,9 +318,9 @@ def _resolve_variant(
 def recorded_steps(
     record: Literal["log"] | tuple[int, ...], every: int | None, steps: int
 ) -> tuple[int, ...]:
-    """Returns the steps to record, ascending: 0, `steps`, multiples of `every`, and those
-    of `record`, or for `log` 1, 2, 3 and 5 times powers of ten. Those beyond `steps` are
-    dropped."""
+    """Returns the steps to record, ascending: 0, `steps`, multiples of `every` (None:
+    none), and those of `record`, or for `log` 1, 2, 3 and 5 times powers of ten. Those
+    beyond `steps` are dropped."""
     chosen: set[int] = {0, steps, *(range(0, steps + 1, every) if every else ())}
     if record == "log":
         chosen |= {

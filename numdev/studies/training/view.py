@@ -19,8 +19,8 @@ ABOUT = (
 
 
 def styles(report: TrainReport) -> tuple[doc.Style, ...]:
-    """Returns the style of the conclusion; none where the answer does not begin with
-    one."""
+    """Returns the style of the conclusion, the first sentence: bad where runs diverged,
+    warn or good where none did; empty where the answer does not begin with one."""
     first = next(iter(report.summary.answer), "")
     if " diverged: " in first:
         return ("bad",)

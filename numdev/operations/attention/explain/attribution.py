@@ -187,7 +187,8 @@ def _best_fits(
 
 def _sum_variants(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
     """Yields variants of a claim with other sums of the gradient and other sources of
-    delta, with the tiles that matter then; nothing for the output."""
+    delta, with the tiles that matter then; nothing for the output. Those of a group's sum
+    come for dk and dv alone."""
     if tensor == "out":
         return
     grouped = tensor != "dq" and group > 1

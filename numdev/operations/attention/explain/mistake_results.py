@@ -156,7 +156,7 @@ def _with_stale_sums(p: Probe, tile: int, what: str) -> Reference:
 def _layout_mistakes(probe: Probe) -> Iterator[Alternative]:
     """Yields mistakes of layout: [batch, heads, length, dim] taken for [batch, length,
     heads, dim], in shape or in memory. Those that need the whole call's output are left
-    out of large calls, unless the probe has it."""
+    out of large calls, unless the probe has it. Nothing for a call of one head."""
     case, same = probe.case, probe.case.q_len == probe.case.kv_len
     cheap = case.q.shape[:3].numel() * case.kv_len <= WHOLE
     if case.heads == 1 and case.kv_heads == 1:

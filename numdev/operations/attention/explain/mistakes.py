@@ -118,7 +118,8 @@ def scales(case: AttentionCase) -> Changes:
 
 def _causal_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes of the causal mask and of the position it is counted from, each
-    with the changed fields."""
+    with the changed fields. A call without a causal mask has the mistake of one that was
+    not requested, unless it has a single query."""
     # The offset with which the last query sees the last key
     right = case.kv_len - case.q_len
     if case.restricts_positions:
@@ -264,7 +265,8 @@ def _kv_head_mistakes(case: AttentionCase) -> Changes:
 
 def _output_order_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes where outputs come out in the place of another query head, with q,
-    k, v, mask and sinks reordered."""
+    k, v, mask and sinks reordered. An order that is another one's, as with two heads,
+    comes once."""
     every = list(range(case.heads))
     orders = {
         "the outputs of heads 2i and 2i + 1 are exchanged": [
@@ -312,7 +314,7 @@ def _batch_mistakes(case: AttentionCase) -> Changes:
 
 def _key_end_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes at the ends of the keys, with k, v and mask changed: keys dropped,
-    or padding with zeros that counts."""
+    or padding with zeros that counts. Not more keys are dropped than leave one."""
     n = case.kv_len
     tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
     for lost in sorted(tails):
@@ -361,7 +363,7 @@ def _pad_keys(case: AttentionCase, more: int) -> CaseChanges:
 
 def _tensor_order_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes where K, V or Q is read in another order or in another's place,
-    with the changed tensors."""
+    with the changed tensors. Only those that the shapes allow."""
     if case.kv_len > 1:
         yield "V is read in reverse order", {"v": case.v.flip(2)}
         yield "V is shifted by one row", {"v": case.v.roll(1, 2)}

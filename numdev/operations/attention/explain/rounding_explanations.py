@@ -32,7 +32,8 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
 def _explain_tensor(rows: Sequence[AttributionRow]) -> Explanation:
     """Returns the explanation of one tensor of a kernel in one format, from the rows of
     all its calls (at least one): known where at least half of those that were compared
-    are explained."""
+    are explained, else the nearest. Where none was compared it has only the first
+    reason."""
     first, compared = rows[0], [row for row in rows if row.residual is not None]
     explained = [row for row in compared if row.explained_by]
     is_known = bool(explained) and 2 * len(explained) >= len(compared)

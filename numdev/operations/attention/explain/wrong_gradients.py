@@ -105,9 +105,9 @@ def _suspect_tensors(
     judged: Output | None,
     hints: Collection[str] | None,
 ) -> dict[str, Suspicion]:
-    """Returns what is computed instead of each of `tensors` that is far off; nothing
-    where none is, an error is not finite, or no named mistake explains them. Arguments as
-    of `suspect_gradients`."""
+    """Returns what is computed instead of each of `tensors` that is far off; empty where
+    none is, an error is not finite, or no named mistake explains them. Arguments as of
+    `suspect_gradients`."""
     exact = _exact_step(case, tensors)
     empty = empty_rows(case) if "lse" in tensors else None
     errors = _Errors.of(step, exact, empty)
@@ -296,7 +296,7 @@ def _backward_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yields causes that are backward's alone, each with a function that computes dq, dk
-    and dv."""
+    and dv; only those that the case's shapes, group and soft cap allow."""
     if exact["dq"].shape == exact["dk"].shape:
         yield (
             "dq and dk are swapped",

@@ -81,8 +81,9 @@ def not_rounding_sentences(outputs: Sequence[AtOutput]) -> Iterator[str]:
 
 
 def _not_rounding_clauses(output: AtOutput, golden: AtOutput | None) -> Iterator[str]:
-    """Yields what an attention does more than round, each as a clause. `golden`: the
-    golden run's errors, which it is compared with; None where there are none."""
+    """Yields what an attention does more than round, each as a clause; nothing for one
+    that only rounds. `golden`: the golden run's errors, which it is compared with; None
+    where there are none."""
     if output.nonfinite:
         yield f"has {output.nonfinite:,} elements that are not finite"
     if output.slope is not None and abs(output.slope) >= SCALED:
@@ -119,7 +120,8 @@ def paper_answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
 
 
 def _paper_answer(c: Comparison) -> Answer:
-    """Returns the answer that one comparison gives, with the reason of one that is
+    """Returns the answer that one comparison gives, `reproduced` where its interval lies
+    within PAPER, `not reproduced` where it lies outside, with the reason of one that is
     undecided."""
     low, high = PAPER
     pair = {"variant": c.variant, "against": c.against}
@@ -206,8 +208,8 @@ def steps_in_words(steps: Sequence[int]) -> str:
 def dose_sentences(
     doses: Sequence[DoseReading], outputs: Sequence[AtOutput]
 ) -> Iterator[str]:
-    """Yields a sentence on the early dose of each flash run, and on the error of its
-    attention's output: effect and cause."""
+    """Yields a sentence on the early dose of each flash run, or why it is undecided, and
+    on the error of its attention's output: effect and cause."""
     by_variant = {output.variant: output for output in outputs}
     for dose in doses:
         if (dose.role, dose.window) != ("flash", "early"):

@@ -213,7 +213,7 @@ def _compared_labels(
     roles: Mapping[str, VariantRole], table: pd.DataFrame
 ) -> list[tuple[str, str]]:
     """Returns the pairs (a, b) of labels of a table of which the ratio a over b is taken,
-    by their roles."""
+    by their roles. The doses of a ladder take no part."""
     rungs = NULLS["null_rounding"] + " at "  # for doses alone
     labels = (label for label in roles if label in table and not label.startswith(rungs))
     by_role = grouped(labels, lambda label: roles[label])
@@ -284,8 +284,9 @@ def _comparisons(
 
 
 def _figures(tables: Tables, roles: Mapping[str, VariantRole]) -> Iterator[Figure]:
-    """Yields the figures of distances by step, one for each metric, without zeros; then
-    that of flash's distances over those of another format."""
+    """Yields one figure of distances by step for each metric, without zeros; then that of
+    flash's distances over those of another format. A figure without distances has no
+    curves."""
     soft = {label for label, role in roles.items() if role.startswith("null")}
     for metric, name in METRICS.items():
         table = tables["weights", metric]

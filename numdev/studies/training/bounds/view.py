@@ -212,8 +212,8 @@ def _ratio_cell(c: Comparison | None) -> str:
 
 
 def _dose_table(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
-    """Returns the table of every run's dose by window, and of the errors of its
-    attention's output."""
+    """Returns the table of every run's dose by window in which any has one, and of the
+    errors of its attention's output."""
     cells = {(d.variant, d.window): d for d in report.doses}
     outputs = {output.variant: output for output in report.outputs}
     read_in = {d.window for d in report.doses if d.dose is not None}

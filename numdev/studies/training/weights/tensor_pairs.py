@@ -30,8 +30,8 @@ Sums = Mapping[str, float]
 
 
 def unfit_reason(x: Tensor) -> str | None:
-    """Returns why a tensor has no floating-point values to measure; None for one that
-    has."""
+    """Returns why a tensor has no floating-point values to measure (another layout, fewer
+    stored elements than it claims, another dtype); None for one that has."""
     if not is_plain(x):
         return "is not stored as a plain array"
     stored = x.untyped_storage().nbytes() // x.itemsize

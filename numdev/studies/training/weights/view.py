@@ -79,7 +79,8 @@ def _tensor_cell(row: TensorRow) -> Cell:
 
 
 def _w1(row: GroupRow | TensorRow) -> float | None:
-    """Returns W1 of a tensor, or the mean over those of a group."""
+    """Returns W1 of a tensor, or the mean over those of a group. None where it has
+    none."""
     return row.mean_w1 if isinstance(row, GroupRow) else row.w1
 
 

@@ -95,7 +95,7 @@ def _place_cells(
     place: tuple[Layer, str], by_metric: Mapping[str, ChanceComparison]
 ) -> Iterator[Cell]:
     """Yields the cells of a layer and kind: for each metric the distance, chance's, their
-    ratio; dashes where there is none."""
+    ratio, with `!` where it stands out; dashes where there is none."""
     yield Cell(place_in_words(*place))
     for metric in SHORT:
         s = by_metric.get(metric)

@@ -237,8 +237,8 @@ def _quantile_rows(
 
 
 def _finite_values(target: str, name: str) -> NDArray[np.float64] | None:
-    """Returns the finite values of a tensor, float64 [elements]; None where it cannot be
-    read or has none."""
+    """Returns the finite values of a tensor, float64 [elements]; None where the set has
+    no such tensor, it cannot be read, or has none."""
     stored = open_weights(target).find(name)
     if stored is None:
         return None
@@ -294,7 +294,8 @@ def _figures(
 
 
 def curve_name(run: records.RunRecord) -> str:
-    """Returns the name of a run's curve. Null runs of one kind and strength share one."""
+    """Returns the name of a run's curve. Null runs of one kind and strength share one,
+    but those that the user named have their own."""
     if run.null:
         return f"null: {run.name}"
     dose = "" if (run.times or 1.0) == 1.0 else f" at {run.times:g} floors"
