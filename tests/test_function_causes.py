@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from numdev.exact.wide_tensors import widened
 from numdev.formats import FORMATS, round_to
 from numdev.operations.function.causes import causes_of
+from numdev.operations.function.other_operations import truncated
 from numdev.operations.function.other_references import references_of_other_inputs
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import arguments_of
@@ -160,6 +162,15 @@ def test_coarser_sums_and_factors_are_named(
     is compared rounded too."""
     arguments = drawn((32, 256), (256, 48), dtype=dtype)
     assert cause(torch.matmul, wrong, *arguments) == words
+
+
+@pytest.mark.gpu
+def test_bits_are_cut_on_a_gpu_as_on_a_cpu() -> None:
+    """An alternative that raises there would silently be none: on an H200 Triton's TF32
+    had no name."""
+    x = torch.randn(64, dtype=torch.float64)
+    on_gpu = widened(truncated(x.cuda(), FORMATS["tf32"]))
+    assert on_gpu.cpu().equal(first_bits(x.float(), 19).double())
 
 
 def with_places(change: Callable[[Tensor], None]) -> Function:

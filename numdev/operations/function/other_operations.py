@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from numdev.exact.dtypes import is_floating
 from numdev.exact.unsupported_operations import operator_argument
 from numdev.exact.wide_tensors import Wide, widened
-from numdev.formats import Format, round_to
+from numdev.formats import FORMATS, Format, round_to
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
@@ -358,11 +358,11 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
 def truncated(x: Tensor, fmt: Format) -> Tensor:
     """Returns a tensor of an exact run without the bits that a format has no room for, as
     tensor cores read float32 values in TF32: towards 0. The format's range must be that
-    of the values."""
+    of the values. Infinities stay, and NaN."""
     with _disable_current_modes():
-        mantissa, exponent = torch.frexp(widened(x))
-        kept_bits = torch.trunc(torch.ldexp(mantissa, torch.tensor(fmt.precision)))
-        return Wide.of(torch.ldexp(kept_bits, exponent - fmt.precision), x.dtype)
+        lost_bits = FORMATS["float64"].precision - fmt.precision
+        bits = widened(x).contiguous().view(torch.int64)
+        return Wide.of((bits >> lost_bits << lost_bits).view(torch.float64), x.dtype)
 
 
 def narrow_factors(
