@@ -29,6 +29,7 @@ from numdev.exact.dtypes import is_floating
 from numdev.exact.rounding import FLOAT32, EveryOperation, values_format
 from numdev.exact.wide_tensors import widened
 from numdev.formats import FORMATS
+from numdev.operations.function.projections import projection_of
 
 aten = torch.ops.aten
 U = FLOAT32.unit_roundoff
@@ -46,6 +47,9 @@ FUNCTIONS = frozenset(
     linalg_cross binary_cross_entropy
     binary_cross_entropy_backward""".split()  # noqa: SIM905
 )
+# Half of the first argument times 1 + erf, or 1 + tanh: far below 0 nothing is left of
+# that sum but its rounding.
+GELUS = frozenset(("gelu", "gelu_backward"))
 # What normalises over a sum: outputs err by a share of themselves, and of the mean that
 # is taken away, with the square root of how many numbers go into it.
 NORMS = frozenset(
@@ -113,7 +117,10 @@ class Arithmetic(EveryOperation):
             if fmt == FLOAT64:
                 variance = _in_float64(variance, values)
             if variance is not None:
-                values = values + self._error(func, args, values, variance)
+                error = self._of_what_cancels(func, args, values)
+                if fmt == FLOAT64:
+                    error = error * (FLOAT64.unit_roundoff / U * OF_TRUTH**0.5)
+                values = values + self._error(func, args, values, variance) + error
         return super().result(func, args, values, dtype)
 
     def _error(
@@ -128,6 +135,25 @@ class Arithmetic(EveryOperation):
         least = variance.amin()
         along = (variance - least).sqrt() * values.sign() * self._drawn(values, shape)
         return along + least.sqrt() * self._drawn(values, shape)
+
+    def _of_what_cancels(
+        self, func: OpOverload, args: Arguments, values: Tensor
+    ) -> Tensor | float:
+        """Returns the float32 errors of the terms of a norm's or a softmax's gradient,
+        which may be far larger than what is left of them: each number's own in adding
+        them up, and those of the sums that its group shares. 0 for anything else."""
+        of = projection_of(func, args) if _is_of_input(args, values) else None
+        if of is None:
+            return 0.0
+        squares, shared = of.back.square(), torch.zeros_like(of.back)
+        for part in of.parts:
+            total = part.terms.sum(-1, keepdim=True)
+            terms = part.terms.square().sum(-1, keepdim=True)
+            spread = _finite(of_sum(total, float(part.terms.shape[-1]), terms)).sqrt()
+            shared = shared + part.weight * spread * self._drawn(values, spread.shape)
+            squares = squares + (part.weight * total).square()
+        single = (PER_STEP * squares).sqrt() * self._drawn(values, squares.shape)
+        return _finite(of.ungrouped(of.scale * (U * single + shared)))
 
     def _drawn(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Returns standard normal numbers of a shape and of the dtype and device of
@@ -147,17 +173,28 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
     result, not empty."""
     name = func.overloadpacket.__name__
     if name.rstrip("_") in FUNCTIONS:
-        return _finite((OF_A_FUNCTION * U * values).square())
+        size = values.abs()
+        if name.rstrip("_") in GELUS:
+            size = torch.maximum(size, cast(Tensor, widened(args[0])).abs() / 2)
+        return _finite((OF_A_FUNCTION * U * size).square())
     terms = TERMS.get(name)
     if terms is not None:
         added = terms(func, args, values)
         return _finite(of_sum(values, added.count, added.squares))
     if name in NORMS:
-        return _finite(_of_norm(func, args, values))
+        of_weight = _of_weight(func, args, values)
+        return _finite(_of_norm(func, args, values) if of_weight is None else of_weight)
     if name in SCATTERED:
         count = max(1.0, _largest(args) / values.numel())
         return _finite(PER_STEP * U**2 * values.square() * count / 3)
     return None
+
+
+def _is_of_input(args: Arguments, values: Tensor) -> bool:
+    """Whether a result of a gradient's operator is that of the input, and not that of a
+    weight: only it has the shape of what comes back, if that has several axes."""
+    back = args[0]
+    return isinstance(back, Tensor) and values.shape == back.shape and back.ndim > 1
 
 
 def _shares_statistics(func: OpOverload, args: Arguments) -> bool:
@@ -220,6 +257,20 @@ def _of_norm(func: OpOverload, args: Arguments, values: Tensor) -> Tensor:
     growth = PER_STEP * count / 3 + OF_A_FUNCTION**2
     size = squares + min(lean, 1e6) * typical / math.sqrt(count)
     return U**2 * growth * size
+
+
+def _of_weight(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | None:
+    """Returns the variance of the error of the gradient of a norm's weight or bias, a
+    sum of what comes back, times the normalised values or not: the two have one shape,
+    and the larger terms count. None for any other result."""
+    of = None if _is_of_input(args, values) else projection_of(func, args)
+    if of is None or of.normalised is None:
+        return None
+    back = cast(Tensor, widened(args[0]))
+    added = (back, back * of.ungrouped(of.normalised))
+    squares = torch.stack([x.square().sum(of.over) for x in added]).amax(0)
+    count = back.numel() / values.numel()
+    return of_sum(values, count, squares.reshape(values.shape))
 
 
 def _size(x: object) -> int:

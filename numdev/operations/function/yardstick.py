@@ -34,7 +34,9 @@ OF_U = 1 / 8  # of a unit roundoff: what an output may lean by
 TIMES_LEAN = 3.0  # or so many times what the yardstick's runs lean
 LEAST_FOR_LEAN = 16.0  # numbers in effect, below which a lean is not told from luck
 BLOCKS = (1, 16, 128)  # places of an axis that are a slice together
-NO_YARDSTICK = 3.0  # times what is predicted: beyond it the plain reference is none
+# Times what is predicted, and what luck adds to a ratio over all: beyond it the plain
+# reference is none
+NO_YARDSTICK = 3.0
 # Times the error of a reference that is no yardstick: what errs by less is not judged,
 # since nobody knows what its operations err
 NOT_TOLD_FROM = 10.0
@@ -217,12 +219,32 @@ class Errors:
         return _root(self.plain.square().sum(), self.mean_square.sum())
 
     @cached_property
+    def effective(self) -> float:
+        """Returns how many numbers D is of, in effect: (sum D)^2 / sum D^2; 0 without
+        usable elements."""
+        d = self.mean_square
+        return float(d.sum()) ** 2 / max(float(d.square().sum()), TINY)
+
+    @cached_property
+    def own_limit(self) -> float:
+        """Returns the `plain_ratio` beyond which the reference is no yardstick: few
+        numbers may err more by luck. NO_YARDSTICK without usable elements."""
+        if not self.effective:
+            return NO_YARDSTICK
+        return NO_YARDSTICK * math.exp(OF_ALL / math.sqrt(self.effective))
+
+    @property
+    def is_yardstick(self) -> bool:
+        """Whether the reference as PyTorch runs it errs as its operations explain."""
+        return self.plain_ratio <= self.own_limit
+
+    @cached_property
     def allowed_plain(self) -> Tensor:
-        """Returns the squared errors of the reference as PyTorch runs it; where their
-        `plain_ratio` is above NO_YARDSTICK, and it is no yardstick, 0 everywhere, or with
-        `trusts_plain` those, at least their mean, of NOT_TOLD_FROM times the errors."""
+        """Returns the squared errors of the reference as PyTorch runs it; where it is no
+        yardstick 0 everywhere, or with `trusts_plain` those, at least their mean, of
+        NOT_TOLD_FROM times the errors."""
         square = self.plain.square()
-        if self.plain_ratio <= NO_YARDSTICK:
+        if self.is_yardstick:
             return square
         if not self.trusts_plain:
             return torch.zeros_like(square)
@@ -270,7 +292,7 @@ class Errors:
         """Returns how many times more than OF_U of a unit roundoff slope and shift may
         be: TIMES_LEAN times the largest of any run, at least 1 each. The reference as
         PyTorch runs it counts among these where it is a yardstick."""
-        plain = (self.plain,) if self.plain_ratio <= NO_YARDSTICK else ()
+        plain = (self.plain,) if self.is_yardstick else ()
         every = [_leans(e, self) for e in (*self.runs, *self.sound, *plain)]
         slopes = [abs(slope.size) for slope, _ in every]
         shifts = [abs(shift.size) for _, shift in every]
@@ -286,7 +308,7 @@ class Errors:
         too few are, no slice or no leans; `nulls` says why."""
         excess = self._beyond(output)
         is_beyond = excess.is_doubtful or excess.is_leaning
-        if not is_beyond or self.plain_ratio <= NO_YARDSTICK:
+        if not is_beyond or self.is_yardstick:
             return excess
         if replace(self, trusts_plain=True)._beyond(output).is_doubtful:
             return excess
@@ -295,7 +317,7 @@ class Errors:
         return Excess(
             predicted=excess.predicted,
             effective=excess.effective,
-            yardstick=NO_YARDSTICK / self.plain_ratio,
+            yardstick=self.own_limit / self.plain_ratio,
             nulls=dict.fromkeys(names, why),
         )
 
@@ -309,7 +331,7 @@ class Errors:
         if not total:
             why = "no element is finite in the exact result and in all runs"
             return Excess(nulls={"reference_ratio": why})
-        effective = total**2 / max(float(d.square().sum()), TINY)
+        effective = self.effective
         size, nulls = error.square().sum(), {}
         allowed = torch.maximum(d.sum(), self.allowed_plain.sum())
         z, largest = self.of_runs

@@ -29,7 +29,6 @@ from numdev.studies.audit.kind import moves
 
 SOUND = 1.1  # times the floor: as exact as the format allows
 MOSTLY_EXPLAINED = 1.3  # times what the reference's operations explain
-NO_YARDSTICK = 3.0
 SENSITIVE = 3.0  # times what rounding explains, that inputs moved by half an ulp move
 SHOWN = 8  # inputs that are not judged
 NARROW = 10.0  # times what rounding explains: data that move the result less judge little
@@ -191,7 +190,8 @@ def _of_reference(tensor: str, rows: Sequence[DeviationRow]) -> Iterator[str]:
         f"The reference errs in {tensor} by {three(worst)}× what its operations explain, "
         f"as PyTorch runs it here ({ratios[worst].case})"
     )
-    if worst > NO_YARDSTICK:
+    numbers = ratios[worst].beside_reference
+    if numbers is not None and (numbers.yardstick or 1.0) < 1.0:
         sentence += "; it is no yardstick"
     yield f"{sentence}."
 
