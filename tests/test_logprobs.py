@@ -270,6 +270,76 @@ def test_mixed_weights_and_few_tokens_are_not_judged() -> None:
     assert verdicts(run(rollout[:2]))["rollout"] is Outcome.NOT_JUDGED
 
 
+ONE = {  # what half of the records say, the other half, and what is said of it
+    "versions": (
+        {"weights_version": "3"},
+        {"weights_version": "4"},
+        "its records are of 2 versions of the weights (3, 4), and the model is of one",
+    ),
+    "steps": (
+        {"step": 7},
+        {"step": 8},
+        "its records are of 2 steps of training (7, 8), and the model is of one",
+    ),
+    "formats": (
+        {"dtype": "bf16"},
+        {"dtype": "torch.float32"},
+        "its records are in 2 formats (bfloat16, float32), and noise is predicted in one",
+    ),
+    "heads": (
+        {"head": None},
+        {"head": "float32"},
+        "its records have heads in 2 formats (bfloat16, float32), and noise is predicted "
+        "with one",
+    ),
+}
+
+
+def said(
+    records: list[RecordedSequence], *says: dict[str, object]
+) -> list[RecordedSequence]:
+    """The records with settings, by turns."""
+    return [
+        replace(s, settings=replace(s.settings, **says[i % len(says)]))
+        for i, s in enumerate(records)
+    ]
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_side_of_two_kinds_is_not_judged(name: str) -> None:
+    """However near its values are: one model and one prediction cannot be both of what
+    its records say. Nor is it accused."""
+    rollout, trainer = sound()
+    first, second, words = ONE[name]
+    report = run(said(rollout, first, second), trainer)
+    assert verdicts(report)["rollout"] is Outcome.NOT_JUDGED
+    assert verdicts(report)["trainer"] is Outcome.PASSED
+    assert words in str(report.verdicts[0].reason)
+    off = [changed(s, lambda x: x + 0.7 * np.sin(np.arange(len(x)))) for s in rollout]
+    assert verdicts(run(said(off, first, second)))["rollout"] is Outcome.NOT_JUDGED
+    alike = said(rollout, first)
+    assert verdicts(run(alike))["rollout"] is not Outcome.NOT_JUDGED
+
+
+def test_what_sides_say_of_themselves_is_compared() -> None:
+    """Steps of one version are one; engines are judged together, and said; so are a
+    format that is not predicted, other versions of both sides, and other supports."""
+    rollout, trainer = sound()
+    of_steps = said(rollout, {"weights_version": "3", "step": 7, "engine": "x"},
+                    {"weights_version": "3", "step": 8, "engine": "y"})  # fmt: skip
+    other = said(trainer, {"weights_version": "4", "dtype": "fp8", "temperature": 1.25})
+    report = run(of_steps, other)
+    assert verdicts(report)["rollout"] is Outcome.PASSED
+    assert report.remarks[:4] == (
+        "rollout: its records are of 2 engines (x, y), and judged together.",
+        "trainer: roundings to 'fp8', which it says, are not predicted: it is held to "
+        "bfloat16.",
+        "rollout says version 3 of the weights, trainer 4: one model cannot be both.",
+        "rollout is held to temperature 1, all tokens, trainer to temperature 1.25, all "
+        "tokens: their ratios are not about 1 where both are exact.",
+    )
+
+
 def test_tokens_of_another_model_are_refused() -> None:
     """An id beyond the vocabulary names the model, and what it has."""
     beyond = [replace(s, token_ids=s.token_ids + 2048) for s in sound()[0]]

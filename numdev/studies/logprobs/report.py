@@ -30,6 +30,8 @@ class PlannedSide(Record):
     support: str  # temperature and filter that its values are meant to be under
     engine: str | None = None
     weights_version: str | None = None
+    # By a setting that a side has one of, what its records say, where that differs
+    several: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     causes: tuple[str, ...] = ()  # that were looked for, in their order
     untested: dict[str, str] = Field(
         default_factory=dict

@@ -49,6 +49,14 @@ from numdev.studies.logprobs.report import (
     SideRow,
     WorstToken,
 )
+from numdev.studies.logprobs.side_settings import (
+    common,
+    recipe_of,
+    settings_remarks,
+    several_of,
+    support_of,
+    supports_tried,
+)
 from numdev.studies.logprobs.statistics import outside, pair_sums
 from numdev.studies.logprobs.token_bins import bins_of, worst_tokens
 from numdev.studies.logprobs.truth import (
@@ -66,12 +74,6 @@ from numdev.system import System
 Progress = Callable[[str, int, int], None]
 # Sequences held to another temperature
 AtTemperature = Callable[[Sequence[Observed], float], list[Observed]]
-# Filters that are tried beside those that the files and the request say
-USUAL = (
-    *(Support(top_p=p) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)),
-    *(Support(top_k=k) for k in (10, 20, 40, 50, 100)),
-    *(Support(min_p=p) for p in (0.01, 0.05, 0.1)),
-)
 MOST_CAUSES = 4  # undone one after the other
 NO_TOKENS = "no token of it counts and has a value"
 # Why a cause was not looked for, where no dose of it could be tried
@@ -281,67 +283,6 @@ class LogprobsStudy:
             return every
         return [every[i * len(every) // most] for i in range(most)]
 
-    def support_of(self, record: RecordedSequence) -> Support:
-        """Returns what a record's values are meant to be under: the temperature that it
-        says, else the request's, else 1; and a filter only where the request says one, or
-        the record says that its values are processed. Values that it says are raw are at
-        temperature 1, of all tokens."""
-        says, request = record.settings, self.request
-        if says.logprobs_mode is not None and says.logprobs_mode.startswith("raw"):
-            return Support()
-        asked = Support(
-            request.temperature or 1.0, request.top_p, request.top_k, request.min_p
-        )
-        processed = (says.logprobs_mode or "").startswith("processed")
-        return Support(
-            temperature=says.temperature or asked.temperature,
-            top_p=asked.top_p or (says.top_p if processed else None),
-            top_k=asked.top_k or (says.top_k if processed else None),
-            min_p=asked.min_p or (says.min_p if processed else None),
-        )
-
-    def supports_tried(self, records: Sequence[RecordedSequence]) -> list[Support]:
-        """Returns the filters that are tried on every record of a side: those that its
-        records say, that of the request, and the usual ones; each at the records'
-        temperature, and only where all have one."""
-        temperatures = {self.support_of(record).temperature for record in records}
-        if len(temperatures) != 1:
-            return []
-        of_records = [
-            Support(1.0, r.settings.top_p, r.settings.top_k, r.settings.min_p)
-            for r in records
-        ]
-        meant = [self.support_of(record) for record in records]
-        filters = dict.fromkeys((*of_records, *meant, *USUAL))
-        (temperature,) = temperatures
-        return list(
-            dict.fromkeys(
-                support._replace(temperature=temperature)
-                for support in filters
-                if not support.is_full
-            )
-        )
-
-    def format_of(self, side: Side) -> str:
-        """Returns the format whose roundings are predicted for a side: what all of its
-        records say, where that is a known one, else the request's."""
-        dtype = str(common(side.sequences, "dtype"))
-        name = dtype.removeprefix("torch.")
-        return name if name in FORMATS else self.request.format
-
-    def recipe_of(self, side: Side) -> ProgramRecipe:
-        """Returns how a side rounds: its format, and the head's, as all of its records
-        say, else as the request does. A head as narrow as the rest, though in another
-        format, is taken to be of the rest's."""
-        fmt = self.format_of(side)
-        says = str(common(side.sequences, "head") or self.request.head)
-        head = says.removeprefix("torch.")
-        recipe = ProgramRecipe(
-            fmt, self.request.attention, head if head in FORMATS else None
-        )
-        differs = recipe.has_wider_head or recipe.has_narrower_head
-        return recipe if differs else recipe._replace(head=None)
-
     def fixes_of(
         self, recipe: ProgramRecipe, sequences: Sequence[Observed]
     ) -> dict[str, dict[int, np.ndarray]]:
@@ -370,9 +311,9 @@ class LogprobsStudy:
         """Yields each side beside the truth, in order; without a model, sides with a plan
         and without numbers."""
         for side in self.sides:
-            recipe = self.recipe_of(side)
             records = self.chosen(side)
-            supports = dict.fromkeys(self.support_of(r).words for r in records)
+            recipe = recipe_of(records, self.request)
+            supports = dict.fromkeys(support_of(r, self.request).words for r in records)
             plan = PlannedSide(
                 name=side.name,
                 file=side.path.name,
@@ -384,11 +325,12 @@ class LogprobsStudy:
                 support="; ".join(supports),
                 engine=common(records, "engine"),
                 weights_version=common(records, "weights_version"),
+                several=several_of(records, self.request),
             )
             if self.model is None:
                 yield ComparedSide(plan, [], [], SideErrors(side.name, [], [], False, {}))
                 continue
-            tried, rows, observed = self.supports_tried(records), [], []
+            tried, rows, observed = supports_tried(records, self.request), [], []
             for i, record in enumerate(records):
                 progress(f"{side.name} sequence {i}", i, len(records))
                 row, seen = self.measure(side.name, i, record, recipe, tried)
@@ -412,7 +354,7 @@ class LogprobsStudy:
         with a reason and None where its prompt is not known, it has several versions of
         the weights, or no token has numbers. There is a model."""
         assert self.model is not None
-        support = self.support_of(record)
+        support = support_of(record, self.request)
         about = {"side": side, "sequence": number, "uid": record.uid}
         if why := unmeasurable(record):
             return skipped_row(about, why), None
@@ -712,6 +654,8 @@ class LogprobsStudy:
         for side in self.sides:
             yield from (f"{side.name}: {note}" for note in side.notes)
         yield from self.joined.findings if self.joined is not None else ()
+        plans = [each.plan for each in measured]
+        yield from settings_remarks(plans, [self.chosen(side) for side in self.sides])
         for each in measured:
             yield from repeat_remark(each.errors)
             yield from self.routing_remark(each.plan.name, each.errors.sequences)
@@ -719,7 +663,9 @@ class LogprobsStudy:
         yield from routing_difference(self.joined)
         for side in self.sides:
             tops = [s.top_logprobs for s in side.sequences if s.top_logprobs is not None]
-            temperatures = {self.support_of(s).temperature for s in side.sequences}
+            temperatures = {
+                support_of(s, self.request).temperature for s in side.sequences
+            }
             share = causes.share_on_grid(tops, sorted({1.0, *temperatures}))
             if share is not None and share > causes.CHANCE:
                 yield (
@@ -787,13 +733,6 @@ def fixed_recipes(recipe: ProgramRecipe) -> dict[str, ProgramRecipe]:
         if recipe.format != HALF:
             fixed[HALF] = recipe._replace(format=HALF)
     return fixed
-
-
-def common(records: Sequence[RecordedSequence], name: str) -> str | None:
-    """Returns what all records say of a setting; None where they say nothing, or do not
-    agree."""
-    settings = {getattr(record.settings, name) for record in records}
-    return next(iter(settings)) if len(settings) == 1 else None
 
 
 def skipped_row(about: Mapping[str, object], why: str) -> SideRow:

@@ -38,6 +38,14 @@ SAME, COPY = "same tokens", "copy"
 SURELY = 10  # times the limit: exceeded without an interval
 CONFIDENCE = 0.99  # of the interval by which a side is accused
 FEWEST = 32  # tokens that make two equal sides a copy
+# Of what a side has one: how its records differ, and what there is one of
+ONE = {
+    "weights_version": ("are of", "versions of the weights", "the model is of one"),
+    "step": ("are of", "steps of training", "the model is of one"),
+    "dtype": ("are in", "formats", "noise is predicted in one"),
+    "head": ("have heads in", "formats", "noise is predicted with one"),
+}
+MOST_NAMES = 4  # of versions or formats in a sentence
 NO_MODEL = "no model: which side is off is not told (--model)"
 
 
@@ -133,11 +141,14 @@ def _noise_test(
     test["observed"] = estimate.mean
     if estimate.low is not None and estimate.high is not None:
         test["interval"] = (estimate.low, estimate.high)
+    mixed, why = _why_not_one(side), ""
     surely = estimate.low is None and estimate.mean > SURELY * limit
-    if surely or (estimate.low is not None and estimate.low > limit):
+    is_beyond = surely or (estimate.low is not None and estimate.low > limit)
+    if is_beyond and not mixed:
         return test | {"standing": Standing.EXCEEDED, "offending": tokens}
-    why = ""
-    if tokens < limits.tokens:
+    if mixed:
+        why = mixed
+    elif tokens < limits.tokens:
         why = f"{tokens} tokens are too few: {three(limits.tokens)} or more would tell"
     elif estimate.low is None:
         why = "no interval: 3 sequences or more would tell"
@@ -147,6 +158,18 @@ def _noise_test(
         why = f"{ratio(estimate.mean)}× what {side.recipe} explains; {why}"
         return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
     return test
+
+
+def _why_not_one(side: PlannedSide) -> str:
+    """Returns why a side cannot be held to one model and one prediction, as a clause;
+    empty where it can."""
+    for name in (name for name in ONE if name in side.several):
+        verb, of, what = ONE[name]
+        values = side.several[name]
+        more = ", …" if len(values) > MOST_NAMES else ""
+        listed = ", ".join(values[:MOST_NAMES]) + more
+        return f"its records {verb} {len(values)} {of} ({listed}), and {what}"
+    return ""
 
 
 def _finite_test(report: LogprobsReport, side: PlannedSide) -> TestFields:

@@ -1,0 +1,154 @@
+"""What the records of a side say of how it computed, and what its values are held to by
+that: a temperature and a filter of each record, one format of all of them. Where records
+of a side do not agree on what a side has one of, the plan says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from numdev.config import LogprobsRequest
+from numdev.errors import UsageError
+from numdev.formats import FORMATS, format_named
+from numdev.studies.logprobs.records import RecordedSequence
+from numdev.studies.logprobs.report import PlannedSide
+from numdev.studies.logprobs.truth import ProgramRecipe, Support
+
+# Filters that are tried beside those that the files and the request say
+USUAL = (
+    *(Support(top_p=p) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)),
+    *(Support(top_k=k) for k in (10, 20, 40, 50, 100)),
+    *(Support(min_p=p) for p in (0.01, 0.05, 0.1)),
+)
+
+
+def support_of(record: RecordedSequence, request: LogprobsRequest) -> Support:
+    """Returns what a record's values are meant to be under: the temperature that it says,
+    else the request's, else 1; and a filter only where the request says one, or the
+    record says that its values are processed. Values that it says are raw are at
+    temperature 1, of all tokens."""
+    says = record.settings
+    if says.logprobs_mode is not None and says.logprobs_mode.startswith("raw"):
+        return Support()
+    asked = Support(
+        request.temperature or 1.0, request.top_p, request.top_k, request.min_p
+    )
+    processed = (says.logprobs_mode or "").startswith("processed")
+    return Support(
+        temperature=says.temperature or asked.temperature,
+        top_p=asked.top_p or (says.top_p if processed else None),
+        top_k=asked.top_k or (says.top_k if processed else None),
+        min_p=asked.min_p or (says.min_p if processed else None),
+    )
+
+
+def supports_tried(
+    records: Sequence[RecordedSequence], request: LogprobsRequest
+) -> list[Support]:
+    """Returns the filters that are tried on every record of a side: those that its
+    records say, that of the request, and the usual ones; each at the records'
+    temperature, and only where all have one."""
+    meant = [support_of(record, request) for record in records]
+    temperatures = {support.temperature for support in meant}
+    if len(temperatures) != 1:
+        return []
+    of_records = [
+        Support(1.0, r.settings.top_p, r.settings.top_k, r.settings.min_p)
+        for r in records
+    ]
+    filters = dict.fromkeys((*of_records, *meant, *USUAL))
+    (temperature,) = temperatures
+    return list(
+        dict.fromkeys(
+            support._replace(temperature=temperature)
+            for support in filters
+            if not support.is_full
+        )
+    )
+
+
+def recipe_of(
+    records: Sequence[RecordedSequence], request: LogprobsRequest
+) -> ProgramRecipe:
+    """Returns how a side rounds: its format, and the head's, as all of its records say,
+    else as the request does. A head as narrow as the rest, though in another format, is
+    taken to be of the rest's."""
+    says = format_name(common(records, "dtype"))
+    fmt = says if says in FORMATS else request.format
+    head = format_name(common(records, "head") or request.head)
+    recipe = ProgramRecipe(fmt, request.attention, head if head in FORMATS else None)
+    differs = recipe.has_wider_head or recipe.has_narrower_head
+    return recipe if differs else recipe._replace(head=None)
+
+
+def format_name(name: str | None) -> str:
+    """Returns a format's name as numdev has it, of `torch.bfloat16` or `bf16` too; what
+    names no format as it is."""
+    with suppress(UsageError):
+        return format_named(str(name)).name
+    return str(name)
+
+
+def common(records: Sequence[RecordedSequence], name: str) -> str | None:
+    """Returns what all records say of a setting; None where they say nothing, or do not
+    agree."""
+    settings = {getattr(record.settings, name) for record in records}
+    return next(iter(settings)) if len(settings) == 1 else None
+
+
+def several_of(
+    records: Sequence[RecordedSequence], request: LogprobsRequest
+) -> dict[str, tuple[str, ...]]:
+    """Returns by its name what records say of each setting that a side has one of, in
+    their order, where that is not the same: versions of the weights, or where some say
+    none steps of training; formats, where those that say nothing have the request's;
+    engines."""
+    says: dict[str, list[object]] = {
+        "weights_version": [r.settings.weights_version for r in records],
+        "step": [r.settings.step for r in records],
+        "dtype": [format_name(r.settings.dtype or request.format) for r in records],
+        "engine": [r.settings.engine for r in records],
+    }
+    heads = (r.settings.head or request.head or r.settings.dtype for r in records)
+    says["head"] = [format_name(head or request.format) for head in heads]
+    if None not in says["weights_version"]:
+        del says["step"]  # of weights that are known otherwise
+    several = {
+        name: tuple(dict.fromkeys(str(x) for x in values if x is not None))
+        for name, values in says.items()
+    }
+    return {name: values for name, values in several.items() if len(values) > 1}
+
+
+def settings_remarks(
+    sides: Sequence[PlannedSide], records: Sequence[Sequence[RecordedSequence]]
+) -> Iterator[str]:
+    """Yields sentences on what the records of a side, or those of two sides, do not agree
+    in, and on formats whose roundings cannot be predicted. `records`: of each side."""
+    for side, of_side in zip(sides, records, strict=True):
+        if engines := side.several.get("engine"):
+            listed = ", ".join(engines)
+            yield (
+                f"{side.name}: its records are of {len(engines)} engines ({listed}), "
+                "and judged together."
+            )
+        names = {r.settings.dtype for r in of_side} | {r.settings.head for r in of_side}
+        for name in sorted(x for x in names if x and format_name(x) not in FORMATS):
+            yield (
+                f"{side.name}: roundings to {name!r}, which it says, are not predicted: "
+                f"it is held to {side.recipe}."
+            )
+    if len(sides) < 2:
+        return
+    first, second = sides
+    versions = (first.weights_version, second.weights_version)
+    if None not in versions and len(set(versions)) > 1:
+        yield (
+            f"{first.name} says version {versions[0]} of the weights, {second.name} "
+            f"{versions[1]}: one model cannot be both."
+        )
+    if first.support != second.support:
+        yield (
+            f"{first.name} is held to {first.support}, {second.name} to "
+            f"{second.support}: their ratios are not about 1 where both are exact."
+        )
