@@ -166,7 +166,7 @@ def case_of(head_dim: int, length: int) -> AttentionCase:
 def rows_of(case: AttentionCase, count: int) -> AttentionCase:
     rows = Sample(count=count).draw(case.q_len, case.ref.case)
     assert rows is not None
-    return case.select_rows(rows.to(case.q.device))
+    return case.restrict(rows=rows.to(case.q.device))
 
 
 def seconds(way: Callable[[], object], repeats: int) -> float:

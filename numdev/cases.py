@@ -3,7 +3,7 @@
 Shapes, throughout the project: q is [batch, heads, q_len, head_dim], k is [batch,
 kv_heads, kv_len, head_dim], v is [batch, kv_heads, kv_len, v_dim]. With grouped-query
 attention query head h reads kv head h // (heads // kv_heads). A case may hold some of a
-call's query rows alone (`select_rows`): a row of attention depends on its own query and
+call's query rows alone (`restrict`): a row of attention depends on its own query and
 on no other."""
 
 from __future__ import annotations
@@ -64,6 +64,18 @@ class CaseChanges(TypedDict, total=False):
     sinks: Tensor | None
     grad_out: Tensor | None
     positions: Tensor | None
+
+
+# The axes of a case's tensors; a mask may have the last ones alone, and broadcast along
+# them.
+AXES = {
+    "q": ("batch", "head", "row", "feature"),
+    "k": ("batch", "kv_head", "key", "feature"),
+    "v": ("batch", "kv_head", "key", "feature"),
+    "grad_out": ("batch", "head", "row", "feature"),
+    "mask": ("batch", "head", "row", "key"),
+    "sinks": ("head",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -195,46 +207,45 @@ class AttentionCase:
             working=working,
         )
 
-    def select_groups(self, kv_heads: list[int]) -> AttentionCase:
-        """Returns the same call restricted to some kv heads (indices) and all query heads
-        that read them."""
-        heads = [kv * self.group + i for kv in kv_heads for i in range(self.group)]
-        return self._select_query_heads(
-            heads, k=self.k[:, kv_heads], v=self.v[:, kv_heads]
-        )
-
-    def select_heads(self, heads: list[int]) -> AttentionCase:
-        """Returns the same call restricted to some query heads (indices), each with a kv
-        head of its own: a copy of the one it reads."""
-        kv = [h // self.group for h in heads]
-        return self._select_query_heads(heads, k=self.k[:, kv], v=self.v[:, kv])
-
-    def one_of_each_group(self, place: int) -> AttentionCase:
-        """Returns the same call restricted to one query head for every kv head: the one
-        at `place` in its group, from 0. Its tensors are views."""
-        return self._select_query_heads(slice(place, None, self.group))
-
-    def _select_query_heads(
+    def restrict(
         self,
-        heads: list[int] | slice,
         *,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
+        batch: Places | list[int] | None = None,
+        heads: slice | list[int] | None = None,
+        kv_heads: list[int] | None = None,
+        rows: Tensor | None = None,
     ) -> AttentionCase:
-        """Returns the same call with these query heads alone; `k` and `v` replace its
-        keys and values, where they are not None."""
-        mask = self.mask
-        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
-            mask = mask[..., heads, :, :]
-        return dataclasses.replace(
-            self,
-            q=self.q[:, heads],
-            k=self.k if k is None else k,
-            v=self.v if v is None else v,
-            mask=mask,
-            sinks=None if self.sinks is None else self.sinks[heads],
-            grad_out=None if self.grad_out is None else self.grad_out[:, heads],
-        )
+        """Returns the same call restricted along some axes, by indices or slices; None:
+        an axis stays as it is.
+
+        With `kv_heads` come all query heads that read them; with indices of query `heads`
+        a kv head of its own for each, a copy of the one it reads; with a slice of them
+        all kv heads, which must still be read in turn. `rows`: int64 indices of query
+        rows, ascending, each of which sees what it saw: dq is that of these rows, dk and
+        dv are sums over them alone. Raises UsageError for other rows."""
+        if rows is not None:
+            if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
+                raise UsageError(
+                    f"attention case {self.ref.case!r}: rows are not in ascending order"
+                )
+            rows = rows.to(self.q.device)
+        if kv_heads is not None:
+            heads = [kv * self.group + i for kv in kv_heads for i in range(self.group)]
+        elif isinstance(heads, list):
+            kv_heads = [h // self.group for h in heads]
+        chosen = {"batch": batch, "head": heads, "kv_head": kv_heads, "row": rows}
+        parts: dict[str, Any] = {}
+        for name, axes in AXES.items():
+            x = getattr(self, name)
+            for dim, axis in enumerate(() if x is None else axes[-x.ndim :]):
+                broadcasts = name == "mask" and x.shape[dim] == 1
+                if (places := chosen.get(axis)) is not None and not broadcasts:
+                    x = x[(slice(None),) * dim + (places,)]
+            parts[name] = x
+        at = self.positions
+        if rows is not None:
+            at = rows if at is None else at[rows]
+        return dataclasses.replace(self, **parts, positions=at)
 
     def detached(self, device: str | None = None) -> AttentionCase:
         """Returns the same call without autograd (a model's sinks are parameters), its
@@ -244,23 +255,6 @@ class AttentionCase:
             n: x.detach().to(device) for n, x in values if isinstance(x, Tensor)
         }
         return dataclasses.replace(self, **tensors)
-
-    def select_rows(self, rows: Tensor) -> AttentionCase:
-        """Returns the same call restricted to some of this case's query rows, each seeing
-        what it saw: its dq is that of these rows; its dk and dv are sums over them alone.
-        `rows`: int64 indices; raises UsageError unless they ascend."""
-        if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
-            raise UsageError(
-                f"attention case {self.ref.case!r}: rows are not in ascending order"
-            )
-        rows = rows.to(self.q.device)
-        return dataclasses.replace(
-            self,
-            q=self.q[:, :, rows],
-            mask=None if self.mask is None else _mask_rows(self.mask, rows),
-            grad_out=None if self.grad_out is None else self.grad_out[:, :, rows],
-            positions=rows if self.positions is None else self.positions[rows],
-        )
 
 
 def _storage_dtype(fmt: Format) -> tuple[torch.dtype, Format | None]:
@@ -403,14 +397,9 @@ def mask_kind(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
 def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
     """Returns a mask's block of these rows and keys; an axis of length 1, which
     broadcasts, stays as it is."""
-    mask = _mask_rows(mask, rows)
+    if mask.ndim >= 2 and mask.shape[-2] > 1:
+        mask = mask[..., rows, :]
     return mask[..., keys] if mask.shape[-1] > 1 else mask
-
-
-def _mask_rows(mask: Tensor, rows: Places) -> Tensor:
-    """Returns a mask's block of these rows; an axis of length 1, which broadcasts, stays
-    as it is."""
-    return mask[..., rows, :] if mask.ndim >= 2 and mask.shape[-2] > 1 else mask
 
 
 def laid_out(

@@ -264,7 +264,7 @@ class _Observer(TorchFunctionMode):
             sorted({(turn * count + i) % case.heads for i in range(count)}),
             turn % len(q),
         )
-        few = part(case, batch=range(at, at + 1)).select_heads(heads)
+        few = part(case, batch=range(at, at + 1)).restrict(heads=heads)
         kernel = find("sdpa-default")
         if not dropout_p:
             few_out = out.detach()[at : at + 1, heads]

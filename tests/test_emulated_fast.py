@@ -56,7 +56,7 @@ CASES: Mapping[str, Callable[[str], AttentionCase]] = {
     "additive mask": lambda fmt: drawn(fmt=fmt, mask=2 * noise(1, HEADS, ROWS, KEYS)),
     "sinks": lambda fmt: drawn(fmt=fmt, sinks=4 * noise(HEADS)),
     "soft cap": lambda fmt: drawn(fmt=fmt, softcap=2.0),
-    "some rows": lambda fmt: drawn(fmt=fmt, **CAUSAL).select_rows(torch.arange(3, ROWS, 7)),
+    "some rows": lambda fmt: drawn(fmt=fmt, **CAUSAL).restrict(rows=torch.arange(3, ROWS, 7)),
     "ties": lambda fmt: drawn("ties", fmt=fmt), "outliers": lambda fmt: drawn("outliers", fmt=fmt),
 }  # fmt: skip
 """Everything that makes a call's scores, and inputs that have hurt somebody."""

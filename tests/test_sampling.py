@@ -87,7 +87,7 @@ def test_the_reference_of_some_rows_is_that_of_the_call(feature: str, last: bool
     mask."""
     case = case_of(feature)
     rows = torch.arange(1 if last and case.q_len > 1 else 0, case.q_len, 2)
-    cut = case.select_rows(rows)
+    cut = case.restrict(rows=rows)
     whole, part = attend(case), attend(cut)
     tolerance = 4e-15 * whole.term_scale[:, :, rows] + 1e-300
     assert ((part.out - whole.out[:, :, rows]).abs() <= tolerance).all()
@@ -117,7 +117,9 @@ def test_truncation_tells_the_blocks_and_they_are_the_calls(window: Any) -> None
     for block in (16, 128):
         options = {"preset": "golden2024", "rounding": "toward_zero", "block_q": block}
         whole = find("emulated").attend(case, block_kv=16, **options).out
-        part = find("emulated").attend(case.select_rows(rows), block_kv=16, **options).out
+        part = (
+            find("emulated").attend(case.restrict(rows=rows), block_kv=16, **options).out
+        )
         assert same(part, whole[:, :, rows])
         outs.append(whole)
     assert window is None or not same(*outs)
@@ -129,10 +131,10 @@ def test_rows_must_be_in_order_and_kernels_get_whole_calls() -> None:
     them."""
     for rows in ([2, 1], [1, 1]):
         with pytest.raises(UsageError, match="ascending"):
-            long().select_rows(torch.tensor(rows))
+            long().restrict(rows=torch.tensor(rows))
     with pytest.raises(UsageError, match="positions: expected"):
         dataclasses.replace(long(), positions=torch.arange(3))
-    part = long(is_causal=True).select_rows(torch.arange(0, 300, 3))
+    part = long(is_causal=True).restrict(rows=torch.arange(0, 300, 3))
     mine = Kernel(name="mine", function=lambda case: case.q)
     for run in (mine.attend, mine.gradients, find("sdpa-flash").attend):
         with pytest.raises(Refused, match="whole calls"):

@@ -176,7 +176,7 @@ def test_weights_belong_to_places() -> None:
     rows = torch.tensor([3, 4, 20, 36])
     whole, some = (
         KERNEL.attend(case, **GUARDED),
-        KERNEL.attend(case.select_rows(rows), **GUARDED),
+        KERNEL.attend(case.restrict(rows=rows), **GUARDED),
     )
     assert torch.equal(whole.out[:, :, rows], some.out)
     steps = [tied(n=n) for n in range(30, 50)]

@@ -176,7 +176,7 @@ def test_a_sampled_row_is_named_by_its_place_in_the_call() -> None:
     """Of every third row the second is row 3, and its facts are that row's."""
     case = make_case(q_len=24, kv_len=30, seed=1)
     rows = torch.arange(0, 24, 3)
-    out, y, _ = spoiled(case.select_rows(rows), (0, 1, 1), by=0.3)
+    out, y, _ = spoiled(case.restrict(rows=rows), (0, 1, 1), by=0.3)
     first = worst_rows(case, out, y, range(2), rows=rows)[0]
     assert (first.head, first.row, first.rows) == (1, 3, 24)
     assert first.lse == pytest.approx(float(attend(case).lse[0, 1, 3]))

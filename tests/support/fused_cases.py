@@ -96,7 +96,7 @@ def some_rows(**changes: Any) -> AttentionCase:
     rows = torch.tensor(
         [0, 1, 5, 6, 7, 18, 19, 30, 31, 32, 33, 50, 51, 52, 53, 57, 58, 59, 66]
     )
-    return large(q_len=67, kv_len=70, **changes).select_rows(rows)
+    return large(q_len=67, kv_len=70, **changes).restrict(rows=rows)
 
 
 def of_mask(mask: torch.Tensor, **changes: Any) -> AttentionCase:

@@ -180,7 +180,7 @@ class BackwardInputs(SavedForward):
         """Returns the inputs of the query heads at one place of their groups: one for
         every kv head."""
         r, heads = copy.copy(self.r), slice(place, None, self.r.case.group)
-        r.case = r.case.one_of_each_group(place)
+        r.case = r.case.restrict(heads=heads)
         names = ("q", "q_s", "dO", "O", "shift", "over")
         some = {n: x[:, heads] for n in names if (x := getattr(self, n)) is not None}
         return dataclasses.replace(self, r=r, **some)

@@ -139,7 +139,7 @@ def _head_groups(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, sl
     for first in range(0, case.kv_heads, step):
         last = min(first + step, case.kv_heads)
         whole = last - first == case.kv_heads
-        part = case if whole else case.select_groups(list(range(first, last)))
+        part = case if whole else case.restrict(kv_heads=list(range(first, last)))
         yield part, slice(first * case.group, last * case.group), slice(first, last)
 
 

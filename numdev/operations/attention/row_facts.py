@@ -31,7 +31,7 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     """Returns the fields of `report.WorstRow` that follow from the scores of rows i [n]
     of batch entries b [n] in a query head, by name, fp64 [n] each; `sink` only for a call
     with sinks. Most mean nothing for a row that sees no key."""
-    part = case.select_heads([head])
+    part = case.restrict(heads=[head])
     in_batch_entry = (b, 0, torch.arange(len(b), device=b.device))
     S = _score_rows(part, i, slice(0, case.kv_len))[in_batch_entry]  # [n, kv_len]
     shown, m = S.ne(-math.inf), S.amax(dim=-1, keepdim=True)
@@ -71,7 +71,7 @@ def of_keys(
     kv head, by name, fp64 [n] each, over all queries that read it. `lse` [B, H, q_len] is
     the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
-    S = _score_rows(case.select_groups([head]), slice(0, case.q_len), j)
+    S = _score_rows(case.restrict(kv_heads=[head]), slice(0, case.q_len), j)
     S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]
     shown = S.ne(-math.inf)
     P = torch.where(shown, (S - lse[:, heads][b].double()).exp(), 0.0).flatten(1)

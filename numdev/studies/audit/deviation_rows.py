@@ -210,7 +210,7 @@ class Runs(Generic[Call]):
             )
         if tensor not in self.repeats:
             whole = [
-                self.bench.selection.select_units(r.tensors[tensor], tensor)
+                self.bench.selection.select(r.tensors[tensor], tensor, all_rows=True)
                 for r in self.runs
             ]
             noises = noise(whole) if len(whole) > 1 else []

@@ -608,13 +608,13 @@ class _Compared:
         self.formats = bench.formats_of(output)
         if backward := "dq" in self.formats:
             heads, kv_heads = whole_groups(select.heads, case.group)
-            some = case.select_groups(list(kv_heads))
+            some = case.restrict(kv_heads=list(kv_heads), rows=select.queries)
         else:
             heads, kv_heads = chosen(select.heads), ()
-            some = case.select_heads(list(heads))
+            some = case.restrict(heads=list(heads), rows=select.queries)
         self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in emulator.SITE_OF}
         self.rows = select.queries
-        self.case = some if self.rows is None else some.select_rows(self.rows)
+        self.case = some
         self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)
         self.steps: dict[str, dict[str, Tensor]] = {}  # emulated, by recipe
 

@@ -206,7 +206,7 @@ class Failing:
         kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
         few = sorted({kv, (kv + 1) % case.kv_heads}) if case.group > 1 else [kv]
         cut = part_of(
-            case.select_groups(few),
+            case.restrict(kv_heads=few),
             batch=range(2),
             row=range(SEARCHED),
             key=range(SEARCHED),

@@ -56,13 +56,9 @@ class MeasuredPart(Protocol):
     def units(self, tensor: str) -> Sequence[int]:
         """Returns which units of a tensor are measured."""
 
-    def select(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns the measured units and rows of a tensor, which may hold these alone
-        already."""
-
-    def select_units(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns the measured units of a tensor, with all rows; it may hold these alone
-        already."""
+    def select(self, x: Tensor, tensor: str, *, all_rows: bool = False) -> Tensor:
+        """Returns the measured units and rows of a tensor, or with `all_rows` the
+        measured units; it may hold these alone already."""
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
         """Returns the number of rows, or the strata, of which the measured ones are a
@@ -84,11 +80,7 @@ class Everything:
         """Returns the single unit, 0."""
         return (0,)
 
-    def select(self, x: Tensor, tensor: str) -> Tensor:
-        """Returns x as it is."""
-        return x
-
-    def select_units(self, x: Tensor, tensor: str) -> Tensor:
+    def select(self, x: Tensor, tensor: str, *, all_rows: bool = False) -> Tensor:
         """Returns x as it is."""
         return x
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase, empty_rows, mask_kind
+from numdev.cases import AXES, AttentionCase, empty_rows, mask_kind
 from numdev.formats import FORMATS, Format, all_finite, format_of
 from numdev.kernels import Output, find
 from numdev.kernels.emulation import backward
@@ -53,17 +53,6 @@ from numdev.tensor_specs import ATTENTION, tensor_spec
 KV_TENSORS = tuple(spec.name for spec in ATTENTION if spec.sums_over_rows)
 # By tensor, the field of a reference with its term scale.
 TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
-
-# The axes of a case's tensors; a mask may have the last ones alone, and broadcast along
-# them.
-AXES = {
-    "q": ("batch", "head", "row", "feature"),
-    "k": ("batch", "kv_head", "key", "feature"),
-    "v": ("batch", "kv_head", "key", "feature"),
-    "grad_out": ("batch", "head", "row", "feature"),
-    "mask": ("batch", "head", "row", "key"),
-    "sinks": ("head",),
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,32 +168,25 @@ class Selection:
             else bins
         )
 
-    def select(self, x: Tensor, tensor: str = "out") -> Tensor:
+    def select(self, x: Tensor, tensor: str = "out", *, all_rows: bool = False) -> Tensor:
         """Returns the measured heads and rows of a tensor [batch, heads, rows, ...] named
-        `tensor`; axes that hold the measured ones alone already stay as they are."""
-        x, rows = self.select_units(x, tensor), self.row_indices(tensor)
-        return x if rows is None or x.shape[2] == len(rows) else x[:, :, rows]
+        `tensor`, or with `all_rows` the measured heads; axes that hold the measured ones
+        alone already stay as they are."""
+        chosen, rows = self.units(tensor), self.row_indices(tensor)
+        if len(chosen) != x.shape[1]:
+            x = x[:, list(chosen)]
+        return x if all_rows or rows is None or x.shape[2] == len(rows) else x[:, :, rows]
 
-    def select_units(self, x: Tensor, tensor: str = "out") -> Tensor:
-        """Returns the measured heads, with all rows, of a tensor [batch, heads, ...]
-        named `tensor`, which may hold these alone already."""
-        chosen = self.units(tensor)
-        return x if len(chosen) == x.shape[1] else x[:, list(chosen)]
-
-    def with_heads(self, case: AttentionCase) -> AttentionCase:
+    def restricted(self, case: AttentionCase, *, all_rows: bool = False) -> AttentionCase:
         """Returns a case of this call's shape restricted to the measured heads, with
-        gradients to whole groups; the same one where all are measured."""
+        gradients to whole groups, and to the measured query rows unless `all_rows`; the
+        same one where all are measured."""
+        rows = None if all_rows or self.queries is None else self.queries.cpu()
         if len(self.heads) == case.heads:
-            return case
+            return case if rows is None else case.restrict(rows=rows)
         if self.gradients:
-            return case.select_groups(list(self.kv_heads))
-        return case.select_heads(list(self.heads))
-
-    def restricted(self, case: AttentionCase) -> AttentionCase:
-        """Returns a case of this call's shape restricted to the measured heads and query
-        rows."""
-        heads = self.with_heads(case)
-        return heads if self.queries is None else heads.select_rows(self.queries.cpu())
+            return case.restrict(kv_heads=list(self.kv_heads), rows=rows)
+        return case.restrict(heads=list(self.heads), rows=rows)
 
     def exact(self, case: AttentionCase) -> tuple[Reference, Tensor]:
         """Returns the fp64 reference of what is measured of a case of this call's shape,
@@ -215,14 +197,16 @@ class Selection:
         if self.keys is None or not isinstance(reference, Gradients):
             return reference, reference.lse
         whole = self.whole(case)
-        of_keys: Any = key_gradients(self.with_heads(case), self.keys, whole)
+        of_keys: Any = key_gradients(
+            self.restricted(case, all_rows=True), self.keys, whole
+        )
         return dataclasses.replace(reference, **of_keys), whole.lse
 
     def whole(self, case: AttentionCase) -> Reference:
         """Returns the fp64 reference of the measured heads of a case of this shape in all
         queries, without its term scale; computed once per format."""
         if (name := case.format.name) not in self.wholes:
-            whole = attend(self.with_heads(case))
+            whole = attend(self.restricted(case, all_rows=True))
             self.wholes[name] = dataclasses.replace(whole, term_scale=whole.out[..., :0])
         return self.wholes[name]
 
@@ -289,7 +273,7 @@ class Bench:
             baseline, fp32 = selection.baseline(case, gradients=selection.gradients), None
             if not isinstance(baseline, Failure) and not fmt.contains(FORMATS["float32"]):
                 fp32 = selection.baseline_fp32
-        by_query, by_key = _arithmetic_error(selection.with_heads(case))
+        by_query, by_key = _arithmetic_error(selection.restricted(case, all_rows=True))
         yardsticks = {}
         for tensor in TERMS if isinstance(reference, Gradients) else ("out",):
             plain = getattr(baseline, tensor, None)
@@ -392,11 +376,12 @@ class Bench:
         if output.lse is not None:
             formats["lse"] = format_of(output.lse.dtype)
         whole = {
-            name: select.select_units(output.tensors[name], name) for name in formats
+            name: select.select(output.tensors[name], name, all_rows=True)
+            for name in formats
         }
         if all_finite(whole.values()) and inputs_finite(self.case):
             return {}
-        case = select.with_heads(self.case)
+        case = select.restricted(self.case, all_rows=True)
         return {
             name: elsewhere(x, name, case, select.drawn_rows(name), formats[name])
             for name, x in whole.items()
@@ -528,7 +513,7 @@ class Bench:
         """Returns the whole call by plain attention in float32, of the measured heads,
         with gradients if they are measured."""
         plain = blocked.gradients if self.selection.gradients else blocked.attend
-        return plain(self.selection.with_heads(self.case), torch.float32)
+        return plain(self.selection.restricted(self.case, all_rows=True), torch.float32)
 
     @property
     def by_row(self) -> tuple[str, ...]:
@@ -552,7 +537,10 @@ class Bench:
                     select, step = self.selection, emulated_step(self.restricted, claim)
                     if select.keys is not None:
                         whole = select.whole(self.case)
-                        call, recipe = select.with_heads(self.case), recipe_of(claim)
+                        call, recipe = (
+                            select.restricted(self.case, all_rows=True),
+                            recipe_of(claim),
+                        )
                         keys = backward.of_keys(
                             call, recipe, select.keys, whole.out, whole.lse
                         )

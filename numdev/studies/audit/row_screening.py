@@ -66,13 +66,16 @@ def suspicion(
     lse came back."""
     select, most = bench.selection, []
     for tensor in (n for n in tensors if n != "lse" and getattr(output, n) is not None):
-        x, y = (select.select_units(getattr(o, tensor), tensor) for o in (output, beside))
+        x, y = (
+            select.select(getattr(o, tensor), tensor, all_rows=True)
+            for o in (output, beside)
+        )
         y = widened(y).float()
         size, distance = row_norm(y), row_norm(widened(x).float() - y)
         relative = distance / (size + size.nanmedian(dim=-1, keepdim=True).values)
         right = (distance == 0) | ~finite(size)
         if tensor not in KV_TENSORS:
-            right |= empty_rows(select.with_heads(bench.case))
+            right |= empty_rows(select.restricted(bench.case, all_rows=True))
         relative = relative.masked_fill(right, 0.0).nan_to_num(nan=math.inf)
         usual = relative.median(dim=-1, keepdim=True).values
         most.append(

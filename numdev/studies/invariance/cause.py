@@ -167,7 +167,7 @@ def _restrict_to_differing_rows(
         kv_head = range(case.kv_heads)[place.kv_head][kv_heads]
         small = part(case, batch=batch, kv_head=kv_head)
         small = dataclasses.replace(small, grad_out=None)
-        return small.select_rows(rows + (place.row.start or 0))
+        return small.restrict(rows=rows + (place.row.start or 0))
 
     cases = with_rows(base, in_base), with_rows(call.case, in_call)
     return cases, (two[:, :, rows] - one[:, :, rows]).flatten()

@@ -84,12 +84,7 @@ class Probe:
     def part(self, case: AttentionCase) -> AttentionCase:
         """Returns a variant of the case restricted to the probe's batch entries, heads
         and rows."""
-        case = case.select_heads(self.heads).select_rows(self.rows)
-        q, k, v = (x[self.batch] for x in (case.q, case.k, case.v))
-        mask = case.mask
-        if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
-            mask = mask[self.batch]
-        return dataclasses.replace(case, q=q, k=k, v=v, mask=mask)
+        return case.restrict(batch=self.batch, heads=self.heads, rows=self.rows)
 
     def answer(self, case: AttentionCase) -> Reference:
         """Returns the fp64 reference of a variant of the case, at the probe's

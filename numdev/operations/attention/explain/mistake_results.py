@@ -190,7 +190,7 @@ def _with_heads_as_sequence(p: Probe) -> Reference:
     with the output's axes back in place."""
     q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
     across = attend(
-        dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(p.rows.tolist())
+        dataclasses.replace(p.case, q=q, k=k, v=v).restrict(heads=p.rows.tolist())
     )
     return p.with_out(across.out.transpose(1, 2)[p.batch][:, p.heads])
 
