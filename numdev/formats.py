@@ -272,18 +272,14 @@ def each_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
         return []
     # A sum is finite only if every element is: one pass and no mask, a fifteenth of the
     # time of `isfinite` on a CPU. A sum of finite elements may overflow; then each is
-    # looked at.
-    sums = torch.stack([_sum(x) for x in wide])
+    # looked at. On a CPU `dtype` would cast all elements first.
+    sums = torch.stack(
+        [x.sum(dtype=torch.float64) if x.is_cuda else x.sum().double() for x in wide]
+    )
     return [
         math.isfinite(total) or bool((x.abs() < math.inf).all())
         for total, x in zip(sums.tolist(), wide, strict=True)
     ]
-
-
-def _sum(x: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of all elements, in float64."""
-    # On a CPU PyTorch would cast all elements first
-    return x.sum(dtype=torch.float64) if x.is_cuda else x.sum().double()
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

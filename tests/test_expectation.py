@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from numdev.kernels.emulation.kernel import (
     emulated_step,
     recipe_of,
     returning,
-    unexpected,
     unpredictable,
 )
 from numdev.kernels.reference import attend, gradients
@@ -29,6 +29,7 @@ from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.deviation import measure
 from numdev.metrics.yardstick import Yardstick
 
+unexpected = partial(unpredictable, of_size=True)
 BF16, FP32 = format_named("bfloat16"), format_named("float32")
 
 

@@ -157,7 +157,7 @@ def _number_to_fit(rows: Rows, threshold: Threshold) -> float | None:
             sizes.append(max((abs(float(value)), *(interval or ()))))
     if threshold.heads is None:
         return max(sizes, default=None)
-    enough = len(sizes) >= (threshold.for_head_count(len(rows)).heads or 0)
+    enough = len(sizes) >= (threshold.for_row(rows[0], len(rows)).heads or 0)
     return sorted(sizes, reverse=True)[len(sizes) // 2] if enough else None
 
 

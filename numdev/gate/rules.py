@@ -235,30 +235,27 @@ class Threshold(Limit):
             raise ValueError(f"`certain`: expected a metric of bias, got {self.metric}")
         return self
 
-    def for_row(self, row: DeviationRow) -> Threshold:
+    def for_row(self, row: DeviationRow, heads: int | None = None) -> Threshold:
         """Returns the threshold for rows of this one's kernel, format and tensor: for
         sampled rows with the limit `sampled`, if there is one, else as the first of
-        `instead` that fits says; itself where nothing changes."""
+        `instead` that fits says; with the limit of `few`, where that is higher, for fewer
+        `heads` than the rule asks for (None: there are enough). Itself where nothing
+        changes."""
+        changes: dict[str, object] = {}
         if row.sampled and self.sampled is not None:
-            return self.model_copy(update={"at_most": self.sampled})
-        other = next((each for each in self.instead if each.fits(row)), None)
-        if other is None:
-            return self
-        changes = {
-            name: value
-            for name in ("at_most", "scatter", "few_rows")
-            if (value := getattr(other, name)) is not None
-        }
-        return self.model_copy(update=changes)
-
-    def for_head_count(self, heads: int) -> Threshold:
-        """Returns the threshold for a number of heads: with the limit of `few` where
-        there are fewer than `heads`."""
-        if self.few is None or heads >= (self.heads or 0):
-            return self
+            changes = {"at_most": self.sampled}
+        elif other := next((each for each in self.instead if each.fits(row)), None):
+            changes = {
+                name: value
+                for name in ("at_most", "scatter", "few_rows")
+                if (value := getattr(other, name)) is not None
+            }
+        usual = self.model_copy(update=changes) if changes else self
+        if heads is None or self.few is None or heads >= (self.heads or 0):
+            return usual
         least, most = self.few
-        return self.model_copy(
-            update={"heads": least, "at_most": max(self.at_most or 0.0, most)}
+        return usual.model_copy(
+            update={"heads": least, "at_most": max(usual.at_most or 0.0, most)}
         )
 
     def raised_by_luck(self, row: DeviationRow) -> Threshold:

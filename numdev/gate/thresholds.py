@@ -153,7 +153,7 @@ def _rule_test(threshold: Threshold, rows: Rows, plan: PlanRecord) -> Test:
     number is lacking without an excuse; else undecided, held, or not applicable without a
     number."""
     first = rows[0]
-    threshold = threshold.for_row(first).for_head_count(len(rows))
+    threshold = threshold.for_row(first, len(rows))
     judged, unsure, lacking = _rows_with_limits(threshold, rows)
     offending = _rows_beyond_limit(threshold, judged)
     # Beside the limit stands the worst of what offends; a large bias that is not certain

@@ -119,12 +119,21 @@ def emulated_step(case: AttentionCase, claim: Mapping[str, object]) -> dict[str,
 
 
 def unpredictable(
-    claim: Mapping[str, object] | None, working: Format, returned: Format
+    claim: Mapping[str, object] | None,
+    working: Format,
+    returned: Format,
+    *,
+    of_size: bool = False,
 ) -> str | None:
     """Returns why an emulation does not predict the errors of an output element by
     element, as a clause; None where it does: fp32 arithmetic, which is left out, must be
     small beside the rounding to the `working` format, and the format `returned` must keep
-    no more bits than fp32 sums have to give. A claim of None is never predicted."""
+    no more bits than fp32 sums have to give. A claim of None is never predicted.
+
+    `of_size`: why not even the size of an error is. In float32 that is bounded, by the
+    emulation together with what fp32 arithmetic may err (`Yardstick.arithmetic`)."""
+    if of_size and claim is not None and working == returned == FORMATS["float32"]:
+        return None
     if claim is None:
         return "no emulation predicts this kernel"
     if working.precision > MOST_BITS or not FORMATS["float32"].contains(working):
@@ -135,17 +144,6 @@ def unpredictable(
     ):
         return f"it rounds nowhere, and {returned.name} shows its arithmetic"
     return None
-
-
-def unexpected(
-    claim: Mapping[str, object] | None, working: Format, returned: Format
-) -> str | None:
-    """Returns why the size of an output's error is not predicted, as a clause; None where
-    it is. In float32 an emulation predicts no element, but together with what fp32
-    arithmetic may err (`Yardstick.arithmetic`) it bounds the size."""
-    if claim is not None and working == returned == FORMATS["float32"]:
-        return None
-    return unpredictable(claim, working, returned)
 
 
 def returning(

@@ -738,8 +738,8 @@ def examine(
                 # What a key receives comes from query heads that are not measured
                 continue
             predicted = None
-            if emulator.unexpected(claim, bench.case.format, fmt) is None:
-                step = bench.predicted(emulator.returning(claim, bench.case, formats))
+            if bench.unpredicted(claim, fmt) is None:
+                step = bench.expected(claim, output)
                 predicted = held_to.get(tensor, step[tensor])
             worst += worst_rows(
                 bench.case,

@@ -27,7 +27,7 @@ from numdev.kernels.emulation.kernel import (
     emulation,
     recipe_of,
     returning,
-    unexpected,
+    unpredictable,
 )
 from numdev.kernels.reference import attend, blocked, gradients, key_gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
@@ -244,6 +244,8 @@ class Bench:
     baseline: Output | Failure
     # By tensor: `out`, and with gradients dq, dk and dv
     yardsticks: Mapping[str, Yardstick]
+    distances: Mapping[str, Distance]  # of `lse`, of which only the distance is measured
+    exact_by: str  # which path computed the reference, in words
     watch: Stopwatch
     unscreened: str | None = None  # why no rows stand beside a sample
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -304,27 +306,17 @@ class Bench:
             lse=lse,
             baseline=baseline,
             yardsticks=yardsticks,
+            distances={"lse": Distance(exact=reference.lse, empty=reference.empty)},
+            exact_by=reference.by,
             watch=watch,
         )
 
     # What the loop asks (`numdev.studies.audit.operation.PreparedCall`).
 
     @property
-    def exact_by(self) -> str | None:
-        """Returns in words which path computed the reference; None where it does not
-        say."""
-        return self.reference.by
-
-    @property
     def dtype(self) -> torch.dtype:
         """Returns the dtype of the inputs that kernels get."""
         return self.case.q.dtype
-
-    @cached_property
-    def distances(self) -> Mapping[str, Distance]:
-        """Returns the exact log-sum-exp, under `lse`, of which only the distance is
-        measured."""
-        return {"lse": Distance(exact=self.reference.lse, empty=self.reference.empty)}
 
     def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Output:
         """Returns the tensors as an `Output`, as if a kernel had returned them; `ran`
@@ -356,7 +348,7 @@ class Bench:
     def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str | None:
         """Returns why no size of error is expected of a tensor that came back in `fmt`
         under a claim (options of `emulated`, or None), as a clause; None where one is."""
-        return unexpected(claim, self.case.format, fmt)
+        return unpredictable(claim, self.case.format, fmt, of_size=True)
 
     def expected(
         self, claim: Mapping[str, object] | None, output: Output
