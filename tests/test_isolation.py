@@ -26,8 +26,14 @@ from numdev.config import SweepRequest
 from numdev.errors import MeasurementError
 from numdev.kernels import Kernel, Output, find
 from numdev.studies.audit import isolation, sweep
-from numdev.studies.audit.case_measurement import Finished, measured_here
-from numdev.studies.audit.isolation import Failure, Isolated, Runner, attempt
+from numdev.studies.audit.isolation import (
+    Failure,
+    Isolated,
+    Runner,
+    attempt,
+)
+from numdev.studies.audit.journal import Journal
+from numdev.studies.audit.run import run_source
 from numdev.studies.audit.timing import Stopwatch
 
 
@@ -202,16 +208,24 @@ def test_a_run_begun_ahead_ends_with_its_limit_and_with_the_block(
 
 @pytest.mark.slow
 def test_rows_are_those_of_kernels_that_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel's, one that declines included, though its process begins with the first
-    of a format before what it is measured against is there."""
-    begun: list[str] = []
-    begin = Isolated.begin
+    """Each kernel's, one that declines included, though its process begins with each as
+    soon as the one before has run, of the next call too, and with the first before what
+    it is measured against is there."""
+    events: dict[tuple[str, str, str, str], None] = {}
 
-    def noted(isolated: Isolated, kernel: Kernel, *asked: Any, **how: Any) -> None:
-        begun.append(kernel.name)
-        begin(isolated, kernel, *asked, **how)
+    def noting(what: str, method: str) -> None:
+        """Has a method note that a kernel is asked for, or begins, in a call."""
+        function = getattr(Isolated, method)
 
-    monkeypatch.setattr(Isolated, "begin", noted)
+        def noted(isolated: Isolated, asked: Any, *more: Any, **how: Any) -> Any:
+            case = more[0] if isinstance(asked, Kernel) else asked.case
+            events[what, asked.name, case.ref.case, case.format.name] = None
+            return function(isolated, asked, *more, **how)
+
+        monkeypatch.setattr(Isolated, method, noted)
+
+    noting("begins", "_begin")
+    noting("asked", "__call__")
     names = ("planted:refuses", "planted:sees")
     request = SweepRequest(
         target="small",
@@ -223,23 +237,21 @@ def test_rows_are_those_of_kernels_that_run_here(monkeypatch: pytest.MonkeyPatch
         seeds=(0,),
         device="cpu",
     )
-    planned = sweep.plan(request)
-    watch = Stopwatch("cpu")
+    planned, watch = sweep.plan(request), Stopwatch("cpu")
 
-    def finished(run: Runner) -> list[Finished]:
-        return [
-            each
-            for located in planned.source
-            for each in measured_here(
-                located, planned.plan.tasks(located.ref), planned.plan, run, watch
-            )
-        ]
+    def rows(run: Runner) -> list[object]:
+        with Journal.open(None, {}, overwrite=False) as journal:
+            run_source(planned.source, planned.plan, journal, run, watch)
+            return journal.rows("row")
 
-    here = finished(attempt)
-    assert not begun
+    here = rows(attempt)
+    assert not events
     with Isolated() as isolated:
-        assert finished(isolated) == here
-    assert begun == ["planted:refuses"] * 4
+        assert rows(isolated) == here
+    calls = [(case, fmt) for case in ("5", "3") for fmt in ("bfloat16", "float16")]
+    runs = [(name, *call) for call in calls for name in names]
+    measured = [event for event in events if event[-1] != "float32"]  # to name a mistake
+    assert measured == [(what, *run) for run in runs for what in ("begins", "asked")]
 
 
 def hang_in_isolation(note: str) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,53 +51,127 @@ Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what
 def as_located(case: AttentionCase, axes: Mapping[str, object] | None = None) -> Located:
     """Returns a case in memory as a `Located`, which can be pickled. `axes`: its values
     on a sweep's axes."""
-    return Captured(
-        ref=case.ref, axes=dict(axes or {}), load=functools.partial(copy.copy, case)
-    )
+    return Captured(ref=case.ref, axes=dict(axes or {}), load=partial(copy.copy, case))
+
+
+@dataclass(eq=False)
+class Unmeasured:
+    """A case with the tasks of it that are to be measured, which must come format by
+    format. Its tensors are loaded when they are first needed."""
+
+    located: Located
+    tasks: Sequence[tuple[Planned, Task]]
+    plan: Plan
+    watch: Stopwatch
+
+    @cached_property
+    def case(self) -> AttentionCase:
+        """Returns the case with its tensors. Raises what loading it raises."""
+        with self.watch("capture"):
+            return self.located.load()
+
+    @cached_property
+    def selection(self) -> Selection:
+        """Returns the case with the plan's heads and rows."""
+        sample = self.plan.sample(self.case.ref)
+        return Selection.of(
+            self.case, self.plan.heads, gradients=self.plan.backward, sample=sample
+        )
+
+    def fitting_threads(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context with as many threads as suit the case."""
+        return fitting_threads(self.case.q.shape[:3].numel() * self.case.kv_len)
+
+    def begin_kernel(self, run: Runner, after: int = 0) -> bool:
+        """Lets the first kernel under audit among the tasks from number `after` on begin
+        in its own process, while this one does something else; returns whether there is
+        one. Nothing begins where kernels have no process of their own, for a call that
+        takes much memory, nor where both processes would compute with several threads and
+        wait for one another."""
+        if not isinstance(run, Isolated):
+            return False
+        for planned, task in self.tasks[after:]:
+            if task.role == "kernel" and not planned.kernel.missing(self.plan.system):
+                # What fails here fails again when its task asks, whose row it costs
+                with contextlib.suppress(*of_rows.FAILS_ONE_ROW), self.fitting_threads():
+                    self._begin(planned.kernel, task, run)
+                return True
+        return False
+
+    def _begin(self, kernel: Kernel, task: Task, run: Isolated) -> None:
+        """Lets the runs of a task begin in the kernel's own process, where both processes
+        have room and time beside each other."""
+        is_parallel = not self.case.q.is_cuda and torch.get_num_threads() > 1
+        if is_parallel or not is_small(self.case):
+            return
+        with self.watch("kernels"):
+            run.begin(
+                kernel,
+                self.selection.in_format(format_named(task.format)),
+                of_rows.options_set(task.options, kernel),
+                gradients=task.gradients,
+                times=task.repeats,
+            )
+
+
+# Of q or k, up to which there is room for another call beside this one
+AHEAD_BYTES = 1 << 26
+
+
+def is_small(case: AttentionCase) -> bool:
+    """Whether there is room in memory for what is done ahead beside this case."""
+    return max(case.q.nbytes, case.k.nbytes) <= AHEAD_BYTES
 
 
 def measured_here(
-    located: Located,
-    tasks: Iterable[tuple[Planned, Task]],
-    plan: Plan,
+    work: Unmeasured,
     run: Runner,
-    watch: Stopwatch,
     later: list[Failing] | None = None,
+    following: Unmeasured | None = None,
 ) -> Iterator[Finished]:
     """Yields what goes into the journal of a case, measured in this process: the case's
-    record, then the rows of each task, which must come format by format, as soon as they
-    are measured; none where the case has none of the plan's heads. Kernels under audit
-    run by `run`; `later` gets calls that are named when all are measured (None: each is
-    named by itself)."""
-    with watch("capture"):
-        case = located.load()
-    with fitting_threads(case.q.shape[:3].numel() * case.kv_len):
-        record = case_record(case, located.axes, plan.formats)
-        yield f"case {located.ref.case}", {"case": [record]}, case.ref.module
-        sample = plan.sample(case.ref)
-        selection = Selection.of(case, plan.heads, gradients=plan.backward, sample=sample)
+    record, then the rows of each task, as soon as they are measured; none where the case
+    has none of the plan's heads. Kernels under audit run by `run`; `later` gets calls
+    that are named when all are measured (None: each is named by itself). `following`:
+    what is measured next, if that is known, of which the first kernel may begin."""
+    case, plan, selection = work.case, work.plan, work.selection
+
+    def begin_next(number: int) -> None:
+        """Lets the first kernel after a task begin, in this case or the following."""
+        if not work.begin_kernel(run, number + 1) and following and is_small(case):
+            following.begin_kernel(run)
+
+    with work.fitting_threads():
+        record = case_record(case, work.located.axes, plan.formats)
+        yield f"case {work.located.ref.case}", {"case": [record]}, case.ref.module
         if not selection.heads:
             return
         exact = None
-        for name, of_format in itertools.groupby(tasks, key=lambda pair: pair[1].format):
+        numbered = enumerate(work.tasks)
+        for name, of_format in itertools.groupby(
+            numbered, lambda each: each[1][1].format
+        ):
             fmt, unmeasured = format_named(name), list(of_format)
+            work.begin_kernel(run, unmeasured[0][0])
             try:
-                if isinstance(run, Isolated):
-                    with watch("kernels"):
-                        rounded = selection.in_format(fmt)
-                        _begin_first_kernel(unmeasured, rounded, plan, run)
                 if exact is None:
-                    with watch("reference"):
+                    with work.watch("reference"):
                         exact = selection.exact(selection.case)
-                bench = Bench.of(selection, fmt, exact, watch)
+                bench = Bench.of(selection, fmt, exact, work.watch)
             except of_rows.FAILS_ONE_ROW as error:  # too large for its reference
-                for _, task in unmeasured:
+                for _, (_, task) in unmeasured:
                     yield _finished(task, {"row": [_failed_row(task, error)]})
                 continue
-            for planned, task in unmeasured:
+            for number, (planned, task) in unmeasured:
                 runner = run if task.role == "kernel" else attempt
                 measured = measure_task(
-                    task, planned.kernel, bench, plan.system, runner, later
+                    task,
+                    planned.kernel,
+                    bench,
+                    plan.system,
+                    runner,
+                    later,
+                    ran=partial(begin_next, number),
                 )
                 beside = _rows_beside(planned.kernel, task, measured, bench, plan)
                 yield _finished(task, {"row": measured.rows, **beside})
@@ -107,36 +182,6 @@ def _finished(task: Task, rows: Rows) -> Finished:
     """Returns a task's key, its rows, and what progress calls it, as they go into the
     journal."""
     return task.key, rows, f"{task.case.module} {task.kernel}"
-
-
-# Of q, up to which there is room for a kernel beside the reference
-AHEAD_BYTES = 1 << 26
-
-
-def _begin_first_kernel(
-    tasks: Sequence[tuple[Planned, Task]], case: AttentionCase, plan: Plan, run: Isolated
-) -> None:
-    """Lets the first kernel under audit run on a rounded case in its own process, while
-    this one computes what it is measured against and measures the tasks before it. Does
-    nothing for calls that take much memory, and where both processes would compute with
-    several threads and wait for one another."""
-    if case.q.nbytes > AHEAD_BYTES or (
-        not case.q.is_cuda and torch.get_num_threads() > 1
-    ):
-        return
-    for planned, task in tasks:
-        if task.role == "kernel" and not planned.kernel.missing(plan.system):
-            options = of_rows.options_set(task.options, planned.kernel)
-            # What fails here fails again when its task asks, whose row it costs
-            with contextlib.suppress(*of_rows.FAILS_ONE_ROW):
-                run.begin(
-                    planned.kernel,
-                    case,
-                    options,
-                    gradients=task.gradients,
-                    times=task.repeats,
-                )
-            return
 
 
 def _rows_beside(
@@ -167,18 +212,22 @@ def measure_task(
     run: Runner = attempt,
     later: list[Any] | None = None,
     operation: Operation[Any] = ATTENTION,
+    *,
+    ran: Callable[[], object] = lambda: None,
 ) -> of_rows.Measured[Call]:
     """Returns the rows of a kernel on a prepared call, with what was measured. A kernel
     that is missing or declines is `skipped`; one that raises, or whose output cannot be
     measured, is `failed`. Where the forward pass runs and a training step does not, one
     row of a gradient says why there is none. `later` gets a call that errs, to be named
-    with others."""
+    with others; `ran` is called as soon as a kernel under audit has run."""
     if missing := kernel.missing(system):
         why = Failure("skipped", missing)
         return of_rows.Measured(rows=[of_rows.bare_row(task, why)])
     try:
         with call.watch("metrics"):
             outputs, lacking = _run_or_forward_alone(task, kernel, call, run)
+            if task.role == "kernel":
+                ran()
             if isinstance(outputs, Failure):
                 return of_rows.Measured(rows=[of_rows.bare_row(task, outputs)])
             if task.role == "kernel":

@@ -24,7 +24,12 @@ from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.case_sources import ConfigSource, Located
 from numdev.sources.input_regimes import REGIMES
 from numdev.sources.upstream_gradients import with_drawn_gradient
-from numdev.studies.audit.case_measurement import Rows, as_located, measured_here
+from numdev.studies.audit.case_measurement import (
+    Rows,
+    Unmeasured,
+    as_located,
+    measured_here,
+)
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.isolation import Failure, attempt, copied
 from numdev.studies.audit.mistake_search import Failing, conclude
@@ -54,7 +59,7 @@ def measured(
     done: dict[str, Rows] = {}
     kernel = next(planned.kernel for planned in plan.kernels if planned.role == "kernel")
     for located in source:
-        tasks, case = plan.tasks(located.ref), located.load()
+        tasks, case = list(plan.tasks(located.ref)), located.load()
         if why := kernel.supports(case):  # nobody to set floor and baseline beside
             declined = Failure("skipped", why)
             done[located.ref.case] = {
@@ -63,10 +68,8 @@ def measured(
             done |= {task.key: {"row": [bare_row(task, declined)]} for _, task in tasks}
             continue
         drawn = as_located(case, located.axes)  # once: it takes a tenth of a small call
-        done |= {
-            key: rows
-            for key, rows, _ in measured_here(drawn, tasks, plan, attempt, watch, later)
-        }
+        work = Unmeasured(drawn, tasks, plan, watch)
+        done |= {key: rows for key, rows, _ in measured_here(work, attempt, later)}
     conclude(later)
     rows = tuple(row for each in done.values() for row in each.get("row", ()))
     report = AuditReport(

@@ -29,7 +29,12 @@ from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.kernels import find
 from numdev.kernels.emulation.faults import CONTROLS, PREFIX
 from numdev.sources.case_sources import Drawn, Located
-from numdev.studies.audit.case_measurement import Finished, as_located, measured_here
+from numdev.studies.audit.case_measurement import (
+    Finished,
+    Unmeasured,
+    as_located,
+    measured_here,
+)
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.isolation import (
     Failure,
@@ -359,9 +364,8 @@ def work(
             with watch("capture"):
                 case = copied(located.load(), plan.system.device)
             received = as_located(case, located.axes)
-            return list(
-                measured_here(received, planned, plan, process, watch)
-            ), watch.seconds()
+            work = Unmeasured(received, planned, plan, watch)
+            return list(measured_here(work, process)), watch.seconds()
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"
         return type(error)(f"worker {who}: {error.message}", hint=error.hint)

@@ -208,18 +208,23 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
     ) -> None:
         """Begins to run a kernel `times` times, one after another, while this process
         goes on: as many calls with the same arguments take what comes of it, as if each
-        had run it. Another call drops what is left. Raises as `_worker_for`."""
+        had run it. Any other call drops what is left. Does nothing where they have begun.
+        Raises as `_worker_for`."""
         call = IsolatedRun(
             kernel.name, case, dict(options), gradients, contextlib.nullcontext
         )
-        self._begin(call, times)
+        begun = self._begun
+        if begun is None or begun.call != call or len(begun.results) != times:
+            self._begin(call, times)
 
     def _begin(self, call: IsolatedRun, times: int = 1) -> Begun:
         """Begins to run a call `times` times, one after another, and returns the runs;
-        each is None where the one before gave no output. Waits first for runs that nobody
-        took."""
-        for left in self._begun.results if self._begun else ():
-            left.result()  # what nobody takes; a worker has one task at a time
+        each is None where the one before gave no output. Waits first for a run that
+        nobody takes, and drops those that have not begun."""
+        for left in reversed(self._begun.results if self._begun else ()):
+            # A worker has one task at a time
+            if not left.cancel():
+                left.result()
         name, case, *how = call
         sent = (name, (*how,), copied(case, "cpu"), str(case.q.device), torch_settings())
         task, worker = packed(sent), self._worker_for(name)

@@ -8,8 +8,9 @@ loop (`measure`)."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +28,11 @@ from numdev.metrics.weight_casts import weight_row
 from numdev.operations.attention.explain.rounding_explanations import explanations
 from numdev.sources.captured_calls import Add, writing_cases
 from numdev.sources.case_sources import Located, Source, open_source
-from numdev.studies.audit.case_measurement import as_located, measured_here
+from numdev.studies.audit.case_measurement import (
+    Unmeasured,
+    as_located,
+    measured_here,
+)
 from numdev.studies.audit.dask_workers import Cluster, Workers, at_work
 from numdev.studies.audit.explanations import most
 from numdev.studies.audit.isolation import Isolated, Runner, attempt
@@ -211,27 +216,24 @@ def run_source(
     they come by; `tell` gets the rows of each task but the last. Returns which calls
     came."""
     calls: list[CaseRef] = []
-    visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
+    each = len(plan.formats) * len(plan.kernels)
+    visited, total = 0, source.count() * each
+    # Of a running model the next case comes when this one is done with
+    is_known = bool(source.cases) and save is None and workers is None
+    unmeasured = _unmeasured(source, plan, journal, watch, save)
     with watch("capture"):
-        for located in source:
+        for work, following in _with_next(unmeasured, is_known=is_known):
             with watch("other"):
-                calls.append(located.ref)
-                if save is not None:
-                    located = _save_case(located, plan, save)
-                recorded = journal.visit(f"case {located.ref.case}")
-                tasks = list(plan.tasks(located.ref))
-                # Noted in the journal's order, and left out where they are finished.
-                unfinished = [
-                    (p, task) for p, task in tasks if not journal.visit(task.key)
-                ]
-                visited += len(tasks) - len(unfinished)
-                progress(located.ref.module, visited, total)
-                if recorded and not unfinished:
+                ref = work.located.ref
+                calls.append(ref)
+                visited += each - len(work.tasks)
+                progress(ref.module, visited, total)
+                if journal.visit(f"case {ref.case}") and not work.tasks:
                     continue
                 if workers is not None:
-                    finished = workers.submit(located, unfinished)
+                    finished = workers.submit(work.located, work.tasks)
                 else:
-                    finished = measured_here(located, unfinished, plan, run, watch)
+                    finished = measured_here(work, run, following=following)
                 for key, rows, what in finished:
                     visited += journal.append(key, rows) and "row" in rows
                     progress(what, visited, total)
@@ -243,6 +245,32 @@ def run_source(
                     visited += journal.append(key, rows) and "row" in rows
                     progress(what, visited, total)
     return calls
+
+
+def _unmeasured(
+    source: Source, plan: Plan, journal: Journal, watch: Stopwatch, save: Add | None
+) -> Iterator[Unmeasured]:
+    """Yields every case of a source with those of its tasks that are not finished. All
+    are noted in the journal, in its order. `save` writes cases as they come by."""
+    for located in source:
+        with watch("other"):
+            if save is not None:
+                located = _save_case(located, plan, save)
+            journal.visit(f"case {located.ref.case}")
+            tasks = list(plan.tasks(located.ref))
+            unfinished = [(p, task) for p, task in tasks if not journal.visit(task.key)]
+        yield Unmeasured(located, unfinished, plan, watch)
+
+
+def _with_next(
+    items: Iterable[Unmeasured], *, is_known: bool
+) -> Iterator[tuple[Unmeasured, Unmeasured | None]]:
+    """Yields each item with the one after it; with None where there is none, or it is not
+    known before its turn."""
+    if is_known:
+        yield from itertools.pairwise(itertools.chain(items, [None]))
+    else:
+        yield from ((item, None) for item in items)
 
 
 def _save_case(located: Located, plan: Plan, save: Add) -> Located:

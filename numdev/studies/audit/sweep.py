@@ -21,7 +21,7 @@ from numdev.kernels import find
 from numdev.report import SweepReport, SweepSummary
 from numdev.report.sweep_curves import Grid
 from numdev.sources.case_sources import ConfigSource, Drawn
-from numdev.studies.audit.case_measurement import measured_here
+from numdev.studies.audit.case_measurement import Unmeasured, measured_here
 from numdev.studies.audit.isolation import Isolated, attempt
 from numdev.studies.audit.plan import Plan, Planned, recorded
 from numdev.studies.audit.run import run_plan
@@ -76,7 +76,8 @@ def estimate(planned: SweepPlan) -> str:
     with isolated as run:
         for drawn in (first[at] for at in places):
             begun = time.perf_counter()
-            for _ in measured_here(drawn, plan.tasks(drawn.ref), plan, run, watch):
+            tasks = list(plan.tasks(drawn.ref))
+            for _ in measured_here(Unmeasured(drawn, tasks, plan, watch), run):
                 pass
             seconds.append(time.perf_counter() - begun)
     sizes = [_work(first[at]) for at in places]
