@@ -192,11 +192,14 @@ def test_a_worker_that_died_between_runs_is_replaced(
 def test_a_run_begun_ahead_ends_with_its_limit_and_with_the_block(
     case: AttentionCase, tmp_path: Path
 ) -> None:
-    """A hang belongs to the call that takes it; where none does, nothing is left of it,
-    nor of the runs after it."""
+    """A hang belongs to the call that takes it, though its process was started before;
+    where none does, nothing is left of it, nor of the runs after it."""
     taken, dropped = tmp_path / "taken", tmp_path / "dropped"
     with Isolated(limit_s=1.0) as isolated:
+        isolated.start()
+        started = isolated.worker
         isolated.begin(find("planted:hangs"), case, {"note": str(taken)}, times=2)
+        assert isolated.worker is started is not None
         failure = isolated(find("planted:hangs"), case, {"note": str(taken)})
         assert failure == Failure("failed", "no answer within 1 s")
         assert isinstance(ran(isolated, "baseline", case, {}), Output)

@@ -62,7 +62,7 @@ def audit(
     from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.audit.early_failures import EarlyFailures
     from numdev.studies.audit.run import audit as run
-    from numdev.studies.audit.run import reproducers
+    from numdev.studies.audit.run import reproducers, running
 
     cluster = cluster_of(workers, scheduler)
     tell = EarlyFailures(verdict.limits if verdict else None, session.say)
@@ -72,13 +72,16 @@ def audit(
         "say": session.say,
         "tell": tell,
     }
-    with sharing(cluster, request.device):
-        report = session.run_judged_study(verdict, run, request, directory, **more)
-    if answer:
-        summary = report.summary.model_copy(update={"effects": answer})
-        report = report.model_copy(update={"summary": summary})
-    scripts = functools.partial(reproducers, request=request, workers=cluster)
-    session.hand_over(report, directory, scripts, verdict)
+    with running(request, cluster) as runner:
+        with sharing(cluster, request.device):
+            report = session.run_judged_study(
+                verdict, run, request, directory, runner=runner, **more
+            )
+        if answer:
+            summary = report.summary.model_copy(update={"effects": answer})
+            report = report.model_copy(update={"summary": summary})
+        scripts = functools.partial(reproducers, request=request, runner=runner)
+        session.hand_over(report, directory, scripts, verdict)
 
 
 def _effects_answer(path: Path, request: AuditRequest) -> tuple[str, ...]:
@@ -133,23 +136,29 @@ def sweep(
     directory = Path() if dry_run else session.begin(name, measured)
     from numdev.studies.audit.dask_workers import cluster_of, sharing
     from numdev.studies.audit.early_failures import EarlyFailures
-    from numdev.studies.audit.run import reproducers
+    from numdev.studies.audit.run import reproducers, running
     from numdev.studies.audit.sweep import estimate, plan
     from numdev.studies.audit.sweep import sweep as run
 
     cluster = cluster_of(workers, scheduler)
-    with sharing(cluster, request.device):
-        planned = plan(request)
-        if dry_run or not session.quiet:
-            click.echo(planned.size, err=not dry_run)
-        if dry_run:
-            click.echo(estimate(planned))
-            return
-        tell = EarlyFailures(verdict.limits if verdict else None, session.say)
-        more = {"workers": cluster, "say": session.say, "tell": tell}
-        report = session.run_judged_study(verdict, run, planned, directory, **more)
-    opened = planned.source, planned.plan
-    scripts = functools.partial(
-        reproducers, request=planned.request, opened=opened, workers=cluster
-    )
-    session.hand_over(report, directory, scripts, verdict)
+    with running(request, cluster) as runner:
+        with sharing(cluster, request.device):
+            planned = plan(request)
+            if dry_run or not session.quiet:
+                click.echo(planned.size, err=not dry_run)
+            if dry_run:
+                click.echo(estimate(planned, runner))
+                return
+            tell = EarlyFailures(verdict.limits if verdict else None, session.say)
+            more = {
+                "workers": cluster,
+                "say": session.say,
+                "tell": tell,
+                "runner": runner,
+            }
+            report = session.run_judged_study(verdict, run, planned, directory, **more)
+        opened = planned.source, planned.plan
+        scripts = functools.partial(
+            reproducers, request=planned.request, opened=opened, runner=runner
+        )
+        session.hand_over(report, directory, scripts, verdict)

@@ -154,8 +154,9 @@ class Begun:
 
 
 class Isolated(contextlib.AbstractContextManager["Isolated"]):
-    """Runs kernels in a worker process, which is started when it is first needed. Use as
-    a context manager; not from two threads at once. `limit_s`: seconds for a kernel."""
+    """Runs kernels in a worker process, which is started when it is first needed, or by
+    `start`. Use as a context manager; not from two threads at once. `limit_s`: seconds
+    for a kernel."""
 
     def __init__(self, limit_s: float = 60.0) -> None:
         self.limit_s = limit_s
@@ -165,6 +166,12 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def start(self) -> None:
+        """Starts a worker, which need not be ready yet, where there is none. Raises
+        OSError where no process can be started."""
+        if self.worker is None:
+            self.worker = Worker.start()
 
     def __call__(
         self,
@@ -273,14 +280,15 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         failed before, which would only be asked twice. Raises MeasurementError where the
         present one could not be started, and OSError where no process can be."""
         worker = self.worker
-        if worker is not None:
+        # Nothing has run yet where it is not ready
+        if worker is not None and worker.ready.done():
             worker.ready.result()
             if worker.is_spoiled() or (
                 name in self._suspects and worker.kernels - {name}
             ):
                 self.close()
-        if self.worker is None:
-            self.worker = Worker.start()
+        self.start()
+        assert self.worker is not None
         return self.worker
 
 

@@ -130,6 +130,22 @@ def describe(source: Described) -> dict[str, object]:
     return described
 
 
+@contextlib.contextmanager
+def running(
+    request: AuditRequest | SweepRequest, workers: Cluster | None = None
+) -> Iterator[Runner]:
+    """Yields what runs kernels for a request: `attempt`, or where the request isolates
+    them a process of their own, which starts at once. A kernel that crashed a worker must
+    not run in this process: workers imply isolation."""
+    if not (request.isolate or workers):
+        yield attempt
+        return
+    with Isolated(request.time_limit) as run:
+        if workers is None:
+            run.start()
+        yield run
+
+
 class Results(NamedTuple):
     """What a run measured: its journal, its rows, and fields for a report."""
 
@@ -153,26 +169,25 @@ def run_plan(
     say: Say = lambda text: None,
     tell: Tell | None = None,
     command: str = "",
+    runner: Runner | None = None,
 ) -> Results:
     """Measures a source, and returns the results. A run that was interrupted continues
     where `asked` and all else that decides its numbers is the same. `workers`: who
     measures; None: this process. `save_cases`: where to write cases, unrounded. `say`
     gets what the report does not hold; `tell` the rows of each task while others are to
-    come. Raises UsageError for no call, or a directory that cannot be used."""
+    come. `runner`: what runs kernels; None: what `running` gives. Raises UsageError for
+    no call, or a directory that cannot be used."""
     notes = tuple(source.notes)
     for note in notes:
         say(note)
-    described, limit_s = source.describe(), request.time_limit
+    described = source.describe()
     # With what a continued run and workers have to agree; else there is nobody to ask
     is_shared = directory is not None or workers is not None
     shared = header(asked, plan.system, plan.kernels, described) if is_shared else {}
-    # A kernel that crashed a worker must not run in this process: workers imply
-    # isolation.
-    isolated = request.isolate or workers is not None
     with (
         Journal.open(directory, shared, overwrite=overwrite) as journal,
-        Isolated(limit_s) if isolated else contextlib.nullcontext(attempt) as run,
-        at_work(workers, plan, shared, limit_s, watch, say)
+        contextlib.nullcontext(runner) if runner else running(request, workers) as run,
+        at_work(workers, plan, shared, request.time_limit, watch, say)
         if workers
         else contextlib.nullcontext() as team,
         writing_cases(save_cases, overwrite=overwrite)
@@ -287,13 +302,14 @@ def reproducers(
     directory: Path,
     opened: tuple[Source, Plan] | None = None,
     *,
-    workers: Cluster | None = None,
+    runner: Runner,
     say: Say,
     **how: Any,
 ) -> list[Path]:
     """Writes the scripts of findings, for which the verdict need not wait, and returns
     their paths; removes those of an earlier run. An audit's source is opened again,
-    `opened` is that of a sweep; `how` is what `reproduce` takes."""
+    `opened` is that of a sweep; `runner` runs kernels; `how` is what `reproduce`
+    takes."""
     # Of an earlier run of this request
     shutil.rmtree(directory / FOLDER, ignore_errors=True)
     if not (report.findings and request.reproducers):
@@ -302,14 +318,8 @@ def reproducers(
         assert isinstance(request, AuditRequest)
         system = System.probe(request.device)
         opened = open_source(request, system), Plan.of(request, system)
-    isolated = request.isolate or workers is not None
-    with (
-        Isolated(request.time_limit)
-        if isolated
-        else contextlib.nullcontext(attempt) as run
-    ):
-        how |= {"count": request.reproducers}
-        return reproduce(report.findings, *opened, run, directory, say, **how)
+    how |= {"count": request.reproducers}
+    return reproduce(report.findings, *opened, runner, directory, say, **how)
 
 
 def provenance(

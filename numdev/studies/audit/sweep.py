@@ -6,7 +6,6 @@ the rows is computed in `numdev.report.sweep_curves`."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from numdev.report import SweepReport, SweepSummary
 from numdev.report.sweep_curves import Grid
 from numdev.sources.case_sources import ConfigSource, Drawn
 from numdev.studies.audit.case_measurement import Unmeasured, measured_here
-from numdev.studies.audit.isolation import Isolated, attempt
+from numdev.studies.audit.isolation import Runner
 from numdev.studies.audit.plan import Plan, Planned, recorded
 from numdev.studies.audit.run import run_plan
 from numdev.studies.audit.timing import Stopwatch
@@ -51,13 +50,13 @@ class SweepPlan:
 MOST_WORK = 2.0**29
 
 
-def estimate(planned: SweepPlan) -> str:
+def estimate(planned: SweepPlan, run: Runner) -> str:
     """Returns how long a sweep takes here, as a sentence: the smallest, the middle and
     the largest case are measured once with everything that is asked for, and the others
     lie between them by their work. On a CPU none is measured of more work than MOST_WORK:
     larger ones are taken to need time in proportion. Where even the smallest call has
     more, it says that the time is not known. Nothing is kept of it. What workers save is
-    left out."""
+    left out. Kernels run by `run`."""
     request, source, plan = planned.request, planned.source, planned.plan
     every = [x for x in source.cases if isinstance(x, Drawn)]
     first = [drawn for drawn in every if drawn.seed == request.seeds[0]]
@@ -68,18 +67,12 @@ def estimate(planned: SweepPlan) -> str:
         return "How long it takes is not known: its smallest call is too large to try."
     places = sorted({0, len(first) // 2, len(first) - 1})
     watch, seconds = Stopwatch(plan.system.device), []
-    isolated = (
-        Isolated(request.time_limit)
-        if request.isolate
-        else contextlib.nullcontext(attempt)
-    )
-    with isolated as run:
-        for drawn in (first[at] for at in places):
-            begun = time.perf_counter()
-            tasks = list(plan.tasks(drawn.ref))
-            for _ in measured_here(Unmeasured(drawn, tasks, plan, watch), run):
-                pass
-            seconds.append(time.perf_counter() - begun)
+    for drawn in (first[at] for at in places):
+        begun = time.perf_counter()
+        tasks = list(plan.tasks(drawn.ref))
+        for _ in measured_here(Unmeasured(drawn, tasks, plan, watch), run):
+            pass
+        seconds.append(time.perf_counter() - begun)
     sizes = [_work(first[at]) for at in places]
     work = np.array([_work(x) for x in every])
     beyond = np.maximum(work / sizes[-1], 1.0)
