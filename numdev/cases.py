@@ -303,7 +303,8 @@ def position_span(case: AttentionCase, rows: slice) -> slice:
 
 
 def rows_within(case: AttentionCase, positions: slice) -> slice:
-    """Returns the case's rows whose positions are in [start, stop)."""
+    """Returns the case's rows whose positions are in [start, stop). Those of a sample may
+    be none."""
     if case.places is None:
         return slice(max(positions.start, 0), min(positions.stop, case.q_len))
     return slice(

@@ -553,7 +553,8 @@ def _target_fields(
     target: str, config: type[AuditConfig | InvarianceConfig]
 ) -> tuple[str, dict[str, object]]:
     """Returns what a target is called, and the fields of a request that it gives: those
-    in a YAML file, else `checkpoint`. Raises UsageError where it does not exist."""
+    in a YAML file, else `checkpoint`; of a name that is no path, that of the model in the
+    local cache. Raises UsageError where there is none."""
     path = Path(target)
     if target == "demo":
         return "demo", {"checkpoint": "demo"}

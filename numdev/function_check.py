@@ -32,6 +32,7 @@ from numdev.operations.function.problem_files import (
 from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.trees import Arguments, outputs_of
 from numdev.report import FunctionReport, Outcome
+from numdev.studies.audit.function_for_script import ScriptTarget
 from numdev.studies.audit.function_kind import inputs_not_judged
 from numdev.studies.audit.function_power import parsed_tolerance
 from numdev.studies.audit.function_reproducer import reproducer_of
@@ -46,7 +47,6 @@ from numdev.studies.audit.functions import (
     run_all,
 )
 from numdev.studies.audit.reproducer_script import name_of
-from numdev.studies.audit.script_target import ScriptTarget
 from numdev.system import System
 from numdev.testing import CheckResult, Thresholds, filled_text
 from numdev.yamlfile import validated
@@ -118,7 +118,7 @@ def _with_reproducer(
     directory: str | Path | None,
 ) -> CheckResult:
     """Returns a result with a script that shows its gravest finding, or among its notes
-    why there is none; one that passed, and any without a directory, as it is."""
+    why there is none; one that passed, and any without a directory (None), as it is."""
     if directory is None or result.passed:
         return result
     target, directory = parts[0].asked.name, Path(directory)

@@ -39,9 +39,9 @@ from numdev.operations.function.task_folders import (
     sizes_text,
 )
 from numdev.operations.function.trees import Arguments
+from numdev.studies.audit.function_for_script import ScriptTarget
 from numdev.studies.audit.function_power import parsed_tolerance
 from numdev.studies.audit.functions import Asked, RunAll, in_process, run_all
-from numdev.studies.audit.script_target import ScriptTarget
 from numdev.system import System
 from numdev.testing import CheckResult, Thresholds
 

@@ -76,11 +76,11 @@ def test_v_of_ones_is_no_repetition() -> None:
 
 def test_holm_by_hand() -> None:
     """Step-down at 0.05: 0.01 <= 0.05/4, 0.013 <= 0.05/3, 0.03 > 0.05/2, and so the last
-    one."""
+    one. NaN is a hypothesis that is not rejected, wherever it stands."""
     for p, rejected in (
         ([0.04, 0.01, 0.03, 0.013], [False, True, False, True]), ([0.05], [True]),
         ([0.050001], [False]), ([0.02] * 3, [False] * 3), ([0.0, 0.024, 0.024], [True] * 3),
-        ([], []),
+        ([], []), ([0.012, math.nan, 0.01], [True, False, True]),
     ):  # fmt: skip
         assert holm(p, 0.05) == rejected
 

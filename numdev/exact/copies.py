@@ -123,7 +123,7 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
 def _members(x: object) -> list[object]:
     """Returns the objects directly inside x: the values of a mapping, the members of a
     list, tuple or set, else the attributes of x; none for a Python module, class or
-    function."""
+    function. Keys of a mapping are left out."""
     if isinstance(x, Mapping):
         return list(x.values())
     if isinstance(x, list | tuple | set | frozenset):

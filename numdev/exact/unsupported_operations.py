@@ -63,7 +63,8 @@ def check_supported(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
     """Raises Unsupported where a call has no exact result: it reads the bits of a format,
-    draws random numbers inside, or changes storage. `rrelu` outside training passes."""
+    draws random numbers inside, or changes storage (`REASONS`); any other passes. `rrelu`
+    outside training passes."""
     name = func.overloadpacket.__name__
     if func is torch.ops.aten.view.dtype:
         raise unsupported_error(func, BITS)

@@ -274,8 +274,8 @@ class _Call:
 
     def _read_leaf(self, x: object) -> object:
         """Returns one leaf of the arguments as the fp64 operation gets it: the fp64
-        values of a floating-point tensor, the fp64 dtype for a floating-point dtype,
-        anything else as it is."""
+        values of a floating-point tensor, as the rounding reads them, the fp64 dtype for
+        a floating-point dtype, anything else as it is."""
         if id(x) in self.wide_targets:
             return self.wide_targets[id(x)]
         if isinstance(x, Wide):

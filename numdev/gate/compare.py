@@ -711,8 +711,9 @@ def _has_moved(groups: Sequence[Group]) -> bool:
 def _verdict(
     moves: Sequence[Move], presences: Sequence[Presence], summary: CompareSummary
 ) -> str:
-    """Returns the first words of the answer: CHANGED, NO CHANGE or NOT JUDGED; where no
-    number moved, they say whether a kernel crashed or not all was compared."""
+    """Returns the first words of the answer: CHANGED, NO CHANGE or NOT JUDGED; NO NUMBER
+    CHANGED where none moved and they say whether a kernel crashed or not all was
+    compared."""
     if moves:
         return "CHANGED"
     gone = any(p.what != "new" for p in presences)

@@ -641,7 +641,8 @@ def _cause_sentences(
 ) -> Iterator[str]:
     """Yields sentences on why rows err: of a mistake how much correcting it removes, and
     the other statements that explain them; of an imprecise `step` (None: there is none)
-    how much it explains; else why no cause is known, where the worst row says so."""
+    how much it explains; else why no cause is known, where the worst row says so; nothing
+    without any."""
     if causes:
         removed = _removal_clause(rows, unit)
         yield f"{removed[0].upper()}{removed[1:]}."
@@ -794,9 +795,9 @@ def _reference_fields(row: DeviationRow) -> dict[str, object]:
 
 
 def _place_in_units(rows: Rows, unit: str) -> str:
-    """Returns where in their units (of attention, heads) most of these rows err, as
-    ` in WHERE`, in words that hold in all of them; else where the worst does. Empty where
-    they err all over. `unit`: what one is called."""
+    """Returns where in their units (of attention, heads) more than half of these rows,
+    the worst first, err, as ` in WHERE`, in words that hold in all of them; else where
+    the worst does. Empty where they err all over. `unit`: what one is called."""
     places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
     words, count = places.most_common(1)[0] if places else ("", 0)
     if 2 * count > len(rows):
@@ -810,7 +811,7 @@ def _place_in_units(rows: Rows, unit: str) -> str:
 
 def _bias_direction(row: DeviationRow) -> str:
     """Returns the direction of a row's bias: `away from zero` or `toward zero` where it
-    is along the sign, else `upward` or `downward`."""
+    is along the sign, else `upward` or `downward`. A bias of 0 or None is downward."""
     up = (row.bias_size or 0.0) > 0
     if row.bias_of == "sign":
         return "away from zero" if up else "toward zero"

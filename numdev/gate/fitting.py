@@ -162,7 +162,8 @@ def _number_to_fit(rows: Rows, threshold: Threshold) -> float | None:
 
 
 def rounded_up(x: float) -> float:
-    """Returns x rounded up to two significant digits; 0 stays 0."""
+    """Returns x rounded to two significant digits, towards +infinity; 0, NaN and
+    infinities stay."""
     return float(TWO_DIGITS.create_decimal(repr(x)))
 
 

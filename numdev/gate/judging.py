@@ -60,8 +60,9 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
 
 
 def _check_request(report: Report) -> None:
-    """Raises MeasurementError where a request and a plan differ, and where a source lacks
-    what its kind of source says: nothing of such a report could be judged."""
+    """Raises MeasurementError where the kernels of a request have no names or were named
+    and by the plan were not, and where a source lacks what its kind of source says:
+    nothing of such a report could be judged."""
     request, source, plan = (
         report.request,
         report.provenance.source,
@@ -98,7 +99,7 @@ def judged(report: R, rules: Rules | None = None) -> R:
 
 def judgement_of(report: Report, rules: Rules) -> Judgement:
     """Returns the judgement of the report's plan and rows by the rules. The plan and rows
-    are not checked."""
+    are not checked. Raises UsageError for a kind that is not judged."""
     study = judged_by(report.kind)
     beside = study.beside(report, rules)
     return judge(
@@ -142,7 +143,7 @@ def reading_tests(report: Report) -> Iterator[Test]:
 
 def with_conclusions(report: R, judgement: Judgement) -> R:
     """Returns a new report with the outcome, verdicts, findings and summary that follow
-    from its judgement."""
+    from its judgement. Raises UsageError for a kind that is not judged."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
     if text := report.provenance.source.get("not_audited"):
@@ -210,7 +211,7 @@ def catching_tests(
 ) -> Iterator[Test]:
     """Yields a test for each planted fault that the rules must catch. It is missing where
     the fault was not planted in one of these formats, or is caught only from a larger
-    dose on."""
+    dose on. Nothing without such faults."""
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]

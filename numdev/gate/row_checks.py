@@ -219,8 +219,8 @@ def _task_contradiction(rows: Rows, plan: PlanRecord, case: CallRecord) -> str |
 def _row_without_narrow_sum(
     rows: Rows, plan: PlanRecord, call: CallRecord
 ) -> DeviationRow | None:
-    """Returns a gradient's row of an attention call in which a sum in 16 bits had to be
-    looked for and was not; None where there is none."""
+    """Returns the first gradient's row of an attention call in which a sum in 16 bits had
+    to be looked for and was not; None where there is none."""
     if not isinstance(call, CaseRecord):
         return None
     planned = _planned_units(plan, call)

@@ -148,8 +148,9 @@ class Limit(Strict):
 
     def excess(self, value: Value) -> float:
         """Returns the size of a number as a multiple of its limit: above 1 the limit is
-        exceeded. None counts as 0. Infinite for NaN, for any number but 0 where the limit
-        is 0, and for a statement where there may be none."""
+        exceeded. None counts as 0, and so does everything under a lower limit
+        (`at_least`), which accuses nobody. Infinite for NaN, for any number but 0 where
+        the limit is 0, and for a statement where there may be none."""
         if self.absent:
             return 0.0 if value is None else math.inf
         if self.at_least is not None:

@@ -82,7 +82,8 @@ def tests_of_rows(
 def _finite_inputs_test(rows: Rows, cases: Sequence[CallRecord]) -> Test:
     """Returns the test of whether inputs are finite, also once rounded to the format.
     Elements that depend on one that is not are left out of every rule: what is left out
-    is not judged."""
+    is not judged. Undecided where some are not, with at most REASONS reasons; else
+    held."""
     affected = {case.case: case for case in cases if case.nonfinite or case.overflows}
     reasons: dict[str, None] = {}
     named = Places(rows) if affected else None
@@ -460,8 +461,9 @@ def run_test(
 
 
 def power_of(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Power]:
-    """Yields the power of every planted fault in every format: its doses are judged by
-    the rules as kernels are."""
+    """Yields the power of every planted fault in every format: its doses, the smallest
+    first, are judged by the rules as kernels are. It is caught from the smallest dose
+    from which on all larger ones that were measured are."""
     controls = (row for row in rows if row.role == "control")
     for fault in grouped(controls, attrgetter("kernel", "format")).values():
         doses = sorted(

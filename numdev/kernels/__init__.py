@@ -264,9 +264,9 @@ def all_kernels() -> dict[str, Kernel]:
 
 @functools.cache
 def load_all() -> tuple[Kernel, ...]:
-    """Imports the built-in modules and the entry points once, which registers their
-    kernels. Returns a `broken` kernel for each plugin that raises when it is loaded; its
-    exception goes no further."""
+    """Imports the built-in modules and the entry points which registers their kernels;
+    what Python has imported is not imported again. Returns a `broken` kernel for each
+    plugin that raises when it is loaded; its exception goes no further."""
     for module in BUILT_IN:
         importlib.import_module(f"numdev.kernels.{module}")
     broken = []

@@ -99,7 +99,8 @@ def _run_on_ranks(
 ) -> Output:
     """Runs the call on `world` processes and returns its output, with dq, dk and dv where
     `grad_out` is not None. `options` are all of the kernel's. Raises Refused for too few
-    GPUs, lengths that do not divide, and what PyTorch refuses."""
+    GPUs, lengths that do not divide, and what PyTorch refuses. Log-sum-exps are not
+    returned."""
     world, inner, device = options["world"], options["inner"], case.q.device.type
     # Causal calls are balanced, and no others
     parts = 2 * world if case.is_causal else world

@@ -133,9 +133,9 @@ def _call_sdpa(case: AttentionCase) -> Tensor:
 
 def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     """Runs one SDPA call with this backend alone (None: PyTorch's choice) and returns
-    out, lse where the operator returned one, and the operator that ran. Raises Refused
-    with PyTorch's reasons where no backend takes the case, MeasurementError where another
-    backend ran than the forced one."""
+    out, lse where the operator returned one of the rows' shape, and the operator that
+    ran. Raises Refused with PyTorch's reasons where no backend takes the case,
+    MeasurementError where another backend ran than the forced one."""
     with (
         warnings.catch_warnings(record=True) as caught,
         forced_backend(backend),

@@ -150,8 +150,9 @@ def _merge_pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
 
 def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
     """Returns the steps that cover a case, each (rows, keys), in the order in which they
-    are merged; steps in which no query sees a key are left out. `order`: a value of that
-    option. Raises Refused where `zigzag` cannot take the case."""
+    are merged; steps in which no query sees a key are left out. `order`: `zigzag` or
+    `ring`; of any other every row meets all parts of the keys in turn. Raises Refused
+    where `zigzag` cannot take the case."""
     zigzag, ring = order == "zigzag", order in ("zigzag", "ring")
     if zigzag:
         plain = case.mask is None and case.window is None and case.causal_offset == 0
@@ -314,8 +315,8 @@ def _run_shards(
 ) -> Output:
     """Returns the output of the sharded call, with dq, dk and dv where `with_gradients`.
     `options` are all of the kernel's. Raises Refused where the order or the inner kernel
-    cannot take the case, MeasurementError where the inner kernel returns no
-    log-sum-exp."""
+    cannot take the case, MeasurementError where the inner kernel returns no log-sum-exp.
+    One shard is the inner kernel's own call."""
     inner, shards, order = options["inner"], options["shards"], options["order"]
     if shards == 1:
         return (find(inner).gradients if with_gradients else find(inner).attend)(case)

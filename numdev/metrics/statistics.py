@@ -75,10 +75,12 @@ def noise_ratio(row: DeviationRow) -> float | None:
 
 def holm(p: Sequence[float], alpha: float) -> list[bool]:
     """Returns which hypotheses Holm's step-down procedure rejects at family-wise error
-    rate `alpha`, in the order of their p-values `p`; one with p NaN is not rejected.
+    rate `alpha`, in the order of their p-values `p`. One with p NaN counts, and is not
+    rejected.
 
     S. Holm, "A simple sequentially rejective multiple test procedure" (1979)."""
-    order = sorted(range(len(p)), key=p.__getitem__)
+    # NaN last: it compares with nothing, and would leave the others unsorted
+    order = sorted(range(len(p)), key=lambda at: (math.isnan(p[at]), p[at]))
     rejected = [False] * len(p)
     for step, at in enumerate(order):
         if not p[at] <= alpha / (len(p) - step):

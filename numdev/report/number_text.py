@@ -55,8 +55,8 @@ def three(value: float | None, beside: float | None = None) -> str:
 
 def multiple(value: float | None, beside: float | None = None) -> str:
     """Returns a ratio as `three` writes it, but that a whole number below 100 has its
-    zeros: 1.00, since a ratio is measured and never exactly 1 by definition. A dash for
-    None."""
+    zeros: 1.00, since a ratio is measured and never exactly 1 by definition. `beside`: as
+    of `three`. A dash for None."""
     if value is not None and float(value).is_integer() and abs(value) < 100:
         return f"{value:.2f}"
     return three(value, beside)

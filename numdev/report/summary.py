@@ -139,7 +139,7 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
 
 def _largest_noise(rows: Sequence[DeviationRow]) -> float | None:
     """Returns the largest noise of a head, over the floor's error; 0 where all runs gave
-    the same bits, None where nothing was repeated."""
+    the same bits, None where no row has a noise."""
     noise = [noise_ratio(row) for row in rows if row.noise is not None]
     if not noise:
         return None
@@ -185,7 +185,8 @@ def _fields_over_heads(
 
 def _biased_head_count(ok: Sequence[DeviationRow]) -> int | None:
     """Returns how many heads of a kernel in a format are biased, Holm-corrected; None if
-    none can be judged."""
+    none can be judged: it takes BIAS_SEQUENCES sequences and one of BIAS_FORMATS. Biases
+    below BIAS_ULP do not count."""
     tested = [
         (row.bias_p, abs(row.bias_size or 0.0))
         for row in ok

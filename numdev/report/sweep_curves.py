@@ -313,7 +313,9 @@ def _as_numbers(values: Iterable[str]) -> list[float] | None:
 
 def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
     """Yields a figure for every metric that is drawn and every place on the other axes,
-    where a curve has a number. `baseline`: the label of its curve."""
+    where a curve has a number, in the order of the request's metrics; logarithmic where
+    all means are positive or 0 and span a factor of 4. `baseline`: the label of its
+    curve."""
     places: dict[str | None, float] = {tick.label: tick.x for tick in grid.axis.ticks}
     drawn: dict[tuple[str, Place], list[Curve]] = {}
     for (metric, place, label), cells in lines.items():

@@ -262,8 +262,8 @@ def unaudited_modules(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Mo
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
-    """Returns transformers' `layer_idx` of a module, else the one number in its name;
-    None without one or with several."""
+    """Returns transformers' `layer_idx` of a module where it is a number, else the one
+    number in its name; None without one or with several."""
     layer_idx = getattr(module, "layer_idx", None)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return (
@@ -735,8 +735,9 @@ def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _hide_others(mask: Tensor | None, shown: Tensor) -> Tensor:
-    """Returns a mask that also hides what `shown` (bool) does not show; `shown` itself
-    without a mask."""
+    """Returns a new mask of the same kind (an additive one hides by its dtype's lowest
+    number) that also hides what `shown` (bool) does not show; `shown` itself without a
+    mask."""
     if mask is None or mask.dtype == torch.bool:
         return shown if mask is None else mask & shown
     return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)

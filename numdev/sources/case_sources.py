@@ -431,7 +431,8 @@ class CheckpointSource(Source):
 
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Returns the model once more, in another format; with deferred weights where it
-        is streamed. A model in memory is returned as it is."""
+        is streamed. A model in memory is returned as it is. Raises UsageError and
+        MeasurementError where the weights cannot be read again."""
         if self.streamed and isinstance(self.checkpoint, stored.Checkpoint):
             return self.checkpoint.deferred_model(dtype=dtype)
         return self.checkpoint.load_model(dtype=dtype, device=self.device)

@@ -179,8 +179,8 @@ class TorchFile(_File):
 
 
 def _memory_key(x: Tensor) -> tuple[object, ...] | None:
-    """Returns a value that is equal for views of the same memory, shape and dtype; None
-    for an empty tensor and for one that is no plain array."""
+    """Returns a value that is equal for views of the same memory, shape, strides and
+    dtype; None for an empty tensor and for one that is no plain array."""
     if not is_plain(x) or x.numel() == 0:
         return None
     return (x.data_ptr(), x.shape, x.stride(), x.dtype)
@@ -207,7 +207,7 @@ class DistributedCheckpoint:
     @property
     def nesting(self) -> str:
         """Returns the keys before the names of the model's weights, as `app.model.`;
-        empty for none."""
+        empty for none. Raises MeasurementError for damaged metadata."""
         nesting, _, _ = self._names_and_tensors
         return nesting
 
@@ -230,7 +230,7 @@ class DistributedCheckpoint:
     @cached_property
     def _names_and_tensors(self) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
         """Returns the keys before all names, the tensors by name, and the files, read
-        once."""
+        once. Raises MeasurementError for damaged metadata."""
         return open_distributed(self.path)
 
 
@@ -280,8 +280,8 @@ def containers_of_model(
 
 
 def shards_of_index(index: Path, *, lack: bool = False) -> tuple[Container, ...]:
-    """Returns the files that an index names as containers, by name. Raises
-    MeasurementError where it has no weight_map, names a file elsewhere, or, unless
+    """Returns the files that an index names as containers, each once, sorted by name.
+    Raises MeasurementError where it has no weight_map, names a file elsewhere, or, unless
     `lack`, one that is missing."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:

@@ -155,8 +155,9 @@ def _covers_exactly(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
 
 def read_metadata(directory: Path) -> list[SplitTensor]:
     """Returns the tensors of a distributed checkpoint, in its order, their values not yet
-    read. Raises MeasurementError for metadata that asks for anything but metadata
-    (nothing is run), is damaged, names a file elsewhere, or has no tensor."""
+    read. What is no tensor is left out. Raises MeasurementError for metadata that asks
+    for anything but metadata (nothing is run), is damaged, names a file elsewhere, or has
+    no tensor."""
     path = directory / METADATA
     places: dict[object, tuple[str, int, int]] = {}  # file, offset and length
     tensors = []

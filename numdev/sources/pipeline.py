@@ -160,7 +160,8 @@ class PipelineSource:
         return len(self.modules) * len(self.request.steps or range(self.steps))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor of the denoiser's stored weights."""
+        """Yields name and tensor of the denoiser's stored weights. Raises UsageError
+        without safetensors files."""
         for container in containers_of_model(self.path / self.part, WEIGHTS, WRITTEN_BY):
             for stored in container.tensors():
                 yield stored.name, stored.read()

@@ -197,8 +197,9 @@ def prompt_from_text(
     """Returns up to `sequences` chunks of `length` tokens, special ones included, taken
     in turn from the beginnings of UTF-8 files; every file gives at least one, even where
     these are more than `sequences`. A file shorter than `length` gives one shorter chunk,
-    and the batch is padded on the tokenizer's side. Raises UsageError for a file that
-    cannot be read or holds no token, and where `length` leaves no room."""
+    and the batch is padded on the tokenizer's side; it has an attention mask only then.
+    Raises UsageError for a file that cannot be read or holds no token, and where `length`
+    leaves no room."""
     special = len(tokenizer("")["input_ids"])
     if length <= special:
         raise UsageError(

@@ -88,8 +88,9 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
 
 
 def loss_of(answer: object) -> Tensor | None:
-    """Returns the loss a model returned: its `loss`, itself a number, or the one number
-    of a tuple; None where there is none or several."""
+    """Returns the loss a model returned: its `loss`, itself, a floating-point tensor
+    without dimensions, or the one number of a tuple; None where there is none or
+    several."""
     loss = answer.get("loss") if type(answer) is dict else getattr(answer, "loss", answer)
     parts = loss if isinstance(loss, tuple | list) else [loss]
     numbers = [

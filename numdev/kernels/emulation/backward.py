@@ -84,7 +84,8 @@ def from_forward(
     r: Rounder, O: Tensor, L: Tensor, keys: Tensor | None = None
 ) -> Gradients:
     """Returns dQ, dK and dV for an O and L that come from elsewhere. `keys` (int64
-    indices): dK and dV of these keys alone, and dQ of 0; None: all."""
+    indices): dK and dV of these keys alone, and dQ of 0; None: all. Raises UsageError for
+    a case without grad_out."""
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)

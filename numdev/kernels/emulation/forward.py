@@ -252,8 +252,9 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
 
 
 def moved(r: Rounder, m_old: Tensor, tile_max: Tensor) -> Tensor:
-    """Returns the running maximum after a tile: the larger of the old one and the tile's,
-    or the old one while it has grown by no more than `max_lag` (in log2)."""
+    """Returns the running maximum, of the same shape, after a tile: the larger of the old
+    one and the tile's, or the old one while it has grown by no more than `max_lag` (in
+    log2). NaN in a tile stays with the first, and is passed over by the second."""
     if (lag := r.recipe.max_lag) is None:
         return torch.maximum(m_old, tile_max)
     return torch.where((tile_max - m_old) * LOG2_E > lag, tile_max, m_old)

@@ -285,9 +285,10 @@ def changed(
     start: Recipe, *, sites: Mapping[str, str | None] | None = None, **options: Any
 ) -> Recipe:
     """Returns the recipe with some of its parts replaced: fields of `Recipe` by name, and
-    sites by name or together as `sites`; a value of None leaves what `start` has. Raises
-    UsageError for an unknown option, format or choice, and for parts that contradict one
-    another."""
+    sites by name or together as `sites`; a value of None leaves what `start` has. An
+    algorithm, a memory and a softmax bring the tiling and constants that belong to them.
+    Raises UsageError for an unknown option, format or choice, and for parts that
+    contradict one another."""
     parts = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
     for name, value in parts.items():
         _check(name, value)

@@ -304,7 +304,8 @@ def row_maximum(S, PLAN: tl.constexpr):
 
 @triton.jit
 def row_sum(l, P, v, PLAN: tl.constexpr):
-    """Returns l with the sum of a tile's P added, rounded as the plan says."""
+    """Returns l with the sum of a tile's P added, of P in v's dtype and rounded to it
+    where the plan says so."""
     if PLAN.sum_rounded_p and PLAN.round_p:
         P = P.to(v.dtype).to(tl.float32)
     l = l + tl.sum(P, 1)

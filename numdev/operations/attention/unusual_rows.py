@@ -103,7 +103,8 @@ Rows = Sequence[Mapping[str, float | None]]  # the numbers of rows, by name
 def sentence(row: WorstRow, usual: Rows) -> str:
     """Returns a sentence on how much the row errs, and which of its properties are
     unusual compared with the numbers `usual` of usual rows of its head; with fewer than
-    LEAST of these it says so where nothing is."""
+    LEAST of these it says so where nothing is. A row that sees nothing has this one
+    property."""
     is_key = tensor_spec(row.tensor).sums_over_rows
     if row.sees == 0:
         properties = ["no query sees it" if is_key else "it sees no key"]

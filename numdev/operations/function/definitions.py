@@ -200,7 +200,7 @@ def in_order(
     definition: Definition, arguments: Sequence[object], named: Mapping[str, object]
 ) -> list[object]:
     """Returns the inputs of a call in the definition's order: `arguments`, then `named`
-    ones."""
+    ones. Nothing is checked: what is missing or unknown by name is left out."""
     return [*arguments, *(named[name] for name in definition.inputs if name in named)]
 
 

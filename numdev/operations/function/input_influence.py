@@ -49,9 +49,10 @@ class Influence(NamedTuple):
 
 
 def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Influence]:
-    """Yields the influence of each input of a call; of those in `names`, if there are
-    any. An empty input, and memory for an output, have none and are left out. Of large
-    inputs only some are tried. Raises what the reference raises on the call's own
+    """Yields the influence of each input of a call, in their order; of those in `names`,
+    if there are any. An empty input, and memory for an output, have none and are left
+    out. Of large inputs only the first are tried; the others, and those without other
+    numbers, have a reason. Raises what the reference raises on the call's own
     arguments."""
     inputs = call.draws[0].inputs
     size = sum(x.numel() for x in inputs.values())
@@ -140,8 +141,9 @@ def _measured(call: FunctionCall, name: str, others: Sequence[Tensor]) -> Influe
 
 def _largest(call: FunctionCall, name: str, results: Sequence[Values]) -> Influence:
     """Returns the influence of an input, from the exact results of all draws with other
-    numbers in its place; `moved` is None where one of them is empty. An element that is
-    finite no more is moved as far as can be."""
+    numbers in its place; `moved` is None where one of them is empty, and 0 where no
+    tensor of floats can be compared. Integers are counted in `changed`. An element that
+    is finite no more is moved as far as can be."""
     if not all(results):
         return Influence(name, None, why=RAISES)
     moved: dict[str, float] = {}

@@ -220,7 +220,7 @@ def _parameters(function: Callable[..., object]) -> Values:
 
 def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:
     """Returns the gradients by name (`x_grad`), of those leaves that an output depends
-    on; empty without outputs or leaves."""
+    on; empty without outputs or leaves. Raises what autograd raises."""
     if not outputs or not leaves:
         return {}
     back = [cotangents.of(i, x).to(x.dtype) for i, x in enumerate(outputs.values())]

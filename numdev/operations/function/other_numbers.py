@@ -112,7 +112,8 @@ class NumberInUse:
 
 def numbers_of(reference: FunctionReference) -> Iterator[NumberInUse]:
     """Yields the finite numbers that the reference computes with, 0 excepted, in the
-    order in which it reads them; none where it raises."""
+    order in which it reads them, each once, then the defaults of its operators'
+    arguments; none where it raises."""
     read, notes = OtherNumber(), Notes()
     try:
         reference.computed(read, within=OtherOperations(notes))

@@ -170,8 +170,8 @@ def _other_tiles(x: Tensor, truth: Tensor) -> Iterator[OtherResult]:
 def _with_others(entries: Tensor, out: Tensor, noun: str) -> OtherResult | None:
     """Returns exact entries [n, width] in which those that err are replaced by the
     nearest other or 0, an effect where these are all 0 and not the last ones; None where
-    there is nothing to replace. `out`: the output's entries; `noun`: what one is
-    called."""
+    there is nothing to replace, or more than MAX_ENTRIES. What is not finite counts as 0.
+    `out`: the output's entries; `noun`: what one is called."""
     if len(entries) < 2:
         return None
     entries = torch.where(entries.isfinite(), entries, 0.0)

@@ -147,10 +147,10 @@ class ImportedTask:
         return Arguments(positional=(data,), names=("data",))
 
     def chosen(self, shapes: str, device: str) -> tuple[list[Sizes], list[str]]:
-        """Returns the tests that a check runs, the smallest first, and a sentence on
-        those that are too large for it, if any are; with `shapes` (`m=64,n=32`) that call
-        alone. Raises UsageError where the smallest is too large. Inputs are made to be
-        counted."""
+        """Returns the tests that a check runs, the smallest first, at most MOST_TESTS,
+        and a sentence on those that are too large for it, if any are; with `shapes`
+        (`m=64,n=32`) that call alone. Raises UsageError where the smallest is too large.
+        Inputs are made to be counted."""
         if shapes:
             return [self.folder.with_sizes(shapes)], []
         kind = "cuda" if device.startswith("cuda") else "cpu"

@@ -142,8 +142,9 @@ def _named(pairs: Iterable[tuple[str, object]]) -> Values:
 
 def identifier(path: str) -> str:
     """Returns a path in a tree as a name: `output_0_loss` for `output[0]['loss']`. It
-    keeps ASCII letters, digits and dots, has `_` for anything else and before a first
-    character that is no letter, and is cut to LONGEST_NAME characters."""
+    keeps ASCII letters, digits and dots, has one `_` for each run of anything else, none
+    at the end, and one before a first character that is no letter; it is cut to
+    LONGEST_NAME characters. Two paths may share one."""
     words = re.sub(r"[^A-Za-z0-9.]+", "_", path).strip("_.")
     words = words if words[:1].isalpha() else f"_{words}"
     return words[:LONGEST_NAME]
@@ -156,9 +157,9 @@ def is_judged(x: Tensor) -> bool:
 
 
 def is_unwritten(x: Tensor) -> bool:
-    """Whether a tensor of several elements is NaN everywhere, or of integers the largest:
-    memory for an output, into which nobody has written
-    (`surroundings.uninitialised_is_nan`)."""
+    """Whether a tensor of two elements or more, but no bool or complex one, is NaN
+    everywhere, or of integers the largest: memory for an output, into which nobody has
+    written (`surroundings.uninitialised_is_nan`)."""
     if x.numel() < 2 or x.dtype == torch.bool or x.is_complex():
         return False
     if x.is_floating_point():

@@ -107,8 +107,8 @@ def _print(content: RenderableType, out: Console) -> None:
 
 
 def _print_table(node: doc.Table, out: Console) -> None:
-    """Prints a table under its title, in as many blocks of columns as the width asks
-    for."""
+    """Prints a table under its title, in as many blocks of columns as the width asks for.
+    Columns for wider terminals are left out, and of a series some in the middle."""
     out.print()
     if node.title:
         _print(_rich_text(node.title, "bold"), out)
@@ -276,7 +276,7 @@ class _Pace:
 
 
 def _clock(seconds: float) -> str:
-    """Returns seconds as 0:07, 12:34 or 1:02:03."""
+    """Returns seconds, cut to whole ones, as 0:07, 12:34 or 1:02:03."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -236,7 +236,7 @@ def _over_clause(k: KernelSummary, words: Words) -> str:
 
 def _finding_items(report: Report, directory: Path | None) -> Iterator[doc.Item]:
     """Yields as lines the findings that no verdict shows. Kernels are in the order of
-    their verdicts."""
+    their verdicts, those without one last."""
     shown = {v.finding for v in report.verdicts}
     ordered = sorted(report.verdicts, key=_verdict_rank)
     names = [labelled(v.kernel, v.options) for v in ordered]

@@ -56,7 +56,8 @@ class Problem(NamedTuple):
 
 
 def page_of(judgement: Judgement, report: Report) -> doc.Document:
-    """Returns the judgement of a report, of any kind that is judged, as a document."""
+    """Returns the judgement of a report, of any kind that is judged, as a document.
+    Raises UsageError for another kind."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
     placed = any(test.places for test in judgement.tests) or any(
@@ -160,8 +161,9 @@ def _subject(test: Test) -> str:
 
 
 def _unjudged_sentences(judgement: Judgement) -> Iterator[str]:
-    """Yields sentences on what is said and not judged: kernels, or their backward passes,
-    that declined all calls, and how many heads pass flash-attention's own rule."""
+    """Yields a sentence for each kernel, or its backward pass, that declined all calls
+    without being asked for, then one on how many heads pass flash-attention's own rule,
+    where that was counted."""
     for test in judgement.tests:
         if test.runs and not test.judged and test.standing is Standing.NOT_APPLICABLE:
             what = " backward" if test.is_backward else ""
@@ -177,8 +179,9 @@ def _unjudged_sentences(judgement: Judgement) -> Iterator[str]:
 
 
 def _rule_rows(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
-    """Yields a table's line for each rule: where it came nearest to its limit, or went
-    beyond."""
+    """Yields a table's line for each rule, in order: the test with the gravest outcome,
+    of these the one nearest to its limit or farthest beyond, and how many results offend
+    of those judged."""
     order = [*Outcome, None]
     of_rules = (
         test for test in judgement.tests if not test.runs and test.rule != SOMETHING

@@ -262,8 +262,8 @@ wrong."""
 
 
 def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
-    """Returns which of SHAPES no call has, in words; also a window to both sides, where
-    calls have windows and none to both."""
+    """Returns which of SHAPES no call has, in words and their order; also a window to
+    both sides, where calls have windows and none to both."""
     untested = [words for words, has in SHAPES.items() if not any(map(has, called))]
     windows = [case.window for case in called if case.window is not None]
     if windows and not any(left and right for left, right in windows):

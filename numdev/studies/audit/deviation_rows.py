@@ -193,9 +193,9 @@ class Runs(Generic[Call]):
         outside: Mapping[str, Sequence[Outside]],
     ) -> None:
         """Writes into each unit's metrics, in place, what holds of all its rows, measured
-        or not: `nonfinite`, the first run's checksum, how far runs differ. `outside`: by
-        tensor, what is not finite in rows that are not measured. Raises MeasurementError
-        where a run lacks the tensor."""
+        or not: `nonfinite`, the first run's checksum, how far runs differ; of a planted
+        fault only the first. `outside`: by tensor, what is not finite in rows that are
+        not measured. Raises MeasurementError where a run lacks the tensor."""
         for unit, beyond in zip(units, outside.get(tensor, ()), strict=False):
             count = unit["nonfinite"] + beyond.nonfinite
             unit["nonfinite"] = count

@@ -327,8 +327,8 @@ class _Search:
                 self._note_way(words, way, self.gradients, *self.group_sums)
 
     def by_tensor(self) -> dict[str, Likeness]:
-        """Returns the best way of each tensor that one explains; empties `best` of the
-        sums over a group."""
+        """Returns the best way of each tensor that one explains; takes the sums over a
+        group out of `best`."""
         summed = [self.best.pop(part) for part in self.group_sums if part in self.best]
         explained = {n: like for part, like in self.best.items() for n in part}
         # Their rounding shows in dv wherever the tiles begin; dk has that of the output
@@ -720,7 +720,8 @@ def examine(
 ) -> list[WorstRow]:
     """Returns the worst rows of each tensor of a measured task, compared with what its
     roundings predict; empty where it returned nothing, or no row is near what `most` may
-    show. A failure while they are examined ends it, with the rows until then."""
+    show. Keys are left out where not all heads are measured. A failure while they are
+    examined ends it, with the rows until then."""
     bench = measured.bench or bench
     output, held_to, select = measured.output, measured.held_to, bench.selection
     worst: list[WorstRow] = []

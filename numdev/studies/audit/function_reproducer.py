@@ -149,8 +149,9 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
 
 
 def _import_of(target: str) -> tuple[str, str, str | None]:
-    """Returns module, name and folder by which a script imports a function. Raises
-    UsageError where no module has it."""
+    """Returns module, name and folder by which a script imports a function; the folder is
+    None where the module is in no file. Raises UsageError for a function inside another
+    and for one without a name."""
     module, _, name = importable_path(target).partition(":")
     if not name or "<" in name:
         what = f"a script cannot import {target}"

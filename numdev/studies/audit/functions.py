@@ -73,6 +73,7 @@ from numdev.report import (
 )
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
+from numdev.studies.audit.function_for_script import ScriptTarget
 from numdev.studies.audit.function_power import power_of, tolerance_power
 from numdev.studies.audit.guarded_search import (
     RAISED,
@@ -84,7 +85,6 @@ from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.operation import Distance, Everything
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
-from numdev.studies.audit.script_target import ScriptTarget
 from numdev.studies.audit.timing import Stopwatch
 from numdev.system import System
 

@@ -74,10 +74,10 @@ def reproduce(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     seconds: float = SECONDS,
 ) -> list[Path]:
-    """Writes a reproducer for the first `count` findings that have a place, into
-    `directory`/reproducers; returns the scripts. Each is reduced for `seconds`. What
-    cannot be reproduced or written costs its script and no more; `say` gets the
-    message."""
+    """Writes a reproducer for the first `count` findings that have a place and are no
+    notes, one for each kernel, tensor and rule, into `directory`/reproducers; returns the
+    scripts. Each is reduced for `seconds`. What cannot be reproduced or written costs its
+    script and no more; `say` gets the message."""
     scripts: list[Path] = []
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats

@@ -229,7 +229,8 @@ def run_source(
     """Measures every case of a source through every kernel, by `run` or on `workers`,
     into the journal; what is finished already is not even loaded. `save` writes cases as
     they come by; `tell` gets the rows of each task but the last. Returns which calls
-    came."""
+    came, in order. Raises what the source raises, and with `workers` what a worker
+    raised."""
     calls: list[CaseRef] = []
     each = len(plan.formats) * len(plan.kernels)
     visited, total = 0, source.count() * each

@@ -176,8 +176,8 @@ Part = bytes | memoryview
 
 
 def failed_answer(status: Literal["skipped", "failed"], reason: str) -> list[Part]:
-    """Returns the parts of what is sent after the token for a kernel without an
-    output."""
+    """Returns the parts of what is sent after the token for a kernel without an output.
+    Raises ValueError for a reason that is too long for a header."""
     return _pack_header({"status": status, "reason": reason})
 
 

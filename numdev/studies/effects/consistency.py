@@ -98,8 +98,9 @@ def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _check_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Yields a sentence for each check that was not planned, is missing, or contradicts
-    itself."""
+    """Yields a sentence where the checks are not those that were planned, in their order;
+    others where the plan has a check that the request has not, or no `repeat`; and one
+    for each check that contradicts itself."""
     present = [(check.name, check.format, check.applies) for check in report.checks]
     planned = [(check.name, check.format, check.applies) for check in report.plan.checks]
     if present != planned or len({name[:2] for name in present}) < len(present):

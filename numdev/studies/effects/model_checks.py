@@ -200,7 +200,8 @@ class Checks:
         """Returns the output of one exact run, and the output of each module of
         `followed_modules` by name, in the order in which they ended. Before these, under
         the name BEFORE, is the input of the first layer. `how`: further arguments of the
-        subject's `run_exactly`."""
+        subject's `run_exactly`. Raises MeasurementError where the model returns no
+        floating-point tensor of two axes or more."""
         outs: dict[str, Tensor] = {}
         layers = set(layer_names(self.model))
 
@@ -284,8 +285,8 @@ class Checks:
 
     def check_against_exact_run(self, name: str, **how: object) -> Check:
         """Returns the check of whether the exact run agrees with one that is made with
-        `how`, further arguments of `run_exactly`; without any it is the same run
-        again."""
+        `how`, further arguments of `run_exactly`; without any it is the same run again.
+        Raises what `compare_runs` raises."""
         counts = unpadded_positions(self.inputs, self.exact_run[0])
         return self.compare_runs(
             name, self.exact_run, self.run_exactly(self.inputs, **how), counts
@@ -332,7 +333,8 @@ class Checks:
     def check_causality(self, name: str) -> Check | str:
         """Returns the check of whether later tokens change nothing before them; or why it
         does not apply. It applies to a model for text generation, and to one most of
-        whose calls hide later keys. `name`: the input that holds the token ids."""
+        whose calls hide later keys. `name`: the input that holds the token ids. Raises
+        what `compare_runs` raises, and MeasurementError where no id would change."""
         hides: list[bool] = []
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -382,7 +384,8 @@ class Checks:
     def check_mask(self, *, decodes: bool) -> Check | str:
         """Returns the check of whether tokens that the attention mask hides change
         nothing at the others; or why it does not apply. `decodes`: the output is about
-        other tokens than `input_ids`."""
+        other tokens than `input_ids`. Raises what `compare_runs` raises, and
+        MeasurementError where no id would change."""
         ids = self.inputs["input_ids"]
         mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
         mask[:, :HIDDEN] = 0
@@ -450,7 +453,8 @@ class Checks:
     def compare_with_compiled(self, name: str, as_is: Tensor, compiled: Tensor) -> Check:
         """Returns the check of whether a compiled model's output errs at most COMPILED
         times as much as that of the model as it is. Raises MeasurementError where shapes
-        differ, no position counts or `as_is` is not finite."""
+        differ, no position counts or `as_is` is not finite. It does not hold where the
+        compiled output is not finite."""
         exact = self.exact_run[0]
         counts = unpadded_positions(self.inputs, exact)
         if not as_is.shape == compiled.shape == exact.shape:

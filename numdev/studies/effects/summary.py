@@ -277,8 +277,8 @@ def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
 
 
 def flips_in_words(run: RunSummary) -> str:
-    """Returns a clause that says how often a run changes the top token, and how many of
-    these are near ties, if that is known."""
+    """Returns a clause that says how often a run changes the top token, and that some of
+    these, how many, are not near ties, or all are, if that is known."""
     if run.flips == 0:
         return f"changes no top token ({run.positions:,} positions)"
     text = f"changes the top token at {run.flips} of {run.positions:,} positions"

@@ -134,7 +134,7 @@ def _layer_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
 
 def _position_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
     """Yields how the error grows along the sequence: a line for each run on a page, a row
-    elsewhere. `error`: what a cost is."""
+    elsewhere. `error`: what a cost is. Without such runs a table without lines."""
     grown = [run for run in runs if run.growth and run.kind in ("whole", "emulated")]
     parts = len(grown[0].growth) if grown else 0
     yield doc.table(

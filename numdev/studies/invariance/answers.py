@@ -139,7 +139,7 @@ def _answer(
 
 def model_answers(models: Sequence[ModelRow]) -> Iterator[AxisAnswer]:
     """Yields the answer of the model's own output in each format along each axis, with
-    all kernels together; rows without numbers are left out."""
+    all kernels together; in the order of the rows; those without numbers are left out."""
     ran = [row for row in models if row.reason is None]
     for (fmt, axis), rows in grouped(ran, lambda row: (row.format, row.axis)).items():
         moved = [row for row in rows if row.differ]

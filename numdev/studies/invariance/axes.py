@@ -449,8 +449,8 @@ def longer_variants(case: AttentionCase) -> Variants:
 
 
 def chunk_variants(case: AttentionCase) -> Variants:
-    """Yields the rows in chunks, each with the keys up to its last row; nothing below 32
-    rows."""
+    """Yields the rows in chunks, each with the keys up to those that its last row sees;
+    nothing below 32 rows, and no more than 16 chunks."""
     n, high = case.q_len, key_limits(case)[1]
     for size in sorted({n // 2, 3 * n // 8, 64} if n >= 32 else ()):
         calls = []
@@ -484,8 +484,9 @@ def decode_variants(case: AttentionCase) -> Variants:
 
 
 def mask_variants(case: AttentionCase) -> Variants:
-    """Yields the case with all that is hidden as a bool mask, and as one that is added to
-    the scores."""
+    """Yields the case with all that is hidden as a mask, and as one that is added to the
+    scores (-inf): the first only where that is another form, the second only of a bool
+    mask."""
     shown, plain = explicit_mask(case), without_positions(case)
     if shown is None:
         shown = torch.ones(

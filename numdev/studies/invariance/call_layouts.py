@@ -52,7 +52,8 @@ def with_changed_tensors(
 
 @contextlib.contextmanager
 def with_packed_tensors(case: AttentionCase) -> Iterator[AttentionCase]:
-    """Returns a context with the case whose q, k and v are slices of one tensor."""
+    """Returns a context with the case whose q, k and v are slices of one tensor [batch,
+    length, heads, dim] along its heads; they have one length and one head dimension."""
     q, k, v = laid_out("packed", case.q, case.k, case.v)
     yield dataclasses.replace(case, q=q, k=k, v=v)
 

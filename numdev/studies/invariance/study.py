@@ -346,8 +346,9 @@ class InvarianceStudy:
         self, source: Source, formats: Sequence[Format], journal: Journal
     ) -> None:
         """Measures the model's own output with each kernel in each format that the
-        journal lacks and appends the rows to it; sets `model_axes`. Does nothing for a
-        source that is no checkpoint in memory, or does not read `input_ids`."""
+        journal lacks, loading it once in each format, and appends the rows to it; sets
+        `model_axes`. Does nothing for a source that is no checkpoint in memory, or does
+        not read `input_ids`."""
         if not isinstance(source, CheckpointSource) or source.streamed is not None:
             return
         if "input_ids" not in source.prompt.inputs:

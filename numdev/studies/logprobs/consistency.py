@@ -126,9 +126,9 @@ def _pair_contradiction(row: PairRow) -> str:
 
 
 def _cause_contradictions(report: LogprobsReport) -> Iterator[str]:
-    """Yields a sentence for each planned row of a cause that is missing, was not planned
-    or contradicts itself: every cause that was looked for has a row of each sequence that
-    has numbers."""
+    """Yields one sentence where rows of causes are not those that were planned (every
+    cause that was looked for has a row of each sequence that has numbers), and one for
+    each row that contradicts itself."""
     wanted: set[tuple[str, str, int]] = set()
     for side in report.plan.sides:
         measured = [

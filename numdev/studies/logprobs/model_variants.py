@@ -156,7 +156,8 @@ class Adapter(NamedTuple):
 
     def add_to(self, subject: Subject, dose: str = "") -> None:
         """Adds it to the weights of a subject, in place: once, or as a dose of
-        ADAPTER_DOSES has it. Raises UsageError where a module is not in the model."""
+        ADAPTER_DOSES has it. Raises UsageError where a module is not exactly one linear
+        layer of the model, or of another shape; layers before it are changed then."""
         times = {"absent": 0, "added twice": 2}.get(dose, 1)
         modules = {name: (m, axis) for name, m, axis in linear_layers(subject.wide)}
         for name, delta in self.deltas.items():

@@ -44,7 +44,8 @@ def plain_sequences(record: FileRecord) -> Sequences:
 
 def rows(record: FileRecord) -> Iterator[FileRecord]:
     """Yields the record of each sequence of a record that may have many, in order; a
-    record of one as it is."""
+    record of one as it is. Raises MeasurementError where rows, offsets, lengths or masks
+    do not fit together."""
     ids = record.get("token_ids")
     count = row_count(ids)
     if record.has("offsets") or record.has("cu_seqlens"):
@@ -148,7 +149,7 @@ def _sides_of_row(record: FileRecord) -> Sequences:
 
 def shared_fields(record: FileRecord, ids: Integers) -> RecordedSequence:
     """Returns a sequence with all fields of numdev's names but the log-probabilities,
-    which are NaN."""
+    which are NaN. Raises MeasurementError for a field of another type or length."""
     n = len(ids)
     mask = record.flags("mask", n)
     top_ids, top_logprobs = _alternatives(record, n)
@@ -189,7 +190,8 @@ def settings_of(
     record: FileRecord, default: RecordedSettings | None = None
 ) -> RecordedSettings:
     """Returns what a record says of how its values came about, and `default`'s values
-    where it says nothing. With several versions of the weights, none is named."""
+    where it says nothing. With several versions of the weights, none is named. Raises
+    MeasurementError for a field of another type or range."""
     versions = versions_of(record, "weights_version")
     texts = {n: record.text(n) for n in ("dtype", "head", "logprobs_mode", "engine")}
     says = RecordedSettings(
@@ -208,7 +210,8 @@ def settings_of(
 
 def versions_of(record: FileRecord, name: str) -> tuple[str, ...]:
     """Returns the versions of the weights in a field, each once, in their order: of one
-    value, of a list of them or of one a token."""
+    value, of a list of them or of one a token. Empty without any. Raises MeasurementError
+    for another type."""
     value = record.get(name)
     if isinstance(value, np.ndarray):
         value = value.tolist()

@@ -85,7 +85,8 @@ def nemo_rl_sequences(record: FileRecord) -> Sequences:
 
     Columns are rectangles, padded on the right up to `input_lengths`. Value i belongs to
     token i and the first is a filling. A token counts where its own mask and that of its
-    sample are 1."""
+    sample are 1. Raises MeasurementError for fields that are missing or do not fit
+    together."""
     step = re.search(r"train_data_step(\d{1,9})", record.place)
     index = record.whole("idx")
     for row in rows(record):
@@ -123,7 +124,9 @@ def slime_sequences(record: FileRecord) -> Sequences:
     have them; of its dump of rollouts, as that side alone.
 
     `tokens` are prompt and response; masks, log-probabilities, entropies and kept sets
-    are of the response alone, the last tokens. Experts are of all tokens but the last."""
+    are of the response alone, the last tokens. Experts are of all tokens but the last.
+    Raises MeasurementError for another format, and for fields that are missing or do not
+    fit together."""
     if record.has("format_version"):
         _expect_version(record, "format_version", SLIME_FORMAT)
     step = record.whole("rollout_id")

@@ -320,7 +320,9 @@ class ExactModel:
     ) -> Tensor:  # fmt: skip
         """Returns the logits, fp64 [n, vocabulary], where each operation is rounded to
         nearest by a recipe, with `experts` as `exact_logits` takes them. Where the head
-        alone is narrow, all before it is exact: it errs thousands of times less."""
+        alone is narrow, all before it is exact: it errs thousands of times less. Raises
+        MeasurementError for an id that the model has no token for, NotReplayed where
+        `experts` do not fit it."""
         self._check_ids(token_ids)
         forced = self.forced_experts(token_ids, experts)
         variant = NARROW_HEAD if recipe.has_narrower_head else recipe.attention
@@ -413,7 +415,7 @@ def _logits(answer: object) -> Tensor:
 def segments_of(sequence: RecordedSequence) -> list[slice]:
     """Returns the sequences that a record packs, as slices of its tokens: by
     `sequence_lengths`, else wherever `position_ids` begin again at 0; a single one where
-    it has neither."""
+    it has neither. Empty ones are left out."""
     n = len(sequence)
     if sequence.sequence_lengths is not None:
         ends = np.cumsum(sequence.sequence_lengths)
@@ -482,7 +484,8 @@ def exact_values(
     others: Sequence[Support] = (),
 ) -> ExactValues:  # fmt: skip
     """Returns the exact values of a sequence under a support, and the probability that
-    each of the supports `others`, of the same temperature, keeps."""
+    each of the supports `others`, of the same temperature, keeps. Raises MeasurementError
+    for an id that the model has no token for."""
     values = _without_values(sequence, others)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]

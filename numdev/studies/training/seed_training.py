@@ -53,7 +53,8 @@ class Lockstep:
 
     def advance(self) -> None:
         """Makes the next step of every lane, one for each variant. At a recorded step
-        each attention call notes its largest score."""
+        each attention call notes its largest score. Raises MeasurementError, which names
+        the variant, for whatever fails; `whole` stays false then."""
         step = self.step + 1
         watched = step in self.request.recorded
         self.whole = False

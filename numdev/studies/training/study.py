@@ -238,7 +238,7 @@ class _TrainingRun:
 
     def write_checkpoints(self, lanes: Lockstep) -> None:
         """Writes the weights of this step, of each variant for which the request asks for
-        them."""
+        them. Raises what `write_checkpoint` raises."""
         chosen = self.request.checkpoints
         if chosen is None or lanes.step not in chosen.steps_to_write(self.request.steps):
             return

@@ -204,7 +204,7 @@ class Backward:
     def step(self, loss: Loss) -> dict[str, Tensor]:
         """Returns dq, dk and dv, by name, of FlashAttention-2's backward pass with one
         step coarser, rounded to the working format; dk and dv of the query heads of a
-        group are summed in fp32."""
+        group are summed in fp32. Raises UsageError for a case without grad_out."""
         case, working, tile = self.case, self.case.format, loss.tile
         Q, dO = case.q.float(), upstream(case).float()
         K, V = (x.repeat_interleave(case.group, 1).float() for x in (case.k, case.v))

@@ -331,14 +331,15 @@ def _key_end_mistakes(case: AttentionCase) -> Changes:
 
 
 def without(case: AttentionCase, key: int) -> CaseChanges:
-    """Returns the case's mask with one key hidden, as fields to change; the mask keeps
-    its kind (bool or additive)."""
+    """Returns the case's mask with one key hidden, as fields to change; as `hiding`
+    does."""
     return hiding(case, torch.arange(case.kv_len, device=case.q.device)[None] != key)
 
 
 def hiding(case: AttentionCase, shown: Tensor) -> CaseChanges:
     """Returns the case's mask with everything hidden that is not `shown`, bool [q_len or
-    1, kv_len], as fields to change; the mask keeps its kind (bool or additive)."""
+    1, kv_len], as fields to change; the mask keeps its kind (an additive one hides by
+    -inf); none becomes a bool one."""
     mask = True if case.mask is None else case.mask
     added = isinstance(mask, Tensor) and mask.dtype != torch.bool
     return {"mask": torch.where(shown, mask, -math.inf if added else False)}

@@ -61,7 +61,8 @@ class Sums:
         """Returns the sums of a gradient (`tensor`: dq, dk or dv) of a call, by
         FlashAttention-2's backward pass after the output `out` [B, H, q_len, v_dim] that
         a kernel returned; `lse`: the exact log-sum-exp [B, H, q_len]. Over a group of
-        query heads dk and dv are summed in fp32."""
+        query heads dk and dv are summed in fp32. Raises UsageError for a case without
+        grad_out."""
         Q, dO, O = (x.float() for x in (case.q, upstream(case), out))
         K, V = (x.float().repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
         X = Q @ K.mT * case.scale

@@ -1,6 +1,6 @@
-"""How a script of its own gets the function that a check ran: which file has it, what
-lies beside that, and how a module is made, or memory for outputs is, where a function is
-not simply called."""
+"""The function of a check as a reproducer script gets it: which file has it, what lies
+beside that, and how a module is made, or memory for outputs is, where a function is not
+simply called."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class ScriptTarget:
         return {f"{STATE}{name}": x.detach().contiguous() for name, x in items.items()}
 
     def write_aside(self, folder: Path) -> None:
-        """Copies what the function's file imports beside a script. Raises
-        MeasurementError where that cannot be done."""
+        """Copies the folder that the function's file imports from, if there is one,
+        beside a script. Raises MeasurementError where that cannot be done."""
         if self.folder is None:
             return
         ignored = shutil.ignore_patterns("__pycache__", "definition_reference.py")
@@ -91,7 +91,8 @@ class ScriptTarget:
 
 
 def _unwritten_text(x: Tensor) -> str:
-    """Returns as Python source memory for an output into which nobody has written."""
+    """Returns as Python source memory for an output into which nobody has written: NaN,
+    of integers the largest, of bools True."""
     value = "torch.nan"
     if not x.is_floating_point():
         value = "True" if x.dtype == torch.bool else f"torch.iinfo({x.dtype}).max"
