@@ -308,14 +308,19 @@ def match(
 
 def takes_one(function: Callable[..., object]) -> bool:
     """Whether a function takes exactly one argument without a default, in order, and no
-    more that have none; False where its signature cannot be read."""
+    more that have none; False where it takes any number of them (`*data`), and where its
+    signature cannot be read."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return False
-    return sum(p.default is p.empty for p in parameters) == 1
+    needed = [
+        p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    ]
+    return len(needed) == 1 and needed[0].kind in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
 
 
 def _device_of(tree: object) -> str:

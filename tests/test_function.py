@@ -23,7 +23,7 @@ import numdev
 from numdev.cli.main import cli
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, round_to
-from numdev.function_check import check_problem
+from numdev.function_check import check_problem, takes_one
 from numdev.gate.compare import compare
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Threshold, default_rules_for_functions
@@ -391,6 +391,19 @@ def test_check_function_raises_and_match_judges_one_output() -> None:
     is_right, words = judge(data, examples.scaled(*data))
     assert not is_right
     assert words.startswith("the output (bfloat16) ")
+
+
+def test_match_hands_a_tuple_over_whole_to_a_reference_of_one_argument() -> None:
+    """One argument without a default, in order, whatever else may be named."""
+
+    def of_pair(data: tuple[Tensor, Tensor], **options: object) -> Tensor:
+        return examples.rms_norm(*data)
+
+    one = (of_pair, lambda x: x, lambda x, y=1: x)
+    more = (lambda x, y: x, lambda *x: x, lambda *, x: x, lambda x, *, y: x, lambda: 0)
+    assert [*map(takes_one, (*one, *more))] == [True] * 3 + [False] * 5
+    data = examples.inputs(5)
+    assert match(of_pair)(data, examples.fused(*data))[0]
 
 
 def test_a_report_is_written_read_gated_and_shown(tmp_path: Path) -> None:
