@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -331,9 +332,8 @@ def test_a_file_of_named_arguments(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_told(options: dict[str, object], words: str) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError, match=re.escape(words)):
         checked(examples.fused, **options)
-    assert words in str(told.value)
 
 
 def test_a_reference_without_an_exact_result_is_not_judged() -> None:

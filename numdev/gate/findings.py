@@ -457,8 +457,9 @@ def _mistake_statements(row: DeviationRow) -> Iterator[str]:
 
 
 def _one_statement_each(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
-    """Returns the statements that explain the same heads, one for each alternative and at
-    most ALIKE: what a call itself shows goes before what it is an instance of."""
+    """Returns the statements that explain the same heads, one for each alternative that
+    the row names and at most ALIKE: what a call itself shows goes before what it is an
+    instance of. All of them where the row names none."""
     if not row.suspicion_of:
         return words
     firsts = (

@@ -114,11 +114,11 @@ def _drawn(sizes: Mapping[str, tuple[int, ...]], seed: int) -> Arguments:
 def _from_function(
     make: Callable[..., object], function: Callable[..., object], seed: int
 ) -> list[Arguments]:
-    """Returns the calls that a function of inputs gives for a seed: several for a list
-    of tuples, else one. It gets the seed as its parameter `seed` or its only one without
-    a default, and PyTorch's generators seeded; these are as before afterwards, on CUDA
-    only where it was in use. Raises UsageError where it raises an exception or needs
-    several arguments."""
+    """Returns the calls that a function of inputs gives for a seed: several for a list of
+    tuples, else one, also for an empty list. It gets the seed as its parameter `seed` or
+    its only one without a default, and PyTorch's generators seeded; these are as before
+    afterwards, on CUDA only where it was in use. Raises UsageError where it raises an
+    exception or needs several arguments."""
     with torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(seed)
         arguments = _seed_for(make, seed)

@@ -374,9 +374,10 @@ def _of_narrow_operations(
 def _of_other_calls(
     reference: FunctionReference, calls: Mapping[str, int]
 ) -> Iterator[OtherReference]:
-    """Yields the reference with one call of an operator alone left out, its second
-    argument taken for its result, or its sum cut; of operators that are called more than
-    once, and up to MAX_CALLS times."""
+    """Yields the reference with one call of an operator alone left out, or its sum cut,
+    of operators that are called more than once and up to MAX_CALLS times; then with the
+    second argument of an addition, subtraction, multiplication or division, one of the
+    first MAX_CALLS, taken for its result."""
     for name, count in calls.items():
         for i in range(count if 1 < count <= MAX_CALLS else 0):
             which = f"call {i + 1} of {count} of {name}"

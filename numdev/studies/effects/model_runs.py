@@ -423,9 +423,10 @@ def _widen_model(model: nn.Module, source: nn.Module, device: str) -> None:
 def _widened_tensor(
     values: Tensor, dtype: torch.dtype, is_parameter: bool, device: str | torch.device
 ) -> Tensor:
-    """Returns a parameter or buffer as a `Wide` tensor on `device`: the fp64 values of
-    `values`, not rounded, under the dtype that the model has it in. `values`: the
-    source's tensor, read from disk if it stays there."""
+    """Returns a buffer as a `Wide` tensor on `device`, or a parameter (`is_parameter`) as
+    one without a gradient; both count as weights: the fp64 values of `values`, not
+    rounded, under the dtype that the model has it in. `values`: the source's tensor, read
+    from disk if it stays there."""
     with _disable_current_modes():  # it may be read from disk while the model runs
         values = (
             values.make(torch.device(device))

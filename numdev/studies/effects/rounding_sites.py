@@ -228,8 +228,9 @@ class SiteTracker:
         self.begun = False  # whether a layer has run
 
     def following(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model runs, so that its modules are followed. It
-        begins anew each time."""
+        """Returns a context in which the model runs, so that its modules are followed.
+        What was followed before is forgotten at once. `by_hand` and `widths` stay, but
+        for modules that run again."""
         self.running, self.attended, self.begun = [], set(), False
 
         def enter(

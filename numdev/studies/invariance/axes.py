@@ -206,8 +206,8 @@ def with_more_tokens(
 
 def _grow_mask(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
     """Returns a mask, of 4 axes, for more rows, which see every key, and more keys, which
-    no other row sees. `rows`, `keys`: how many before and behind; an axis of length 1
-    stays."""
+    no other row sees: an additive mask hides by its dtype's lowest number. `rows`,
+    `keys`: how many before and behind; an axis of length 1 stays."""
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     bool_ = mask.dtype == torch.bool
     if mask.shape[-1] > 1:

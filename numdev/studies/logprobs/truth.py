@@ -389,7 +389,7 @@ def _choosing(
     subject: Subject, forced: Mapping[Choice, np.ndarray]
 ) -> AbstractContextManager[None]:
     """Returns a context in which the exact model's layers take the experts that they are
-    told to."""
+    told to; all choose for themselves without any."""
     return RouterCalls(subject.wide, forced).following() if forced else nullcontext()
 
 

@@ -254,7 +254,8 @@ def findings(
     judgement: Judgement, report: LogprobsReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
     """Returns a finding for each side, and for both together, that is beyond a limit or
-    has a cause; and notes on what was not looked for."""
+    has a cause, then those on sides of which nothing could be compared; and notes on what
+    was not looked for."""
     wrong = [test for test in judgement.tests if test.standing is Standing.EXCEEDED]
     sentences = []
     for of_side in grouped(wrong, lambda test: test.kernel).values():
