@@ -442,18 +442,22 @@ def test_limits_grow_with_luck_and_leans_count_where_they_are_certain() -> None:
 # --- in a process of its own ----------------------------------------------------------
 
 
-def run_in_process(name: str, *, forks: bool = True, limit_s: float = 60) -> object:
+def run_in_process(name: str, *, limit_s: float = 60) -> object:
     work = Work(
         target=f"function_examples:{name}", backward=True,
         draws=tuple((seed, Arguments(positional=examples.inputs(seed))) for seed in (0, 1)),
     )  # fmt: skip
-    with FunctionProcess(run=served, forks=forks, limit_s=limit_s) as process:
+    with FunctionProcess(run=served, limit_s=limit_s) as process:
         return process.answers(work)
 
 
-@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_process_answers_bit_for_bit(forks: bool) -> None:
-    answers = run_in_process("fused", forks=forks)
+@pytest.mark.parametrize("is_anew", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_process_answers_bit_for_bit(
+    is_anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it goes on as a new interpreter, since CUDA was asked for before."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: is_anew)
+    answers = run_in_process("fused")
     assert isinstance(answers, list)
     for seed, ran in enumerate(answers):
         assert ran.outputs["output"].equal(examples.fused(*examples.inputs(seed)))
@@ -646,7 +650,7 @@ def test_an_answer_that_is_nonsense_is_one_error(answer: object) -> None:
     text = json.dumps([answer]).encode()
     os.write(theirs, struct.pack("<q", len(text)) + text + bytes(64))
     os.close(theirs)
-    process = FunctionProcess(run=served, forks=True, limit_s=5.0)
+    process = FunctionProcess(run=served, limit_s=5.0)
     process._back, process._to = ours, to
     with pytest.raises(MeasurementError, match="the function's process"):
         process.answers(Work(target="mine:f", draws=[], backward=False))

@@ -275,9 +275,8 @@ def check_function(
     from numdev.task_check import check_definition, check_task
 
     scripts = output or tempfile.mkdtemp(prefix="numdev-check-")
-    on_cpu = device == "cpu" or (device == "auto" and not _has_cuda())
     with (
-        FunctionProcess(run=served, forks=on_cpu) as process,
+        FunctionProcess(run=served, starts_cuda=_uses_cuda(device)) as process,
         contextlib.redirect_stdout(sys.stderr),
     ):
         source = _source_of_inputs(inputs)
@@ -331,10 +330,10 @@ def write_report(result: CheckResult, output: Path) -> None:
     html.write(result.report, output)
 
 
-def _has_cuda() -> bool:
-    """Whether there is a GPU, by the device files of Linux: a process that has started
-    CUDA could not be forked to use it."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+def _uses_cuda(device: str) -> bool:
+    """Whether a device is a GPU, and one is seen by the device files of Linux: PyTorch
+    is not asked, since a fork could not use CUDA then."""
+    return device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def check_as_data(result: CheckResult) -> dict[str, object]:

@@ -1,9 +1,10 @@
 """A function in a process of its own, in which the reference is never imported or run.
 
-On a CPU the process is a fork, begun before anything is computed, which costs no second
-import of PyTorch; with CUDA it is a new interpreter. It reads tasks that numdev pickled.
-Its answers are a JSON header and the bytes of tensors, and are never unpickled. It is no
-sandbox: the process may read and write what its user may."""
+The process is a fork, begun before anything is computed, which costs no second import of
+PyTorch; where the parent has asked for CUDA devices, so that PyTorch cannot use them in a
+fork, it goes on as a new interpreter. It reads tasks that numdev pickled. Its answers are
+a JSON header and the bytes of tensors, and are never unpickled. It is no sandbox: the
+process may read and write what its user may."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ import os
 import select
 import signal
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -62,10 +63,12 @@ RunWork = Callable[[Work], Sequence[Answer]]
 
 @dataclass(eq=False)
 class FunctionProcess:
-    """A process that runs a function. Use as a context manager; it ends with it."""
+    """A process that runs a function. Use as a context manager; it ends with it. With
+    `starts_cuda` it starts CUDA at once, which takes a second or two, while the caller
+    does other things."""
 
     run: RunWork
-    forks: bool
+    starts_cuda: bool = False
     limit_s: float = LIMIT_S
     _pid: int = 0
     _to: int = -1
@@ -75,14 +78,16 @@ class FunctionProcess:
     def __enter__(self) -> FunctionProcess:
         task, self._to = os.pipe()
         self._back, answer = os.pipe()
-        if self.forks:
-            self._pid = os.fork()
-            if self._pid == 0:
-                os.close(self._to)
-                os.close(self._back)
-                _serve_and_exit(self.run, task, answer)
-        else:
-            self._pid = _started(self.run, task, answer)
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._to)
+            os.close(self._back)
+            if torch.cuda._is_in_bad_fork():
+                _continue_anew(self.run, task, answer)
+            if self.starts_cuda:
+                with contextlib.suppress(Exception):  # its work will say why
+                    torch.zeros(1, device="cuda")
+            _serve_and_exit(self.run, task, answer)
         os.close(task)
         os.close(answer)
         return self
@@ -279,9 +284,9 @@ def ending_of(pid: int) -> str:
     return f" (signal {signal.Signals(ended.si_status).name})"
 
 
-def _started(run: RunWork, task: int, answer: int) -> int:
-    """Starts a new interpreter that serves tasks, and returns its process id. `task`,
-    `answer`: the pipe ends from which it reads, and into which it writes."""
+def _continue_anew(run: RunWork, task: int, answer: int) -> NoReturn:
+    """Replaces this process by a new interpreter that serves tasks. `task`, `answer`: the
+    pipe ends from which it reads, and into which it writes."""
     module, name = run.__module__, run.__name__
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -289,13 +294,12 @@ def _started(run: RunWork, task: int, answer: int) -> int:
         "from numdev.operations.function.process import _serve_and_exit\n"
         f"_serve_and_exit({name}, {task}, {answer})"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        pass_fds=(task, answer),
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    return process.pid
+    for end in (task, answer):
+        os.set_inheritable(end, True)
+    try:
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    finally:  # nothing of the caller may run on in here
+        os._exit(1)
 
 
 def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
@@ -304,7 +308,7 @@ def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
     exception is printed to stderr and ends the process with status 1. What `run` prints
     goes to stderr."""
     try:
-        with contextlib.suppress(OSError):  # it has one where it was started anew
+        with contextlib.suppress(OSError):  # it has one already
             os.setsid()
         os.dup2(2, 1)  # what a foreign function prints
         for message in _messages(task):
