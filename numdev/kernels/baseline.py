@@ -26,6 +26,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, additive, empty_rows, explicit_mask, visible
 from numdev.kernels import Output, kernel
 from numdev.kernels.output import pull_back, upstream_in
+from numdev.kernels.tiled_softmax import TiledSoftmax
 
 
 @kernel(
@@ -105,28 +106,33 @@ class OnlineSoftmax:
 
     def steps(self, case: AttentionCase) -> dict[str, Output]:
         """Returns by name of MAXIMUM the output with its gradients: what `differentiate`
-        returns of each, bit for bit. They have one graph, in which the maxima of tiles
-        are leaves; only what a maximum adds to the gradient of the scores differs. Raises
-        UsageError for a case without a grad_out."""
+        returns of each, bit for bit. Only what a maximum adds to the gradient of the
+        scores differs. Raises UsageError for a case without a grad_out."""
         q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
         with torch.enable_grad():
             case = dataclasses.replace(case, q=q, k=k, v=v)
             keys, values = repeat_kv(case, wide=self.sums_wide)
-            S = _scores(case, q.float(), keys.float())
-            leaf = S.detach().requires_grad_()
-            parts = leaf.split(self.tile or case.kv_len, dim=-1)
-            maxima = [_largest(p.detach(), "amax").requires_grad_() for p in parts]
-            out = self._add_tiles(case, parts, maxima, values)
-            dO = upstream_in(case, out.dtype)
-            dS, dv, *dm = pull_back([out], [dO], [leaf, v, *maxima])
-            steps = {}
-            for name in MAXIMUM:
-                total = dS
-                if name != "constant":
-                    through = torch.cat([_largest(p, name) for p in parts])
-                    total = dS + pull_back([through], [torch.cat(dm)], [leaf])[0]
-                dq, dk = pull_back([S], [total], [q, k], retain_graph=True)
-                steps[name] = Output(out=out.detach(), dq=dq, dk=dk, dv=dv)
+            S, V = _scores(case, q.float(), keys.float()), values.float()
+        first, tile = self._first_maximum(case, S.detach()), self.tile or case.kv_len
+        tiles = TiledSoftmax(S.detach(), V.detach(), first, tile, q.dtype)
+        m, l, O, through_sink = tiles.m, tiles.l, tiles.O, None
+        if case.sinks is not None:
+            of_sink = (case.sinks.float()[:, None, None] - m).exp()
+            l = l + of_sink
+        empty = empty_rows(case)[..., None]
+        out = (O / l).to(q.dtype).masked_fill(empty, 0.0)
+        upstream = upstream_in(case, q.dtype).masked_fill(empty, 0.0).float()
+        dl = (-upstream * ((O / l) / l)).sum(dim=-1, keepdim=True)
+        if case.sinks is not None:
+            through_sink = -(dl * of_sink)
+        dS, dV, dm = tiles.gradients(upstream / l, dl, through_sink)
+        (dv,) = pull_back([V], [dV], [v])
+        steps = {}
+        for name in MAXIMUM:
+            is_constant = name == "constant"
+            total = dS if is_constant else dS + tiles.through_maxima(dm, name)
+            dq, dk = pull_back([S], [total], [q, k], retain_graph=True)
+            steps[name] = Output(out=out, dq=dq, dk=dk, dv=dv)
         return steps
 
     def _add_tiles(
@@ -138,10 +144,7 @@ class OnlineSoftmax:
     ) -> Tensor:
         """Returns the output. `parts`: the scores of each tile's keys; `maxima`: the
         largest of each row, [B, H, q_len, 1]; v has as many heads as q."""
-        m = parts[0].new_full((*parts[0].shape[:3], 1), HIDDEN)
-        if self.from_sink:
-            assert case.sinks is not None
-            m = torch.maximum(m, case.sinks.float()[:, None, None])
+        m = self._first_maximum(case, parts[0])
         l, O = torch.zeros_like(m), m.new_zeros(*m.shape[:3], v.shape[-1])
         values = v.float().split(parts[0].shape[-1], dim=2)
         for part, largest, V in zip(parts, maxima, values, strict=True):
@@ -152,6 +155,15 @@ class OnlineSoftmax:
         if case.sinks is not None:
             l = l + (case.sinks.float()[:, None, None] - m).exp()
         return (O / l).to(case.q.dtype).masked_fill(empty_rows(case)[..., None], 0.0)
+
+    def _first_maximum(self, case: AttentionCase, S: Tensor) -> Tensor:
+        """Returns the maximum before the first tile, [B, H, q_len, 1], in the dtype of
+        scores S."""
+        m = S.new_full((*S.shape[:3], 1), HIDDEN)
+        if not self.from_sink:
+            return m
+        assert case.sinks is not None
+        return torch.maximum(m, case.sinks.float()[:, None, None])
 
 
 def _largest(part: Tensor, function: str) -> Tensor:

@@ -539,8 +539,11 @@ def _run_written_way(
         return None
     kernel = Kernel(name="written", function=way, any_rows=True)
     if isinstance(way, OnlineSoftmax):
-        backward = functools.partial(_shared_step, way, last)
-        kernel = dataclasses.replace(kernel, backward=backward)
+        kernel = dataclasses.replace(
+            kernel,
+            function=functools.partial(_shared_output, way, last),
+            backward=functools.partial(_shared_step, way, last),
+        )
     with bench.watch("predictions"):
         trained = "dq" in bench.by_row and not forward
         output = attempt(kernel, case, {}, gradients=trained)
@@ -556,10 +559,22 @@ def _shared_step(
     in its maximum alone from the one that ran last; else `last` gets those of all
     maxima."""
     alike = dataclasses.replace(way, maximum="")
-    if alike not in last:
+    if way.maximum not in last.get(alike, {}):
         last.clear()
         last[alike] = way.steps(case)
     return last[alike][way.maximum]
+
+
+def _shared_output(
+    way: OnlineSoftmax, last: dict[object, Mapping[str, Output]], case: AttentionCase
+) -> Output:
+    """Returns the output of an online softmax, as `_shared_step`: no maximum changes
+    it."""
+    alike = dataclasses.replace(way, maximum="")
+    if alike not in last:
+        last.clear()
+        last[alike] = {"": Output(out=way(case))}
+    return next(iter(last[alike].values()))
 
 
 # --- rounding sites -------------------------------------------------------------------
