@@ -14,6 +14,7 @@ goes back on. Values are rounded, never encoded.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -171,6 +172,7 @@ def format_of(dtype: torch.dtype) -> Format:
     return _BY_DTYPE[dtype]
 
 
+@functools.cache
 def dtype_of(format: Format) -> torch.dtype:
     """Returns the torch dtype that stores exactly the values of `format`, whatever its
     name: `e8m7` gives `torch.bfloat16`. Raises `UsageError` where torch has no such

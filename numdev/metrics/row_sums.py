@@ -397,8 +397,9 @@ def _ratios_to_prediction(
 def _sum_by_group(rows: Tensor) -> Tensor:
     """Returns [names, B, H, rows] summed over the batch and over the rows of each group:
     [names, H, GROUPS]. Row i is in group i mod GROUPS."""
-    padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % GROUPS))
-    grouped: Tensor = padded.unflatten(-1, (-1, GROUPS)).sum(dim=(-4, -2))
+    if missing := -rows.shape[-1] % GROUPS:
+        rows = torch.nn.functional.pad(rows, (0, missing))
+    grouped: Tensor = rows.unflatten(-1, (-1, GROUPS)).sum(dim=(-4, -2))
     return grouped
 
 
@@ -406,6 +407,8 @@ def _copy_to_host(tensors: Sequence[Tensor]) -> list[Numbers]:
     """Returns tensors (at least one) as fp64 arrays of their shapes on the host, by one
     transfer."""
     flat = torch.cat([x.double().flatten() for x in tensors]).cpu().numpy()
-    ends = np.cumsum([x.numel() for x in tensors])[:-1]
-    parts = zip(np.split(flat, ends), tensors, strict=True)
-    return [part.reshape(x.shape) for part, x in parts]
+    parts, end = [], 0
+    for x in tensors:
+        start, end = end, end + x.numel()
+        parts.append(flat[start:end].reshape(x.shape))
+    return parts

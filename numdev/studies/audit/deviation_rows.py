@@ -90,13 +90,15 @@ class Runs(Generic[Call]):
             for name, distance in bench.distances.items()
             if name in present and task.role not in ("precision", "control")
         }
+        # All that are measured, each in its own rows
+        shared = {**identity(task), "tensors": (*tensors, *by_distance)}
         rows: list[DeviationRow] = []
         along: dict[str, Deviation] = {}
         for tensor in tensors:
             if tensor not in present:
                 raise MeasurementError(f"the kernel returned no {tensor}")
             if task.role == "precision":
-                rows += self._rows_of_input_rounding(tensor)
+                rows += self._rows_of_input_rounding(tensor, shared)
                 continue
             chosen = select.select(present[tensor], tensor)
             fmt = (
@@ -110,17 +112,16 @@ class Runs(Generic[Call]):
             if task.role == "kernel":
                 bench.annotate(self.output, tensor, units, along[tensor], chosen)
             self._add_metrics_of_all_rows(units, tensor, outside)
-            rows += self._make_rows(tensor, units, fmt)
+            rows += self._make_rows(tensor, units, shared, fmt)
         for tensor, distance in by_distance.items():
             chosen = select.select(present[tensor], tensor)
             of = select.sampled_from(tensor)
             units = measure_plain(chosen, distance.exact, distance.empty, of=of).heads
             self._add_metrics_of_all_rows(units, tensor, outside)
-            rows += self._make_rows(tensor, units)
+            rows += self._make_rows(tensor, units, shared)
         held_to = {name: like.expected[name] for name, like in self.likes.items()}
-        every = (*tensors, *by_distance)
         return Measured(
-            rows=[row.model_copy(update={"tensors": every}) for row in rows],
+            rows=rows,
             output=self.output,
             held_to=held_to,
             along=along,
@@ -135,9 +136,11 @@ class Runs(Generic[Call]):
         trained = any(tensor_spec(name).is_gradient for name in self.output.tensors)
         return tuple(t for t in tensors if trained or not tensor_spec(t).is_gradient)
 
-    def _rows_of_input_rounding(self, tensor: str) -> list[DeviationRow]:
+    def _rows_of_input_rounding(
+        self, tensor: str, shared: Mapping[str, object]
+    ) -> list[DeviationRow]:
         """Returns rows on how far rounding the inputs to the format moves the exact
-        result."""
+        result. `shared`: fields of all rows of the task."""
         yardstick = self.bench.yardsticks[tensor]
         assert yardstick.unrounded is not None
         moved = measure_plain(
@@ -146,7 +149,7 @@ class Runs(Generic[Call]):
             yardstick.empty,
             of=self.bench.selection.sampled_from(tensor),
         )
-        return self._make_rows(tensor, moved.heads)
+        return self._make_rows(tensor, moved.heads, shared)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
         """Returns one tensor's metrics, compared with what is predicted of it. `x`: its
@@ -230,17 +233,21 @@ class Runs(Generic[Call]):
                 nullify(unit, ("noise",), "no element is finite")
 
     def _make_rows(
-        self, tensor: str, units: Sequence[Metrics], out_format: Format | None = None
+        self,
+        tensor: str,
+        units: Sequence[Metrics],
+        shared: Mapping[str, object],
+        out_format: Format | None = None,
     ) -> list[DeviationRow]:
-        """Returns the report's rows of one tensor, one for each unit's metrics;
-        `out_format`: the format the tensor counts as, None for one of which only the
-        distance is measured."""
+        """Returns the report's rows of one tensor, one for each unit's metrics. `shared`:
+        fields of all rows of the task; `out_format`: the format the tensor counts as,
+        None for one of which only the distance is measured."""
         task, bench, output = self.task, self.bench, self.output
         select = bench.selection
         x, is_gradient = output.tensors[tensor], tensor_spec(tensor).is_gradient
         limited = task.format == "float64" and task.role != "precision"
-        shared = {
-            **identity(task),
+        fields: dict[str, object] = {
+            **shared,
             "tensor": tensor,
             "status": "ok",
             "reason": bench.unscreened or ("reference-limited" if limited else None),
@@ -250,14 +257,14 @@ class Runs(Generic[Call]):
         }
         came_wider = out_format is bench.format and x.dtype != bench.dtype
         if task.role == "kernel" and came_wider:
-            shared["came_in"] = format_of(x.dtype).name
+            fields["came_in"] = format_of(x.dtype).name
         drawn, of = select.drawn_rows(tensor), select.sampled_from(tensor)
         if drawn is not None and of is not None:
-            shared |= {"sampled": True, "rows_measured": len(drawn)}
+            fields |= {"sampled": True, "rows_measured": len(drawn)}
         if isinstance(of, Strata):
-            shared["suspects"] = int(of.suspects.sum())
+            fields["suspects"] = int(of.suspects.sum())
         return [
-            DeviationRow.model_validate({**shared, "head": unit, **values})
+            DeviationRow.model_validate({**fields, "head": unit, **values})
             for unit, values in zip(select.units(tensor), units, strict=True)
         ]
 
