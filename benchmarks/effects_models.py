@@ -28,7 +28,7 @@ from numdev.errors import NumdevError
 from numdev.studies.effects.study import effects
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from models_table import NAMES, OWN, SMALL
+from models_table import INSTEAD, NAMES, SMALL
 
 ASKED: dict[str, Any] = {
     "kernels": ("sdpa-flash", "sdpa-math"),
@@ -39,15 +39,15 @@ ASKED: dict[str, Any] = {
 
 def built(name: str, folder: Path) -> Path:
     cls = getattr(transformers, name)
-    known = cls.config_class().to_dict()
-    small = {key: value for key, value in SMALL.items() if key in known}
+    fields = cls.config_class().to_dict()
+    small = {key: value for key, value in SMALL.items() if key in fields}
     for part in ("text_config", "vision_config"):
-        if isinstance(known.get(part), dict):
+        if isinstance(fields.get(part), dict):
             small[part] = {
-                key: value for key, value in SMALL.items() if key in known[part]
+                key: value for key, value in SMALL.items() if key in fields[part]
             }
-    small |= OWN.get(name, {}) | {
-        k: 0.3 for k in ("initializer_range", "init_std") if k in known
+    small |= INSTEAD.get(name, {}) | {
+        k: 0.3 for k in ("initializer_range", "init_std") if k in fields
     }
     torch.manual_seed(0)
     cls(cls.config_class(**small)).save_pretrained(folder / name)

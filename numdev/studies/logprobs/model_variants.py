@@ -35,12 +35,11 @@ KEYS = {
 BASE = ("base_model.model.", "base_model.")  # before a module's name in an adapter's file
 
 
-def take_out(subject: Subject, dose: str) -> None:
+def without(model: nn.Module, dose: str) -> None:
     """Takes a window, a cap or its own scale of scores out of a model, in place: in its
     config and every module that has copied it a window becomes ALL_KEYS and a cap None;
     the scale becomes 1 / sqrt(head_dim). Does nothing where the model has none. `dose`:
     one of KEYS, or SCALE."""
-    model = subject.wide
     if dose == SCALE:
         for module in model.modules():
             size = getattr(module, "head_dim", None)
@@ -102,6 +101,11 @@ def quantised(values: Tensor, axis: int, dose: str) -> Tensor:
     return (round_to(scaled, e4m3) if dose == "e4m3" else scaled.round()) * scale
 
 
+def leave_out(dose: str) -> Edit:
+    """Returns the edit that takes a window, a cap or the model's scale out of it."""
+    return lambda subject: without(subject.wide, dose)
+
+
 def quantise(dose: str) -> Edit:
     """Returns the edit that rounds the weights of linear layers; the head stays as it
     is."""
@@ -136,10 +140,7 @@ def cached_attention(dose: str) -> Callable[[AttentionCase, Format], Tensor]:
 
 # By cause and dose, what makes that mistake of a model, in place
 VARIANTS: Mapping[tuple[str, str], Edit] = {
-    **{
-        ("window, cap or scale", dose): partial(take_out, dose=dose)
-        for dose in (*KEYS, SCALE)
-    },
+    **{("window, cap or scale", dose): leave_out(dose) for dose in (*KEYS, SCALE)},
     **{("quantised weights", dose): quantise(dose) for dose in ("int8", "e4m3", "int4")},
 }
 CACHES = {
