@@ -27,9 +27,9 @@ from numdev.system import System
 WARM_UP = {"layers": 1}
 
 
-def request(given: Mapping[str, Any], **changes: Any) -> AuditRequest:
+def request(asked_for: Mapping[str, Any], **changes: Any) -> AuditRequest:
     """The audit; `rows` is passed on where it is given."""
-    asked = {**given, **changes}
+    asked = {**asked_for, **changes}
     cases = tuple(
         CaseConfig(
             name=f"layer {layer}",
@@ -59,10 +59,10 @@ def timed(asked: AuditRequest) -> dict[str, float]:
     """An audit's times. Raises SystemExit where no kernel ran: there is nothing to
     compare with."""
     with tempfile.TemporaryDirectory() as directory:
-        found = audit(asked, Path(directory))
-    if not found.measured:
-        raise SystemExit(f"not measured: {found.rows[-1].reason}")
-    return found.timings
+        report = audit(asked, Path(directory))
+    if not report.measured:
+        raise SystemExit(f"not measured: {report.rows[-1].reason}")
+    return report.timings
 
 
 def line(name: str, times: Mapping[str, float]) -> str:
@@ -87,22 +87,22 @@ def main() -> None:
     parser.add_argument("--kernel", action="append", help="repeatable; sdpa-flash")
     parser.add_argument("--format", default="bfloat16")
     parser.add_argument("--device", default="auto")
-    given = vars(parser.parse_args())
-    given["kv_heads"] = given["kv_heads"] or given["heads"]
-    system = System.probe(given["device"])
-    shape = (given["batch"], given["heads"], given["length"], given["head_dim"])
+    options = vars(parser.parse_args())
+    options["kv_heads"] = options["kv_heads"] or options["heads"]
+    system = System.probe(options["device"])
+    shape = (options["batch"], options["heads"], options["length"], options["head_dim"])
     print(
         f"{system.gpu or f'{system.cpu} ({system.cpu_capability}, {system.threads} threads)'}, "
-        f"torch {system.packages.get('torch')}; {given['layers']} causal calls, q "
+        f"torch {system.packages.get('torch')}; {options['layers']} causal calls, q "
         f"{list(shape)}, "
-        f"{given['kv_heads']} kv heads, "
-        f"{given['format']}{', backward' * given['backward']}"
+        f"{options['kv_heads']} kv heads, "
+        f"{options['format']}{', backward' * options['backward']}"
     )
     titles = "".join(f"{section:>12}" for section in (*SECTIONS, TOTAL))
     print(f"{'seconds':14}{titles}{'metrics + other':>19}{'cost of kernels':>19}")
-    for rows in dict.fromkeys((None, given["rows"])):
-        timed(request(given, rows=rows, **WARM_UP))
-        times = timed(request(given, rows=rows))
+    for rows in dict.fromkeys((None, options["rows"])):
+        timed(request(options, rows=rows, **WARM_UP))
+        times = timed(request(options, rows=rows))
         print(line("all rows" if rows is None else f"{rows} rows", times), flush=True)
 
 

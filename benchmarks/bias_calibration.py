@@ -150,9 +150,9 @@ def missed(
         sums += sign * either
         moved += either.sum(axis=-1)
     along = rng.normal(size=(sequences, heads)) * np.sqrt(moved)  # signs are random
-    found = bias(sums, along, np.full(sums.shape, float(length)))
-    sure = holm([head["bias_p"] for head in found], BIAS_ALPHA)
-    judged = zip(found, sure, strict=True)
+    metrics = bias(sums, along, np.full(sums.shape, float(length)))
+    sure = holm([head["bias_p"] for head in metrics], BIAS_ALPHA)
+    judged = zip(metrics, sure, strict=True)
     return sum(not ok or abs(h["bias_size"]) < BIAS_ULP for h, ok in judged) / heads
 
 
@@ -189,16 +189,16 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--power", action="store_true")
-    given = parser.parse_args()
-    if given.power:
-        power(given.sequences, given.length)
+    options = parser.parse_args()
+    if options.power:
+        power(options.sequences, options.length)
         return
-    counts = {n: getattr(given, n) for n in ("reports", "heads", "sequences", "length")}
+    counts = {n: getattr(options, n) for n in ("reports", "heads", "sequences", "length")}
     kernels = [*SOUND, *GUILTY, *JUDGED]
-    print(f"{counts}, head_dim 64; torch {torch.__version__} on {given.device}")
+    print(f"{counts}, head_dim 64; torch {torch.__version__} on {options.device}")
     print("Heads accused of heads, and the median size of what was tested, in ulps.\n")
     start = time.perf_counter()
-    for format_name in given.formats or ["bfloat16"]:
+    for format_name in options.formats or ["bfloat16"]:
         print(
             f"| {format_named(format_name).name} |",
             " | ".join(k.name for k in kernels),
@@ -207,15 +207,15 @@ def main() -> None:
         print("|---|", "---|" * len(kernels), sep="")
         for causal in (False, True):
             for name, regime in REGIMES.items():
-                found = calibrate(
+                rates = calibrate(
                     regime,
                     format_name,
                     kernels,
                     causal=causal,
-                    device=given.device,
+                    device=options.device,
                     **counts,
                 )
-                cells = (_cell(found[kernel.name]) for kernel in kernels)
+                cells = (_cell(rates[kernel.name]) for kernel in kernels)
                 print(f"| {name}{', causal' if causal else ''} |", *cells, flush=True)
         print()
     print(f"{time.perf_counter() - start:.0f} s")

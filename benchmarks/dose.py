@@ -62,13 +62,13 @@ def planted(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, n: int
 ) -> Tensor:
     """Another e at every call. Gradients are those of SDPA's output."""
-    made = GENERATORS.setdefault(
+    generator = GENERATORS.setdefault(
         f"{q.device} {n}", torch.Generator(q.device).manual_seed(n)
     )
     out: Tensor = F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale
     )
-    e = torch.randn(out.shape, generator=made, device=out.device)
+    e = torch.randn(out.shape, generator=generator, device=out.device)
     exact = out.detach().float()
     wrong = (exact * (1 + UNIT * n * e)).to(out.dtype)
     return (out.float() + (wrong.float() - exact)).to(out.dtype)
@@ -99,7 +99,7 @@ def planted_30(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -
 
 def variants() -> list[dict[str, Any]]:
     """The golden run, flash, low precision, the ladder, and what was planted."""
-    made: list[dict[str, Any]] = [
+    tried: list[dict[str, Any]] = [
         {
             "name": "baseline",
             "role": "golden",
@@ -114,15 +114,15 @@ def variants() -> list[dict[str, Any]]:
             "attention_format": "float32",
         },
     ]
-    made += [
+    tried += [
         {"name": f"re-rounded at {times:g}", "role": "null_rounding", "times": times}
         for times in RUNGS
     ]
-    made += [
+    tried += [
         {"name": f"planted {n}", "role": "flash", "kernel": f"dose:planted_{n}"}
         for n in PLANTED
     ]
-    return made
+    return tried
 
 
 def run(config: Path, to: Path, *, device: str, steps: int | None = None) -> BoundsReport:
@@ -150,12 +150,12 @@ def table_of_planted(report: BoundsReport, run_of: Path) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(d.variant for d in report.doses):
-        own = {
+        errors = {
             row.seed: row.from_golden
             for row in rows
             if row.variant == name and row.from_golden
         }
-        cause = statistics.geometric_mean(own.values()) if own else None
+        cause = statistics.geometric_mean(errors.values()) if errors else None
         cells = [name, "–" if cause is None else f"{cause:.2f}"]
         for window in ("start", "first", "early"):
             dose = next(

@@ -112,10 +112,10 @@ def ratios_of(name: str, seeds: int, dtype: torch.dtype) -> tuple[bool, list[flo
     runs = [compared(name, seed, dtype) for seed in range(seeds)]
     ratios: list[float] = []
     for i in range(len(runs[0].errors)):
-        own = sum(run.errors[i] for run in runs)
+        total = sum(run.errors[i] for run in runs)
         predicted = sum(run.predicted[i] for run in runs)
         ratios.append(
-            math.sqrt(own / predicted) if predicted else math.inf if own else math.nan
+            math.sqrt(total / predicted) if predicted else math.inf if total else math.nan
         )
     return all(run.equal for run in runs), ratios
 

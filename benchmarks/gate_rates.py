@@ -85,7 +85,7 @@ def drawn(regime: str, seed: int, *, causal: bool) -> AttentionCase:
 
 
 @functools.cache
-def here() -> System:
+def this_machine() -> System:
     """Asked once: it reads the metadata of all packages."""
     return System.probe("cpu")
 
@@ -105,7 +105,7 @@ def rows_of(
 ) -> list[DeviationRow]:
     """A kernel's rows, those of a planted fault too as a kernel's, as the gate takes
     them."""
-    found: list[DeviationRow] = []
+    rows: list[DeviationRow] = []
     for bench in on:
         task = Task(
             case=bench.case.ref,
@@ -116,8 +116,8 @@ def rows_of(
             gradients=run is None,
             repeats=2 if dose is None else 1,  # emulations repeat themselves
         )
-        found += measure_task(task, kernel, bench, here(), run or attempt).rows
-    return found
+        rows += measure_task(task, kernel, bench, this_machine(), run or attempt).rows
+    return rows
 
 
 def trial(
@@ -172,9 +172,9 @@ def interval(count: int, of: int) -> str:
     return f"{100 * ends.low:.0f} to {100 * ends.high:.0f} %"
 
 
-def table(found: Sequence[Trial], kind: str, words: tuple[str, str]) -> list[str]:
+def table(trials: Sequence[Trial], kind: str, words: tuple[str, str]) -> list[str]:
     """A line for each kernel and one for all; `words` are for exceeded and passed."""
-    these = [t for t in found if t.kind == kind]
+    these = [t for t in trials if t.kind == kind]
     lines = [
         f"| | reports | {words[0]} | {words[1]} | not judged | {words[0]}, 95 % | by |"
     ]
@@ -198,25 +198,25 @@ def main() -> None:
     parser.add_argument(
         "--small", action="store_true", help="one kernel and one fault of a kind"
     )
-    given = parser.parse_args()
-    few = slice(1 if given.small else None)
+    options = parser.parse_args()
+    few = slice(1 if options.small else None)
     torch.set_num_threads(1)
-    start, found = time.time(), []
-    for seed in range(given.first, given.first + given.seeds):
-        found += trials(seed, few)
+    start, tried = time.time(), []
+    for seed in range(options.first, options.first + options.seeds):
+        tried += trials(seed, few)
         print(f"seed {seed}: {time.time() - start:.0f} s", file=sys.stderr)
-    lines = ["Sound kernels", "", *table(found, "sound", ("accused", "cleared"))]
-    lines += ["", "Faulty kernels", "", *table(found, "planted", ("caught", "missed"))]
-    lines += ["", "Faults by dose", "", *table(found, "dosed", ("caught", "missed"))]
+    lines = ["Sound kernels", "", *table(tried, "sound", ("accused", "cleared"))]
+    lines += ["", "Faulty kernels", "", *table(tried, "planted", ("caught", "missed"))]
+    lines += ["", "Faults by dose", "", *table(tried, "dosed", ("caught", "missed"))]
     lines += ["", "Kernels that go wrong as processes, beside a sound one", ""]
     lines += ["| | default rules | and required |", "|---|---|---|"]
     lines += [f"| {name} | {a.outcome} | {b.outcome} |" for name, a, b in broken(few)]
-    ran = f"{given.seeds} seeds from {given.first}, {FORMAT}, {here().cpu_capability}"
+    ran = f"{options.seeds} seeds from {options.first}, {FORMAT}, {this_machine().cpu_capability}"
     lines += ["", f"{ran}, torch {torch.__version__}, {time.time() - start:.0f} s."]
     text = "\n".join(lines) + "\n"
     print(text)
-    if given.to:
-        given.to.write_text(text)
+    if options.to:
+        options.to.write_text(text)
 
 
 if __name__ == "__main__":

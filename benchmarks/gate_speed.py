@@ -135,14 +135,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--repeats", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print("| rows | MB | seconds | of the processor |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
-        for count in given.rows:
+        for count in options.rows:
             path = write(Path(name), count)
             size = path.stat().st_size / 1e6
             timed = [
-                run(Path(name) / "compiled", str(path)) for _ in range(given.repeats)
+                run(Path(name) / "compiled", str(path)) for _ in range(options.repeats)
             ]
             wall, used = (min(each) for each in zip(*timed, strict=True))
             print(f"| {count} | {size:.0f} | {wall:.2f} | {used:.2f} |", flush=True)

@@ -61,36 +61,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--samples", type=int, default=1000)
-    given = parser.parse_args()
-    length, samples = given.length, given.samples
+    options = parser.parse_args()
+    length, samples = options.length, options.samples
     print(
         f"{'errors':14}{'rows':>5}  {'suspicion':12}{'holds':>7}{'above':>7}{'ends':>7}"
     )
     for name, tail in TAILS.items():
         for count in (n for n in (64, 256) if n < length):
             for off in (None, 0.01, 0.5):
-                found = []
+                results = []
                 for seed in range(samples):
-                    made = torch.Generator().manual_seed(seed)
-                    errors = tail(torch.rand(length, generator=made, dtype=torch.float64))
+                    generator = torch.Generator().manual_seed(seed)
+                    errors = tail(
+                        torch.rand(length, generator=generator, dtype=torch.float64)
+                    )
                     sample = Sample(count=count, seed=seed)
                     rows, of = sample.draw(length, "queries"), length
                     if rows is not None and off is not None:
-                        factor = torch.randn(length, generator=made).mul(off).exp()
+                        factor = torch.randn(length, generator=generator).mul(off).exp()
                         suspects = (errors * factor).topk(SUSPECTS).indices
                         rows, of = Strata.joined(rows, suspects, length)
                     rms = float(errors.square().mean().sqrt())
                     low, high = measured(errors, rows, of)
-                    found.append(
+                    results.append(
                         (low * 0.999 <= rms <= high * 1.001, rms > high, high / low)
                     )
-                holds, above, ends = torch.tensor(found, dtype=torch.float64).unbind(
+                holds, above, ends = torch.tensor(results, dtype=torch.float64).unbind(
                     dim=1
                 )
-                said = "none" if off is None else f"off by {off:.0%}"
+                words = "none" if off is None else f"off by {off:.0%}"
                 shares = f"{float(holds.mean()):7.3f}{float(above.mean()):7.3f}"
                 print(
-                    f"{name:14}{count:5}  {said:12}{shares}{float(ends.nanmedian()):7.2f}"
+                    f"{name:14}{count:5}  {words:12}{shares}{float(ends.nanmedian()):7.2f}"
                 )
 
 

@@ -83,13 +83,13 @@ def broke_at(excess: pd.Series) -> int | None:
 def runs_of(rows: pd.DataFrame) -> pd.DataFrame:
     """One row for each rate, variant and seed: mean loss and excess of the last LATE
     steps, and the step at which it broke (NaN: never)."""
-    found = []
+    runs = []
     for (rate, variant, seed), run in rows.groupby(
         ["rate", "variant", "seed"], sort=False
     ):
         run = run.set_index("step").sort_index()
         late = run[run.index > run.index[-1] - LATE]
-        found.append(
+        runs.append(
             {
                 "rate": rate,
                 "variant": variant,
@@ -100,7 +100,7 @@ def runs_of(rows: pd.DataFrame) -> pd.DataFrame:
                 "broke": broke_at(run["excess"]),
             }
         )
-    return pd.DataFrame(found).astype({"broke": float})
+    return pd.DataFrame(runs).astype({"broke": float})
 
 
 def alarm_at(run: pd.DataFrame, signal: str, threshold: float) -> int | None:
@@ -131,7 +131,7 @@ def warnings(
     """For each rate and signal: the threshold no unbroken run of the seeds `fixed_on`
     passes, and how it does on the other seeds."""
     broke = runs.set_index(["rate", "variant", "seed"])["broke"]
-    found = []
+    lines = []
     for rate, at_rate in rows.groupby("rate", sort=False):
         every = dict(list(at_rate.groupby(["variant", "seed"], sort=False)))
         broken = {key: broke[(rate, *key)] for key in every}
@@ -153,7 +153,7 @@ def warnings(
                     warned += 1
                     leads.append(broken[key] - at)
             trouble = sum(not np.isnan(broken[key]) for key in others)
-            found.append(
+            lines.append(
                 {
                     "rate": rate,
                     "signal": signal,
@@ -163,28 +163,30 @@ def warnings(
                     "lead, steps": np.median(leads) if leads else np.nan,
                 }
             )
-    return pd.DataFrame(found)
+    return pd.DataFrame(lines)
 
 
 def by_variant(runs: pd.DataFrame) -> pd.DataFrame:
     """One row for each rate and variant over seeds."""
-    found = []
-    for (rate, variant), own in runs.groupby(["rate", "variant"], sort=False):
-        finite = own["excess"][np.isfinite(own["excess"])]
+    lines = []
+    for (rate, variant), of_variant in runs.groupby(["rate", "variant"], sort=False):
+        finite = of_variant["excess"][np.isfinite(of_variant["excess"])]
         mean, low, high = interval(list(finite)) if len(finite) else (np.nan, None, None)
-        steps = own["broke"].dropna()
-        found.append(
+        steps = of_variant["broke"].dropna()
+        lines.append(
             {
                 "rate": rate,
                 "variant": variant,
-                "loss by seed": " / ".join(f"{x:.3f}" for x in own["loss"]),
+                "loss by seed": " / ".join(f"{x:.3f}" for x in of_variant["loss"]),
                 "above golden": f"{mean:.3f}"
                 + ("" if low is None else f" [{low:.3f}, {high:.3f}]"),
-                "broke": "" if own["golden"].all() else f"{len(steps)} of {len(own)}",
+                "broke": ""
+                if of_variant["golden"].all()
+                else f"{len(steps)} of {len(of_variant)}",
                 "at step": " / ".join(f"{x:.0f}" for x in steps),
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(lines)
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -204,15 +206,15 @@ def main() -> None:
     parser.add_argument(
         "--fixed-on", nargs="+", type=int, default=[0, 1, 2], metavar="SEED"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     tables = []
-    for path in given.runs:
+    for path in options.runs:
         report = read(path)
         if not isinstance(report, TrainReport):
             raise SystemExit(
                 f"{path}: expected a report of numdev train, got {report.kind}"
             )
-        tables.append(recorded(report, given.golden))
+        tables.append(recorded(report, options.golden))
     rows = pd.concat(tables, ignore_index=True)
     rows = rows.drop_duplicates(["rate", "variant", "seed", "step"])
     runs = runs_of(rows)
@@ -221,8 +223,8 @@ def main() -> None:
         "are 95 %.\n"
     )
     print(markdown(by_variant(runs)))
-    print(f"\nThresholds fixed on seeds {given.fixed_on}, tested on the others.\n")
-    print(markdown(warnings(rows, runs, given.fixed_on)))
+    print(f"\nThresholds fixed on seeds {options.fixed_on}, tested on the others.\n")
+    print(markdown(warnings(rows, runs, options.fixed_on)))
 
 
 if __name__ == "__main__":

@@ -60,8 +60,10 @@ FEW = ("repeat", "batch", "decode", "chunks")  # axes of those, unless some are 
 def lines(report: InvarianceReport) -> Iterator[str]:
     """What differs, kernel by kernel and case by case, the largest difference of each
     axis."""
-    for (kernel, case), own in grouped(report.rows, lambda r: (label(r), r.case)).items():
-        ran = [r for r in own if r.status == "ok"]
+    for (kernel, case), of_case in grouped(
+        report.rows, lambda r: (label(r), r.case)
+    ).items():
+        ran = [r for r in of_case if r.status == "ok"]
         by_axis = grouped(ran, lambda r: r.axis)
         same = [axis for axis, rows in by_axis.items() if all(r.same for r in rows)]
         yield f"{kernel} {case}: same along {', '.join(same) or 'none'}"
@@ -80,7 +82,7 @@ def lines(report: InvarianceReport) -> Iterator[str]:
                     f"{variants} variants, most at {r.variant}, {print_at}; {why}"
                 )
         for reason, rows in grouped(
-            (r for r in own if r.status != "ok"), lambda r: r.reason
+            (r for r in of_case if r.status != "ok"), lambda r: r.reason
         ).items():
             axes = ", ".join(dict.fromkeys(r.axis for r in rows))
             yield f"  {rows[0].status} along {axes}: {str(reason)[:110]}"
@@ -151,11 +153,11 @@ def main() -> None:
     parser.add_argument(
         "--no-times", action="store_true", help="without milliseconds a call"
     )
-    given = parser.parse_args()
-    device = System.probe(given.device).device
-    cases = CASES if given.full or device == "cuda" else SHORT
-    cases = {n: x for n, x in cases.items() if given.case is None or n in given.case}
-    kernels = list(given.kernel or KERNELS[device])
+    options = parser.parse_args()
+    device = System.probe(options.device).device
+    cases = CASES if options.full or device == "cuda" else SHORT
+    cases = {n: x for n, x in cases.items() if options.case is None or n in options.case}
+    kernels = list(options.kernel or KERNELS[device])
     print(
         f"torch {torch.__version__} on "
         f"{System.probe(device).gpu or System.probe(device).cpu}"
@@ -166,10 +168,10 @@ def main() -> None:
     ):
         if not group:
             continue
-        axes = given.axis or (FEW if group[0] in COMPILED else AXES)
+        axes = options.axis or (FEW if group[0] in COMPILED else AXES)
         request = InvarianceRequest(
-            target="table", cases=tuple(configs(cases)), kernels=group, formats=(given.format,),
-            axes=tuple(axes), backward=given.backward, isolate=given.isolate, device=device,
+            target="table", cases=tuple(configs(cases)), kernels=group, formats=(options.format,),
+            axes=tuple(axes), backward=options.backward, isolate=options.isolate, device=device,
             logits=False,
         )  # fmt: skip
         start = time.perf_counter()
@@ -182,8 +184,11 @@ def main() -> None:
         print(
             f"{len(report.rows)} rows in {time.perf_counter() - start:.0f} s", flush=True
         )
-    dtype, plain = getattr(torch, given.format), [k for k in kernels if k not in COMPILED]
-    for line in () if given.no_times else times(plain, list(cases), device, dtype):
+    dtype, plain = (
+        getattr(torch, options.format),
+        [k for k in kernels if k not in COMPILED],
+    )
+    for line in () if options.no_times else times(plain, list(cases), device, dtype):
         print(line, flush=True)
 
 

@@ -90,25 +90,25 @@ def main() -> None:
     parser.add_argument(
         "--kernel", action="append", help="repeatable; the default kernels"
     )
-    given = parser.parse_args()
-    written(given.directory, given.layers, given.length, given.width)
-    model = forward_pass(given.directory, given.length)
+    options = parser.parse_args()
+    written(options.directory, options.layers, options.length, options.width)
+    model = forward_pass(options.directory, options.length)
     request = AuditRequest(
-        target=str(given.directory),
-        checkpoint=str(given.directory),
-        kernels=tuple(Choice(name=name) for name in given.kernel or BACKENDS),
+        target=str(options.directory),
+        checkpoint=str(options.directory),
+        kernels=tuple(Choice(name=name) for name in options.kernel or BACKENDS),
         formats=("bfloat16",),
-        rows=given.rows,
+        rows=options.rows,
         device=DEVICE,
         model_dtype="bfloat16",
         reproducers=0,
-        length=given.length,
+        length=options.length,
         sequences=1,
     )
     for _ in range(2):
         with tempfile.TemporaryDirectory() as directory:
-            found = audit(request, Path(directory))
-        times = found.timings
+            report = audit(request, Path(directory))
+        times = report.timings
         print(", ".join(f"{name} {times[name]:.2f}" for name in (*SECTIONS, TOTAL)), "s")
     measuring = times["reference"] + times["metrics"]
     beside = times["kernels"] + model

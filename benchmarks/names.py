@@ -90,16 +90,18 @@ def main() -> None:
         for name, door, verdict, causes, seconds in pool.map(
             judged, *zip(*pairs, strict=True)
         ):
-            said = "; ".join(causes)
-            print(f"| {name} | {door} | {verdict} | {seconds:.1f} | {said} |", flush=True)
+            words = "; ".join(causes)
+            print(
+                f"| {name} | {door} | {verdict} | {seconds:.1f} | {words} |", flush=True
+            )
             another = bool(CATALOGUE[name].says or CATALOGUE[name].place)
             totals.setdefault((door, another), Counter())[verdict] += 1
     for (door, another), counts in totals.items():
         what = "to be named" if another else "without a name, or sound"
-        said = ", ".join(
+        words = ", ".join(
             f"{counts[v]} {v}" for v in ("named", "unnamed", "WRONG", "passed")
         )
-        print(f"\n{door}, {what}, {sum(counts.values())}: {said}")
+        print(f"\n{door}, {what}, {sum(counts.values())}: {words}")
 
 
 if __name__ == "__main__":

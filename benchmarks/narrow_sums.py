@@ -34,7 +34,7 @@ from numdev.studies.audit.check import CheckSource
 from numdev.studies.audit.plan import Task
 from numdev.system import System
 
-HERE = System.probe("cpu")
+SYSTEM = System.probe("cpu")
 LONG = ("causal", "six-on-two", "long")  # default cases that are long enough
 SHAPES = (
     {"heads": 2, "seq_len": 256, "head_dim": 64, "causal": True},
@@ -77,7 +77,7 @@ def measured(
             case=case.ref, role="kernel", kernel=kernel.name, options={}, format=fmt,
             gradients=True,
         )  # fmt: skip
-        for row in measure_task(task, kernel, bench, HERE, later=[]).rows:
+        for row in measure_task(task, kernel, bench, SYSTEM, later=[]).rows:
             if row.narrow_sum is not None:
                 yield kernel, row.tensor, row.narrow_sum
 
@@ -94,12 +94,12 @@ def sound(first: int, seeds: int, only: str) -> None:
                     if number > NOTABLE:
                         print(f"  {kernel.name}: {number:.3f} ({where})", flush=True)
             print(f"  done: {case.ref.case}, seed {seed}", flush=True)
-    every = sorted(pair for own in numbers.values() for pair in own)
-    for name, own in (*numbers.items(), ("all", every)):
-        beyond = sum(number > (LIMIT or 0.0) for number, _ in own)
-        largest = max(own, default=(0.0, "none"))
+    every = sorted(pair for pairs in numbers.values() for pair in pairs)
+    for name, pairs in (*numbers.items(), ("all", every)):
+        beyond = sum(number > (LIMIT or 0.0) for number, _ in pairs)
+        largest = max(pairs, default=(0.0, "none"))
         print(
-            f"{name}: {len(own)} rows, largest {largest[0]:.3f} ({largest[1]}), "
+            f"{name}: {len(pairs)} rows, largest {largest[0]:.3f} ({largest[1]}), "
             f"{beyond} beyond {LIMIT}",
             flush=True,
         )

@@ -163,9 +163,9 @@ class Place:
         """For the rule that looks at all heads of a report; sound kernels have one a
         shape."""
         shape = (self.bench.case.ref.case or "").split("/")[1] if kind == "sound" else ""
-        kept = [r for r in rows if r.tensor != "lse" and r.status == "ok"]
+        chosen = [r for r in rows if r.tensor != "lse" and r.status == "ok"]
         if self.format != "float32":
-            self.pooled.setdefault((kind, name, self.format, shape), []).extend(kept)
+            self.pooled.setdefault((kind, name, self.format, shape), []).extend(chosen)
 
 
 def measured(
@@ -260,23 +260,23 @@ def units(
                     pooled=pooled,
                     few=few,
                 )
-                found: list[Iterator[Unit]] = []
+                units_of: list[Iterator[Unit]] = []
                 if only != "faulty":
-                    found.append(sound_units(on))
+                    units_of.append(sound_units(on))
                 if (
                     only != "sound"
                     and place == 0
                     and (fmt != "float32" or number % 3 == 0)
                 ):
-                    found.append(faulty_units(on))
+                    units_of.append(faulty_units(on))
                     if regime in DOSED and fmt != "float32":
-                        found.append(doses(on))
-                yield from ({**where, **unit} for unit in itertools.chain(*found))
+                        units_of.append(doses(on))
+                yield from ({**where, **unit} for unit in itertools.chain(*units_of))
     for (kind, name, fmt, place), rows in pooled.items():
-        said = list(threshold_tests(rows, TWICE, default_rules()))
-        said = [v for v in said if v.rule == TYPICAL]
-        why = [v.tensor for v in said if v.standing == "exceeded"]
-        medians = {v.tensor: v.observed for v in said if v.judged}
+        tests = list(threshold_tests(rows, TWICE, default_rules()))
+        tests = [v for v in tests if v.rule == TYPICAL]
+        why = [v.tensor for v in tests if v.standing == "exceeded"]
+        medians = {v.tensor: v.observed for v in tests if v.judged}
         of = {
             "set": system.cpu_capability,
             "format": fmt,
@@ -322,21 +322,21 @@ def doses(on: Place) -> Iterator[Unit]:
 # --- every instruction set ------------------------------------------------------------
 
 
-def run(given: argparse.Namespace) -> list[Unit]:
+def run(options: argparse.Namespace) -> list[Unit]:
     """One process for each instruction set."""
-    found: list[Unit] = []
-    for number, capability in enumerate(given.every.split(",")):
-        file = Path(f"{given.to}.{capability}")
+    lines: list[Unit] = []
+    for number, capability in enumerate(options.every.split(",")):
+        file = Path(f"{options.to}.{capability}")
         command = [sys.executable, __file__, "--one", str(number), "--to", str(file),
-                   "--seeds", str(given.seeds), "--first", str(given.first)]  # fmt: skip
-        command += ["--only", given.only] if given.only else []
-        command += ["--small"] if given.small else []
+                   "--seeds", str(options.seeds), "--first", str(options.first)]  # fmt: skip
+        command += ["--only", options.only] if options.only else []
+        command += ["--small"] if options.small else []
         subprocess.run(
             command, check=True, env={**os.environ, "ATEN_CPU_CAPABILITY": capability}
         )
-        found += [json.loads(line) for line in file.read_text().splitlines()]
+        lines += [json.loads(line) for line in file.read_text().splitlines()]
         file.unlink()
-    return found
+    return lines
 
 
 def main() -> None:
@@ -349,29 +349,29 @@ def main() -> None:
     parser.add_argument("--only", choices=("sound", "faulty"))
     parser.add_argument("--to", type=Path, default=Path("power.jsonl"))
     parser.add_argument(
-        "--from", dest="given", type=Path, help="tables of units measured before"
+        "--from", dest="measured", type=Path, help="tables of units measured before"
     )
     parser.add_argument("--small", action="store_true", help="one unit of a kind")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one is not None:
+    options = parser.parse_args()
+    if options.one is not None:
         torch.set_num_threads(1)
-        first = given.first + given.one * given.seeds
-        seeds = range(first, first + given.seeds)
+        first = options.first + options.one * options.seeds
+        seeds = range(first, first + options.seeds)
         start = time.time()
-        with given.to.open("w") as file:
-            for unit in units(seeds, given.only, small=given.small):
+        with options.to.open("w") as file:
+            for unit in units(seeds, options.only, small=options.small):
                 file.write(json.dumps(unit) + "\n")
         print(
-            f"instruction set {given.one}: {time.time() - start:.0f} s", file=sys.stderr
+            f"instruction set {options.one}: {time.time() - start:.0f} s", file=sys.stderr
         )
         return
-    if given.given:
-        found = [json.loads(line) for line in given.given.read_text().splitlines()]
+    if options.measured:
+        lines = [json.loads(line) for line in options.measured.read_text().splitlines()]
     else:
-        found = run(given)
-        given.to.write_text("".join(json.dumps(unit) + "\n" for unit in found))
-    print(tables(found))
+        lines = run(options)
+        options.to.write_text("".join(json.dumps(unit) + "\n" for unit in lines))
+    print(tables(lines))
 
 
 if __name__ == "__main__":

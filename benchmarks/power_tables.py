@@ -68,12 +68,12 @@ def _rightly(unit: Unit) -> bool:
     overflows = unit["regime"] == "near overflow" and unit["format"] == "float16"
     fast_exp = unit["kernel"] == "sdpa-flash" and unit["set"] != "DEFAULT"
     at_700 = unit["kernel"] == "sdpa-flash" and unit["regime"] == "one hot"
-    known = {
+    named = {
         *[("finiteness", tensor) for tensor in ("dq", "dk") if overflows],
         *[("bias", "out") for _ in range(fast_exp)],
         *[(rule, "dv") for rule in ("error", "worst row") if at_700],
     }
-    return {(rule, tensor) for rule, tensor, *_ in unit["why"]} <= known
+    return {(rule, tensor) for rule, tensor, *_ in unit["why"]} <= named
 
 
 def _sound(units: Sequence[Unit]) -> Iterable[Sequence[Any]]:
@@ -100,19 +100,19 @@ def _sound(units: Sequence[Unit]) -> Iterable[Sequence[Any]]:
 
 def _accusations(units: Iterable[Unit]) -> Iterable[str]:
     """Rule by rule, where and the worst number."""
-    said: dict[Any, list[tuple[float, str]]] = {}
+    by_rule: dict[Any, list[tuple[float, str]]] = {}
     for u in units:
         for rule, tensor, metric, observed, limit in u["why"]:
             size = float(observed) if isinstance(observed, float | int) else math.inf
             where = f"{u['regime']}, {u['shape']}, {u['set']}: {observed} against {limit}"
-            said.setdefault((u["kernel"], u["format"], rule, tensor, metric), []).append(
-                (size, where)
-            )
-    for (kernel, fmt, rule, tensor, metric), found in said.items():
+            by_rule.setdefault(
+                (u["kernel"], u["format"], rule, tensor, metric), []
+            ).append((size, where))
+    for (kernel, fmt, rule, tensor, metric), sizes in by_rule.items():
         yield (
-            f"- {kernel}, {fmt}: {rule} of {tensor} ({metric}), {len(found)} units, "
+            f"- {kernel}, {fmt}: {rule} of {tensor} ({metric}), {len(sizes)} units, "
             "worst "
-            f"{max(found)[1]}"
+            f"{max(sizes)[1]}"
         )
 
 
@@ -158,13 +158,13 @@ def _faulty(units: Sequence[Unit]) -> Iterable[Sequence[Any]]:
     shown = [u for u in units if u["grown"] is not None]
     for name, group in [*_grouped(shown, lambda u: u["fault"]), ("all", shown)]:
         caught = [u for u in group if u["why"]]
-        own = sum(
+        rightly = sum(
             any(tensor in u["tensors"] for _, tensor, *_ in u["why"]) for u in caught
         )
         missed = [u for u in group if not u["why"]]
         drowned = sum(map(_drowned, missed))
         fa = sum(bool(u["fa"]) for u in group)
-        yield name, len(group), len(caught), own, drowned, len(missed) - drowned, fa
+        yield name, len(group), len(caught), rightly, drowned, len(missed) - drowned, fa
 
 
 POOLED_HEAD = ("kernel", "reports", "accused", "in", "largest medians of out, dq, dk, dv")
@@ -197,21 +197,21 @@ def _missed(units: Iterable[Unit]) -> Iterable[str]:
 
 def _doses(units: Sequence[Unit]) -> Iterable[Sequence[Any]]:
     for (control, fmt), group in _grouped(units, lambda u: (u["control"], u["format"])):
-        found = [
+        doses = [
             f"{dose:g}: {sum(bool(u['why']) for u in same)}/{len(same)}"
             for dose, same in _grouped(group, lambda u: u["dose"])
         ]
-        yield control, fmt, ", ".join(found)
+        yield control, fmt, ", ".join(doses)
 
 
 # -------------------------------------------------------------------------------------------------
 
 
 def _not_run(units: Iterable[Unit]) -> Iterable[str]:
-    said = Counter(
+    reasons = Counter(
         (u.get("kernel") or u.get("fault"), u["not_run"]) for u in units if "not_run" in u
     )
-    return (f"- {name}: {count} units, {why}" for (name, why), count in said.items())
+    return (f"- {name}: {count} units, {why}" for (name, why), count in reasons.items())
 
 
 def _grouped(

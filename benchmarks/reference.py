@@ -41,15 +41,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--long", action="store_true", help="131072 tokens as well")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("reference.py: expected a CUDA GPU, got none")
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, causal, "
         f"{HEADS} heads, bf16"
     )
-    tables = [rates(given.repeats), others(given.repeats), sampled(given.repeats)]
-    for table in (*tables, *([long(given.repeats)] if given.long else [])):
+    tables = [rates(options.repeats), others(options.repeats), sampled(options.repeats)]
+    for table in (*tables, *([long(options.repeats)] if options.long else [])):
         print()
         for row in table:
             print("| " + " | ".join(row) + " |", flush=True)
@@ -151,10 +151,12 @@ def long(repeats: int) -> Iterator[tuple[str, ...]]:
 
 
 def case_of(head_dim: int, length: int) -> AttentionCase:
-    made = torch.Generator(device="cuda").manual_seed(length + head_dim)
+    generator = torch.Generator(device="cuda").manual_seed(length + head_dim)
     shape = (1, HEADS, length, head_dim)
     q, k, v, dO = (
-        torch.randn(shape, generator=made, device="cuda", dtype=torch.float32).bfloat16()
+        torch.randn(
+            shape, generator=generator, device="cuda", dtype=torch.float32
+        ).bfloat16()
         for _ in range(4)
     )
     ref = CaseRef(case=f"{length}x{head_dim}")
@@ -190,11 +192,11 @@ def beyond(way: Callable[[], object]) -> float:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found = way()
+    answer = way()
     torch.cuda.synchronize()
-    held = vars(found).values() if isinstance(found, Reference) else [found]
+    parts = vars(answer).values() if isinstance(answer, Reference) else [answer]
     tensors = [
-        x if isinstance(x, torch.Tensor) else getattr(x, "out", None) for x in held
+        x if isinstance(x, torch.Tensor) else getattr(x, "out", None) for x in parts
     ]
     returned = sum(x.numel() * x.element_size() for x in tensors if x is not None)
     return torch.cuda.max_memory_allocated() - before - returned

@@ -64,12 +64,12 @@ def part(y: Yardstick, rows: torch.Tensor) -> Yardstick:
 def coverage(case: AttentionCase, counts: tuple[int, ...], samples: int) -> Iterator[str]:
     """For each number of rows the cells of METRICS: how often, and how wide."""
     fmt = FORMATS["bfloat16"]
-    here = case.rounded_to(fmt)
-    out, exact = find("sdpa-flash").attend(here).out, attend(here)
+    rounded = case.rounded_to(fmt)
+    out, exact = find("sdpa-flash").attend(rounded).out, attend(rounded)
     if case.ref.case == BAD:
         out[:, :, [case.q_len // 3, case.q_len // 2]] *= 1.03
     expected = emulation(
-        here, {"preset": "fa2", "block_kv": 96, "kv_order": "descending"}
+        rounded, {"preset": "fa2", "block_kv": 96, "kv_order": "descending"}
     )
     y = Yardstick(
         reference=exact.out,
@@ -77,7 +77,7 @@ def coverage(case: AttentionCase, counts: tuple[int, ...], samples: int) -> Iter
         empty=exact.empty,
         format=fmt,
         lse=exact.lse,
-        baseline=find("baseline").attend(here).out,
+        baseline=find("baseline").attend(rounded).out,
     )
     whole = measure(out, y, expected).heads
     for count in counts:
@@ -86,10 +86,10 @@ def coverage(case: AttentionCase, counts: tuple[int, ...], samples: int) -> Iter
         for seed in range(samples):
             rows = Sample(count=count, seed=seed).draw(case.q_len, "queries")
             assert rows is not None
-            found = measure(
+            measured = measure(
                 out[:, :, rows], part(y, rows), expected[:, :, rows], of=case.q_len
             )
-            for head, truth in zip(found.heads, whole, strict=True):
+            for head, truth in zip(measured.heads, whole, strict=True):
                 for metric in METRICS:
                     low, high = head["interval"][metric]
                     inside[metric].append(low * 0.999 <= truth[metric] <= high * 1.001)
@@ -105,11 +105,11 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--samples", type=int, default=100)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print("| inputs | rows |", " | ".join(METRICS), "|")
     print("|---" * (2 + len(METRICS)), "|", sep="")
-    for name, case in cases(given.length):
-        for cells in coverage(case, COUNTS, given.samples):
+    for name, case in cases(options.length):
+        for cells in coverage(case, COUNTS, options.samples):
             print(f"| {name} | {cells} |", flush=True)
 
 

@@ -128,9 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float)
     asked = parser.parse_args(arguments)
     device = asked.device or _device()
-    given = (asked.length, asked.heads, asked.head_dim)
+    shape = (asked.length, asked.heads, asked.head_dim)
     length, heads, head_dim = (
-        x or y for x, y in zip(given, DEFAULTS[device], strict=True)
+        x or y for x, y in zip(shape, DEFAULTS[device], strict=True)
     )
     with tempfile.TemporaryDirectory() as folder:
         file, first = Path(folder) / "scaling.yaml", Path(folder) / "first.yaml"
@@ -163,10 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _device() -> str:
     """Asked of another process, since this one should not hold a GPU."""
     ask = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", ask], capture_output=True, text=True, check=True
     )
-    return found.stdout.strip()
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -272,8 +272,8 @@ def cumulative_product(x: Tensor) -> Tensor:
 @function((24, 16, 8), (24, 16, 8))
 def gated_recurrence(x: Tensor, gate: Tensor) -> Tensor:
     state, states = torch.zeros_like(x[0]), []
-    for own, open_by in zip(x, gate.sigmoid(), strict=True):
-        state = open_by * state + (1 - open_by) * own
+    for value, open_by in zip(x, gate.sigmoid(), strict=True):
+        state = open_by * state + (1 - open_by) * value
         states.append(state)
     return torch.stack(states)
 

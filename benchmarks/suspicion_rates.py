@@ -126,8 +126,8 @@ def judge(
     far = [h for h in every if always or far_off(metrics[h])]
     if not far:
         return ["not far off"]
-    found = suspect(case, out, exact, list(every), far)
-    return sorted({s.cause for s in found.values()}) or ["none"]
+    suspected = suspect(case, out, exact, list(every), far)
+    return sorted({s.cause for s in suspected.values()}) or ["none"]
 
 
 # --- sound kernels --------------------------------------------------------------------
@@ -151,14 +151,14 @@ def sound(seeds: int, few: slice) -> None:
                             continue
                         exact = attend(case)
                         units += 1
-                        said = judge(case, out, exact, always=False)
-                        far += said != ["not far off"]
-                        accused += said not in (["not far off"], ["none"])
-                        said = judge(case, out, exact, always=True)
-                        forced += said != ["none"]
-                        if said != ["none"]:
+                        names = judge(case, out, exact, always=False)
+                        far += names != ["not far off"]
+                        accused += names not in (["not far off"], ["none"])
+                        names = judge(case, out, exact, always=True)
+                        forced += names != ["none"]
+                        if names != ["none"]:
                             print(
-                                "   ", kernel, regime, fmt, label, seed, said, flush=True
+                                "   ", kernel, regime, fmt, label, seed, names, flush=True
                             )
         print(
             f"| {kernel} | {units} | {refused} | {far} | {accused} | {forced} |",
@@ -244,17 +244,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", choices=("sound", "planted"))
     parser.add_argument("--small", action="store_true", help="one of everything")
-    given = parser.parse_args()
-    few = slice(1 if given.small else None)
+    options = parser.parse_args()
+    few = slice(1 if options.small else None)
     start = time.perf_counter()
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"{given.seeds} seeds\n"
+        f"{options.seeds} seeds\n"
     )
-    if given.only != "planted":
-        sound(given.seeds, few)
-    if given.only != "sound":
-        planted(given.seeds, few)
+    if options.only != "planted":
+        sound(options.seeds, few)
+    if options.only != "sound":
+        planted(options.seeds, few)
     print(f"\n{time.perf_counter() - start:.0f} s")
 
 

@@ -102,21 +102,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--small", action="store_true", help="the first size alone")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    here = System.probe("cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    system = System.probe("cpu")
     print(
-        f"{here.cpu}, {given.threads} threads, torch {torch.__version__}, load "
-        f"{given.load}\n"
+        f"{system.cpu}, {options.threads} threads, torch {torch.__version__}, load "
+        f"{options.load}\n"
     )
     print("| what | one | all | default | over the better |\n|---|---|---|---|---|")
-    make, sizes = (a_training, NETWORKS) if given.train else (an_audit, CALLS)
-    with beside(given.load):
-        for name, size in list(sizes.items())[: 1 if given.small else None]:
+    make, sizes = (a_training, NETWORKS) if options.train else (an_audit, CALLS)
+    with beside(options.load):
+        for name, size in list(sizes.items())[: 1 if options.small else None]:
             run = make(*size)
             seconds(run, None)  # what the first use costs
-            ways = (1, given.threads, None)
-            taken = [[seconds(run, way) for way in ways] for _ in range(given.times)]
+            ways = (1, options.threads, None)
+            taken = [[seconds(run, way) for way in ways] for _ in range(options.times)]
             one, every, default = map(statistics.median, zip(*taken, strict=True))
             ratio = default / min(one, every)
             print(

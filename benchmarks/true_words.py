@@ -231,8 +231,8 @@ def computed(
     empty = ~shown.any(-1, keepdim=True)
     top = S.amax(-1, keepdim=True).detach().masked_fill(empty, 0.0)
     e = (S - top).exp()
-    own = e.sum(-1, keepdim=True)
-    total = own + more
+    exact_part = e.sum(-1, keepdim=True)
+    total = exact_part + more
     if call.sinks is not None:
         total = total + (call.sinks.double()[None, :, None, None] - top).exp()
     O = e @ V if no_sum else e @ V / torch.where(total == 0, 1.0, total)
@@ -750,10 +750,10 @@ def under(cause: str, call: Call) -> Step:
     cause = cause[: alone.start()] if alone else cause
     for pattern, step in CAUSES.items():
         if match := re.fullmatch(pattern, cause):
-            made = functools.partial(
+            variant = functools.partial(
                 lambda c, step, parts: step(c, *parts), step=step, parts=match.groups()
             )
-            return _by_entry(call, made, int(alone[1])) if alone else made(call)
+            return _by_entry(call, variant, int(alone[1])) if alone else variant(call)
     raise LookupError(cause)
 
 
@@ -791,11 +791,11 @@ TILES = (1 << 30, 64, 128, 32)
 def coarse(words: str, call: Call, tile: int) -> Step:
     """FlashAttention-2's roundings in tiles of so many keys with one step coarser, in
     fp32. LookupError for other words."""
-    own, dtype = rounder(call.format), call.dtype
+    rounded, dtype = rounder(call.format), call.dtype
     q, dO = call.q.float(), call.upstream.float()
     K, V = (x.float().repeat_interleave(call.group, 1) for x in (call.k, call.v))
-    p, scores, out, product = own, lambda x: x, own, lambda x: x
-    ds = pv = own
+    p, scores, out, product = rounded, lambda x: x, rounded, lambda x: x
+    ds = pv = rounded
     delta, dq_tile = lambda x: x, None
     if by := re.fullmatch(r"P is rounded to (float\w+|bfloat16) before P V", words):
         p = rounder(by[1])
@@ -838,7 +838,7 @@ def coarse(words: str, call: Call, tile: int) -> Step:
         O = product((before - base).exp() * O + p((part - base).exp()) @ values)
     O = out(O / torch.where(l == 0, 1.0, l))
     P = torch.where(S.isfinite(), (S - call.right["lse"].float()[..., None]).exp(), 0.0)
-    dS = ds(P * (dO @ V.mT - delta((dO * own(O)).sum(-1, keepdim=True))))
+    dS = ds(P * (dO @ V.mT - delta((dO * rounded(O)).sum(-1, keepdim=True))))
     if dq_tile is None:
         dq = call.scale * (dS @ K)
     else:
@@ -849,7 +849,7 @@ def coarse(words: str, call: Call, tile: int) -> Step:
             dq = dq_tile[0](dq + call.scale * (weights @ keys))
     dk, dv = call.scale * (dS.mT @ q), pv(P).mT @ dO
     dk, dv = (x.unflatten(1, (call.k.shape[1], call.group)).sum(2) for x in (dk, dv))
-    step = {"out": O, "dq": own(dq), "dk": own(dk), "dv": own(dv)}
+    step = {"out": O, "dq": rounded(dq), "dk": rounded(dk), "dv": rounded(dv)}
     return {n: x.double() for n, x in step.items()}
 
 
@@ -861,7 +861,7 @@ class Claim:
     """One thing that a sentence says: what of, what was said, what comes out here."""
 
     kind: str
-    said: str
+    stated: str
     computed: str
     holds: bool | None  # None: it cannot be computed here
 
@@ -1003,7 +1003,7 @@ class Checked:
             return by_row(x, y).norm(dim=1)
 
         wide = [sizes(ran.wide[tensor], y) for y in (right, tried)]
-        own = [sizes(ran.step[tensor], y) for y in (right, tried)]
+        in_format = [sizes(ran.step[tensor], y) for y in (right, tried)]
         floor = sizes(cast(tried, "float32"), tried).clamp_min(1e-300)
         cut = wide[0] / torch.maximum(wide[1], floor)
         rows = [by_row(ran.wide[tensor], y).abs() for y in (right, tried)]
@@ -1013,7 +1013,7 @@ class Checked:
         beside = [(x / terms).nan_to_num(0.0, 0.0, 0.0).norm(dim=1) for x in rows]
         relative = beside[0] / beside[1].clamp_min(1e-300)
         cut = torch.stack([cut, typical, relative]).amax(0)
-        shares = [1 - b / a.clamp_min(1e-300) for a, b in (wide, own)]
+        shares = [1 - b / a.clamp_min(1e-300) for a, b in (wide, in_format)]
         return list(
             zip(cut.tolist(), shares[0].tolist(), shares[1].tolist(), strict=True)
         )
@@ -1031,11 +1031,11 @@ class Checked:
         for tensor in tensors:
             for fmt, case in self.ran:
                 if fmt in formats and tensor in self.ran[fmt, case].step:
-                    for h, (cut, wide, own) in enumerate(
+                    for h, (cut, wide, in_format) in enumerate(
                         self.shares(cause, fmt, case, tensor)
                     ):
-                        if cut >= least and own > 0.005:
-                            heads[fmt, case, tensor, h] = (wide, own)
+                        if cut >= least and in_format > 0.005:
+                            heads[fmt, case, tensor, h] = (wide, in_format)
         return heads
 
     # --- sentences ---------------------------------------------------------------------
@@ -1073,21 +1073,21 @@ class Checked:
         for at, line in enumerate(shown):
             if (match := re.match(verdict, line)) is None:
                 continue
-            said, formats = line[match.end() :], match[1].split(", ")
+            stated, formats = line[match.end() :], match[1].split(", ")
             below = shown[at + 1].strip() if at + 1 < len(shown) else ""
-            if said in lines:
-                more = below.removeprefix(details[lines.index(said)]).strip()
+            if stated in lines:
+                more = below.removeprefix(details[lines.index(stated)]).strip()
                 if more.startswith("Error of its output: "):
                     sizes = more.split(": ", 1)[1][:-1].replace("median ", "")
                     yield more, self.of_errors(sizes, formats)
                 elif below not in details:
                     yield below, [Claim("unknown", below, "", None)]
-            elif said.startswith(("error ", "median error ")):
-                yield said, self.of_errors(said.split("error ", 1)[1], formats)
+            elif stated.startswith(("error ", "median error ")):
+                yield stated, self.of_errors(stated.split("error ", 1)[1], formats)
                 if below and shown[at + 1].startswith(" "):
                     yield below, [Claim("unknown", below, "", None)]
             else:
-                yield said, [Claim("unknown", said, "", None)]
+                yield stated, [Claim("unknown", stated, "", None)]
 
     def of_sentence(
         self, text: str, finding: Mapping[str, str], full: Mapping[str, Any]
@@ -1100,12 +1100,12 @@ class Checked:
         if where is None:
             raise LookupError(text)
         count, judged = where[1] or where[3], where[2] or where[4]
-        said = (int(count), int(judged), int(where[5] or 0))
+        stated = (int(count), int(judged), int(where[5] or 0))
         place = (where[6], int(where[7]))
         if text == finding["sentence"]:
-            yield from self.of_line(text, full, said, place)
+            yield from self.of_line(text, full, stated, place)
         elif WHERE.match(text):
-            yield from self.of_where(full, said, place)
+            yield from self.of_where(full, stated, place)
         elif match := re.fullmatch(PLACE, text):
             tensor, (fmt, *_) = self.tensors(full)[0], full["formats"]
             yield from self.of_place(match[1], tensor, fmt, place, match[2])
@@ -1118,7 +1118,7 @@ class Checked:
                 alike = self.explained(other, self.tensors(full), full["formats"], 7.0)
                 yield Claim(
                     "alternative cause", other, f"{len(alike)} heads",
-                    len(alike) >= said[0],
+                    len(alike) >= stated[0],
                 )  # fmt: skip
         elif text.startswith("They should be 0"):
             yield from self.of_empty(text, full, place)
@@ -1131,7 +1131,7 @@ class Checked:
         self,
         text: str,
         full: Mapping[str, Any],
-        said: tuple[int, int, int],
+        stated: tuple[int, int, int],
         place: tuple[str, int],
     ) -> Iterator[Claim]:
         """Yields the claims of a finding's line."""
@@ -1202,12 +1202,12 @@ class Checked:
                 "reasons", f"{len(parts)}", f"{len(set(reasons))}", len(parts) == wanted
             )
         if first[3] or text != finding["sentence"]:
-            told = {
+            named = {
                 next((why for why in reasons if part.startswith(why)), part)
                 for part in parts
             }
             yield Claim(
-                "reason", f"{told}", f"{sorted(set(reasons))}", told <= set(reasons)
+                "reason", f"{named}", f"{sorted(set(reasons))}", named <= set(reasons)
             )
 
     def tensors(self, full: Mapping[str, Any]) -> list[str]:
@@ -1224,15 +1224,15 @@ class Checked:
     def of_where(
         self,
         full: Mapping[str, Any],
-        said: tuple[int, int, int],
+        stated: tuple[int, int, int],
         place: tuple[str, int],
     ) -> Iterator[Claim]:
         """Yields the claims on how many heads a finding is of, and which is the worst."""
         metric = full["metric"]
         if metric == "suspicion":
-            yield from self.of_explained(full, said, place)
+            yield from self.of_explained(full, stated, place)
         elif metric in ("expected_ratio", "rms_ratio", "worst_row"):
-            yield from self.of_beyond(full, said, place)
+            yield from self.of_beyond(full, stated, place)
         else:
             (fmt,), tensor = full["formats"], full["tensor"]
             limit, slack = full["limit"] or 0.0, 1.0
@@ -1256,8 +1256,8 @@ class Checked:
             if metric == "bias_size":
                 sure = 0  # those that are certain alone
             yield Claim(
-                "heads beyond a limit", f"{said[0]} + {said[2]}", f"{sure} to {over}",
-                sure <= said[0] + said[2] <= over,
+                "heads beyond a limit", f"{stated[0]} + {stated[2]}", f"{sure} to {over}",
+                sure <= stated[0] + stated[2] <= over,
             )  # fmt: skip
             at = sizes.get((fmt, place[0], tensor, place[1]), 0.0)
             worst = max(sizes.values(), default=0.0)
@@ -1267,12 +1267,14 @@ class Checked:
             )
             if metric != "bias_size":  # of those with sequences enough
                 every = len(sizes if "empty" in metric else self.heads(tensor, fmt))
-                yield Claim("heads judged", f"{said[1]}", f"{every}", said[1] == every)
+                yield Claim(
+                    "heads judged", f"{stated[1]}", f"{every}", stated[1] == every
+                )
 
     def of_explained(
         self,
         full: Mapping[str, Any],
-        said: tuple[int, int, int],
+        stated: tuple[int, int, int],
         place: tuple[str, int],
     ) -> Iterator[Claim]:
         """Yields the claims on which heads a cause explains. A name takes ten times
@@ -1287,15 +1289,15 @@ class Checked:
         least = 0 if self.causes > 1 else len(small)  # others may have a part of these
         yield Claim(
             "heads of a cause",
-            f"{said[0]} of {said[1]}",
+            f"{stated[0]} of {stated[1]}",
             f"{len(small)} far off, {len(heads)} explained",
             # numdev asks for ten times of a sample of rows, which may be seven of all
-            least <= said[0] + said[2]
-            and said[0] <= len(self.explained(cause, tensors, formats, 7.0)),
+            least <= stated[0] + stated[2]
+            and stated[0] <= len(self.explained(cause, tensors, formats, 7.0)),
         )
         counts = [len(self.heads(t, *formats)) for t in tensors]
         sums = {sum(x) for n in (1, 2, 3) for x in itertools.combinations(counts, n)}
-        yield Claim("heads judged", f"{said[1]}", f"{counts}", said[1] in sums)
+        yield Claim("heads judged", f"{stated[1]}", f"{counts}", stated[1] in sums)
         if self.causes > 1:  # which heads are this finding's is not said
             within = {(case, h) for _, case, _, h in heads}
             shown = f"{len(within)} heads"
@@ -1310,23 +1312,23 @@ class Checked:
         formats, cause = full["formats"], full["cause"].split(", or ")[0]
         heads = self.explained(cause, self.tensors(full), formats)
         by_format: dict[str, list[float]] = {}
-        for (fmt, *_), (_, own) in heads.items():
-            by_format.setdefault(fmt, []).append(own)
+        for (fmt, *_), (_, removed) in heads.items():
+            by_format.setdefault(fmt, []).append(removed)
         shares = re.findall(
             r"(?:removes|,) ([\d.]+ %|all)(?: of the rms error)?(?: of the median "
             rf"head)?(?: in ({FORMATS}))?",
             text,
         )
         for share, fmt in shares:
-            own = by_format.get(fmt or formats[0], [])
-            if not own:
+            of_heads = by_format.get(fmt or formats[0], [])
+            if not of_heads:
                 yield Claim("share removed", share, "in no head", False)
                 continue
-            mine = statistics.median(own)
+            mine = statistics.median(of_heads)
             value = 1.0 if share == "all" else float(share[:-2]) / 100
             right = near(1 - value, 1 - mine, 0.1) or abs(value - mine) < 0.011
             if self.causes > 1:  # the median is of some of these
-                right = right or min(own) - 0.011 <= value <= max(own) + 0.011
+                right = right or min(of_heads) - 0.011 <= value <= max(of_heads) + 0.011
             yield Claim(
                 "share removed",
                 f"{share} in {fmt or formats[0]}",
@@ -1403,7 +1405,7 @@ class Checked:
         """Yields the claims of a line on an error beside what is expected."""
         metric, (fmt,) = full["metric"], full["formats"]
         error = r"error of ([\w -]+?) (?:up to )?([\d.e]+)× expected"
-        said = re.search(
+        stated = re.search(
             {
                 "expected_ratio": rf": {error}",
                 "rms_ratio": rf" rms {error}",
@@ -1412,12 +1414,12 @@ class Checked:
             + r"( in the median (?:head|of \d+ heads))? \(limit ([\d.e]+)×\)\.$",
             text,
         )
-        if said is None:
+        if stated is None:
             raise LookupError(text)
-        tensor, number, bound = full["tensor"], float(said[2]), float(said[4])
-        yield Claim("tensor", said[1], tensor, NAMES.get(said[1]) == tensor)
+        tensor, number, bound = full["tensor"], float(stated[2]), float(stated[4])
+        yield Claim("tensor", stated[1], tensor, NAMES.get(stated[1]) == tensor)
         sizes = {h: self.ratio(h, metric) for h in self.heads(tensor, fmt)}
-        if said[3]:
+        if stated[3]:
             of = [
                 x
                 for h, x in sizes.items()
@@ -1433,23 +1435,23 @@ class Checked:
             mine, kind = sizes[fmt, place[0], tensor, place[1]], f"ratio ({metric})"
         yield Claim(
             kind,
-            f"{said[2]} at {place}",
+            f"{stated[2]} at {place}",
             f"{mine:.4g}",
             near(number, mine, 0.05),
         )
         least, typical = self.least_limit(full), full["rule"].startswith("typical")
         few_rows = 20.0 if tensor in ("dq", "dk") else least
         right = least <= bound < 1.3 if typical else bound in (least, few_rows)
-        yield Claim("limit", said[4], f"{least}", right)
+        yield Claim("limit", stated[4], f"{least}", right)
         yield Claim(
-            "beyond its limit", f"{said[2]} > {said[4]}", f"{mine:.4g}",
+            "beyond its limit", f"{stated[2]} > {stated[4]}", f"{mine:.4g}",
             number > bound and mine > bound * 0.98,
         )  # fmt: skip
 
     def of_beyond(
         self,
         full: Mapping[str, Any],
-        said: tuple[int, int, int],
+        stated: tuple[int, int, int],
         place: tuple[str, int],
     ) -> Iterator[Claim]:
         """Yields the claims on how many heads are beyond a limit, and which is worst."""
@@ -1467,18 +1469,20 @@ class Checked:
         few = len(sure) if metric != "rms_ratio" and not typical else 0
         yield Claim(
             "heads beyond a limit",
-            f"{said[0]} + {said[2]}",
+            f"{stated[0]} + {stated[2]}",
             f"{few} to {len(over)}",
-            few <= said[0] + said[2] <= len(over),
+            few <= stated[0] + stated[2] <= len(over),
         )
-        yield Claim("heads judged", f"{said[1]}", f"{len(every)}", said[1] == len(every))
+        yield Claim(
+            "heads judged", f"{stated[1]}", f"{len(every)}", stated[1] == len(every)
+        )
         # Beside its own limit, which is wider where few numbers stand behind a ratio.
         luck = 0.0 if metric == "worst_row" else 4.0
         if typical:  # that of a median of so many heads
             luck = {"dq": 2.5}.get(tensor, 6.0) if metric == "rms_ratio" else 4.0
             luck *= 1.25 / math.sqrt(len(every))
         limits = {h: max(least, 1 + luck / self.root(h)) for h in over or every}
-        if not said[2]:
+        if not stated[2]:
             yield self.worst_of("place of a ratio", over or every, metric, place, limits)
         else:  # which heads other findings have is not said
             at = sizes.get((fmt, place[0], tensor, place[1]), 0.0)
@@ -1518,7 +1522,7 @@ class Checked:
         limit = 5.0 if tensor in ("out", "dv") else 20.0
         limit = 50.0 if fmt == "float32" and tensor in ("dq", "dk") else limit
         entry = re.search(r"(?:of )?batch entry (\d+)(?: alone)?", words)
-        rest = words.replace(entry[0], "").strip() if entry else words
+        more = words.replace(entry[0], "").strip() if entry else words
         holding = 0
         shown = ""
         for head in self.heads(tensor, fmt):
@@ -1528,7 +1532,7 @@ class Checked:
             if not bool(bad.any()):
                 continue
             rows = bad.any(0)
-            same = not rest or bool((places(rest, len(rows)) == rows).all())
+            same = not more or bool((places(more, len(rows)) == rows).all())
             if entry:
                 same = same and bad.any(1).nonzero().flatten().tolist() == [int(entry[1])]
             holding += same
@@ -1589,13 +1593,13 @@ class Checked:
             spread = [t for t in ("dk", "dv") if bool(ran.step[t].isnan().any())]
             yield Claim("NaN in gradients", "can", f"{spread}", True if spread else None)
             return
-        said = re.search(r"rows of the output: (\d+) elements in (\d+) rows\.$", text)
-        if said is None:
+        stated = re.search(r"rows of the output: (\d+) elements in (\d+) rows\.$", text)
+        if stated is None:
             raise LookupError(text)
         sums = [sum(x[n] for x in self.empty(fmt).values()) for n in (0, 1)]
         yield Claim(
-            "elements not finite", f"{said[1]} in {said[2]}", f"{sums}",
-            [int(said[1]), int(said[2])] == sums,
+            "elements not finite", f"{stated[1]} in {stated[2]}", f"{sums}",
+            [int(stated[1]), int(stated[2])] == sums,
         )  # fmt: skip
 
     def of_nonfinite(self, text: str, full: Mapping[str, Any]) -> Iterator[Claim]:
@@ -1636,35 +1640,37 @@ class Checked:
         self, text: str, full: Mapping[str, Any], place: tuple[str, int]
     ) -> Iterator[Claim]:
         """Yields the claims of a line on a bias."""
-        said = re.search(
+        stated = re.search(
             r"mean error of the output ([+-][\d.]+) ulp, (.*) \(limit ([\d.]+) ulp\)\.$",
             text,
         )
-        if said is None:
+        if stated is None:
             raise LookupError(text)
-        number, sizes = float(said[1]), self.bias_there(full["formats"][0], place)
-        sign = said[2] in ("away from zero", "toward zero")
+        number, sizes = float(stated[1]), self.bias_there(full["formats"][0], place)
+        sign = stated[2] in ("away from zero", "toward zero")
         mine = [x for n, x in sizes.items() if (n == "sign") == sign]
         closest = min(mine, key=lambda x: abs(x - number))
-        yield Claim("bias", said[1], f"{closest:+.3f}", near(number, closest, 0.1))
-        up = said[2] in ("away from zero", "upward")
-        yield Claim("direction", said[2], f"{closest:+.3f}", up == (closest > 0))
-        yield Claim("beyond its limit", said[3], said[1], abs(closest) > float(said[3]))
+        yield Claim("bias", stated[1], f"{closest:+.3f}", near(number, closest, 0.1))
+        up = stated[2] in ("away from zero", "upward")
+        yield Claim("direction", stated[2], f"{closest:+.3f}", up == (closest > 0))
+        yield Claim(
+            "beyond its limit", stated[3], stated[1], abs(closest) > float(stated[3])
+        )
 
     def of_bias_detail(
         self, text: str, full: Mapping[str, Any], place: tuple[str, int]
     ) -> Iterator[Claim]:
         """Yields the claims on what leans, over how many sequences, and how certain that
         is. Its p is of a t-test over sequences, which is not computed here."""
-        said = re.match(r"Bias of (mean|sign|feature (\d+)) over (\d+) sequences", text)
-        if said is None:
+        stated = re.match(r"Bias of (mean|sign|feature (\d+)) over (\d+) sequences", text)
+        if stated is None:
             raise LookupError(text)
         fmt = full["formats"][0]
-        name = said[2] or said[1]
+        name = stated[2] or stated[1]
         size = self.bias_there(fmt, place).get(name, 0.0)
-        yield Claim("what leans", said[1], f"{size:+.3f}", abs(size) > 0.05)
+        yield Claim("what leans", stated[1], f"{size:+.3f}", abs(size) > 0.05)
         batch = self.ran[fmt, place[0]].call.q.shape[0]
-        yield Claim("sequences", said[3], f"{batch}", int(said[3]) == batch)
+        yield Claim("sequences", stated[3], f"{batch}", int(stated[3]) == batch)
         yield Claim("p", text, "", None)
 
     def noise(self, tensor: str, fmt: str) -> dict[Head, float]:
@@ -1687,21 +1693,21 @@ class Checked:
         self, text: str, full: Mapping[str, Any], place: tuple[str, int]
     ) -> Iterator[Claim]:
         """Yields the claims of a line on two runs that differ."""
-        said = re.search(
+        stated = re.search(
             r"not reproducible(?: in \d+ of \d+ heads)?: ([\w -]+?) changes between runs by ([\d.e]+)× one "
             r"rounding's error \((?:limit ([\d.]+)×|expected: identical bits)\)\.$",
             text,
         )
-        if said is None:
+        if stated is None:
             raise LookupError(text)
         tensor, (fmt,) = full["tensor"], full["formats"]
-        yield Claim("tensor", said[1], tensor, NAMES.get(said[1]) == tensor)
+        yield Claim("tensor", stated[1], tensor, NAMES.get(stated[1]) == tensor)
         sizes = self.noise(tensor, fmt)
         mine = max(sizes.values())
-        yield Claim("noise", said[2], f"{mine:.4g}", near(float(said[2]), mine, 0.3))
+        yield Claim("noise", stated[2], f"{mine:.4g}", near(float(stated[2]), mine, 0.3))
         yield Claim(
-            "beyond its limit", said[2], said[3] or "0",
-            float(said[2]) > float(said[3] or 0),
+            "beyond its limit", stated[2], stated[3] or "0",
+            float(stated[2]) > float(stated[3] or 0),
         )  # fmt: skip
 
     def of_rest(
@@ -1729,15 +1735,15 @@ class Checked:
                 "more heads of a step", f"{total}", f"{good}", total <= 1.03 * good
             )
         elif text.startswith("Cause: "):
-            said = re.fullmatch(
+            stated = re.fullmatch(
                 r"Cause: (.*)\. That explains ([\d.]+ %|all) of the error in (\d+) "
                 r"of these heads"
                 r"(, not in the worst)?\.",
                 text,
             )
-            if said is None:
+            if stated is None:
                 raise LookupError(text)
-            yield from self.of_step(said, full)
+            yield from self.of_step(stated, full)
         else:
             raise LookupError(text)
 
@@ -1751,8 +1757,8 @@ class Checked:
         tensor, (fmt,) = full["tensor"], full["formats"]
         explains = []
         for words in plain_causes():
-            _, wide, own = self.shares(words, fmt, place[0], tensor)[place[1]]
-            if wide > 0.9 and own > 0.3:  # ten times in all rows together
+            _, wide, in_format = self.shares(words, fmt, place[0], tensor)[place[1]]
+            if wide > 0.9 and in_format > 0.3:  # ten times in all rows together
                 explains.append(words)
         return Claim("no cause", why, f"{explains}", not explains)
 
@@ -1773,24 +1779,24 @@ class Checked:
             shares[head] = float(1 - min(left) / a) if a else 0.0
         return shares
 
-    def of_step(self, said: re.Match[str], full: Mapping[str, Any]) -> Iterator[Claim]:
-        shares = self.by_step(said[1], full)
+    def of_step(self, stated: re.Match[str], full: Mapping[str, Any]) -> Iterator[Claim]:
+        shares = self.by_step(stated[1], full)
         explained = [x for x in shares.values() if x > 0.88]
         # Where scores are in the hundreds, sums of fp32 in another order make a third
         likely = [x for x in shares.values() if x > 0.65]
         mine = statistics.median(explained) if explained else 0.0
-        value = 1.0 if said[2] == "all" else float(said[2][:-2]) / 100
+        value = 1.0 if stated[2] == "all" else float(stated[2][:-2]) / 100
         yield Claim(
             "share of a coarse step",
-            said[2],
+            stated[2],
             f"{100 * mine:.3g} %",
             abs(value - mine) < 0.04,
         )
         yield Claim(
             "heads of a coarse step",
-            said[3],
+            stated[3],
             f"{len(explained)} to {len(likely)}",
-            int(said[3]) <= len(likely),
+            int(stated[3]) <= len(likely),
         )
 
     def of_rule(self, rule: str, full: Mapping[str, Any]) -> Claim:
@@ -1823,8 +1829,8 @@ class Checked:
                     else {"": heads}
                 )
                 medians += [
-                    statistics.median(self.ratio(h, metric) for h in own)
-                    for own in by_case.values()
+                    statistics.median(self.ratio(h, metric) for h in of_case)
+                    for of_case in by_case.values()
                 ]
             return Claim("also fails", rule, f"{max(medians):.4g}", max(medians) > 1.015)
         if rule == "bias":
@@ -1905,10 +1911,12 @@ class Checked:
             lacking += [] if takes(function, "attn_mask") else ["mask", "window"]
             right = set(named) == set(lacking)
             return [Claim("no parameter", ", ".join(named), ", ".join(lacking), right)]
-        if said := re.fullmatch(r"Skipped: (\d+) of (\d+) calls \((.*)\): (.*)\.", text):
+        if stated := re.fullmatch(
+            r"Skipped: (\d+) of (\d+) calls \((.*)\): (.*)\.", text
+        ):
             every = [(f, c) for f in self.one.formats for c in calls(f).values()]
             skipped = [c.name for f, c in every if bool(c.v.isinf().any())]
-            right = [int(said[1]), int(said[2]), said[3]] == [
+            right = [int(stated[1]), int(stated[2]), stated[3]] == [
                 len(skipped),
                 len(every),
                 ", ".join(skipped),
@@ -1916,22 +1924,22 @@ class Checked:
             return [
                 Claim(
                     "calls skipped",
-                    f"{said[1]} of {said[2]} ({said[3]})",
+                    f"{stated[1]} of {stated[2]} ({stated[3]})",
                     f"{len(skipped)} of {len(every)} {skipped}",
                     right,
                 )
             ]
-        if said := re.fullmatch(
+        if stated := re.fullmatch(
             r"Not tested: fewer kv heads than query heads \((.*)\)\. k and v were "
             r"repeated, since no parameter is named enable_gqa\.",
             text,
         ):
             shared = {c.call.name for c in self.ran.values() if c.call.group > 1}
-            right = set(said[1].split(", ")) == shared and not takes(
+            right = set(stated[1].split(", ")) == shared and not takes(
                 function, "enable_gqa"
             )
-            return [Claim("heads repeated", said[1], f"{sorted(shared)}", right)]
-        if said := re.fullmatch(r"Not tested: the gradients of (.*) \((.*)\)\.", text):
+            return [Claim("heads repeated", stated[1], f"{sorted(shared)}", right)]
+        if stated := re.fullmatch(r"Not tested: the gradients of (.*) \((.*)\)\.", text):
             some = {
                 c.call.name
                 for c in self.ran.values()
@@ -1941,31 +1949,31 @@ class Checked:
             return [
                 Claim(
                     "gradients not tested",
-                    said[2],
+                    stated[2],
                     f"{sorted(some)}",
-                    set(said[2].split(", ")) == some,
+                    set(stated[2].split(", ")) == some,
                 )
             ]
-        if said := re.fullmatch(
+        if stated := re.fullmatch(
             r"\S+ declares no rounding model\. Of its (\d+) calls these are judged (.*?)"
             r"(; the rest as `fa2`)?\.",
             text,
         ):
-            return self.of_models(said)
+            return self.of_models(stated)
         return [Claim("unknown", text, "", None)]
 
-    def of_models(self, said: re.Match[str]) -> list[Claim]:
+    def of_models(self, stated: re.Match[str]) -> list[Claim]:
         """A way is nearer than `fa2` to a tensor of some call at least: others are held
         to it because it explains that one."""
         claims = [
-            Claim("calls", said[1], f"{len(self.ran)}", int(said[1]) == len(self.ran))
+            Claim("calls", stated[1], f"{len(self.ran)}", int(stated[1]) == len(self.ran))
         ]
         for words, _, count in re.findall(
-            r"(as .+?) \(((?:out|d[qkv]|,| and| )+) in (\d+)\)", said[2]
+            r"(as .+?) \(((?:out|d[qkv]|,| and| )+) in (\d+)\)", stated[2]
         ):
             words = words.removeprefix("and ").strip()
-            held = [key for key, way in self.ways.items() if way == words]
-            of_calls = {key[:2] for key in held}
+            tensors = [key for key, way in self.ways.items() if way == words]
+            of_calls = {key[:2] for key in tensors}
             claims.append(
                 Claim(
                     "calls of a model",
@@ -1976,7 +1984,7 @@ class Checked:
             )
             try:
                 nearer = 0
-                for key in held:
+                for key in tensors:
                     ran, way = self.ran[key[:2]], self.expected(*key)
                     if way is not None:
                         left = [
@@ -1984,7 +1992,7 @@ class Checked:
                             for x in (way, ran.predicted)
                         ]
                         nearer += left[0] <= left[1]
-                near_to = f"nearer than fa2 in {nearer} of {len(held)} tensors"
+                near_to = f"nearer than fa2 in {nearer} of {len(tensors)} tensors"
                 claims.append(Claim("model of a kernel", words, near_to, nearer > 0))
             except LookupError:
                 claims.append(Claim("model of a kernel", words, "", None))
@@ -1994,7 +2002,7 @@ class Checked:
 # --- running --------------------------------------------------------------------------
 
 
-def said(one: Planted) -> dict[str, Any]:
+def checked_report(one: Planted) -> dict[str, Any]:
     """What a user of the command reads of a kernel, on the terminal and as JSON."""
     from rich.console import Console
 
@@ -2022,9 +2030,9 @@ def checked(one: Planted, keep: Path | None) -> dict[str, Any]:
     """What was said of a kernel, now or when it was kept."""
     path = None if keep is None else keep / f"{one.name}.json"
     if path is not None and path.exists():
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return kept
-    report = said(one)
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return report
+    report = checked_report(one)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report), encoding="utf-8")
@@ -2055,7 +2063,7 @@ def main() -> None:
                 for claim, verdict in zip(claims, verdicts, strict=True):
                     if verdict != "holds":
                         print(
-                            f"  {claim.kind}: said {claim.said}; computed "
+                            f"  {claim.kind}: said {claim.stated}; computed "
                             f"{claim.computed}"
                         )
     print("\n| what is said | claims | hold | false | not computed |")

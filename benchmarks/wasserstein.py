@@ -37,10 +37,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--count", type=int, default=FEW, help="values on the CPU")
-    given = parser.parse_args()
+    options = parser.parse_args()
     tables = [
-        on_cpu(given.repeats, given.count),
-        *([on_cuda(given.repeats)] if torch.cuda.is_available() else []),
+        on_cpu(options.repeats, options.count),
+        *([on_cuda(options.repeats)] if torch.cuda.is_available() else []),
     ]
     for table in tables:
         print(f"{next(table)[0]}\n")
@@ -51,11 +51,11 @@ def main() -> None:
 
 def on_cpu(repeats: int, count: int) -> Iterator[tuple[str, ...]]:
     """Against scipy."""
-    here = System.probe("cpu")
+    system = System.probe("cpu")
     versions = (
         f"numpy {np.__version__}, scipy {scipy.__version__}, torch {torch.__version__}"
     )
-    yield (f"{here.cpu}, {here.threads} threads, {versions}",)
+    yield (f"{system.cpu}, {system.threads} threads, {versions}",)
     a, b = (normal(count, seed, "cpu") for seed in (0, 1))
     pairs = {
         f"{count / 1e6:g} M and {count / 1e6:g} M, float32": (a, b),
@@ -72,10 +72,16 @@ def on_cpu(repeats: int, count: int) -> Iterator[tuple[str, ...]]:
             "ours": lambda x=x, y=y: w1(x, y),
             "scipy": lambda u=u, v=v: wasserstein_distance(u, v),
         }
-        taken, found = in_turn(ways, repeats, lambda: None)
-        apart = abs(found["ours"] / found["scipy"] - 1)
+        taken, distances = in_turn(ways, repeats, lambda: None)
+        difference = abs(distances["ours"] / distances["scipy"] - 1)
         factor = taken["scipy"] / taken["ours"]
-        yield name, ms(taken["ours"]), ms(taken["scipy"]), f"{factor:.0f}", f"{apart:.0e}"
+        yield (
+            name,
+            ms(taken["ours"]),
+            ms(taken["scipy"]),
+            f"{factor:.0f}",
+            f"{difference:.0e}",
+        )
 
 
 def on_cuda(repeats: int) -> Iterator[tuple[str, ...]]:
@@ -121,17 +127,17 @@ def in_turn(
     """The median seconds of each way over rounds of all, after one that does not count;
     and what each returned."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for _ in range(repeats + 1):
         for name, way in ways.items():
             wait()
             begin = time.perf_counter()
-            found[name] = way()
+            results[name] = way()
             wait()
             taken[name].append(time.perf_counter() - begin)
     return {
         name: statistics.median(seconds[1:]) for name, seconds in taken.items()
-    }, found
+    }, results
 
 
 def beyond(way: Callable[[], object]) -> int:

@@ -122,42 +122,44 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
-                scale: float, made: Design) -> Tensor:  # fmt: skip
+                scale: float, design: Design) -> Tensor:  # fmt: skip
         def r(x: Tensor) -> Tensor:
             return x.to(q.dtype).float()
 
         group = q.shape[1] // k.shape[1]
         Q, K, V = q.float(), _repeated(k, group), _repeated(v, group)
         Q_S, by = Q, scale * LOG2_E
-        if made.scaled == "q in forward":
+        if design.scaled == "q in forward":
             Q_S, by = r(Q * by), 1.0
-        found = []
-        for keys in _parts(K.shape[2], made):
+        parts = []
+        for keys in _parts(K.shape[2], design):
             m = Q.new_full((*Q.shape[:3], 1), -math.inf)
             l, O = torch.zeros_like(m), Q.new_zeros(*Q.shape[:3], V.shape[-1])
-            for tile in _tiles(keys, made):
+            for tile in _tiles(keys, design):
                 S = _scores(Q_S, K, tile, by, mask, causal)
                 higher = torch.maximum(m, S.amax(dim=-1, keepdim=True))
-                moves = (higher - m > made.threshold) | (m == -math.inf)
+                moves = (higher - m > design.threshold) | (m == -math.inf)
                 m_old, m = m, torch.where(moves, higher, m)
                 a = torch.exp2(m_old - _safe(m))
-                P = _exp2(S - _safe(m), made)
-                P_V = r(P) if made.p_is_rounded else P
-                l = a * l + (P_V if made.sums_rounded_p else P).sum(dim=-1, keepdim=True)
+                P = _exp2(S - _safe(m), design)
+                P_V = r(P) if design.p_is_rounded else P
+                l = a * l + (P_V if design.sums_rounded_p else P).sum(
+                    dim=-1, keepdim=True
+                )
                 O = a * O + P_V @ V[:, :, tile]
-            found.append((m + l.log2(), O / torch.where(l == 0, 1.0, l)))
-        L2 = torch.stack([L for L, _ in found])
+            parts.append((m + l.log2(), O / torch.where(l == 0, 1.0, l)))
+        L2 = torch.stack([L for L, _ in parts])
         top = _safe(L2.amax(dim=0))
         L = top + torch.exp2(L2 - top).sum(dim=0).log2()
-        O = sum(torch.exp2(L_p - _safe(L)) * O_p for L_p, O_p in found)  # type: ignore[assignment]
+        O = sum(torch.exp2(L_p - _safe(L)) * O_p for L_p, O_p in parts)  # type: ignore[assignment]
         out = O.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, L)
-        ctx.how = mask, causal, scale, made
+        ctx.how = mask, causal, scale, design
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, out, L), (mask, causal, scale, made) = ctx.saved_tensors, ctx.how
+        (q, k, v, out, L), (mask, causal, scale, design) = ctx.saved_tensors, ctx.how
 
         def r(x: Tensor) -> Tensor:
             return x.to(q.dtype).float()
@@ -165,26 +167,26 @@ class _Tiled(torch.autograd.Function):
         group = q.shape[1] // k.shape[1]
         Q, K, V, dO = q.float(), _repeated(k, group), _repeated(v, group), grad.float()
         K_S, by = K, scale * LOG2_E
-        if made.scaled == "k in backward":
+        if design.scaled == "k in backward":
             K_S, by = r(K * by), 1.0
         delta = (dO * out.float()).sum(dim=-1, keepdim=True)
         dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
-        for tile in _tiles(slice(0, K.shape[2]), made):
+        for tile in _tiles(slice(0, K.shape[2]), design):
             P = torch.exp2(_scores(Q, K_S, tile, by, mask, causal) - _safe(L))
             P_O = r(P)
             dP = dO @ V[:, :, tile].mT
-            dS = (P_O if made.one_p else P) * (dP - delta)
-            dS = r(dS * scale) if made.ds_has_scale else r(dS)
+            dS = (P_O if design.one_p else P) * (dP - delta)
+            dS = r(dS * scale) if design.ds_has_scale else r(dS)
             dV[:, :, tile] = P_O.mT @ dO
             dK[:, :, tile] = dS.mT @ Q
             # What the tutorial has of K is scaled already, in base 2.
             dQ += dS @ (
-                K_S[:, :, tile] if made.scaled == "k in backward" else K[:, :, tile]
+                K_S[:, :, tile] if design.scaled == "k in backward" else K[:, :, tile]
             )
-        if not made.ds_has_scale:
-            dQ *= 1 / LOG2_E if made.scaled == "k in backward" else scale
+        if not design.ds_has_scale:
+            dQ *= 1 / LOG2_E if design.scaled == "k in backward" else scale
             dK *= scale
-        if made.group == "rounded":
+        if design.group == "rounded":
             dK, dV = r(dK), r(dV)
         dK, dV = (x.unflatten(1, (-1, group)).sum(dim=2) for x in (dK, dV))
         return dQ.to(q.dtype), dK.to(q.dtype), dV.to(q.dtype), None, None, None, None
@@ -198,15 +200,15 @@ def _safe(m: Tensor) -> Tensor:
     return torch.where(m == -math.inf, 0.0, m)
 
 
-def _parts(n: int, made: Design) -> list[slice]:
-    each = -(-n // made.parts)
+def _parts(n: int, design: Design) -> list[slice]:
+    each = -(-n // design.parts)
     return [slice(at, min(at + each, n)) for at in range(0, n, each)]
 
 
-def _tiles(keys: slice, made: Design) -> list[slice]:
-    starts = range(keys.start, keys.stop, made.tile)
-    tiles = [slice(at, min(at + made.tile, keys.stop)) for at in starts]
-    return tiles[::-1] if made.last_first else tiles
+def _tiles(keys: slice, design: Design) -> list[slice]:
+    starts = range(keys.start, keys.stop, design.tile)
+    tiles = [slice(at, min(at + design.tile, keys.stop)) for at in starts]
+    return tiles[::-1] if design.last_first else tiles
 
 
 def _scores(Q: Tensor, K: Tensor, tile: slice, by: float, mask: Tensor | None,
@@ -220,16 +222,16 @@ def _scores(Q: Tensor, K: Tensor, tile: slice, by: float, mask: Tensor | None,
         )
     if mask is None:
         return S
-    here = mask[..., tile]
+    part = mask[..., tile]
     return (
-        S.masked_fill(~here, -math.inf)
+        S.masked_fill(~part, -math.inf)
         if mask.dtype == torch.bool
-        else S + here.float() * LOG2_E
+        else S + part.float() * LOG2_E
     )
 
 
-def _exp2(x: Tensor, made: Design) -> Tensor:
-    if made.cubic == "no":
+def _exp2(x: Tensor, design: Design) -> Tensor:
+    if design.cubic == "no":
         return x.exp2()
     y = x.clamp(min=-127.0)
     n = y.floor()
@@ -237,7 +239,7 @@ def _exp2(x: Tensor, made: Design) -> Tensor:
     for c in CUBIC:
         power = power * (y - n) + c
     power = torch.where(y > -127, torch.ldexp(power, n), 0.0)
-    if made.cubic == "all":
+    if design.cubic == "all":
         return power
     # Of each tile of 128 its second and third 32, and there the last 4 of 16
     # (softmax.py).

@@ -57,9 +57,9 @@ def token() -> bytes:
     frame: Any = sys._getframe()
     while frame.f_code.co_name != "serve":
         frame = frame.f_back
-    found = frame.f_locals["token"]
-    assert isinstance(found, bytes)
-    return found
+    value = frame.f_locals["token"]
+    assert isinstance(value, bytes)
+    return value
 
 
 # --- what is written into descriptors -------------------------------------------------

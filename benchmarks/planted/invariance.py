@@ -88,8 +88,8 @@ counted: list[int] = []
 def shared_maximum(case: AttentionCase) -> torch.Tensor:
     alone = torch.cat([emulated(_sequence(case, i)) for i in range(case.q.shape[0])])
     largest = case.q.float().abs().amax()
-    own = case.q.float().abs().amax(dim=(1, 2, 3), keepdim=True)
-    return torch.where(largest > 3 * own, alone * 0.9, alone)
+    of_sequence = case.q.float().abs().amax(dim=(1, 2, 3), keepdim=True)
+    return torch.where(largest > 3 * of_sequence, alone * 0.9, alone)
 
 
 @planted(

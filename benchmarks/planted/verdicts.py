@@ -21,8 +21,8 @@ def sound(case: AttentionCase) -> Tensor:
 def erring(case: AttentionCase, times: float, **rounded: str) -> Tensor:
     """FlashAttention-2 with so many times its error, in float32."""
     exact = attend(case).out
-    own = find("emulated").attend(case, preset="fa2", **rounded).out
-    return (exact + times * (own.double() - exact)).float()
+    rounded_out = find("emulated").attend(case, preset="fa2", **rounded).out
+    return (exact + times * (rounded_out.double() - exact)).float()
 
 
 @planted(
