@@ -248,10 +248,10 @@ def test_heads_that_were_repeated_were_not_tested() -> None:
     ) -> Tensor:
         return swapped(q, k, v, is_causal)
 
-    given: dict[str, Any] = {"formats": "float16", "backward": False, "claims": EAGER}
-    _, left_out = check_attention(swapped, cases=["full", "grouped"], **given).skipped
+    passed: dict[str, Any] = {"formats": "float16", "backward": False, "claims": EAGER}
+    _, left_out = check_attention(swapped, cases=["full", "grouped"], **passed).skipped
     assert left_out.startswith("Not tested: fewer kv heads than query heads (grouped).")
-    assert check_attention(swapped, cases="full", **given).skipped == (
+    assert check_attention(swapped, cases="full", **passed).skipped == (
         "Not tested, since no call that ran sets it: is_causal.",
         "Not tested, since no call that ran has it: a group size unlike the number "
         "of kv heads, "
@@ -261,7 +261,7 @@ def test_heads_that_were_repeated_were_not_tested() -> None:
         "length equal to "
         "head_dim, V of another width, several sequences.",
     )
-    error = failing(told, cases="grouped", **given)
+    error = failing(told, cases="grouped", **passed)
     assert "query head h reads kv head h % kv_heads" in " ".join(str(error).split())
     assert "fewer kv heads" not in str(error)
 
@@ -373,22 +373,22 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
     named."""
     strict = {"thresholds": [{"name": "tight", "metric": "floor_ratio", "at_most": 0.5}]}
     (tmp_path / "tight.yaml").write_text(json.dumps({"name": "given", **strict}))
-    given: dict[str, Any] = {"cases": "full", "formats": "float16", "backward": False}
-    first = failing(plain, thresholds=strict, **given)
-    again = failing(plain, thresholds=tmp_path / "tight.yaml", **given)
+    passed: dict[str, Any] = {"cases": "full", "formats": "float16", "backward": False}
+    first = failing(plain, thresholds=strict, **passed)
+    again = failing(plain, thresholds=tmp_path / "tight.yaml", **passed)
     assert "breaks the rule `tight`" in " ".join(str(first).split())
     verdicts, others = (
         [t.model_dump() for t in each.result.judgement.tests] for each in (first, again)
     )
     assert verdicts == others
     with pytest.raises(UsageError, match="did you mean 'thresholds'"):
-        check_attention(plain, thresholds={"threshold": []}, **given)
+        check_attention(plain, thresholds={"threshold": []}, **passed)
     with pytest.raises(
         UsageError, match="function: expected a function or a Kernel, got 'sdpa-math'"
     ):
         check_attention("sdpa-math")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has no option 'presett'"):
-        check_attention(plain, claims={"presett": "eager"}, **given)
+        check_attention(plain, claims={"presett": "eager"}, **passed)
 
 
 @pytest.mark.thorough
@@ -416,16 +416,16 @@ def test_a_sound_kernel_passes_every_feature() -> None:
     """`numdev check` passes what it does not refuse, and says what it refuses."""
     done = invoked("check", "sdpa-flash", "--json", "--case", FEATURES)
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert (found["passed"], found["verdict"]) == (True, "PASS")
-    assert {r["tensor"] for r in found["report"]["rows"]} >= {
+    result = json.loads(done.stdout)
+    assert (result["passed"], result["verdict"]) == (True, "PASS")
+    assert {r["tensor"] for r in result["report"]["rows"]} >= {
         "out",
         "lse",
         "dq",
         "dk",
         "dv",
     }
-    assert any("soft cap" in words for words in found["not_tested"])
+    assert any("soft cap" in words for words in result["not_tested"])
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -613,14 +613,14 @@ def test_audit_leaves_what_the_command_leaves(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         "cases: [{name: a, heads: 1, seq_len: 9, head_dim: 8}]"
     )
-    given: dict[str, Any] = {"kernels": ["sdpa-math"], "device": "cpu", "seed": 3}
-    found = numdev.audit(tmp_path / "c.yaml", output=tmp_path / "out", **given)
+    passed: dict[str, Any] = {"kernels": ["sdpa-math"], "device": "cpu", "seed": 3}
+    result = numdev.audit(tmp_path / "c.yaml", output=tmp_path / "out", **passed)
     assert (tmp_path / "out" / "report.html").exists()
     assert (
         json.loads((tmp_path / "out" / "report.json").read_text())["request"]["seed"] == 3
     )
-    again = numdev.audit(tmp_path / "c.yaml", **given)
-    assert again.rows == found.rows
+    again = numdev.audit(tmp_path / "c.yaml", **passed)
+    assert again.rows == result.rows
     assert numdev.compare(str(tmp_path / "out"), again).exit_code == 0
     with pytest.raises(UsageError, match="no such file"):
         numdev.audit("nowhere")
@@ -635,7 +635,7 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
         models.gemma3(attn_implementation="eager"),
         torch.arange(40).view(2, 20) + 3,
     )
-    given: dict[str, Any] = {
+    passed: dict[str, Any] = {
         "formats": "float16",
         "backward": True,
         "layers": [1],
@@ -644,26 +644,26 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
     kernels = ["sdpa-math", lambda q, k, v, attn_mask=None: plain(q, k, v)]
     told: list[str] = []
     for words in ("", "Every task was finished before; --overwrite measures them again."):
-        found = numdev.audit(
-            model, ids, kernels=kernels, output=tmp_path, say=told.append, **given
+        result = numdev.audit(
+            model, ids, kernels=kernels, output=tmp_path, say=told.append, **passed
         )
         assert words in ("", *told)
     assert model.config._attn_implementation == "eager"
     assert not any(p.grad is not None for p in model.parameters())
-    source = found.provenance.source
+    source = result.provenance.source
     assert source["checkpoint"] == "Gemma3ForCausalLM in memory"
     assert source["prompt"] == "input_ids [2, 20]"
-    assert {r.layer for r in found.rows} == {1}
-    assert {f.kernel for f in found.findings if f.severity == "exceeded"} == {"<lambda>"}
+    assert {r.layer for r in result.rows} == {1}
+    assert {f.kernel for f in result.findings if f.severity == "exceeded"} == {"<lambda>"}
     calls = numdev.capture(model, {"input_ids": ids}, backward=True)
-    again = numdev.audit(calls, kernels="sdpa-math", **given)
+    again = numdev.audit(calls, kernels="sdpa-math", **passed)
     assert again.provenance.source["captured_from"] == "Gemma3ForCausalLM"
     numbers = [[(r.head, r.tensor, r.rms, r.max_abs) for r in x.rows if r.kernel == "sdpa-math"]
-               for x in (found, again)]  # fmt: skip
+               for x in (result, again)]  # fmt: skip
     assert numbers[0] == numbers[1] != []
     next(model.parameters()).data.mul_(2)
     with pytest.raises(UsageError, match="holds"):
-        numdev.audit(model, ids, kernels=kernels, output=tmp_path, **given)
+        numdev.audit(model, ids, kernels=kernels, output=tmp_path, **passed)
     for wrong, words in (
         (dict(target=model), "inputs: expected the model's inputs"),
         (dict(target=model, inputs=ids, length=8), "'length' does not apply: "),

@@ -62,9 +62,9 @@ def test_other_exps_and_modes_are_tried(
 ) -> None:
     """A truncating kernel, and one with PyTorch's fast exp, are told apart from fa2."""
     case = drawn(**regime)
-    found = explained(find("emulated").attend(case, **change).out, case)
-    assert found.best.claim.items() >= change.items()
-    assert found.best.residual < 0.1
+    result = explained(find("emulated").attend(case, **change).out, case)
+    assert result.best.claim.items() >= change.items()
+    assert result.best.residual < 0.1
 
 
 @pytest.mark.parametrize("spoil", [
@@ -76,9 +76,9 @@ def test_what_is_no_rounding_is_unknown(spoil: Callable[[Tensor], Tensor]) -> No
     """Whatever its size, an error that no rounding makes is explained by none."""
     case = drawn()
     output = spoil(find("emulated").attend(case).out.float()).bfloat16()
-    found = explained(output, case)
-    assert found.why_not == "no known way of rounding makes these errors"
-    assert found.sites == ()
+    result = explained(output, case)
+    assert result.why_not == "no known way of rounding makes these errors"
+    assert result.sites == ()
 
 
 @pytest.mark.parametrize(("next_residual", "known"), [(0.33, False), (0.4, True)])
@@ -92,19 +92,19 @@ def test_an_explanation_is_clearly_better_than_the_next(
     def emulate(claim: Mapping[str, Any]) -> Tensor:
         return errors * (1 - (0.3 if claim["preset"] == "eager" else next_residual))
 
-    found = attribute(errors, torch.zeros_like(errors), torch.ones(1, 1, 8),
+    result = attribute(errors, torch.zeros_like(errors), torch.ones(1, 1, 8),
                       format_named("bfloat16"), None, emulate)  # fmt: skip
-    assert found.best.preset == "eager"
-    assert (found.why_not is None) == known
+    assert result.best.preset == "eager"
+    assert (result.why_not is None) == known
 
 
 def test_the_scores_roundings_are_one_site() -> None:
     """At a scale of a power of two S and scale * S round alike: neither alone explains
     anything."""
     case = drawn("normal", logits=4.0)
-    found = explained(find("baseline").attend(case).out, case)
-    assert found.best.preset == "eager"
-    share = {s.site: s.share for s in found.sites}
+    result = explained(find("baseline").attend(case).out, case)
+    assert result.best.preset == "eager"
+    share = {s.site: s.share for s in result.sites}
     assert set(share) == {"scores", "p", "out"}
     assert share["scores"] > 0.5
     assert sum(share.values()) == pytest.approx(1.0, abs=0.1)
@@ -235,8 +235,8 @@ def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str
     if preset == "fa2":
         claim |= {"scale_in": "q", "loop_order": "kv", "splits": 2, "ds_scale": "before"}
     base = emulated_step(case, claim)[tensor]
-    found = rounding_sites(claim, case.format, tensor, group=2)
-    listed = {site for together in found.values() for site in together}
+    result = rounding_sites(claim, case.format, tensor, group=2)
+    listed = {site for together in result.values() for site in together}
     # Made exact with others of their kind, whether the recipe has them or not.
     unused = {"fa2": {"scaled"}, "eager": set()}.get(preset, {"ds_scaled"})
     for site in SITES:
@@ -267,8 +267,8 @@ def test_audit_explains(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         texts.append(json.loads(done.stdout)["attributions"])
     assert texts[0] == texts[1]
-    found = read(tmp_path / "out")
-    by = {(a.kernel, a.format): a for a in found.attributions}  # type: ignore[union-attr]
+    result = read(tmp_path / "out")
+    by = {(a.kernel, a.format): a for a in result.attributions}  # type: ignore[union-attr]
     assert set(by) == {
         (k, f) for k in ("baseline", "sdpa-flash") for f in ("bfloat16", "float32")
     }
@@ -277,7 +277,7 @@ def test_audit_explains(tmp_path: Path) -> None:
     assert by["baseline", "bfloat16"].explained_by == "eager"
     assert by["sdpa-flash", "float32"].explained_by is None
     assert "arithmetic" in (by["sdpa-flash", "float32"].reason or "")
-    assert len(found.summary.explanations) == 4  # type: ignore[union-attr]
+    assert len(result.summary.explanations) == 4  # type: ignore[union-attr]
     part = ["--heads", "1", "--rows", "40", "--overwrite", "--format", "bfloat16"]
     assert invoked(*command[:3], *part, *command[7:]).exit_code == 0
     some = read(tmp_path / "out").attributions  # type: ignore[union-attr]
@@ -302,11 +302,11 @@ def test_residuals_and_sizes_are_of_what_they_say() -> None:
     1.25."""
     fmt, scale = format_named("bfloat16"), torch.ones(1, 1, 8)
     errors, emulate = errors_of({"eager": 0.2, "qiu2025": 0.23})
-    found = attribute(errors, torch.zeros_like(errors), scale, fmt, None, emulate)
-    assert (found.best.preset, found.next.preset) == ("eager", "qiu2025")
-    assert (found.best.residual, found.next.residual) == pytest.approx((0.2, 0.23))
-    assert found.best.ratio == pytest.approx(1.25)
-    assert found.why_not == (
+    result = attribute(errors, torch.zeros_like(errors), scale, fmt, None, emulate)
+    assert (result.best.preset, result.next.preset) == ("eager", "qiu2025")
+    assert (result.best.residual, result.next.residual) == pytest.approx((0.2, 0.23))
+    assert result.best.ratio == pytest.approx(1.25)
+    assert result.why_not == (
         "`eager` and `qiu2025` fit these data equally well (residuals 0.20 and 0.23)"
     )
 
@@ -322,10 +322,10 @@ def test_a_sites_share_is_what_its_roundings_add() -> None:
         left = 0.5 if claim.get("p") == "exact" else 1.0
         return errors * (0.75**0.5 if claim.get("out") == "exact" else left)
 
-    found = attribute(errors, torch.zeros_like(errors), torch.ones(1, 1, 8),
+    result = attribute(errors, torch.zeros_like(errors), torch.ones(1, 1, 8),
                       format_named("bfloat16"), None, emulate)  # fmt: skip
-    assert found.best.preset == "fa2"
-    shares = {s.site: s.share for s in found.sites if s.share > 0.01}
+    assert result.best.preset == "fa2"
+    shares = {s.site: s.share for s in result.sites if s.share > 0.01}
     assert list(shares.items()) == [
         ("p", pytest.approx(0.75)),
         ("out", pytest.approx(0.25)),
@@ -342,10 +342,10 @@ def test_a_row_below_the_smallest_normal_number_is_not_compared(
     scale, output = torch.ones(1, 1, 8, dtype=torch.float64), errors.clone()
     scale[..., 0], output[..., 0, :] = size, size
     others = (torch.arange(8) > 0)[:, None]
-    found = attribute(output, torch.zeros_like(errors), scale, format_named("bfloat16"), None,
+    result = attribute(output, torch.zeros_like(errors), scale, format_named("bfloat16"), None,
                       lambda claim: emulate(claim) * others)  # fmt: skip
-    assert found.best.residual == pytest.approx(0.2) or counts
-    assert found.best.residual > 0.21 or not counts
+    assert result.best.residual == pytest.approx(0.2) or counts
+    assert result.best.residual > 0.21 or not counts
 
 
 def attributed(**changes: Any) -> AttributionRow:

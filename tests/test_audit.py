@@ -109,8 +109,8 @@ def own(name: str) -> str:
     return f"{__name__}:{name}" if name in globals() else name
 
 
-def rows_of(found: AuditReport, kernel: str, **where: Any) -> list[DeviationRow]:
-    rows = [row for row in found.rows if row.kernel == own(kernel)]
+def rows_of(result: AuditReport, kernel: str, **where: Any) -> list[DeviationRow]:
+    rows = [row for row in result.rows if row.kernel == own(kernel)]
     return [row for row in rows if all(getattr(row, k) == v for k, v in where.items())]
 
 
@@ -141,29 +141,29 @@ def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
     """Among kernels that go wrong in every way sound ones have the rows they have alone;
     what goes wrong has its reason or its counts; fp32 for bf16 inputs is held to fp32's
     floor."""
-    found, alone = run(*FAILING, *ODD, *SDPA), run(*SDPA)
+    result, alone = run(*FAILING, *ODD, *SDPA), run(*SDPA)
     theirs = {own(name) for name in (*FAILING, *ODD)}
-    assert [row for row in found.rows if row.kernel not in theirs] == list(alone.rows)
+    assert [row for row in result.rows if row.kernel not in theirs] == list(alone.rows)
     for name, reason in FAILING.items():
-        (row,) = rows_of(found, name)
+        (row,) = rows_of(result, name)
         assert (row.status, row.head, row.rms) == ("failed", None, None)
         assert row.reason.startswith(reason)
         assert "\n" not in row.reason
-    assert {row.status for name in ODD for row in rows_of(found, name)} == {"ok"}
-    rows = rows_of(found, "returns_nan")
+    assert {row.status for name in ODD for row in rows_of(result, name)} == {"ok"}
+    rows = rows_of(result, "returns_nan")
     assert [(row.nonfinite, row.rms) for row in rows] == [(2 * 12 * 8, None)] * 2
-    finding = next(f for f in found.findings if f.rule == "finiteness")
+    finding = next(f for f in result.findings if f.rule == "finiteness")
     assert finding.sentence.startswith(
         f"{own('returns_nan')} (bfloat16) returns 384 elements"
     )
-    wide, narrow = rows_of(found, "in_fp32"), rows_of(found, "plain")
+    wide, narrow = rows_of(result, "in_fp32"), rows_of(result, "plain")
     assert {row.out_format for row in wide} == {"float32"}
     assert all(row.floor_ratio > 0.5 for row in wide)
     assert all(a.rms < b.rms / 100 for a, b in zip(wide, narrow, strict=True))
-    (row, _) = rows_of(found, "strange_options")
+    (row, _) = rows_of(result, "strange_options")
     assert row.options == {"dtype": "torch.float32", "threshold": "inf", "hook": "relu"}
-    report.write(found, tmp_path)
-    assert report.read(tmp_path) == found
+    report.write(result, tmp_path)
+    assert report.read(tmp_path) == result
 
 
 def test_heads_are_selected_by_number(run: Run) -> None:
@@ -181,8 +181,8 @@ def test_the_request_is_in_the_report(run: Run, tmp_path: Path) -> None:
     """Enough to run it again: the report's request, read back, is the request with its
     formats by their names in rows, and gives the same rows."""
     asked = request("scaled", "sdpa-math", formats=("bf16", "fp32"), heads=(1,), seed=7)
-    found = audit(asked, tmp_path / "first", command="numdev audit tiny.yaml")
-    report.write(found, tmp_path / "first")
+    result = audit(asked, tmp_path / "first", command="numdev audit tiny.yaml")
+    report.write(result, tmp_path / "first")
     stored = report.read(tmp_path / "first")
     again = AuditRequest.model_validate(json.loads(json.dumps(stored.request)))
     assert again == asked.model_copy(update={"formats": ("bfloat16", "float32")})
@@ -251,13 +251,13 @@ def test_a_checkpoint_is_audited_by_layer_and_head(tmp_path: Path) -> None:
     """The chosen layers of the demo, all their heads, eight sequences; sound kernels near
     floor."""
     asked = request(target="demo", checkpoint="demo", cases=(), layers=(1, 2), length=24)
-    found = audit(asked, tmp_path)
-    assert {row.layer for row in found.rows} == {1, 2}
-    assert len({row.head for row in found.rows}) == found.cases[0].heads
-    rows = rows_of(found, "sdpa-math", tensor="out")
+    result = audit(asked, tmp_path)
+    assert {row.layer for row in result.rows} == {1, 2}
+    assert len({row.head for row in result.rows}) == result.cases[0].heads
+    rows = rows_of(result, "sdpa-math", tensor="out")
     assert all(0.9 < row.floor_ratio < 1.5 for row in rows)
     assert all(row.flash_vs_precision > 0 for row in rows)
-    assert [line.cells[0].text for line in next(maps(found)).rows] == ["1", "2"]
+    assert [line.cells[0].text for line in next(maps(result)).rows] == ["1", "2"]
 
 
 def test_each_kernel_is_held_to_its_own_tiles() -> None:
@@ -274,9 +274,9 @@ def test_each_kernel_is_held_to_its_own_tiles() -> None:
 def test_every_format(run: Run, fmt: str) -> None:
     """Each format is audited in its own dtype; in float64 every row says
     reference-limited."""
-    found = run("plain", "sdpa-math", formats=(fmt,))
-    assert {row.format for row in found.rows} == {fmt}
-    rows = rows_of(found, "sdpa-math")
+    result = run("plain", "sdpa-math", formats=(fmt,))
+    assert {row.format for row in result.rows} == {fmt}
+    rows = rows_of(result, "sdpa-math")
     assert {row.out_format for row in rows} == {fmt}
     assert {row.reason for row in rows} == (
         {"reference-limited"} if fmt == "float64" else {None}

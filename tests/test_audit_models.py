@@ -41,29 +41,29 @@ def audit(capsys: Any, target: Path, *flags: str) -> tuple[report.AuditReport, s
     return report.read(output), capsys.readouterr().out
 
 
-def kernel_rows(found: report.AuditReport) -> list[report.DeviationRow]:
-    rows = [r for r in found.rows if r.role == "kernel" and r.tensor == "out"]
+def kernel_rows(result: report.AuditReport) -> list[report.DeviationRow]:
+    rows = [r for r in result.rows if r.role == "kernel" and r.tensor == "out"]
     assert all(r.status == "ok" and r.floor_ratio for r in rows)
     return rows
 
 
-def layers(found: Any) -> list[str]:
+def layers(result: Any) -> list[str]:
     """Of its first map, in order."""
-    return [line.cells[0].text for line in next(maps(found)).rows]
+    return [line.cells[0].text for line in next(maps(result)).rows]
 
 
 def test_an_encoder_decoder_model(tmp_path: Path, capsys: Any) -> None:
     """Its three attentions are rows of their own in the map, under its layer and what it
     is."""
-    found, shown = audit(capsys, models.saved("t5_seq2seq", tmp_path))
-    assert len(kernel_rows(found)) == 6 * 4
-    names = layers(found)
+    result, shown = audit(capsys, models.saved("t5_seq2seq", tmp_path))
+    assert len(kernel_rows(result)) == 6 * 4
+    names = layers(result)
     assert len(names) == len(set(names)) == 6
     assert sum("encoder" in n and "SelfAttention" in n for n in names) == 2
     assert sum("decoder" in n and "EncDecAttention" in n for n in names) == 2
     assert "EncDecAttention" in shown
-    assert {c.mask for c in found.cases} == {"additive"}
-    assert "the same for the decoder" in found.provenance.source["prompt"]
+    assert {c.mask for c in result.cases} == {"additive"}
+    assert "the same for the decoder" in result.provenance.source["prompt"]
 
 
 def test_sinks_that_no_kernel_takes_are_told_of_with_those_that_do(
@@ -73,52 +73,52 @@ def test_sinks_that_no_kernel_takes_are_told_of_with_those_that_do(
     target = models.saved("gpt_oss", tmp_path)
     assert main_code("audit", target, *SMALL, "-o", tmp_path / "o") == 3
     assert TAKE_SINKS in " ".join(capsys.readouterr().out.split())
-    found = report.read(tmp_path / "o")
-    assert found.tested == (TAKE_SINKS,)
-    judge_report(found)
-    found, _ = audit(capsys, target, "--kernel", "emulated")
-    assert TAKE_SINKS not in found.tested
+    result = report.read(tmp_path / "o")
+    assert result.tested == (TAKE_SINKS,)
+    judge_report(result)
+    result, _ = audit(capsys, target, "--kernel", "emulated")
+    assert TAKE_SINKS not in result.tested
 
 
 def test_layers_without_a_softmax_are_on_the_first_page(
     tmp_path: Path, capsys: Any
 ) -> None:
-    found, shown = audit(capsys, models.saved("minimax", tmp_path))
+    result, shown = audit(capsys, models.saved("minimax", tmp_path))
     said = "layer 0 (MiniMaxLightningAttention): no softmax attention"
-    assert found.provenance.source["not_audited"] == said
+    assert result.provenance.source["not_audited"] == said
     assert f"Not audited: {said}." in shown
-    assert {row.layer for row in kernel_rows(found)} == {1}
-    judge_report(found)
+    assert {row.layer for row in kernel_rows(result)} == {1}
+    judge_report(result)
 
 
 def test_images_from_a_file(tmp_path: Path, capsys: Any) -> None:
     """The tensors given are what the model reads, as many as there are; the rest is
     drawn."""
     target = models.saved("clip", tmp_path)
-    given = tmp_path / "cats.safetensors"
-    save_file({"pixel_values": torch.rand(3, 3, 12, 12)}, given)
-    found, _ = audit(capsys, target, "--inputs", str(given))
+    passed = tmp_path / "cats.safetensors"
+    save_file({"pixel_values": torch.rand(3, 3, 12, 12)}, passed)
+    result, _ = audit(capsys, target, "--inputs", str(passed))
     prompt = "pixel_values of cats.safetensors, 3 x 6 random token ids, seed 0"
-    assert found.provenance.source["prompt"] == prompt
-    assert {c.batch for c in found.cases} == {3}
-    assert found.request["inputs"] == str(given)
-    save_file({"pixel_values": torch.rand(3, 3, 12, 12)}, given)
-    other, _ = audit(capsys, target, "--inputs", str(given))
-    digests = [r.provenance.source["prompt_sha256"] for r in (found, other)]
+    assert result.provenance.source["prompt"] == prompt
+    assert {c.batch for c in result.cases} == {3}
+    assert result.request["inputs"] == str(passed)
+    save_file({"pixel_values": torch.rand(3, 3, 12, 12)}, passed)
+    other, _ = audit(capsys, target, "--inputs", str(passed))
+    digests = [r.provenance.source["prompt_sha256"] for r in (result, other)]
     assert digests[0] != digests[1]
 
 
 def test_a_model_that_writes(tmp_path: Path, capsys: Any) -> None:
     """Prefill and decode are told apart in rows, cases and the map."""
-    found, shown = audit(capsys, models.saved("llama", tmp_path), "--generate", "2")
-    rows = kernel_rows(found)
+    result, shown = audit(capsys, models.saved("llama", tmp_path), "--generate", "2")
+    rows = kernel_rows(result)
     assert [sum(r.phase == p for r in rows) for p in ("prefill", "decode")] == [16, 32]
-    assert [(c.q_len, c.kv_len) for c in found.cases] == [(6, 6)] * 2 + [(1, 7)] * 2 + [
+    assert [(c.q_len, c.kv_len) for c in result.cases] == [(6, 6)] * 2 + [(1, 7)] * 2 + [
         (1, 8)
     ] * 2
-    assert layers(found) == ["0 prefill", "1 prefill", "0 decode", "1 decode"]
+    assert layers(result) == ["0 prefill", "1 prefill", "0 decode", "1 decode"]
     assert "0 decode" in shown
-    assert found.request["generate"] == 2
+    assert result.request["generate"] == 2
     csv = next(tmp_path.glob("out*/rows.csv")).read_text().splitlines()
     assert "phase" in csv[0].split(",")
 
@@ -164,10 +164,10 @@ def test_what_is_not_finite_in_a_model_is_in_the_report(
     weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
     weights["model.layers.0.self_attn.v_proj.weight"] *= 1e8
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    found, _ = audit(capsys, target, "--format", "float16", "--format", "bfloat16")
-    source = found.provenance.source
+    result, _ = audit(capsys, target, "--format", "float16", "--format", "bfloat16")
+    source = result.provenance.source
     assert source["nonfinite_weights"] == {"model.layers.1.self_attn.q_proj.weight": 1}
-    first, second = found.cases
+    first, second = result.cases
     assert first.nonfinite == {}
     assert first.overflows.keys() == {"float16"}
     assert second.nonfinite.keys() == {"q"}
@@ -272,8 +272,8 @@ def test_a_short_text_is_less_than_was_asked_for(tmp_path: Path, capsys: Any) ->
         ("--inputs", str(padded)): (2, 2, 4, 4),
     }
     for flags, counts in table.items():
-        found, _ = audit(capsys, reading, *flags)
-        source = found.provenance.source
+        result, _ = audit(capsys, reading, *flags)
+        source = result.provenance.source
         names = (
             f"{what}_{how}"
             for what in ("sequences", "tokens")

@@ -80,14 +80,14 @@ def curves(
 ) -> list[DistanceRow]:
     """Every perturbed run by its start; another seed, far away from the first step; a
     repeat."""
-    found = []
+    result = []
     for step in steps:
         means = {
             name: chaotic(start)(step) if step else 0.0 for name, start in starts.items()
         }
         means |= {"other-seed": 2 * LEVEL, "null-repeat": 0.0}
-        found += [distance(name, step, mean, **changes) for name, mean in means.items()]
-    return found
+        result += [distance(name, step, mean, **changes) for name, mean in means.items()]
+    return result
 
 
 def several(seeds: int = 3, scatter: float = 0.2) -> list[DistanceRow]:
@@ -162,20 +162,20 @@ def bounds(tmp_path: Path) -> Found:
 
 
 def compared(
-    found: BoundsReport, against: str, window: str, metric: str = "mean_abs"
+    result: BoundsReport, against: str, window: str, metric: str = "mean_abs"
 ) -> Comparison:
     """Of flash."""
-    made = {(c.variant, c.against, c.window, c.metric): c for c in found.comparisons}
-    return made["flash", against, window, metric]
+    created = {(c.variant, c.against, c.window, c.metric): c for c in result.comparisons}
+    return created["flash", against, window, metric]
 
 
-def said(found: BoundsReport) -> str:
-    return "\n".join(found.summary.answer)
+def said(result: BoundsReport) -> str:
+    return "\n".join(result.summary.answer)
 
 
-def shown(found: BoundsReport) -> str:
+def shown(result: BoundsReport) -> str:
     """The answer, and what stands below it."""
-    return said(found) + str(list(views.blocks(found)))
+    return said(result) + str(list(views.blocks(result)))
 
 
 def marks(one: Any, sixteen: Any = (), **others: Any) -> Saturation:
@@ -298,27 +298,27 @@ def test_rungs_in_the_wrong_order_are_one() -> None:
     assert distances == pytest.approx([1.0, 1.1, 2.0])
 
 
-def dose_of(found: BoundsReport, variant: str, window: str) -> DoseReading:
-    return next(d for d in found.doses if (d.variant, d.window) == (variant, window))
+def dose_of(result: BoundsReport, variant: str, window: str) -> DoseReading:
+    return next(d for d in result.doses if (d.variant, d.window) == (variant, window))
 
 
 def test_doses_come_back(bounds: Found) -> None:
     """Between two rungs of the model the exponent is that of the starts; three seeds have
     an interval, fewer are undecided; what is beyond an end is said to be."""
     exact = 16 ** (math.log(STARTS["flash"] / FLOOR) / math.log(6e-7 / FLOOR))
-    found = bounds(several(3, 0.0))
-    dose = dose_of(found, "flash", "first")
+    result = bounds(several(3, 0.0))
+    dose = dose_of(result, "flash", "first")
     assert dose.dose == pytest.approx(exact, rel=1e-3)
     assert (dose.why, dose.below, dose.above) == (None, 0.0, 0.0)
-    assert dose_in_words(dose_of(found, "null: one ulp", "first")) == "below 1 floors"
-    assert dose_in_words(dose_of(found, "low-precision", "first")) == "above 16 floors"
+    assert dose_in_words(dose_of(result, "null: one ulp", "first")) == "below 1 floors"
+    assert dose_in_words(dose_of(result, "low-precision", "first")) == "above 16 floors"
     assert (
         "Dose: flash moves the weights as far as re-rounding attention's output at 8."
-        in said(found)
+        in said(result)
     )
     one = dose_of(bounds(curves()), "flash", "first")
     assert (one.low, one.why) == (None, "1 seed, and an interval needs 3")
-    ladder = {r.times: r.ratio for r in found.ladder if r.window == "first"}
+    ladder = {r.times: r.ratio for r in result.ladder if r.window == "first"}
     assert ladder == {
         1.0: pytest.approx(1.0),
         16.0: pytest.approx(6e-7 / FLOOR, rel=1e-3),
@@ -331,8 +331,8 @@ def test_a_flat_ladder_tells_no_dose(bounds: Found) -> None:
     start = [
         distance(v, 0, x, of="gradient", seed=seed) for v, x in sizes for seed in range(3)
     ]
-    found = bounds([*several(3, 0.05), *start])
-    why = dose_of(found, "flash", "start").why
+    result = bounds([*several(3, 0.05), *start])
+    why = dose_of(result, "flash", "start").why
     assert (
         why
         == "the ladder is flat there: 16 floors move the weights 1.20 times as far as 1"
@@ -372,9 +372,9 @@ def test_the_papers_question_has_an_answer(
     rows = changed(
         several(seeds, scatter), lambda r: r.variant == "flash", w1=lambda x: times * x
     )
-    found = bounds(rows)
-    assert [a.verdict for a in found.answers] == [verdict]
-    first = found.summary.answer[0]
+    result = bounds(rows)
+    assert [a.verdict for a in result.answers] == [verdict]
+    first = result.summary.answer[0]
     why = (
         {"undecided": " (2 seeds, and a verdict needs 3)"}
         if seeds == 2
@@ -390,9 +390,9 @@ def test_the_papers_question_has_an_answer(
         ("mean_abs", "in the mean"),
         ("max_abs", "in the larg"),
     ):
-        c = compared(found, "low-precision", "early", metric)
+        c = compared(result, "low-precision", "early", metric)
         assert f"{ratio_in_words(c)} {words}" in first
-    c = compared(found, "low-precision", "early", "w1")
+    c = compared(result, "low-precision", "early", "w1")
     if c.low is not None:
         within, outside = c.low >= 0.2 and c.high <= 0.5, c.high < 0.2 or c.low > 0.5
         assert verdict == (
@@ -404,10 +404,10 @@ def test_every_format_is_answered(bounds: Found) -> None:
     """A flash run beside two runs of low precision: two answers."""
     more = [r.model_copy(update={"variant": "low-precision-2"}) for r in several() if
             r.variant == "low-precision"]  # fmt: skip
-    found = bounds([*several(), *more], [*NAMES, "low-precision-2"])
-    assert {a.against for a in found.answers} == {"low-precision", "low-precision-2"}
+    result = bounds([*several(), *more], [*NAMES, "low-precision-2"])
+    assert {a.against for a in result.answers} == {"low-precision", "low-precision-2"}
     for name in ("low-precision", "low-precision-2"):
-        assert f"flash over {name} is " in said(found)
+        assert f"flash over {name} is " in said(result)
 
 
 def at_output(variant: str, seed: int, **values: Any) -> AttentionOutputRow:
@@ -458,12 +458,12 @@ def test_what_is_at_the_output_is_said(
     outputs += [at_output("flash", seed, **values) for seed in (0, 1)]
     run = run_of(several(3, 0.02)).model_copy(update={"outputs": tuple(outputs)})
     reports.write(run, tmp_path)
-    found = study.bounds(tmp_path)
-    first = found.summary.answer[0]
+    result = study.bounds(tmp_path)
+    first = result.summary.answer[0]
     if words is None:
         assert first.startswith("Reproduced in this run")
         beside = "At its output it lies 1.20 floors from the golden run's, and errs 1.00."
-        assert beside in said(found)
+        assert beside in said(result)
     else:
         assert (
             first
@@ -477,19 +477,19 @@ def test_what_is_at_the_output_is_said(
 def test_the_known_ratios_come_back(bounds: Found) -> None:
     """Early ratios are those of the starts, late ones are 1; one seed has no interval; a
     null of flash's size, and a late curve that stays apart, are seen."""
-    found = bounds(curves())
+    result = bounds(curves())
     for against in ("low-precision", "attention-precision"):
         exact = STARTS["flash"] / STARTS[against]
-        assert compared(found, against, "first").ratio == pytest.approx(exact, rel=1e-3)
-        assert compared(found, against, "early").ratio == pytest.approx(exact, rel=0.15)
-        late = compared(found, against, "saturated")
+        assert compared(result, against, "first").ratio == pytest.approx(exact, rel=1e-3)
+        assert compared(result, against, "early").ratio == pytest.approx(exact, rel=0.15)
+        late = compared(result, against, "saturated")
         assert late.ratio == pytest.approx(1.0, abs=0.05)
         assert late.nulls == dict.fromkeys(("low", "high"), "fewer than 3 seeds")
     for null, start in (("null: one ulp", 1e-9), ("null: re-rounded", 3e-8)):
-        assert compared(found, null, "first").ratio == pytest.approx(
+        assert compared(result, null, "first").ratio == pytest.approx(
             3e-7 / start, rel=1e-3
         )
-    [by_step] = [f for f in found.figures if f.relative]
+    [by_step] = [f for f in result.figures if f.relative]
     assert [c.label for c in by_step.curves] == [
         f"flash over {kind}-precision" for kind in ("low", "attention")
     ]
@@ -510,9 +510,9 @@ def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int
     """By scipy's own function; a ratio that is off lies outside. Two seeds have none, as
     said."""
     rows = several(seeds)
-    found = bounds(rows)
-    c = compared(found, "low-precision", "first")
-    assert ("2 seeds, and a verdict needs 3" in said(found)) == (seeds == 2)
+    result = bounds(rows)
+    c = compared(result, "low-precision", "first")
+    assert ("2 seeds, and a verdict needs 3" in said(result)) == (seeds == 2)
     at = {(r.seed, r.variant): r.mean_abs or 0.0 for r in rows if r.step == 1}
     logs = [math.log(at[s, "flash"] / at[s, "low-precision"]) for s in range(seeds)]
     assert c.ratio == pytest.approx(math.exp(sum(logs) / seeds))
@@ -528,10 +528,10 @@ def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int
 def test_the_answer_comes_first(bounds: Found) -> None:
     """The paper's number in three metrics, the controls, the dose, chance and another
     seed."""
-    found = bounds(several(3, 0.02))
-    paper, controls, dose, second, last = found.summary.answer
+    result = bounds(several(3, 0.02))
+    paper, controls, dose, second, last = result.summary.answer
     w1, mean, largest = (
-        ratio_in_words(compared(found, "low-precision", "early", m))
+        ratio_in_words(compared(result, "low-precision", "early", m))
         for m in ("w1", "mean_abs", "max_abs")
     )
     assert paper == (
@@ -548,10 +548,10 @@ def test_the_answer_comes_first(bounds: Found) -> None:
     assert dose.startswith("Dose: flash moves the weights as far as re-rounding")
     assert second.startswith("More than random rounding: flash moves the weights ")
     assert last.startswith("Far less than another seed: ")
-    assert views.styles(found) == ("good", "", "", "warn", "good")
-    assert "from step 150 on" in shown(found)
-    assert "distances then say how chaotic " in shown(found)
-    assert "stable" not in said(found).lower()
+    assert views.styles(result) == ("good", "", "", "warn", "good")
+    assert "from step 150 on" in shown(result)
+    assert "distances then say how chaotic " in shown(result)
+    assert "stable" not in said(result).lower()
 
 
 WITHOUT_NULLS = [name for name in NAMES if not name.startswith("null")]
@@ -581,14 +581,14 @@ def test_which_steps_are_early(
     bounds: Found, rows: Any, names: Any, words: str, last: int | None, late: str | None
 ) -> None:
     """Without a null, where curves merge is not known: only the first step is quoted."""
-    found = bounds(changed(rows, lambda r: not r.equal, w1=lambda x: 1.0), names)
-    assert words in shown(found)
+    result = bounds(changed(rows, lambda r: not r.equal, w1=lambda x: 1.0), names)
+    assert words in shown(result)
     paired, w1 = (
-        compared(found, "low-precision", "early", m) for m in ("mean_abs", "w1")
+        compared(result, "low-precision", "early", m) for m in ("mean_abs", "w1")
     )
     assert w1.steps == paired.steps
     assert paired.steps[-1:] == ((last,) if last else ())
-    assert compared(found, "low-precision", "saturated").nulls.get("ratio") == late
+    assert compared(result, "low-precision", "saturated").nulls.get("ratio") == late
 
 
 def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
@@ -596,15 +596,15 @@ def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
     sizes = (("flash", 1e-6), ("low-precision", 4e-6))
     start = [distance(name, 0, size, of="gradient") for name, size in sizes]
     rows = changed(several(), lambda r: r.variant == "flash", w1=lambda x: 2 * x)
-    found = bounds(rows + start)
-    metrics, windows, *_ = [n for n in views.blocks(found) if isinstance(n, Table)]
+    result = bounds(rows + start)
+    metrics, windows, *_ = [n for n in views.blocks(result) if isinstance(n, Table)]
     assert [c.title for c in metrics.columns[2:]] == [
         "mean, ×",
         "pooled W1, ×",
         "largest, ×",
     ]
     early = [
-        compared(found, "low-precision", "early", m)
+        compared(result, "low-precision", "early", m)
         for m in ("mean_abs", "w1", "max_abs")
     ]
     expected = ["flash", "low-precision", *map(ratio_in_words, early)]
@@ -614,9 +614,9 @@ def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
     assert "|".join(column.title for column in windows.columns[2:]) == titles
     expected = ["flash", "low-precision"]
     for window in ("first", "early", "saturated"):
-        expected.append(ratio_in_words(compared(found, "low-precision", window)))
+        expected.append(ratio_in_words(compared(result, "low-precision", window)))
     assert [cell.text for cell in windows.rows[0].cells] == [*expected, "0.25"]
-    drawn = {f.metric for f in found.figures if not f.relative}
+    drawn = {f.metric for f in result.figures if not f.relative}
     assert drawn == {"mean_abs", "w1", "max_abs"}
 
 
@@ -628,18 +628,18 @@ def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
         lambda r: (r.variant, r.step) == ("null-repeat", 70),
         max_abs=lambda x: 1e-30,
     )
-    found = bounds(off)
-    assert said(found).startswith("NOT REPRODUCIBLE from step 70 on: ")
-    assert views.styles(found) == ("bad", "", "", "", "", "")
-    assert "gives the same bits" not in str(list(views.blocks(found)))
+    result = bounds(off)
+    assert said(result).startswith("NOT REPRODUCIBLE from step 70 on: ")
+    assert views.styles(result) == ("bad", "", "", "", "", "")
+    assert "gives the same bits" not in str(list(views.blocks(result)))
     none = dict.fromkeys(("mean_abs", "w1"), lambda x: None)
-    found = bounds(
+    result = bounds(
         changed(several(), lambda r: (r.seed, r.variant) == (2, "flash"), **none)
     )
-    assert found.summary.answer[0].startswith(
+    assert result.summary.answer[0].startswith(
         "NOT FINITE: flash has no finite distance in seed 2 from step 0 on"
     )
-    assert sorted(compared(found, "low-precision", "early").by_seed) == [0, 1]
+    assert sorted(compared(result, "low-precision", "early").by_seed) == [0, 1]
     sound = bounds(curves())
     assert "NOT" not in said(sound)
     assert "gives the same bits" in str(list(views.blocks(sound)))
@@ -657,9 +657,9 @@ def test_what_is_no_run_with_distances_is_refused(bounds: Found, tmp_path: Path)
 def test_nulls_may_have_distances_at_step_0_alone(bounds: Found) -> None:
     """Then no step has anything to compare with."""
     null = [name for name in NAMES if name.startswith("null")]
-    found = bounds([d for d in curves() if d.variant not in null or d.step == 0])
-    assert "there is no null run re-rounded" in str(found.saturation.reason)
-    assert "no null runs of two strengths" in said(found)
+    result = bounds([d for d in curves() if d.variant not in null or d.step == 0])
+    assert "there is no null run re-rounded" in str(result.saturation.reason)
+    assert "no null runs of two strengths" in said(result)
 
 
 def test_a_ratio_is_a_geometric_mean_in_each_seed() -> None:

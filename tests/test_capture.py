@@ -160,12 +160,12 @@ def test_a_single_query_keeps_its_heads(tmp_path: Path) -> None:
     back."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    given = {
+    passed = {
         "input_ids": torch.tensor([[5], [7]]),
         "attention_mask": torch.tensor([[1], [0]]),
     }
     for name in ("llama", "gemma2", "gpt_oss"):
-        case = agrees(name, given, tmp_path)[0]
+        case = agrees(name, passed, tmp_path)[0]
         assert case.q.shape[1:3] == (8 if name == "llama" else 4, 1)
     attention_implementation(models.build("llama"))
 
@@ -213,10 +213,10 @@ def test_calls_are_named_by_module_layer_and_phase(tmp_path: Path) -> None:
 def test_the_prefill_is_called_as_a_forward_pass_is(tmp_path: Path) -> None:
     """Ids that happen to be the padding token are read like any other, so that no mask
     appears."""
-    given, model = {"input_ids": IDS % 5}, opened("llama", tmp_path)
-    assert (given["input_ids"] == 0).any()
+    passed, model = {"input_ids": IDS % 5}, opened("llama", tmp_path)
+    assert (passed["input_ids"] == 0).any()
     for a, b in zip(
-        cases_of(model, given), cases_of(model, given, generate=1), strict=False
+        cases_of(model, passed), cases_of(model, passed, generate=1), strict=False
     ):
         assert (a.mask, a.is_causal) == (b.mask, b.is_causal) == (None, True)
         assert torch.equal(a.q, b.q)
@@ -249,15 +249,15 @@ class Stop(BaseException):
 def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """The logits are those of a run without capture; hooks and modes are gone, also on an
     error."""
-    model, given = opened("gemma2", tmp_path), text("left")
-    before = model(**given).logits
+    model, passed = opened("gemma2", tmp_path), text("left")
+    before = model(**passed).logits
     with pytest.raises(MeasurementError, match="failed on its inputs: Stop"):
-        capture(model, given, Mock(side_effect=Stop), source="")
+        capture(model, passed, Mock(side_effect=Stop), source="")
     assert not _get_current_function_mode_stack()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.is_grad_enabled()
-    assert torch.equal(Run(model, "gemma2", given).logits, before)
-    assert torch.equal(model(**given).logits, before)
+    assert torch.equal(Run(model, "gemma2", passed).logits, before)
+    assert torch.equal(model(**passed).logits, before)
 
 
 def test_what_runs_while_a_call_is_handled_is_not_captured(tmp_path: Path) -> None:
@@ -595,13 +595,13 @@ def test_an_encoder_makes_a_call_for_every_layer(
 ) -> None:
     """In eval mode, where it would take its fast path and make none."""
     model, x = Layers(**options), normal(PAIR, ROW, E)
-    given = {"x": x if options.get("batch_first", True) else x.transpose(0, 1)}
+    passed = {"x": x if options.get("batch_first", True) else x.transpose(0, 1)}
     if padding:
-        given["padding"] = PADDED
+        passed["padding"] = PADDED
     cases: list[AttentionCase] = []
     outputs: list[Tensor] = []
     model.register_forward_hook(lambda *call: outputs.append(call[2]))
-    capture(model, given, cases.append, source="")
+    capture(model, passed, cases.append, source="")
     assert [c.ref.module for c in cases] == [
         f"encoder.layers.{i}.self_attn" for i in (0, 1)
     ]
@@ -609,7 +609,7 @@ def test_an_encoder_makes_a_call_for_every_layer(
     assert all((c.mask is not None) == padding for c in cases)
     torch.backends.mha.set_fastpath_enabled(False)
     with torch.no_grad():
-        own = model(**given)
+        own = model(**passed)
     torch.backends.mha.set_fastpath_enabled(True)
     assert torch.equal(outputs[0], own)
 

@@ -52,22 +52,24 @@ def text(padding: bool = False) -> dict[str, Tensor]:
 def task(name: str, padding: bool) -> tuple[dict[str, Tensor], Tensor]:
     """What a model reads, and its labels: -100 where there is none, a decoder's last
     too."""
-    given = text(padding)
-    labels = given["input_ids"].clone()
+    passed = text(padding)
+    labels = passed["input_ids"].clone()
     if padding:
-        labels[given["attention_mask"] == 0] = -100
+        labels[passed["attention_mask"] == 0] = -100
     if name in DECODERS:
         labels[:, -1] = -100
         for part, first in (("input_ids", 2), ("attention_mask", 1)):
-            if part in given:
+            if part in passed:
                 start = torch.full((B, 1), first)
-                given[f"decoder_{part}"] = torch.cat([start, given[part][:, :-1]], dim=1)
-    return given, labels
+                passed[f"decoder_{part}"] = torch.cat(
+                    [start, passed[part][:, :-1]], dim=1
+                )
+    return passed, labels
 
 
 def trained(
     model: nn.Module,
-    given: dict[str, Tensor],
+    passed: dict[str, Tensor],
     out: str | tuple[str, ...],
     loss: Callable[..., Any],
 ) -> list[Tensor]:
@@ -85,18 +87,18 @@ def trained(
         if name.endswith(out)
     ]
     with DoubleSoftmax():
-        loss(model(**given)).backward()
+        loss(model(**passed)).backward()
     for hook in hooks:
         hook.remove()
     return [x.grad for x in outputs]
 
 
 def handed_over(
-    model: nn.Module, given: dict[str, Tensor], seed: int = 0
+    model: nn.Module, passed: dict[str, Tensor], seed: int = 0
 ) -> tuple[list[AttentionCase], tuple[str, ...], Upstream]:
     cases: list[AttentionCase] = []
-    upstream = find_upstream(model, given, seed)
-    calls, drawn = capture(model, given, cases.append, source="", upstream=upstream)
+    upstream = find_upstream(model, passed, seed)
+    calls, drawn = capture(model, passed, cases.append, source="", upstream=upstream)
     assert calls == len(cases)
     return cases, drawn, upstream
 
@@ -113,14 +115,14 @@ def test_gradients_are_those_of_a_training_step(
     """Of language models of every kind, padded or not, every call's grad_out is
     autograd's."""
     model = opened(name, tmp_path)
-    given, labels = task(name, padding)
+    passed, labels = task(name, padding)
     own = trained(
         eager(name, tmp_path),
-        {**given, "labels": labels},
+        {**passed, "labels": labels},
         OUT[name],
         lambda answer: answer.loss,
     )
-    cases, drawn, upstream = handed_over(model, given)
+    cases, drawn, upstream = handed_over(model, passed)
     assert upstream.loss == LANGUAGE
     assert torch.equal(upstream.arguments["labels"], labels)
     assert drawn == ()
@@ -297,12 +299,12 @@ def captured(
     model: nn.Module, inputs: dict[str, Tensor], *, drawn: bool = False
 ) -> list[tuple[AttentionCase, Projection]]:
     """Every call with its projection. `drawn`: without a loss, amid the forward pass."""
-    found = []
+    result = []
     projections = Projections()
     upstream = None if drawn else find_upstream(model, inputs, seed=0)
 
     def on_call(case: AttentionCase) -> None:
-        found.append((case, projections.take(case)))
+        result.append((case, projections.take(case)))
 
     capture(
         model,
@@ -312,7 +314,7 @@ def captured(
         upstream=upstream,
         on_met=projections.record_call,
     )
-    return found
+    return result
 
 
 SELF_ATTN = "model.layers.{}.self_attn.q_proj"

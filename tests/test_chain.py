@@ -69,12 +69,12 @@ def numbers(row: Any, *names: str) -> list[float | None]:
     return [getattr(row, name) for name in names]
 
 
-def assert_same(found: Any, expected: Any, rel: float = 1e-9) -> None:
+def assert_same(result: Any, expected: Any, rel: float = 1e-9) -> None:
     """Numbers that agree to fp64 rounding; None only beside None."""
-    assert len(found) == len(expected)
-    for x, y in zip(found, expected, strict=True):
-        assert (x is None) == (y is None), (found, expected)
-        assert x is None or x == pytest.approx(y, rel=rel, abs=1e-13), (found, expected)
+    assert len(result) == len(expected)
+    for x, y in zip(result, expected, strict=True):
+        assert (x is None) == (y is None), (result, expected)
+        assert x is None or x == pytest.approx(y, rel=rel, abs=1e-13), (result, expected)
 
 
 class Tapped(Rounder):
@@ -91,13 +91,13 @@ class Tapped(Rounder):
         return rounded
 
 
-def told(case: AttentionCase, made: Recipe, h: int) -> dict[str, float]:
+def told(case: AttentionCase, created: Recipe, h: int) -> dict[str, float]:
     """Ties, ones, powers and V's signs of a head by loops, of the P that met V."""
-    r = Tapped(made, case)
+    r = Tapped(created, case)
     fwd.forward(r, *(x.double() for x in (case.q, case.k, case.v)))
-    block = made.tile(case.q.shape[-1], case.kv_len)[1]
+    block = created.tile(case.q.shape[-1], case.kv_len)[1]
     starts = list(range(0, case.kv_len, block))
-    order = starts[::-1] if made.kv_order == "descending" else starts
+    order = starts[::-1] if created.kv_order == "descending" else starts
     rows: dict[str, list[float]] = {name: [] for name in TOLD}
     for b, i in itertools.product(range(len(case.q)), range(case.q_len)):
         exact = torch.tensor(
@@ -120,7 +120,7 @@ def told(case: AttentionCase, made: Recipe, h: int) -> dict[str, float]:
             tile = [j for j in seen if start <= j < start + block]
             own = max((S[j] for j in tile), default=-math.inf)
             met = max(met, own)
-            under = own if made.algorithm == "fa1" else met
+            under = own if created.algorithm == "fa1" else met
             for j in tile:
                 p = float(weights[b, h, i, j - start])
                 ones += p == 1.0 and under == top
@@ -157,11 +157,11 @@ def test_ties_and_powers_are_those_that_loops_find(name: str) -> None:
         if name == "fa2"
         else {"mask": ("bool", "b11k"), "kv_heads": 1}
     )
-    case, made = (
+    case, created = (
         tying(batch=2, **(more if name in ("fa2", "eager") else {})),
         RECIPES[name],
     )
-    row, expected = diagnose_call(case, made).heads[1], told(case, made, 1)
+    row, expected = diagnose_call(case, created).heads[1], told(case, created, 1)
     assert row.tied
     assert row.powers
     assert (row.ones == 0) == (name == "eager")  # normalised before it meets V
@@ -187,8 +187,8 @@ def paper() -> AttentionCase:
         rest -= parts[-1]
     k = torch.tensor([[0.0] * 3, [0.0] * 3, parts])
     v = torch.tensor([[-2.40625], [-2.296875], [-1.875]])
-    given = {"q": torch.ones(1, 3), "k": k, "v": v, "grad_out": torch.ones(1, 1)}
-    tensors = {name: x[None, None].bfloat16() for name, x in given.items()}
+    passed = {"q": torch.ones(1, 3), "k": k, "v": v, "grad_out": torch.ones(1, 1)}
+    tensors = {name: x[None, None].bfloat16() for name, x in passed.items()}
     return AttentionCase(ref=CaseRef(case="paper"), scale=1.0, **tensors)
 
 
@@ -198,9 +198,9 @@ UNNORMALISED = recipe("exact", sites={"p": "working", "pv": "working"})
 def test_the_papers_vector_rounds_away_from_zero() -> None:
     """-4.703990459442139 becomes -4.71875, which is an error of -0.472 ulp, outward."""
     case = paper()
-    found = rounded_passes(case, UNNORMALISED)
-    assert found.product.item() == VECTOR["rounded"]
-    assert found.product_exact.item() == VECTOR["accurate"] == -4.703125 - TAIL
+    result = rounded_passes(case, UNNORMALISED)
+    assert result.product.item() == VECTOR["rounded"]
+    assert result.product_exact.item() == VECTOR["accurate"] == -4.703125 - TAIL
     off = 0.014759540557861328 / 2**-5
     assert_same([diagnose_call(case, UNNORMALISED).heads[0].pv_bias], [off])
 
@@ -219,8 +219,8 @@ def one_signed(tail: float, heads: int = 8, width: int = 128) -> AttentionCase:
     )
     q = torch.ones(1, heads, 20, 1)
     dO = torch.ones(1, heads, 20, width)
-    made = {"q": q, "k": k, "v": torch.cat([v, last], dim=2), "grad_out": dO}
-    tensors = {n: x.bfloat16() for n, x in made.items()}
+    created = {"q": q, "k": k, "v": torch.cat([v, last], dim=2), "grad_out": dO}
+    tensors = {n: x.bfloat16() for n, x in created.items()}
     return AttentionCase(ref=CaseRef(case="one sign"), scale=1.0, **tensors)
 
 
@@ -228,12 +228,12 @@ def one_signed(tail: float, heads: int = 8, width: int = 128) -> AttentionCase:
 def test_two_terms_and_a_tail_err_by_a_quarter_ulp(tail: float) -> None:
     """Outward, to four standard errors of 1024 sums; by nothing once the product is
     exact."""
-    made = UNNORMALISED
-    rows = diagnose_call(one_signed(tail), made).heads
-    found = sum(row.pv_bias or 0.0 for row in rows) / len(rows)
+    created = UNNORMALISED
+    rows = diagnose_call(one_signed(tail), created).heads
+    result = sum(row.pv_bias or 0.0 for row in rows) / len(rows)
     error = 4 * 0.25 / math.sqrt(1024)
-    assert found == pytest.approx(0.25 - tail, abs=error)
-    assert abs(found + 0.25 - tail) > 2 * error  # the other sign would not do
+    assert result == pytest.approx(0.25 - tail, abs=error)
+    assert abs(result + 0.25 - tail) > 2 * error  # the other sign would not do
     assert all(row.pv_t is not None and row.pv_t > 5 for row in rows)
     cured = diagnose_call(one_signed(tail), recipe("exact", sites={"p": "working"})).heads
     assert all(row.pv_bias == 0.0 for row in cured)
@@ -250,16 +250,16 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 def test_biases_are_means_of_errors_in_ulps(name: str) -> None:
     """P V and O by their definitions, over the rows that see more than one key."""
-    case, made = drawn(is_causal=True), MADE[name]
-    row, found, truth = (
-        diagnose_call(case, made).heads[0],
-        rounded_passes(case, made),
+    case, created = drawn(is_causal=True), MADE[name]
+    row, result, truth = (
+        diagnose_call(case, created).heads[0],
+        rounded_passes(case, created),
         exact_passes(case, None),
     )
     exact, scale = truth.exact.out[0, 0, 1:], truth.exact.term_scale[0, 0, 1:]
-    assert_bias(row.out_bias, found.out[0, 0, 1:] - exact, exact, scale)
-    product, rounded = found.product_exact[0, 0, 1:], found.product[0, 0, 1:]
-    l = (truth.exact.lse - found.saved.m)[0, 0, 1:, None].exp()
+    assert_bias(row.out_bias, result.out[0, 0, 1:] - exact, exact, scale)
+    product, rounded = result.product_exact[0, 0, 1:], result.product[0, 0, 1:]
+    l = (truth.exact.lse - result.saved.m)[0, 0, 1:, None].exp()
     assert_bias(
         row.pv_bias, rounded - product, product, scale * (1.0 if name == "plain" else l)
     )
@@ -307,11 +307,11 @@ def test_numbers_of_delta_and_dw_q_are_their_definitions() -> None:
     count."""
     case = drawn(batch=2, heads=4, kv_heads=2, is_causal=True)
     projection = plain_projection(case)
-    made = recipe("exact", sites={"delta": "bfloat16", "dq_out": "bfloat16"})
+    created = recipe("exact", sites={"delta": "bfloat16", "dq_out": "bfloat16"})
     norm, x = np.linalg.norm, projection.x.numpy()
     W = projection.weight.view(case.heads, -1, x.shape[-1]).numpy()
     spectral = [norm(w, ord=2) for w in W]
-    for h, row in enumerate(diagnose_call(case, made, projection).heads):
+    for h, row in enumerate(diagnose_call(case, created, projection).heads):
         q, dO = (x[:, h].double().numpy() for x in (case.q, case.grad_out))
         k, v = (x[:, h // case.group].double().numpy() for x in (case.k, case.v))
         P = np.tril(np.exp(case.scale * q @ k.mT))
@@ -346,13 +346,15 @@ def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
     for fields in ({}, FEATURES["sinks"]):
         case = step(dtype=torch.bfloat16, **fields)
         sites = {"scaled": "bfloat16", "dp": "bfloat16"}
-        made = recipe("exact", sites=sites, delta_from="dP*P")
-        for row in diagnose_call(case, made, plain_projection(case)).heads:
+        created = recipe("exact", sites=sites, delta_from="dP*P")
+        for row in diagnose_call(case, created, plain_projection(case)).heads:
             assert abs(row.delta_mean or 0.0) > 1e-6
             assert (row.dw_q_error or 0.0) > 1e-5
             assert (row.moved or 0.0) < 1e-12
-        made = recipe("exact", sites={**sites, "row_sum": "bfloat16"}, delta_from="dP*P")
-        rows = diagnose_call(case, made, plain_projection(case)).heads
+        created = recipe(
+            "exact", sites={**sites, "row_sum": "bfloat16"}, delta_from="dP*P"
+        )
+        rows = diagnose_call(case, created, plain_projection(case)).heads
         assert any((row.moved or 0.0) > 1e-5 for row in rows)
 
 
@@ -362,9 +364,9 @@ def test_every_feature_is_diagnosed_or_explained(name: str, dtype: torch.dtype) 
     """Every number is finite or null with its reason; and whatever has a reason is
     null."""
     case = step(dtype=dtype, **FEATURES[name])
-    for made in (recipe("qiu2025"), recipe("eager")):
-        found = diagnose_call(case, made, plain_projection(case))
-        for row in found.heads:
+    for created in (recipe("qiu2025"), recipe("eager")):
+        result = diagnose_call(case, created, plain_projection(case))
+        for row in result.heads:
             missing = {
                 n
                 for n, x in vars(row).items()
@@ -404,9 +406,9 @@ def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
     """P is drawn alike with the product rounded and not, and P V differs by under an ulp
     of it."""
     case = drawn(is_causal=True)
-    found = rounded_passes(case, recipe("qiu2025", rounding="stochastic"))
-    off = (found.product - found.product_exact).abs()
-    assert bool((off <= ulp(found.product_exact, BF16) * 1.01).all())
+    result = rounded_passes(case, recipe("qiu2025", rounding="stochastic"))
+    off = (result.product - result.product_exact).abs()
+    assert bool((off <= ulp(result.product_exact, BF16) * 1.01).all())
     assert off.max() > 0
 
 
@@ -416,11 +418,11 @@ def test_cuda_and_cpu_agree() -> None:
     elsewhere."""
     case = tying(batch=3, heads=4, kv_heads=2, is_causal=True)
     projection = plain_projection(case)
-    found = diagnose_call(case, recipe("qiu2025"), projection)
+    result = diagnose_call(case, recipe("qiu2025"), projection)
     again = diagnose_call(to_cuda(case), recipe("qiu2025"), to_cuda(projection))
     names = ("tied", "ones", "powers", "one_signed", "ds_row_sum", "similarity", "dw_q_error",
              "dw_q_norm", "spectral_norm")  # fmt: skip
-    for a, b in zip(again.heads, found.heads, strict=True):
+    for a, b in zip(again.heads, result.heads, strict=True):
         assert a.nulls == b.nulls
         assert_same(numbers(a, *names), numbers(b, *names), rel=2e-2)
 
@@ -432,14 +434,14 @@ def everything(x: Tensor) -> Tensor:
 def test_t_is_scipys_over_means_of_blocks() -> None:
     """Sixteen blocks of a sequence; a wrong number of blocks gives another t."""
     x = normal(2, 3, 64) + 0.3
-    found = t_by_head(x, everything(x))
+    result = t_by_head(x, everything(x))
     for head in range(3):
         blocks = x[:, head].reshape(2 * BLOCKS, -1).mean(dim=-1)
-        assert float(found[head]) == pytest.approx(
+        assert float(result[head]) == pytest.approx(
             stats.ttest_1samp(blocks, 0.0).statistic
         )
         rows = stats.ttest_1samp(x[:, head].flatten(), 0.0).statistic
-        assert float(found[head]) != pytest.approx(rows, rel=1e-3)
+        assert float(result[head]) != pytest.approx(rows, rel=1e-3)
 
 
 def test_a_spread_below_half_a_step_is_not_measured() -> None:
@@ -472,10 +474,10 @@ def test_the_largest_eigenvalue_is_numpys() -> None:
         assert largest_eigenvalue(gram).numpy() == pytest.approx(expected, rel=1e-10)
     x = normal(2, 300, 600)  # a bulk without a direction that stands out
     expected = np.linalg.eigvalsh((x @ x.mT).numpy())[:, -1]
-    found = largest_eigenvalue(x @ x.mT).numpy()
-    assert found == pytest.approx(expected, rel=1e-2)
-    assert (found <= expected * (1 + 1e-12)).all()
-    assert found != pytest.approx(expected * 1.02, rel=1e-2)
+    result = largest_eigenvalue(x @ x.mT).numpy()
+    assert result == pytest.approx(expected, rel=1e-2)
+    assert (result <= expected * (1 + 1e-12)).all()
+    assert result != pytest.approx(expected * 1.02, rel=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -501,10 +503,10 @@ def test_dq_errs_as_that_of_the_kernel(
 ) -> None:
     """|error| / |exact| of dq of `emulated`."""
     case = found.truth.case
-    given, exact = (find(n).gradients(case, **o).dq.double() for n, o in
+    passed, exact = (find(n).gradients(case, **o).dq.double() for n, o in
                     (("emulated", {"preset": "qiu2025"}), ("reference", {})))  # fmt: skip
     for head in range(4):
-        a, b = given[:, head], exact[:, head]
+        a, b = passed[:, head], exact[:, head]
         assert_same([of(rows, NONE, head).dq_rel], [float((a - b).norm() / b.norm())])
 
 
@@ -537,11 +539,11 @@ def test_delta_from_dp_makes_rows_of_ds_sum_to_zero() -> None:
     """Under qiu2025, with l and products in fp32 beside the formula; none alone does."""
     case = drawn(q_len=32, kv_len=32)
     case = dataclasses.replace(case, v=case.v.abs() + 1, grad_out=case.grad_out.abs())  # type: ignore[union-attr]
-    made = recipe("qiu2025", sites={"ds": "exact"})
+    created = recipe("qiu2025", sites={"ds": "exact"})
     options = CURES["delta from dP"].options
 
     def sums(options: Mapping[str, Any]) -> list[float]:
-        rows = diagnose_call(case, changed(made, **options)).heads
+        rows = diagnose_call(case, changed(created, **options)).heads
         return [row.ds_row_sum or 0.0 for row in rows]
 
     whole = max(sums(options))

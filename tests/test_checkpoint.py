@@ -118,8 +118,8 @@ def test_every_way_of_storing_gives_the_same_model(llama: Path, way: str) -> Non
     model, tensors = load(llama).state_dict(), load_file(llama / "model.safetensors")
     assert len(stored(llama, way)) == len(tensors) + ("pickle" in way)
     checkpoint = open_checkpoint(llama)
-    found = checkpoint.load_model(dtype=torch.float32, device="cpu").state_dict()
-    for got, expected in ((found, model), (dict(checkpoint.tensors()), tensors)):
+    result = checkpoint.load_model(dtype=torch.float32, device="cpu").state_dict()
+    for got, expected in ((result, model), (dict(checkpoint.tensors()), tensors)):
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[n], expected[n]) for n in got)
     assert len(checkpoint.files) == (2 if way == "shards" else 1)
@@ -259,11 +259,11 @@ def test_fp8_weights_are_read_times_their_scales(llama: Path, stream: bool) -> N
     how = {"quant_method": "fp8", "weight_block_size": [24, 24]}
     edit(llama / "config.json", quantization_config=how)
     opened: Any = open_checkpoint(llama)
-    found = load(llama).state_dict()
+    result = load(llama).state_dict()
     if stream:
         streamed = opened.deferred_model(dtype=torch.float32).named_parameters()
-        found = {n: x.make(torch.device("cpu")) for n, x in streamed}
-    assert all(torch.equal(found[n], x) for n, x in expected.items())
+        result = {n: x.make(torch.device("cpu")) for n, x in streamed}
+    assert all(torch.equal(result[n], x) for n, x in expected.items())
     edit(llama / "config.json", quantization_config={"quant_method": "fp8"})
     failure(llama, MeasurementError, "is fp8 with one scale a tensor or channel")
     edit(llama / "config.json", quantization_config={"quant_method": "gptq"})
@@ -626,16 +626,16 @@ def test_a_nanogpt_checkpoint_needs_a_two_line_factory(tmp_path: Path) -> None:
         run("audit", path, "--model", "factories:nanogpt", *KERNELS, "-o", tmp_path / "o")
         == 0
     )
-    found = report(tmp_path / "o")
-    source = found["provenance"]["source"]
+    result = report(tmp_path / "o")
+    source = result["provenance"]["source"]
     assert source["prompt"] == "8 x 24 random token ids, seed 0"
     assert (source["model"], source["prefix_removed"]) == (
         "factories:nanogpt",
         "_orig_mod.",
     )
-    cases = [(c["case"], c["is_causal"], c["q_len"]) for c in found["cases"]]
+    cases = [(c["case"], c["is_causal"], c["q_len"]) for c in result["cases"]]
     assert cases == [("h.0#0", True, 24), ("h.1#0", True, 24)]
-    assert sorted({w["tensor"] for w in found["weights"]}) == UNTIED
+    assert sorted({w["tensor"] for w in result["weights"]}) == UNTIED
 
 
 def test_a_models_length_is_known_by_many_names(tmp_path: Path, capsys: Any) -> None:
@@ -718,10 +718,10 @@ def test_an_audit_gives_the_rows_of_the_state_dict(tmp_path: Path, capsys: Any) 
             )
             == 0
         )
-        found = report(tmp_path / f"{target}-out")
-        rows.append([{**row, "source": ""} for row in found["rows"]])
+        result = report(tmp_path / f"{target}-out")
+        rows.append([{**row, "source": ""} for row in result["rows"]])
     assert rows[0] == rows[1]
-    assert found["provenance"]["source"]["prefix_removed"] == "model."
+    assert result["provenance"]["source"]["prefix_removed"] == "model."
     assert "stored under names that begin with 'model.'" in capsys.readouterr().err
     (tmp_path / "d" / ".metadata").unlink()
     assert run("audit", tmp_path / "d", *GPT, *SMALL, "-o", tmp_path / "o") == 3
@@ -737,8 +737,8 @@ def test_a_config_beside_it_is_model_enough(tmp_path: Path, nest: str) -> None:
     model.config.architectures = [type(model).__name__]
     (path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
     opened = open_checkpoint(path)
-    found = opened.load_model(dtype=torch.float32, device="cpu")
-    assert all(torch.equal(x, own[n]) for n, x in found.state_dict().items())
+    result = opened.load_model(dtype=torch.float32, device="cpu")
+    assert all(torch.equal(x, own[n]) for n, x in result.state_dict().items())
     assert opened.describe().get("prefix_removed", "") == (f"{nest}." if nest else "")
     assert dict(opened.tensors()).keys() == own.keys()
 

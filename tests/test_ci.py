@@ -94,9 +94,9 @@ def test_every_command_of_a_workflow_is_accepted() -> None:
 def test_inputs_of_the_action() -> None:
     """Every input reaches the command as it is, and none is run; its defaults are
     accepted."""
-    given = {"target": "my model", "kernel": "* b:c", "format": "float16", "backward": "true",
+    passed = {"target": "my model", "kernel": "* b:c", "format": "float16", "backward": "true",
              "thresholds": "x y.yaml", "options": "--rows 256", "output": "$(touch o)"}  # fmt: skip
-    (line,) = (line for step in acted(given) for line in commands_in(step))
+    (line,) = (line for step in acted(passed) for line in commands_in(step))
     assert refused(line) is None
     assert line[:2] == ["audit", "my model"]
     out = ["--output", "$(touch o)", "--overwrite", "--gate", "--github", "--junit"]
@@ -200,12 +200,12 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     assert told - outcomes == known | {"exit_code", "findings"}
     write(report(row(expected_ratio=9.0)), tmp_path)
     assert run("gate", tmp_path, "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found.keys() == judgement.Judgement.model_fields.keys() | {
+    result = json.loads(capsys.readouterr().out)
+    assert result.keys() == judgement.Judgement.model_fields.keys() | {
         "exit_code",
         "findings",
     }
-    assert found["findings"][0].keys() == Finding.model_fields.keys()
+    assert result["findings"][0].keys() == Finding.model_fields.keys()
 
 
 own = load("scripts/own_gate.py")

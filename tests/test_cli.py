@@ -315,9 +315,9 @@ def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
         "FAIL": (1, "wrong"),
     }
     for verdict, (code, name, *more) in judged.items():
-        found = run("check", f"pkg/mine.py:{name}", *small, *more, "--json")
-        data = json.loads(found.out)
-        assert (found.code, data["verdict"], data["kernel"]) == (
+        result = run("check", f"pkg/mine.py:{name}", *small, *more, "--json")
+        data = json.loads(result.out)
+        assert (result.code, data["verdict"], data["kernel"]) == (
             code,
             verdict,
             f"pkg.mine:{name}",
@@ -402,8 +402,8 @@ def test_stopped_at_any_moment_it_continues(
         assert process.returncode == -signal.SIGKILL
     ran = run("audit", "many.yaml", "-o", "cut")
     assert (ran.code, "Continued an earlier run" in ran.err) == (0, True)
-    found = report.read(Path("cut"))
-    assert (found.rows, found.summary) == (expected.rows, expected.summary)
+    result = report.read(Path("cut"))
+    assert (result.rows, result.summary) == (expected.rows, expected.summary)
     assert journal.read_bytes() == undisturbed
 
 
@@ -432,12 +432,12 @@ def test_the_shell_gets_its_completions_and_nothing_else(
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(at))
     monkeypatch.setenv("_NUMDEV_COMPLETE", "bash_complete")
-    found = run()
-    assert (found.code, found.out, found.err) == (0, f"{offered}\n", "")
+    result = run()
+    assert (result.code, result.out, result.err) == (0, f"{offered}\n", "")
     monkeypatch.setenv("_NUMDEV_COMPLETE", "zsh_source")
-    found = run()
-    assert (found.code, found.err) == (0, "")
-    assert found.out.startswith("#compdef numdev")
+    result = run()
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("#compdef numdev")
 
 
 def completed(words: str, run: Any, monkeypatch: Any) -> list[str]:
@@ -538,9 +538,9 @@ def test_workers_are_a_number_or_an_address(
 def test_a_configuration_that_numdev_ships_is_found(run: Any) -> None:
     """Named as in the documentation, from a folder without it, the error says where it
     is."""
-    found = run("sweep", "configs/sweep/ci.yaml")
-    assert found.code == 2
-    start, _, path = found.err.strip().partition("; numdev's own is ")
+    result = run("sweep", "configs/sweep/ci.yaml")
+    assert result.code == 2
+    start, _, path = result.err.strip().partition("; numdev's own is ")
     assert start == "numdev: error: configs/sweep/ci.yaml: cannot be read (no such file)"
     assert Path(path).is_file()
     for other in ("configs/sweep/none.yaml", "configs/../../x.yaml"):
@@ -666,10 +666,10 @@ def test_a_report_of_another_command_is_not_replaced(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def checked(made: report.AuditReport) -> Any:
+def checked(created: report.AuditReport) -> Any:
     """What a check of a kernel that fails hands to the command line."""
     return SimpleNamespace(
-        report=made, kernel="mine", passed=False, verdict="FAIL", in_short="in short",
+        report=created, kernel="mine", passed=False, verdict="FAIL", in_short="in short",
         skipped=("not tested",), notes=("a note",), reproducer=Path("r.py"),
     )  # fmt: skip
 
@@ -703,9 +703,9 @@ def test_a_check_says_how_many_findings_it_does_not_show() -> None:
         for i, (name, limit) in enumerate(rules)
     ]})  # fmt: skip
     rows = [gate_rows.row(i, **{name: 9.0}) for i, (name, _) in enumerate(rules)]
-    made = judging.judged(gate_rows.report(*rows), book)
-    count = len(made.findings)
-    document = check.check_document(checked(made))
+    created = judging.judged(gate_rows.report(*rows), book)
+    count = len(created.findings)
+    document = check.check_document(checked(created))
     more = [item.text for node in document.blocks for item in getattr(node, "items", ())]
     assert more[-1] == f"And {count - 1 - check.SHOWN} more findings."
     assert count == 7
@@ -732,9 +732,11 @@ def test_the_rules_of_a_verdict_go_into_the_run() -> None:
     )
     asked: Any = SimpleNamespace(limits="mine")
     for verdict, rules in ((asked, "mine"), (None, None)):
-        given = session.run_judged_study(verdict, lambda *args, **more: (args, more), "a")
-        assert given[0] == ("a",)
-        assert (given[1]["rules"], given[1]["overwrite"]) == (rules, True)
+        passed = session.run_judged_study(
+            verdict, lambda *args, **more: (args, more), "a"
+        )
+        assert passed[0] == ("a",)
+        assert (passed[1]["rules"], passed[1]["overwrite"]) == (rules, True)
 
 
 def test_a_reports_table_is_its_rows(tmp_path: Path, capsys: Any) -> None:

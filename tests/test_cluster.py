@@ -183,9 +183,9 @@ def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path
     alone = rows_of(tmp_path / "alone", source_of((0,)), plan)
     for deaths, case in ((1, 1), (9, 0)):
         source = source_of((0,))
-        given = {name: getattr(source.cases[case], name) for name in fields}
-        given |= {"home": os.getpid(), "note": tmp_path / str(deaths), "deaths": deaths}
-        source.cases[case] = Deadly(**given)
+        passed = {name: getattr(source.cases[case], name) for name in fields}
+        passed |= {"home": os.getpid(), "note": tmp_path / str(deaths), "deaths": deaths}
+        source.cases[case] = Deadly(**passed)
         team = rows_of(tmp_path / f"team {deaths}", source, plan, Cluster(workers=1))
         if deaths == 1:
             assert team == alone

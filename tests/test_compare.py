@@ -339,13 +339,13 @@ def command(*arguments: object) -> int:
 def test_the_same_audit_twice(audited: dict[str, Path], out: Path) -> None:
     """Exit code 0: the same bits in every row of every kernel, and no change at all."""
     assert command(audited["a"], audited["again"], "-o", out, "--quiet") == 0
-    found = reports.read(out)
+    result = reports.read(out)
     said = "NO CHANGE: nothing moved beyond noise; nothing new, nothing gone."
-    assert found.summary.answer[0] == said
-    assert all(g.same_bits == g.pairs == 4 for g in found.groups)
-    assert {g.kernel for g in found.groups} == {"baseline", "sdpa-flash", own().name}
-    assert found.changes == ()
-    assert set(found.summary.inputs) == {"same"}
+    assert result.summary.answer[0] == said
+    assert all(g.same_bits == g.pairs == 4 for g in result.groups)
+    assert {g.kernel for g in result.groups} == {"baseline", "sdpa-flash", own().name}
+    assert result.changes == ()
+    assert set(result.summary.inputs) == {"same"}
 
 
 def test_a_kernel_whose_source_is_another_is_named(
@@ -359,9 +359,9 @@ def test_a_kernel_whose_source_is_another_is_named(
     provenance = again.provenance.model_copy(update={"source": source | edited})
     reports.write(again.model_copy(update={"provenance": provenance}), tmp_path)
     assert command(audited["a"], tmp_path, "-o", out, "--quiet") == 0
-    found = reports.read(out)
-    assert f"The source of {own().name} changed." in found.summary.answer
-    (change,) = found.changes
+    result = reports.read(out)
+    assert f"The source of {own().name} changed." in result.summary.answer
+    (change,) = result.changes
     assert (change.key, change.b) == (f"source of {own().name}", "0" * 16)
 
 
@@ -371,22 +371,22 @@ def test_a_planted_change_is_found_in_its_head(
     """Exit code 1, that head and no other, and what else changed; the rest is the same
     bits."""
     assert command(audited["a"], audited["planted"], "-o", out, "--quiet") == 1
-    found = reports.read(out)
-    assert {(m.kernel, m.tensor, m.place.head) for m in found.moves} == {
+    result = reports.read(out)
+    assert {(m.kernel, m.tensor, m.place.head) for m in result.moves} == {
         (own().name, "out", 2)
     }
-    verdict, more, *others = found.summary.answer
+    verdict, more, *others = result.summary.answer
     assert verdict == f"CHANGED: {own().name}[off=1.03] (bfloat16) moved beyond noise."
     assert "in out, small head 2, no mistake named, now the output is 1.030" in more
     assert (
         f"{own().name}[off=1.03] (bfloat16): moved in out (1 of 4 heads); "
         in " ".join(others)
     )
-    grown = next(m for m in found.moves if m.metric in ("expected_ratio", "floor_ratio"))
+    grown = next(m for m in result.moves if m.metric in ("expected_ratio", "floor_ratio"))
     assert grown.change > 2
-    (change,) = found.changes
+    (change,) = result.changes
     assert (change.key, change.a, change.b) == (f"{own().name}: off", "1.0", "1.03")
-    same = {g.kernel: g.same_bits for g in found.groups if g.tensor == "out"}
+    same = {g.kernel: g.same_bits for g in result.groups if g.tensor == "out"}
     assert same == {"baseline": 4, "sdpa-flash": 4, own().name: 3}
 
 
@@ -398,11 +398,11 @@ def test_another_seed_allowed(audited: dict[str, Path], out: Path, capsys: Any) 
         == 0
     )
     assert (out / "report.json").read_text() == capsys.readouterr().out.strip()
-    found = reports.read(out)
-    assert found.summary.answer[1] == "Compared although they differ: seed (0 and 1)."
-    assert set(found.summary.inputs) == {"other"}
-    assert any("The inputs differ in" in note for note in found.summary.notes)
-    assert not any(g.same_bits for g in found.groups if g.kernel != "baseline")
+    result = reports.read(out)
+    assert result.summary.answer[1] == "Compared although they differ: seed (0 and 1)."
+    assert set(result.summary.inputs) == {"other"}
+    assert any("The inputs differ in" in note for note in result.summary.notes)
+    assert not any(g.same_bits for g in result.groups if g.kernel != "baseline")
 
 
 def written(directory: Path, report: reports.Report) -> Path:
@@ -422,14 +422,14 @@ def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
     they were made; another request is refused."""
 
     def night(day: int, ratio: float, **changes: Any) -> reports.AuditReport:
-        made = audit(
+        created = audit(
             *(head(h, floor_ratio=ratio, expected_ratio=ratio) for h in range(4))
         )
-        when = made.provenance.model_copy(
+        when = created.provenance.model_copy(
             update={"created": f"2026-11-0{day}T03:00:00+00:00"}
         )
-        request = {**made.request, **changes}
-        return made.model_copy(update={"provenance": when, "request": request})
+        request = {**created.request, **changes}
+        return created.model_copy(update={"provenance": when, "request": request})
 
     nights = night(3, 1.5), night(1, 1.0), night(2, 1.25)
     for sides in (nights, nights[1:]):
@@ -438,15 +438,15 @@ def test_of_many_reports_the_last_two_and_a_history(tmp_path: Path) -> None:
             "02",
         ]
     assert [past.created[8:10] for past in compare(*nights).history] == ["03", "01", "02"]
-    found = compare(*nights, by_date=True)
-    assert [past.created[8:10] for past in found.history] == ["01", "02", "03"]
-    assert [[*past.errors.values()] for past in found.history] == [[1.0], [1.25], [1.5]]
-    assert (found.a.created[8:10], found.b.created[8:10], found.exit_code) == (
+    result = compare(*nights, by_date=True)
+    assert [past.created[8:10] for past in result.history] == ["01", "02", "03"]
+    assert [[*past.errors.values()] for past in result.history] == [[1.0], [1.25], [1.5]]
+    assert (result.a.created[8:10], result.b.created[8:10], result.exit_code) == (
         "02",
         "03",
         1,
     )
-    shown = document_of(found).shown_in("html")
+    shown = document_of(result).shown_in("html")
     assert any(isinstance(node, Figures) for node in shown)
     assert not compare(night(1, 1.0), night(2, 1.0)).history
     with pytest.raises(UsageError, match="different things: length"):
@@ -469,19 +469,19 @@ def test_every_key_that_must_be_the_same(tmp_path: Path, key: str) -> None:
     a, b = audit(head()), audit(head(**other), request={key: OTHER[key]})
     with pytest.raises(UsageError, match=f"different things: {key}.* --allow {key}"):
         of(tmp_path, a, b)
-    found = of(tmp_path, a, b, allow=(key,))
-    assert [d.root for d in found.allowed] == [key]
+    result = of(tmp_path, a, b, allow=(key,))
+    assert [d.root for d in result.allowed] == [key]
     assert any(
         line.startswith(f"Compared although they differ: {key}")
-        for line in found.summary.answer
+        for line in result.summary.answer
     )
 
 
 def test_what_is_no_audit(tmp_path: Path) -> None:
     """Another kind of report is refused; what cannot be read is not compared."""
     a = written(tmp_path / "a", audit(head()))
-    found = compare(a, a)
-    other = written(tmp_path / "other", found)
+    result = compare(a, a)
+    other = written(tmp_path / "other", result)
     with pytest.raises(UsageError, match="a report that can be compared, got compare"):
         compare(a, other)
     with pytest.raises(UsageError, match="cannot read a report there"):
@@ -531,9 +531,12 @@ def swept(
 
 
 def seeded(seeds: tuple[int, ...] = (0, 1), **changes: Any) -> list[DeviationRow]:
-    made = [(make, seed, h) for make in (head, floor) for seed in seeds for h in range(4)]
+    created = [
+        (make, seed, h) for make in (head, floor) for seed in seeds for h in range(4)
+    ]
     return [
-        make(h, seed=seed, **(changes if make is head else {})) for make, seed, h in made
+        make(h, seed=seed, **(changes if make is head else {}))
+        for make, seed, h in created
     ]
 
 
@@ -550,9 +553,9 @@ def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None
     ]
     a, b = (written(tmp_path / name, swept(*x)) for name, x in (("a", rows), ("b", bad)))
     assert compare(a, a).exit_code == 0
-    found = compare(a, b)
-    assert found.exit_code == 1
-    assert {(m.place.seed, m.place.head) for m in found.moves} == {(1, 2)}
+    result = compare(a, b)
+    assert result.exit_code == 1
+    assert {(m.place.seed, m.place.head) for m in result.moves} == {(1, 2)}
 
 
 @pytest.mark.parametrize(("make", "said"), [
@@ -873,18 +876,18 @@ def test_a_check_that_one_report_alone_planned() -> None:
     """Gone it is no pass, new it is one; one that was planned and is not there is
     inconsistent."""
     whole = reports.read(STORED / "effects.json")
-    made, planned_ = (
+    created, planned_ = (
         tuple(check for check in checks if check.name != "mask")
         for checks in (whole.checks, whole.plan.checks)
     )
     plan = whole.plan.model_copy(update={"checks": planned_})
-    fewer = whole.model_copy(update={"checks": made, "plan": plan})
+    fewer = whole.model_copy(update={"checks": created, "plan": plan})
     assert [compare(whole, fewer).exit_code, compare(fewer, whole).exit_code] == [1, 0]
     assert "check mask" in compare(whole, fewer).summary.answer[0]
     with pytest.raises(
         MeasurementError, match="its checks are not those that were planned"
     ):
-        compare(whole, whole.model_copy(update={"checks": made}))
+        compare(whole, whole.model_copy(update={"checks": created}))
 
 
 LOG_PROBS = dict.fromkeys(("log_prob", "log_prob_p999", "log_prob_max"))

@@ -58,9 +58,9 @@ def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
         yaml.safe_dump({**one(), "repeats": 2, "seeds": 3, "formats": "float16"})
     )
     flags = {"repeats": 4, "rows": 8, "seed": 5, "kernels": (), "device": None}
-    found = sweep_request(path, flags)
-    assert (found.repeats, found.rows, found.seeds) == (4, 8, (5, 6, 7))
-    assert (found.formats, found.kernels, found.device) == (
+    result = sweep_request(path, flags)
+    assert (result.repeats, result.rows, result.seeds) == (4, 8, (5, 6, 7))
+    assert (result.formats, result.kernels, result.device) == (
         ("float16",),
         DEFAULT_KERNELS,
         "auto",

@@ -78,7 +78,7 @@ def definition(output: Tensor, y: Yardstick, head: int) -> dict[str, Any]:
     least = 2.0 ** -PARAMETERS[name][0] * rms(r[on_grid]) / math.sqrt(12)
     sizes = norm(np.where(usable, terms, 0), axis=-1)
     rows = norm(e, axis=-1)[sizes > 0] / sizes[sizes > 0]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "elements": int(usable.sum()),
         "empty_rows": int(empty.sum()),
         "nonfinite": int((np.isfinite(o) != np.isfinite(floor))[seen].sum()),
@@ -92,26 +92,26 @@ def definition(output: Tensor, y: Yardstick, head: int) -> dict[str, Any]:
     }
     if unrounded is not None:
         at = shown & np.isfinite(unrounded)
-        found["precision_rms"] = rms((r - unrounded)[at])
+        result["precision_rms"] = rms((r - unrounded)[at])
     if plain is not None:
         at, both = shown & np.isfinite(plain), usable & np.isfinite(plain)
-        found["baseline_ratio"] = ratio(rms(error), rms((plain - r)[at]))
-        found["from_baseline_rms"] = rms((o - plain)[both])
-        found["fa_rule"] = flash_attention_rule(
+        result["baseline_ratio"] = ratio(rms(error), rms((plain - r)[at]))
+        result["from_baseline_rms"] = rms((o - plain)[both])
+        result["fa_rule"] = flash_attention_rule(
             o, plain, floor, both & np.isfinite(floor), name
         )
         if unrounded is not None:
-            found["flash_vs_precision"] = ratio(
-                found["from_baseline_rms"], found["precision_rms"]
+            result["flash_vs_precision"] = ratio(
+                result["from_baseline_rms"], result["precision_rms"]
             )
         if wide is not None:
-            found["low_precision_rms"] = cost = rms(
+            result["low_precision_rms"] = cost = rms(
                 (plain - wide)[at & np.isfinite(wide)]
             )
-            found["flash_vs_low_precision"] = ratio(found["from_baseline_rms"], cost)
+            result["flash_vs_low_precision"] = ratio(result["from_baseline_rms"], cost)
     lse = None if y.lse is None else of(y.lse)
     return {
-        **found,
+        **result,
         **bias(np.where(usable, o, nan), r, floor, spacing(terms, name), lse),
     }
 
@@ -150,22 +150,22 @@ def bias(o: Any, r: Any, floor: Any, ulp: Any, lse: Any) -> dict[str, Any]:
         [x[~np.isnan(x)].mean() for x in m if not np.isnan(x).all()] for m in members
     ]
     mean = [float(np.mean(m)) if m else 0.0 for m in means]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "sequences": len(means[0]),
         "bias": mean[0],
         "bias_sign": mean[1],
     }
-    found["bias_feature"] = max(mean[2:], key=abs)
+    result["bias_feature"] = max(mean[2:], key=abs)
     if len(means[0]) < 2:
-        return {**found, **dict.fromkeys(("bias_t", "bias_p", "bias_size", "bias_of"))}
+        return {**result, **dict.fromkeys(("bias_t", "bias_p", "bias_size", "bias_of"))}
     costs = [4.0, 4.0, *[2.0 * features] * features]
     tested = [student(x, m) for x, m in zip(means, members, strict=True)]
     p = [min(1.0, cost * q) for cost, (_, q) in zip(costs, tested, strict=True)]
     large = [i for i, x in enumerate(mean) if abs(x) >= 0.05] or range(len(members))
     pick = min(large, key=lambda i: (p[i], -abs(tested[i][0])))
     names = ["mean", "sign", *(f"feature {f}" for f in range(features))]
-    found |= {"bias_t": tested[pick][0], "bias_p": p[pick], "bias_size": mean[pick]}
-    return {**found, "bias_of": names[pick]}
+    result |= {"bias_t": tested[pick][0], "bias_p": p[pick], "bias_size": mean[pick]}
+    return {**result, "bias_of": names[pick]}
 
 
 def student(means: list[float], member: np.ndarray) -> tuple[float, float]:
@@ -184,9 +184,9 @@ def student(means: list[float], member: np.ndarray) -> tuple[float, float]:
 
 def assert_as_defined(output: Tensor, y: Yardstick) -> None:
     """Of every head; None and a reason stand for NaN and infinity."""
-    found = measure(output, y).heads
-    assert len(found) == output.shape[1]
-    for head, metrics in enumerate(found):
+    result = measure(output, y).heads
+    assert len(result) == output.shape[1]
+    for head, metrics in enumerate(result):
         expected = definition(output, y, head)
         assert metrics.keys() == expected.keys() | {"nulls"}
         for name, x in expected.items():

@@ -48,11 +48,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(*targets: object, **changes: Any) -> DiagnoseRequest:
-    made: dict[str, Any] = {
+    created: dict[str, Any] = {
         "target": "t", "targets": tuple(map(str, targets)), "length": 12, "sequences": 2,
         "attention": attention_options(None, ()), "device": "cpu",
     }  # fmt: skip
-    return DiagnoseRequest.model_validate({**made, **changes})
+    return DiagnoseRequest.model_validate({**created, **changes})
 
 
 def captured(path: Path, length: int, *names: str) -> None:
@@ -72,14 +72,14 @@ def test_every_checkpoint_and_no_cures(checkpoints: Path, tmp_path: Path) -> Non
         "layers": (1,),
         "kernels": kernels,
     }
-    found = study.diagnose(asked(checkpoints, **changes), tmp_path / "out")
-    assert {h.layer for h in found.heads} == {1}
-    assert (found.cures, found.costs) == ((), {})
-    assert {(k.step, k.kernel) for k in found.kernels} == {
+    result = study.diagnose(asked(checkpoints, **changes), tmp_path / "out")
+    assert {h.layer for h in result.heads} == {1}
+    assert (result.cures, result.costs) == ((), {})
+    assert {(k.step, k.kernel) for k in result.kernels} == {
         (s, "baseline") for s in (10, 20, 30)
     }
     assert any(
-        n.startswith("sdpa-cudnn was left out: needs CUDA") for n in found.summary.notes
+        n.startswith("sdpa-cudnn was left out: needs CUDA") for n in result.summary.notes
     )
     with pytest.raises(UsageError, match=r"no attention call in layers 7;"):
         study.diagnose(asked(checkpoints, layers=(7,)), tmp_path / "other")
@@ -107,10 +107,10 @@ def test_what_is_finished_survives_an_interrupt(
     with pytest.raises(KeyboardInterrupt):
         study.diagnose(request, tmp_path / "out")
     monkeypatch.setattr(study, "diagnose_call", counting)
-    found = study.diagnose(request, tmp_path / "out")
+    result = study.diagnose(request, tmp_path / "out")
     assert len(chain) == before + 6
     same = {"provenance", "timings"}
-    assert found.model_dump(exclude=same) == whole.model_dump(exclude=same)
+    assert result.model_dump(exclude=same) == whole.model_dump(exclude=same)
     other = asked(checkpoints, cures=False, seed=1)
     with pytest.raises(UsageError, match="different request"):
         study.diagnose(other, tmp_path / "out")
@@ -121,9 +121,9 @@ def test_captured_tensors(chain: list[Diagnosis], tmp_path: Path) -> None:
     """W_Q is not known there, and a note says so; without grad_out they are refused."""
     path = tmp_path / "calls.safetensors"
     captured(path, 6, "grad_out")
-    found = study.diagnose(asked(path), tmp_path / "out")
+    result = study.diagnose(asked(path), tmp_path / "out")
     assert [x.truth.projection for x in chain] == [None]
-    notes = " ".join(found.summary.notes)
+    notes = " ".join(result.summary.notes)
     assert "W_Q not known, the call does not come out of a model: 1 calls" in notes
     captured(path, 6)
     with pytest.raises(
@@ -138,8 +138,8 @@ def test_a_configuration_draws_its_cases(tmp_path: Path) -> None:
     path = tmp_path / "cases.yaml"
     cases = "cases: [{name: a, heads: 2, seq_len: 8, head_dim: 4}]\n"
     path.write_text(cases)
-    found = study.diagnose(asked(path), tmp_path / "out")
-    assert [h.case for h in found.heads] == ["a", "a"]
+    result = study.diagnose(asked(path), tmp_path / "out")
+    assert [h.case for h in result.heads] == ["a", "a"]
     path.write_text(cases + "repeats: 3\n")
     with pytest.raises(UsageError, match=r"nothing but `cases`.*'repeats'"):
         study.diagnose(asked(path), tmp_path / "other")
@@ -189,7 +189,7 @@ def test_every_field_of_a_request_is_in_the_key(
     files = {name: tmp_path / f"{name}.txt" for name in ("text", "inputs")}
     for file in files.values():
         file.write_text("words")
-    given = {
+    passed = {
         **CHANGED,
         "targets": (str(checkpoint(tmp_path / "another")),),
         "text": (str(files["text"]),),
@@ -198,7 +198,7 @@ def test_every_field_of_a_request_is_in_the_key(
     }
     first = key(asked(path))
     assert key(asked(path)) == first
-    for name, value in given.items():
+    for name, value in passed.items():
         other = key(asked(path, **{name: value}))
         assert other["request"] != first["request"], name
 
@@ -336,11 +336,11 @@ def test_the_attention_that_is_diagnosed(
         "qiu2025", ("block_kv=64", "delta_from=dP*P", "dp=float32")
     )
     request = asked(checkpoints / "m-step10", attention=options, cures=False, layers=(0,))
-    found = study.diagnose(request, tmp_path / "out")
+    result = study.diagnose(request, tmp_path / "out")
     (recipe,) = (x.rounded.recipe for x in chain)
     assert (recipe.preset, recipe.block_kv, recipe.delta_from) == ("qiu2025", 64, "dP*P")
     assert recipe.sites["dp"] == "float32"
-    assert found.attention == options
+    assert result.attention == options
 
 
 @pytest.fixture
@@ -415,8 +415,8 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
     )
     ids = load_file(file)["input_ids"]
     assert all(bytes(row).decode() in text.read_text() for row in ids.tolist())
-    found = study.diagnose(asked(path, cures=False, kernels=()), tmp_path / "out")
-    assert said in found.summary.notes
+    result = study.diagnose(asked(path, cures=False, kernels=()), tmp_path / "out")
+    assert said in result.summary.notes
     assert write_training_text(asked(path, text=(str(text),)), stage, ids_file) == (
         None,
         None,

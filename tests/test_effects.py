@@ -81,9 +81,9 @@ def studied(capsys: Any, tmp_path: Path, target: object, *more: object) -> Effec
         tmp_path / "out",
     )
     assert code == 0, err
-    found = read(tmp_path / "out")
-    assert isinstance(found, EffectsReport)
-    return found
+    result = read(tmp_path / "out")
+    assert isinstance(result, EffectsReport)
+    return result
 
 
 def run_of(report: EffectsReport, kind: str, **which: Any) -> RunSummary:
@@ -315,7 +315,7 @@ def test_all_sites_together_are_the_model_in_its_format(tmp_path: Path) -> None:
     whole = next(
         r for r in study.runs if r.kind == "whole" and r.planned is not study.against
     )
-    truth, real, made = (
+    truth, real, created = (
         main_output(x) for x in (
             subject.run_exactly(inputs),
             study._answer(subject, inputs, whole),
@@ -323,7 +323,7 @@ def test_all_sites_together_are_the_model_in_its_format(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     first = slice(0, 2)  # where hardly anything was summed in another order yet
-    apart = (real - made)[:, first].abs().median()
+    apart = (real - created)[:, first].abs().median()
     assert float(apart) < 0.1 * float((real - truth)[:, first].abs().median())
 
 
@@ -1019,8 +1019,8 @@ def test_operations_stand_where_their_module_does(name: str, sites: str) -> None
     kinds = {m: places.kinds[x] for m, x in model.named_modules() if m}
     for said in sites.split("; "):
         module, _, site = said.partition(" ")
-        found = {kind for m, kind in kinds.items() if m.endswith(f".0.{module}")}
-        assert found == {site}, (module, [m for m in kinds if ".0." in m])
+        result = {kind for m, kind in kinds.items() if m.endswith(f".0.{module}")}
+        assert result == {site}, (module, [m for m in kinds if ".0." in m])
 
 
 def sites_of(
@@ -1205,13 +1205,13 @@ def test_a_ratio_says_what_it_is_over() -> None:
     ratio = {"mean": 1.0}
     fields = {name: field.annotation for name, field in RunSummary.model_fields.items()
               if field.is_required()}  # fmt: skip
-    given: dict[str, Any] = {n: 1 if t is int else "x" for n, t in fields.items()}
-    given |= {"kind": "whole"} if "kind" in fields else {}
-    assert RunSummary.model_validate({**given, "over": ratio, "beside": "eager"}).over
+    passed: dict[str, Any] = {n: 1 if t is int else "x" for n, t in fields.items()}
+    passed |= {"kind": "whole"} if "kind" in fields else {}
+    assert RunSummary.model_validate({**passed, "over": ratio, "beside": "eager"}).over
     with pytest.raises(
         ValueError, match="beside: expected what `over` is held against, got null"
     ):
-        RunSummary.model_validate({**given, "over": ratio})
+        RunSummary.model_validate({**passed, "over": ratio})
 
 
 def output(kind: str, costs: tuple[float, ...], **which: Any) -> list[OutputRow]:
@@ -1282,8 +1282,8 @@ def test_an_error_beside_none_is_no_ratio() -> None:
         "attention", (None,), kernel="k", status="skipped", reason="y", error=None
     )
     rest = [row.model_copy(update={"sequence": 4 + i}) for i, row in enumerate(broken)]
-    found = summarise([*own, *rest, *predicted], "baseline", logits=True).runs
-    (run,) = (run for run in found if run.kind == "attention")
+    result = summarise([*own, *rest, *predicted], "baseline", logits=True).runs
+    (run,) = (run for run in result if run.kind == "attention")
     assert (run.unmatched, run.failed, run.over.mean) == (2, 1, 1.0)
 
 
@@ -1298,15 +1298,15 @@ def test_sites_add_up_within_a_tenth_either_way(total: float, adds_up: bool) -> 
     rows = output("whole", whole, kernel="k")
     for site, share in shares.items():
         rows += output("site", tuple(total * share * cost for cost in whole), site=site)
-    found = summarise(rows, "baseline", logits=True)
-    (budget,) = found.budgets
+    result = summarise(rows, "baseline", logits=True)
+    (budget,) = result.budgets
     assert budget.adds_up == adds_up
     assert budget.parts.mean == pytest.approx(total)
     parts = "largest sites: " + ", ".join(
         f"{site} {percent(total * shares[site])}" for site in "bde"
     )
-    assert (parts in found.answer[-1]) == adds_up
-    assert bool(found.notes) != adds_up
+    assert (parts in result.answer[-1]) == adds_up
+    assert bool(result.notes) != adds_up
 
 
 def test_the_answers_numbers_are_their_own() -> None:
@@ -1469,17 +1469,17 @@ def test_a_check_without_an_answer_applies_or_not(applies: bool, standing: str) 
                 "reason": "none today"}
     )  # fmt: skip
     checks = (report.checks[0], gone, *report.checks[2:])
-    found = verdict.tests(report.model_copy(update={"checks": checks}), Rules())
-    assert [(t.standing, t.reasons) for t in found if t.rule == gone.name] == [
+    result = verdict.tests(report.model_copy(update={"checks": checks}), Rules())
+    assert [(t.standing, t.reasons) for t in result if t.rule == gone.name] == [
         (standing, ("none today",))
     ]
 
 
 def test_a_finding_tells_ratio_limit_and_share_apart() -> None:
     """2.5 times what is predicted, beyond 2, which is a quarter of the whole error."""
-    found = judged(by_ratios((2.5,) * 3), Rules.model_validate({"effects": {
+    result = judged(by_ratios((2.5,) * 3), Rules.model_validate({"effects": {
         "kernel_over_predicted": 2.0, "model_over_sites": 9.0}}))  # fmt: skip
-    [finding] = found.findings
+    [finding] = result.findings
     assert finding.sentence == (
         "sdpa-math (bfloat16) error of attention alone: 2.5× expected (limit 2×)."
     )
@@ -1570,8 +1570,8 @@ def test_the_error_comes_first_as_loss_and_perplexity() -> None:
         ["1.0e-3", "-1 %", "-0.01", "–", "0"],
     ]
     for ratio, style in ((1.0, ""), (9.0, "bad")):
-        made = judged(by_ratios((ratio,) * 3))
-        table = next(node for node in blocks(made) if isinstance(node, Table))
+        created = judged(by_ratios((ratio,) * 3))
+        table = next(node for node in blocks(created) if isinstance(node, Table))
         at = [c.title for c in table.columns].index("attention / expected")
         cells = {row.cells[0].text: row.cells[at] for row in table.rows}
         assert (cells["sdpa-math"].style, cells["baseline"].style) == (style, "")

@@ -280,12 +280,12 @@ def test_the_fast_way_rounds_as_round_to(dtype: torch.dtype, name: str) -> None:
     x = torch.cat([torch.tensor(HARD, dtype=torch.float64), wide]).to(dtype)
     x = torch.cat([x, -x])
     step = rounding(format_named(name), dtype, "nearest", torch.Generator())
-    given = x if step is None else step(x)
+    passed = x if step is None else step(x)
     expected = round_to(x, format_named(name))
-    assert given.dtype == dtype
-    assert torch.equal(given.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert passed.dtype == dtype
+    assert torch.equal(passed.nan_to_num(7.0), expected.nan_to_num(7.0))
     number = ~x.isnan()
-    assert torch.equal(given.signbit()[number], expected.signbit()[number])
+    assert torch.equal(passed.signbit()[number], expected.signbit()[number])
 
 
 def test_a_value_is_rounded_once() -> None:
@@ -321,10 +321,10 @@ def test_the_polynomial_of_flash_attention_4() -> None:
     eighth."""
     x = torch.linspace(-88, 5.5, 1 << 17, dtype=torch.float64)
     assert 8.5e-5 < float((module._cubic(x) / x.exp() - 1).abs().max()) < 8.8e-5
-    found = module._cubic(
+    result = module._cubic(
         torch.tensor([0.0, 8.0, -126.0, -128.0, -inf]).double() * math.log(2)
     )
-    assert found.tolist() == pytest.approx([1.0, 256.0, 2.0**-126, 0.0, 0.0], rel=1e-13)
+    assert result.tolist() == pytest.approx([1.0, 256.0, 2.0**-126, 0.0, 0.0], rel=1e-13)
     other = (module._fa4(x[:256].clone()) != x[:256].exp()).nonzero().flatten().tolist()
     assert other == [i for i in range(256) if i % 16 > 11 and 31 < i % 128 < 96]
 
@@ -389,8 +389,8 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
         same = dict.fromkeys(
             ["q", "q_s", "k", "k_s", "v", "dO", "O", "L", "m", "l", "shift"], x
         )
-        given = backward.BackwardInputs(r=r, scale_in="scores", over=None, **same)
-        for blocks in (tiles, list(backward.blocks(given))):
+        passed = backward.BackwardInputs(r=r, scale_in="scores", over=None, **same)
+        for blocks in (tiles, list(backward.blocks(passed))):
             count = torch.zeros(shown.shape)
             for rows, keys in blocks:
                 count[rows, keys] += 1
@@ -570,15 +570,15 @@ def test_exact_is_the_gradient(name: str) -> None:
     ), tile in choices:
         if algorithm == "plain" and tile:
             continue
-        made = recipe(
+        created = recipe(
             "exact", algorithm=algorithm, loop_order=loop, kv_order=order, p_from=p,
             delta_from=delta, ds_scale=ds_scale, scale_in=scale_in, group_sum=group, **tile,
             scale_again="k_log2" if (scale_in, p) == ("scores", "lse") else "same",
         )  # fmt: skip
-        for found, exact, scale in zip(
-            gradients(case, made)[2:], truth, scales, strict=True
+        for result, exact, scale in zip(
+            gradients(case, created)[2:], truth, scales, strict=True
         ):
-            assert ((found - exact).abs() <= 300 * U64 * scale).all(), made
+            assert ((result - exact).abs() <= 300 * U64 * scale).all(), created
 
 
 def test_tiles_matter_through_the_running_sums() -> None:

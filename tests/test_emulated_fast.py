@@ -99,8 +99,8 @@ def is_at_once(case: AttentionCase, claim: Mapping[str, Any]) -> bool:
     return tile_by_tile.is_at_once(Rounder(recipe_of(claim), case))
 
 
-def apart(found: Tensor, tiled: Tensor, error: Tensor) -> float:
-    return float((found.double() - tiled.double()).norm() / error.norm())
+def apart(result: Tensor, tiled: Tensor, error: Tensor) -> float:
+    return float((result.double() - tiled.double()).norm() / error.norm())
 
 
 def assert_same(case: AttentionCase, claim: Mapping[str, Any]) -> None:
@@ -108,16 +108,16 @@ def assert_same(case: AttentionCase, claim: Mapping[str, Any]) -> None:
     the other side, one ulp, and the largest P that does, 2 u of the term scale."""
     reference, fmt = attend(case), case.format
     tiled = tile_by_tile.attend(case, recipe_of(claim))[0].double()
-    found = emulation(case, claim).double()
+    result = emulation(case, claim).double()
     error = tiled - reference.out
-    assert float((found - reference.out).norm() / error.norm()) == pytest.approx(
+    assert float((result - reference.out).norm() / error.norm()) == pytest.approx(
         1.0, abs=RMS
     )
-    largest = ulp(torch.maximum(found.abs(), tiled.abs()), fmt)
+    largest = ulp(torch.maximum(result.abs(), tiled.abs()), fmt)
     assert (
-        (found - tiled).abs() <= largest + 2 * fmt.unit_roundoff * reference.term_scale
+        (result - tiled).abs() <= largest + 2 * fmt.unit_roundoff * reference.term_scale
     ).all()
-    assert (found != tiled).double().mean() <= CARRIED[fmt.name]
+    assert (result != tiled).double().mean() <= CARRIED[fmt.name]
     exact_out = {**claim, "out": "exact"}
     tiled = tile_by_tile.attend(case, recipe_of(exact_out))[0]
     assert apart(emulation(case, exact_out), tiled, error) <= BEFORE_CAST[fmt.name]
@@ -187,12 +187,12 @@ def assert_same_step(case: AttentionCase, claim: Mapping[str, Any], rms: float) 
     exact = gradients(case)
     O, _, *gradient = emulated_backward.gradients(case, recipe_of(claim))
     tiled = dict(zip(("out", "dq", "dk", "dv"), (O, *gradient), strict=True))
-    for name, found in emulated_step(case, claim).items():
+    for name, result in emulated_step(case, claim).items():
         reference = getattr(exact, name)
         error = tiled[name].double() - reference
-        ratio = (found.double() - reference).norm() / error.norm()
+        ratio = (result.double() - reference).norm() / error.norm()
         assert float(ratio) == pytest.approx(1.0, abs=rms), name
-        assert apart(found, tiled[name], error) <= STEP_APART, name
+        assert apart(result, tiled[name], error) <= STEP_APART, name
 
 
 @pytest.mark.usefixtures("_blocks")
@@ -210,8 +210,8 @@ def test_a_step_of_what_is_not_finite_is_that_in_tiles() -> None:
     """An upstream gradient that overflowed reaches what it reaches in `emulated`."""
     case = poisoned(drawn(is_causal=True), "grad_out", (0, 0, 5, 0), float("inf"))
     tiled = emulated_backward.gradients(case, recipe_of({}))
-    found = emulated_step(case, {})
-    for x, y in zip(found.values(), (tiled[0], *tiled[2:]), strict=True):
+    result = emulated_step(case, {})
+    for x, y in zip(result.values(), (tiled[0], *tiled[2:]), strict=True):
         assert torch.equal(x.nan_to_num(7e4), y.nan_to_num(7e4))
 
 

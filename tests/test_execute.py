@@ -370,8 +370,8 @@ def test_a_kernel_is_planned_once_for_each_set_of_options() -> None:
     """Other options are another kernel, the same ones are not; a yardstick that is asked
     for is a kernel too; whether anybody asked by name is told."""
     chosen = [Choice(name="emulated", options={"block_kv": n}) for n in (32, 64, 32)]
-    found = plan_kernels([*chosen, Choice(name="baseline")], under_audit=True)
-    planned = [(p.role, p.kernel.name, p.options.get("block_kv")) for p in found]
+    result = plan_kernels([*chosen, Choice(name="baseline")], under_audit=True)
+    planned = [(p.role, p.kernel.name, p.options.get("block_kv")) for p in result]
     assert planned == [
         ("precision", "reference", None), ("floor", "floor", None), ("baseline", "baseline", None),
         ("kernel", "emulated", 32), ("kernel", "emulated", 64), ("kernel", "baseline", None),
@@ -399,10 +399,10 @@ def test_every_dose_of_every_fault_is_planned() -> None:
             for dose in control.doses
             if gradients or not control.in_backward_only
         ]
-        found = [
+        result = [
             (p.kernel.name, p.options["dose"]) for p in plan_controls(gradients=gradients)
         ]
-        assert found == expected
+        assert result == expected
     assert any(control.in_backward_only for control in CONTROLS.values())
 
 

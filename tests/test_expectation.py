@@ -36,13 +36,13 @@ BF16, FP32 = format_named("bfloat16"), format_named("float32")
 def training(
     regime: str = "normal", *, fmt: str = "bfloat16", length: int = 300, **fields: Any
 ) -> AttentionCase:
-    given = {
+    passed = {
         "head_dim": 32,
         "is_causal": True,
         "dtype": dtype_of(format_named(fmt)),
         **fields,
     }
-    return drawn_case(length, regime, **given)
+    return drawn_case(length, regime, **passed)
 
 
 def yardstick_of(exact: Reference) -> Yardstick:
@@ -85,21 +85,21 @@ def test_the_metrics_are_their_definitions() -> None:
     typical = np.maximum(rel[1], rel[2])
     allowed = np.maximum(np.maximum(expected, typical[:, None] * terms), least)
     worst = (actual / allowed).max(axis=1)
-    found = measure(output, yardstick, predicted).heads
-    assert [h["expected_ratio"] for h in found] == pytest.approx(
+    result = measure(output, yardstick, predicted).heads
+    assert [h["expected_ratio"] for h in result] == pytest.approx(
         rel[0] / typical, rel=1e-12
     )
-    assert [h["worst_row"] for h in found] == pytest.approx(worst, rel=1e-12)
+    assert [h["worst_row"] for h in result] == pytest.approx(worst, rel=1e-12)
     share = (actual / terms) ** 2
     rows = share.sum(axis=1) ** 2 / (share**2).sum(axis=1)
-    assert [h["error_rows"] for h in found] == pytest.approx(rows, rel=1e-12)
+    assert [h["error_rows"] for h in result] == pytest.approx(rows, rel=1e-12)
     assert worst[2] > 10
     plain = [(x**2).sum(axis=1) for x in (actual, expected, least)]
     ratios = np.sqrt(plain[0] / np.maximum(plain[1], plain[2]))
-    assert [h["rms_ratio"] for h in found] == pytest.approx(ratios, rel=1e-12)
+    assert [h["rms_ratio"] for h in result] == pytest.approx(ratios, rel=1e-12)
     weight = np.maximum(expected, least) ** 2
     rows = weight.sum(axis=1) ** 2 / (weight**2).sum(axis=1)
-    assert [h["rms_rows"] for h in found] == pytest.approx(rows, rel=1e-12)
+    assert [h["rms_rows"] for h in result] == pytest.approx(rows, rel=1e-12)
     assert all(1 <= n < 40 for n in rows)
 
 
@@ -108,8 +108,8 @@ def test_an_exact_prediction_still_leaves_a_rounding() -> None:
     case = training(length=40)
     exact = attend(dataclasses.replace(case, v=torch.ones_like(case.v)))
     yardstick = yardstick_of(exact)
-    found = measure(exact.out + 2.0**-9, yardstick, exact.out.float()).heads[0]
-    assert found["expected_ratio"] == pytest.approx(math.sqrt(12) * 2.0**-9 / 2.0**-8)
+    result = measure(exact.out + 2.0**-9, yardstick, exact.out.float()).heads[0]
+    assert result["expected_ratio"] == pytest.approx(math.sqrt(12) * 2.0**-9 / 2.0**-8)
 
 
 def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
@@ -125,14 +125,14 @@ def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
     predicted = yardstick.floor.float()
     flushed = predicted.clone()
     flushed[0, 0, 2] = 0.0
-    found = measure(flushed, yardstick, predicted).heads[0]
-    assert (found["expected_ratio"], found["worst_row"]) == pytest.approx((1.0, 1.0))
+    result = measure(flushed, yardstick, predicted).heads[0]
+    assert (result["expected_ratio"], result["worst_row"]) == pytest.approx((1.0, 1.0))
     for row, value in ((2, 1e-3), (4, 1e-3), (4, 1e-20)):
         garbage = predicted.clone()
         garbage[0, 0, row] = value
         seen = measure(garbage, yardstick, predicted).heads[0]
         assert seen["worst_row"] > 1e6
-        assert seen["row_rel"] == pytest.approx(found["row_rel"], rel=0.3)
+        assert seen["row_rel"] == pytest.approx(result["row_rel"], rel=0.3)
 
 
 # Tiles of 32, 64 and 256 rows, keys too few for the fast exp, odd head_dims, a group.
@@ -178,7 +178,7 @@ def test_real_kernels_err_as_their_claim_predicts(
     exact, output = gradients(case), find(name).gradients(case)
     predicted = emulated_step(case, find(name).claims(case, output, HERE) or {})
     for tensor, x in predicted.items():
-        r, found = getattr(exact, tensor), getattr(output, tensor)
+        r, result = getattr(exact, tensor), getattr(output, tensor)
         yardstick = Yardstick(
             reference=r,
             term_scale=exact.term_scale
@@ -187,11 +187,11 @@ def test_real_kernels_err_as_their_claim_predicts(
             empty=exact.empty if tensor in ("out", "dq") else exact.unseen,
             format=case.format,
         )
-        for head in measure(found, yardstick, x).heads:
+        for head in measure(result, yardstick, x).heads:
             most = 0.03 if tensor == "out" else 0.05
             assert head["expected_ratio"] == pytest.approx(1.0, abs=most), tensor
             assert tensor != "out" or head["worst_row"] < 2.5
-        left = (found.double() - x.double()).norm() / (found.double() - r).norm()
+        left = (result.double() - x.double()).norm() / (result.double() - r).norm()
         least = 0.15 if tensor == "out" else 0.25
         assert left <= (least if case.format.name == "bfloat16" else 0.5), tensor
 
@@ -233,18 +233,18 @@ def test_nothing_is_expected_where_nothing_is_known() -> None:
         "preset": "exact",
         **dict.fromkeys(("out", "dq_out", "dk_out", "dv_out"), "working"),
     }
-    for claim, given, back, why in (
+    for claim, passed, back, why in (
         (fa2, FP32, FP32, unpredictable), (None, BF16, BF16, unpredictable),
         ({"preset": "exact", "out": "working"}, BF16, FP32, unpredictable),
         (math_, BF16, FP32, unpredictable),
         (None, FP32, FP32, unexpected), (fa2, fp64, fp64, unexpected),
     ):  # fmt: skip
-        assert why(claim, given, back) is not None
-    for claim, given, back, why in (
+        assert why(claim, passed, back) is not None
+    for claim, passed, back, why in (
         (fa2, BF16, FP32, unpredictable), (math_, BF16, BF16, unpredictable),
         (fa2, FP32, FP32, unexpected), (fa2, BF16, BF16, unexpected),
     ):  # fmt: skip
-        assert why(claim, given, back) is None
+        assert why(claim, passed, back) is None
     row = rows_on(prepare(training(length=20)), find("emulated"))[0]
     assert row.expected_ratio is None
     assert "no emulation" in row.nulls["expected_ratio"]
@@ -268,5 +268,5 @@ def test_returning_knows_the_casts_of_gradients() -> None:
         "out": "exact",
         "delta_o": "exact",
     }
-    given = {**claim, "delta_o": "e8m3"}
-    assert returning(given, case, {"out": wide}) == {**given, "out": "exact"}
+    passed = {**claim, "delta_o": "e8m3"}
+    assert returning(passed, case, {"out": wide}) == {**passed, "out": "exact"}

@@ -68,30 +68,36 @@ def flash(name: str) -> types.ModuleType:
     known, unlimited, asks = MODULES[name]
 
     def sequence(
-        q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]
+        q: Tensor, k: Tensor, v: Tensor, passed: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         assert q.dtype == k.dtype == v.dtype
         assert q.dtype in (torch.float16, torch.bfloat16)
         assert q.shape[-1] <= 256
         assert name != "flash_attn" or v.shape[-1] == q.shape[-1]
-        sink = given.get("learnable_sink")
+        sink = passed.get("learnable_sink")
         assert sink is None or sink.dtype == torch.bfloat16
-        assert all(side == unlimited or side >= 0 for side in given["window_size"])
-        left, right = (-1 if side is None else side for side in given["window_size"])
+        assert all(side == unlimited or side >= 0 for side in passed["window_size"])
+        left, right = (-1 if side is None else side for side in passed["window_size"])
         n, m = q.shape[0], k.shape[0]
-        hidden = beyond(n, m, left, 0 if given["causal"] else right, m - n)
+        hidden = beyond(n, m, left, 0 if passed["causal"] else right, m - n)
         return plain(
-            q, k, v, hidden, given["softmax_scale"], softcap=given["softcap"], sinks=sink
+            q,
+            k,
+            v,
+            hidden,
+            passed["softmax_scale"],
+            softcap=passed["softcap"],
+            sinks=sink,
         )
 
     def flash_attn_func(
-        q: Tensor, k: Tensor, v: Tensor, **given: Any
+        q: Tensor, k: Tensor, v: Tensor, **passed: Any
     ) -> tuple[Tensor, ...]:
         """[batch, length, heads, head_dim], and the log-sum-exp [batch, heads,
         length]."""
-        assert given.pop(asks)
-        assert given.keys() <= set(known)
-        parts = [sequence(*x, given) for x in zip(q, k, v, strict=True)]
+        assert passed.pop(asks)
+        assert passed.keys() <= set(known)
+        parts = [sequence(*x, passed) for x in zip(q, k, v, strict=True)]
         return torch.stack([x[0] for x in parts]), torch.stack([x[1] for x in parts])
 
     module = types.ModuleType(name)
@@ -107,8 +113,8 @@ class Ragged:
         self._backend = {"auto": "fa2"}.get(backend, backend)
         self._plan_info: list[int] = []
 
-    def plan(self, rows: Tensor, keys: Tensor, *sizes: int, **given: Any) -> None:
-        self.rows, self.keys, self.sizes, self.given = rows, keys, sizes, given
+    def plan(self, rows: Tensor, keys: Tensor, *sizes: int, **passed: Any) -> None:
+        self.rows, self.keys, self.sizes, self.given = rows, keys, sizes, passed
         assert rows.dtype == keys.dtype == torch.int32
         n, group = int(rows[1]), sizes[0] // sizes[1]
         # 4 rows, 2 parts
@@ -119,17 +125,17 @@ class Ragged:
     ) -> tuple[Tensor, ...]:
         assert return_lse
         assert (q.shape[1], k.shape[1], q.shape[2]) == self.sizes[:3]
-        given, mask, parts = self.given, self.given.get("custom_mask"), []
+        passed, mask, parts = self.given, self.given.get("custom_mask"), []
         for (a, b), (c, d) in zip(*(x.unfold(0, 2, 1).tolist() for x in (self.rows, self.keys)),
                                   strict=True):  # fmt: skip
             n, m = b - a, d - c
-            right = 0 if given["causal"] else -1
-            hidden = beyond(n, m, given["window_left"], right, m - n)
+            right = 0 if passed["causal"] else -1
+            hidden = beyond(n, m, passed["window_left"], right, m - n)
             if mask is not None:
                 hidden, mask = ~mask[: n * m].view(n, m), mask[n * m :]
-            cap = given["logits_soft_cap"]
+            cap = passed["logits_soft_cap"]
             parts.append(
-                plain(q[a:b], k[c:d], v[c:d], hidden, given["sm_scale"], softcap=cap)
+                plain(q[a:b], k[c:d], v[c:d], hidden, passed["sm_scale"], softcap=cap)
             )
         out, L = torch.cat([x for x, _ in parts]), torch.cat([x.T for _, x in parts])
         return out, L / math.log(2)
@@ -138,12 +144,12 @@ class Ragged:
 class Paged(Ragged):
     """Of keys in pages."""
 
-    def plan(self, rows: Tensor, pages: Tensor, *rest: Any, **given: Any) -> None:
+    def plan(self, rows: Tensor, pages: Tensor, *rest: Any, **passed: Any) -> None:
         self.places, lasts, *sizes, self.size = rest
         counts = pages.diff()
         keys = ((counts - 1) * self.size + lasts).cumsum(0)
         self.pages = pages
-        super().plan(rows, torch.nn.functional.pad(keys, (1, 0)).int(), *sizes, **given)
+        super().plan(rows, torch.nn.functional.pad(keys, (1, 0)).int(), *sizes, **passed)
 
     def run(self, q: Tensor, cache: tuple[Tensor, Tensor], *, return_lse: bool) -> Any:  # type: ignore[override]
         k, v = (
@@ -194,23 +200,23 @@ def case_of(fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Atte
     return make_case(**{**SHAPE, **fields}, dtype=dtype)
 
 
-def assert_rounded(found: Tensor, exact: Tensor, empty: Tensor) -> None:
+def assert_rounded(result: Tensor, exact: Tensor, empty: Tensor) -> None:
     """The exact answer rounded once, with 1 % for float64; rows that see nothing are
     0."""
-    u = 2.0**-8 if found.dtype == torch.bfloat16 else 2.0**-11
+    u = 2.0**-8 if result.dtype == torch.bfloat16 else 2.0**-11
     expected = exact.masked_fill(empty[..., None], 0.0)
     # Below the smallest normal number of float16 the spacing is 2^-24.
     assert (
-        (found.double() - expected).abs() <= 1.01 * u * expected.abs() + 2.0**-24
+        (result.double() - expected).abs() <= 1.01 * u * expected.abs() + 2.0**-24
     ).all()
 
 
-def assert_right(case: AttentionCase, found: Output) -> None:
+def assert_right(case: AttentionCase, result: Output) -> None:
     """Output and log-sum-exp are the reference's, the latter to float32."""
     exact, empty = attend(case), empty_rows(case)
-    assert_rounded(found.out, exact.out, empty)
+    assert_rounded(result.out, exact.out, empty)
     off = (
-        (found.lse.double() - exact.lse)
+        (result.lse.double() - exact.lse)
         .masked_fill(empty & (case.sinks is None), 0.0)
         .abs()
     )
@@ -277,11 +283,11 @@ def test_gradients_come_back_through_the_layouts(
     case = case_of(CASES[feature])
     dO = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1)).to(case.q)
     case = dataclasses.replace(case, grad_out=dO)
-    found, exact = find(name).gradients(case), gradients(case)
+    result, exact = find(name).gradients(case), gradients(case)
     for tensor in ("dq", "dk", "dv"):
         g = getattr(exact, tensor)
         assert_rounded(
-            getattr(found, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool)
+            getattr(result, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool)
         )
 
 

@@ -46,31 +46,31 @@ def audited(*rows: DeviationRow) -> AuditReport:
 
 def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
     """1.3 and 2 are beyond 1.03 x 1.1 = 1.2 (rounded up), 1.1 is not."""
-    found = audited()
-    text = fitted_thresholds(found, "r")
+    result = audited()
+    text = fitted_thresholds(result, "r")
     rules = read(text)
-    judged = judge_report(found, rules)
+    judged = judge_report(result, rules)
     assert (judged.exit_code, {p.caught_from for p in judged.power}) == (0, {0.003})
 
 
 def test_limits_are_what_was_measured_times_the_margin() -> None:
     """b errs 1.4 times as much and has its own limit; ten per cent beyond each limit is
     caught."""
-    found = audited()
-    rules = read(fitted_thresholds(found, "r"))
+    result = audited()
+    rules = read(fitted_thresholds(result, "r"))
     (error,) = (t for t in rules.thresholds if t.name == "error")
     for kernel in "ab":
-        of = [r for r in found.rows if r.kernel == kernel and r.tensor == "out"]
+        of = [r for r in result.rows if r.kernel == kernel and r.tensor == "out"]
         for fmt in ("bfloat16", "float16"):
             these = [r for r in of if r.format == fmt]
             worst = max(r.expected_ratio or 0.0 for r in these)
             limit = error.for_row(these[0]).at_most or 0.0
             assert worst <= limit <= max(1.1, 1.1 * worst + 0.1)
             beyond = these[0].model_copy(update={"expected_ratio": 1.1 * limit})
-            rows = tuple(beyond if r is these[0] else r for r in found.rows)
+            rows = tuple(beyond if r is these[0] else r for r in result.rows)
             assert (
                 judging.judgement_of(
-                    found.model_copy(update={"rows": rows}), rules
+                    result.model_copy(update={"rows": rows}), rules
                 ).exit_code
                 == 1
             )
@@ -95,8 +95,8 @@ def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
                        "noise": rms * draw.choice((0, size)), "bias_size": 0.0, "max_abs": size,
                        "mean_abs": 0.0}  # fmt: skip
             rows.append(row(h, kernel=f"k{group}", **{**numbers, **sampled}))
-    found = report(*rows)
-    assert judge_report(found, read(fitted_thresholds(found, "r"))).exit_code == 0
+    result = report(*rows)
+    assert judge_report(result, read(fitted_thresholds(result, "r"))).exit_code == 0
 
 
 def test_a_kernel_that_is_wrong_outright_sets_no_standard() -> None:
@@ -133,11 +133,11 @@ def test_names_from_elsewhere_stay_names(name: str) -> None:
         for kernel in (name, "z")
         for tensor in ("dq", "dk", "dv")
     ]
-    found = report(row(kernel=name), row(kernel="z", expected_ratio=2.0), *gradients)
-    text = fitted_thresholds(found, name)
+    result = report(row(kernel=name), row(kernel="z", expected_ratio=2.0), *gradients)
+    text = fitted_thresholds(result, name)
     rules = read(text)
     assert len(rules.required) == 2
-    assert judge_report(found, rules).exit_code == 0
+    assert judge_report(result, rules).exit_code == 0
 
 
 def test_all_options_of_a_kernel_share_the_widest_limit() -> None:
@@ -145,8 +145,8 @@ def test_all_options_of_a_kernel_share_the_widest_limit() -> None:
     rows = (
         row(options={"b": b}, expected_ratio=x) for b, x in enumerate((1.0, 1.4, 1.0))
     )
-    found = report(*rows)
-    assert judge_report(found, read(fitted_thresholds(found, "r"))).exit_code == 0
+    result = report(*rows)
+    assert judge_report(result, read(fitted_thresholds(result, "r"))).exit_code == 0
 
 
 def test_a_limit_is_never_looser_than_the_default_that_a_report_passes() -> None:

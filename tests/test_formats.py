@@ -322,10 +322,10 @@ def test_every_midpoint_goes_to_even(name: str, dtype: type) -> None:
     below, above = np.nextafter(middle, dtype(-inf)), np.nextafter(middle, dtype(inf))
     for x, expected in ((middle, even), (below, low), (above, high)):
         for sign in (1, -1):
-            given = torch.from_numpy(sign * x)
-            assert_identical(round_to(given, format), torch.from_numpy(sign * expected))
+            passed = torch.from_numpy(sign * x)
+            assert_identical(round_to(passed, format), torch.from_numpy(sign * expected))
             lower = torch.from_numpy(sign * low)
-            assert_identical(round_to(given, format, "toward_zero"), lower)
+            assert_identical(round_to(passed, format, "toward_zero"), lower)
 
 
 @pytest.mark.parametrize("name", [*ENUMERATED, *OTHERS])

@@ -92,8 +92,8 @@ def test_shapes_and_formats_it_cannot_take(
     case: AttentionCase, words: str | None
 ) -> None:
     """Each has its reason in words."""
-    found = fused._unfit_reason(case)
-    assert found is None if words is None else words in str(found)
+    result = fused._unfit_reason(case)
+    assert result is None if words is None else words in str(result)
 
 
 def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +114,8 @@ def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_beyond_fp64(fields: dict[str, Any], refused: bool) -> None:
     """Where scores may reach 2^44 the sums of the two passes differ by more than P can
     bear."""
-    found = fused._out_of_range_reason(make_case(dtype=torch.float32, **fields))
-    assert ("where fp64 has no digits left" in str(found)) is refused
+    result = fused._out_of_range_reason(make_case(dtype=torch.float32, **fields))
+    assert ("where fp64 has no digits left" in str(result)) is refused
 
 
 def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
@@ -143,11 +143,11 @@ def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:
 
     refuse = Mock(side_effect=Refused("the mask is too large"))
     fail = Mock(side_effect=ValueError("broken"))
-    found = reference._with_fallback(case, refuse, blocked.gradients)
-    assert found.by == "blocked: the mask is too large"
+    result = reference._with_fallback(case, refuse, blocked.gradients)
+    assert result.by == "blocked: the mask is too large"
     for field in dataclasses.fields(Gradients):
         if field.name != "by":
-            assert torch.equal(getattr(found, field.name), getattr(plain, field.name))
+            assert torch.equal(getattr(result, field.name), getattr(plain, field.name))
     fast: Reference = reference._with_fallback(case, lambda case: plain, fail)
     assert fast is plain
     with pytest.raises(ValueError, match="broken"):
@@ -188,14 +188,14 @@ def several_tiles(**fields: Any) -> AttentionCase:
 def assert_agree(case: AttentionCase) -> Gradients:
     """Both passes came by the fused path, and are the blocked path's to within their
     bounds."""
-    found, forward = reference.gradients(case), reference.attend(case)
-    assert (found.by, forward.by) == ("fused", "fused")
+    result, forward = reference.gradients(case), reference.attend(case)
+    assert (result.by, forward.by) == ("fused", "fused")
     exact = blocked.gradients(case)
     limits = bounds(case, exact)
-    for answer in (found, forward):
+    for answer in (result, forward):
         for name, share in shares(case, answer, exact, limits).items():
             assert share <= 1.0, (name, share)
-    return found
+    return result
 
 
 @on_cuda
@@ -220,13 +220,13 @@ LARGE: dict[str, dict[str, Any]] = {
 def test_views_are_read_where_they_lie() -> None:
     """Heads that lie behind their rows, rows behind features, a transposed mask,
     leaves."""
-    made = several_tiles(mask=("bool", "qk"), sinks=True)
+    created = several_tiles(mask=("bool", "qk"), sinks=True)
     names = ("q", "k", "v", "grad_out")
-    views = {x: getattr(made, x).mT.contiguous().mT.requires_grad_() for x in names}
-    mask = made.mask.mT.contiguous().mT
+    views = {x: getattr(created, x).mT.contiguous().mT.requires_grad_() for x in names}
+    mask = created.mask.mT.contiguous().mT
     assert not mask.is_contiguous()
-    assert_agree(dataclasses.replace(made, mask=mask, **views))
-    assert_agree(dataclasses.replace(heads_behind_rows(made), mask=mask))
+    assert_agree(dataclasses.replace(created, mask=mask, **views))
+    assert_agree(dataclasses.replace(heads_behind_rows(created), mask=mask))
 
 
 @on_cuda
@@ -240,9 +240,9 @@ def test_groups_of_heads_and_runs_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fused, "SCRATCH_BYTES", 1)
     assert len(list(fused._head_groups(case))) == 2
     assert len(fused._row_runs(case)) > 5
-    found = assert_agree(case)
+    result = assert_agree(case)
     for name in ("out", "lse", "term_scale", "empty"):
-        assert torch.equal(getattr(found, name), getattr(whole, name)), name
+        assert torch.equal(getattr(result, name), getattr(whole, name)), name
 
 
 @on_cuda
@@ -276,13 +276,13 @@ def test_what_it_refuses_is_blocked(
     """The result says why, and is the blocked path's, NaN included."""
     case = several_tiles()
     case = dataclasses.replace(case, **spoil(case))
-    found, exact = reference.gradients(case), blocked.gradients(case)
-    assert found.by.startswith("blocked: ")
-    assert words in found.by
-    assert reference.attend(case).by == found.by
-    assert find("reference").attend(case).ran == found.by
+    result, exact = reference.gradients(case), blocked.gradients(case)
+    assert result.by.startswith("blocked: ")
+    assert words in result.by
+    assert reference.attend(case).by == result.by
+    assert find("reference").attend(case).ran == result.by
     for name in ("out", "dq", "dk", "dv"):
-        a, b = (getattr(x, name).nan_to_num(7.0) for x in (found, exact))
+        a, b = (getattr(x, name).nan_to_num(7.0) for x in (result, exact))
         assert torch.equal(a, b)
 
 

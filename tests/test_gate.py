@@ -24,8 +24,8 @@ def rules(**threshold: Any) -> Rules:
 
 
 def verdict(judged: Judgement, rule: str, tensor: str | None = "out") -> Any:
-    (found,) = (v for v in judged.tests if v.rule == rule and v.tensor == tensor)
-    return found
+    (result,) = (v for v in judged.tests if v.rule == rule and v.tensor == tensor)
+    return result
 
 
 def test_a_sound_kernel_passes() -> None:
@@ -76,11 +76,11 @@ def test_the_typical_head_is_the_median() -> None:
         for h in range(8)
     ]
     judged = judge([row(), *large])
-    found = verdict(judged, "typical head", "dq")
-    assert (found.outcome, found.offending, found.judged) == ("exceeded", 5, 8)
-    assert found.observed == pytest.approx(1.09)  # of 1.13 1.12 1.11 1.10 1.09 1 1 1
-    assert found.median
-    assert found.places[0].head == 7
+    result = verdict(judged, "typical head", "dq")
+    assert (result.outcome, result.offending, result.judged) == ("exceeded", 5, 8)
+    assert result.observed == pytest.approx(1.09)  # of 1.13 1.12 1.11 1.10 1.09 1 1 1
+    assert result.median
+    assert result.places[0].head == 7
     few = judge([row(), *large[5:]])
     assert verdict(few, "typical head", "dq").reasons == ("needs 4 results, has 3",)
     four = [row(h, tensor="dq", expected_ratio=1.26) for h in range(4)]
@@ -155,9 +155,9 @@ def test_bias_takes_certainty_and_size() -> None:
         judged = judge([*rows, row(3, bias_p=p, bias_size=size, sequences=8)])
         assert verdict(judged, "bias").outcome == outcome
     judged = judge([row(h, sequences=7, bias_p=0.0, bias_size=1.0) for h in range(2)])
-    found = verdict(judged, "bias")
-    assert (found.standing, found.unjudged) == ("not applicable", 2)
-    assert found.reasons == ("needs 8 independent sequences, has 7",)
+    result = verdict(judged, "bias")
+    assert (result.standing, result.unjudged) == ("not applicable", 2)
+    assert result.reasons == ("needs 8 independent sequences, has 7",)
     assert judged.exit_code == 0
 
 

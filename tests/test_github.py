@@ -69,7 +69,7 @@ STATES = {
 @st.composite
 def rows(draw: st.DrawFn) -> list[DeviationRow]:
     """Up to four heads of up to four kernels, in any state, with hostile names."""
-    found = []
+    result = []
     for head in range(draw(st.integers(0, 4))):
         changes = dict(STATES[draw(st.sampled_from(sorted(STATES)))])
         for name in changes.keys() & {"suspicion", "reason"}:
@@ -77,15 +77,15 @@ def rows(draw: st.DrawFn) -> list[DeviationRow]:
         changes |= {name: draw(names) for name in ("kernel", "case", "module")}
         options = draw(st.dictionaries(names, names, max_size=1))
         layer = draw(st.sampled_from([None, 3]))
-        found.append(row(head, layer=layer, options=options, **changes))
-    return found
+        result.append(row(head, layer=layer, options=options, **changes))
+    return result
 
 
 def judged(
-    found: list[DeviationRow],
+    result: list[DeviationRow],
 ) -> tuple[Judgement, tuple[Finding, ...], tuple[str, ...]]:
     """What the gate makes of rows."""
-    return judge(found, default_rules()), *findings_of(found, default_rules())
+    return judge(result, default_rules()), *findings_of(result, default_rules())
 
 
 class Command(NamedTuple):
@@ -120,8 +120,8 @@ def runner(lines: Iterable[str]) -> list[Command]:
     return commands
 
 
-def lines_of(found: list[DeviationRow]) -> list[str]:
-    return list(commands(*judged(found)[:2]))
+def lines_of(result: list[DeviationRow]) -> list[str]:
+    return list(commands(*judged(result)[:2]))
 
 
 @pytest.mark.parametrize("count", [9, 10, 11, 25])
@@ -129,11 +129,11 @@ def test_ten_errors_and_how_many_more(count: int) -> None:
     """GitHub shows ten errors of a step; a warning, of which it shows ten too, says the
     rest."""
     kernels = (row(kernel=f"k{k}", expected_ratio=2.0 + k) for k in range(count))
-    found = runner(lines_of(list(kernels)))
-    warned = [c.data.split(",")[0] for c in found if c.name == "warning"]
-    assert [c.name for c in found[:10]] == ["error"] * min(count, 10)
+    result = runner(lines_of(list(kernels)))
+    warned = [c.data.split(",")[0] for c in result if c.name == "warning"]
+    assert [c.name for c in result[:10]] == ["error"] * min(count, 10)
     assert warned == ([f"{count - 10} more"] if count > 10 else [])
-    assert len(found) == min(count, 11)
+    assert len(result) == min(count, 11)
 
 
 def test_what_could_not_be_measured_is_an_error_too() -> None:
@@ -176,8 +176,8 @@ LINKED = re.compile(r"[A-Za-z]://|www\.|@\w|:\w+:|(?<!\\)\$", re.IGNORECASE)
 itself."""
 
 
-def summary(found: list[DeviationRow]) -> str:
-    return page(document(*judged(found), Places(found)), level=3)
+def summary(result: list[DeviationRow]) -> str:
+    return page(document(*judged(result), Places(result)), level=3)
 
 
 def test_a_summary_is_never_too_long() -> None:
@@ -220,8 +220,8 @@ def gate(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Any:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
 
-    def gate(found: list[DeviationRow], *arguments: str) -> tuple[int, str, str]:
-        write(report(*found), tmp_path)
+    def gate(result: list[DeviationRow], *arguments: str) -> tuple[int, str, str]:
+        write(report(*result), tmp_path)
         return ran(capsys, "gate", ".", *arguments)
 
     return gate
@@ -230,11 +230,11 @@ def gate(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Any:
 def test_the_files_are_written_whatever_the_outcome(gate: Any, tmp_path: Path) -> None:
     """In directories that need not be there; and nothing of GitHub's without --github."""
     for ratio, code in ((1.0, 0), (2.0, 1)):
-        found = gate(
+        result = gate(
             [row(expected_ratio=ratio)], "--junit", "out/j.xml", "--summary", "out/s.md"
         )
-        assert found[0] == code
-        assert "::" not in found[1]
+        assert result[0] == code
+        assert "::" not in result[1]
         assert ("<failure" in (tmp_path / "out" / "j.xml").read_text()) == bool(code)
         assert (tmp_path / "out" / "s.md").read_text().startswith("### numdev gate")
         assert not (tmp_path / "step.md").exists()
@@ -274,9 +274,9 @@ def test_github_gets_lines_and_a_summary(gate: Any, tmp_path: Path) -> None:
 def test_what_is_printed_commands_nothing(gate: Any) -> None:
     """Names in the terminal's lines, wrapped or not, are not obeyed: only what is meant
     to be."""
-    found = [row(kernel=f"{'x' * k} ::add-mask::secret ##[error]x", expected_ratio=2.0 + k)
+    result = [row(kernel=f"{'x' * k} ::add-mask::secret ##[error]x", expected_ratio=2.0 + k)
              for k in range(70, 82)]  # fmt: skip
-    code, out, _ = gate(found, "--github")
+    code, out, _ = gate(result, "--github")
     assert code == 1
     assert {c.name for c in runner(out.splitlines())} <= {"error", "warning"}
     assert any(

@@ -30,7 +30,7 @@ def guilty(
     layer: int = 3, head: int = 5, *, moved: Any = 0.031, **changes: Any
 ) -> HeadRow:
     """A head that meets every condition."""
-    made: dict[str, Any] = {
+    created: dict[str, Any] = {
         "checkpoint": "run-step100", "step": 100, "case": f"layers.{layer}#0", "layer": layer,
         "head": head, "rows": 2040, "tied": 0.42, "ones": 0.42, "powers": 0.81, "one_signed": 0.9,
         "pv_bias": 0.11, "pv_t": -11.0, "out_bias": 0.09, "out_t": 12.0, "ds_row_sum": 0.004,
@@ -39,29 +39,29 @@ def guilty(
         "dw_q_error": None if moved is None else 1.2 * moved,
         "dw_q_norm": None if moved is None else 2.0, "spectral_norm": 31.0, "spectral_ratio": 2.6,
     }  # fmt: skip
-    return HeadRow(**{**made, **changes})
+    return HeadRow(**{**created, **changes})
 
 
 def innocent(
     layer: int = 0, head: int = 0, *, moved: Any = 3e-4, **changes: Any
 ) -> HeadRow:
     """A head that meets no condition, but rounds as usual."""
-    made: dict[str, Any] = {
+    created: dict[str, Any] = {
         "tied": 0.0, "ones": 0.0, "powers": 0.06, "one_signed": None,
         "pv_bias": 0.001, "pv_t": 0.3, "out_bias": -0.002, "out_t": -0.7,
         "delta_mean": 2e-5, "delta_t": 0.6, "delta_run": 1.2,
         "similarity": 0.04, "dw_q_error": moved, "spectral_ratio": 1.0,
     }  # fmt: skip
-    return guilty(layer, head, moved=moved, **{**made, **changes})
+    return guilty(layer, head, moved=moved, **{**created, **changes})
 
 
 def cured(name: str, row: HeadRow, left: float, **changes: Any) -> CureRow:
     """A cure that leaves this share of the head's trouble."""
-    made: dict[str, Any] = {
+    created: dict[str, Any] = {
         "delta_mean": (row.delta_mean or 0.0) * left, "delta_t": row.delta_t,
         "dw_q_error": None if row.dw_q_error is None else row.dw_q_error * left,
     }  # fmt: skip
-    return CureRow(**row.place, cure=name, **{**made, **changes})
+    return CureRow(**row.place, cure=name, **{**created, **changes})
 
 
 NO_DELTA: dict[str, Any] = dict.fromkeys(("delta_mean", "delta_t", "delta_run"))
@@ -103,7 +103,7 @@ def test_a_running_sum_as_far_as_the_limit_is_rare() -> None:
 def test_a_head_is_held_against_its_whole_layer() -> None:
     """|dW_Q error| over the root of the layer's squares, of one call and one checkpoint:
     a head of hardly any gradient comes last, however large its error is beside it."""
-    found = rank_heads([
+    result = rank_heads([
         innocent(1, 0, dw_q_error=5.0, dw_q_norm=0.003),
         innocent(1, 1, dw_q_error=0.01, dw_q_norm=3.0),
         innocent(1, 2, dw_q_error=0.02, dw_q_norm=4.0),
@@ -114,11 +114,11 @@ def test_a_head_is_held_against_its_whole_layer() -> None:
         ("before", 1, 2),
         *(("run-step100", *p) for p in ((1, 2), (2, 0), (1, 1), (1, 0))),
     ]
-    assert [(r.checkpoint, r.layer, r.head) for r in found] == places
+    assert [(r.checkpoint, r.layer, r.head) for r in result] == places
     size = math.sqrt(9.0 + 16.0 + 9e-6)
     expected = [0.5, 0.08 / size, 0.015, 0.03 / size, 0.015 / size]
-    assert [r.score for r in found] == pytest.approx(expected, rel=1e-12)
-    assert [r.rank for r in found] == [1, 2, 3, 4, 5]
+    assert [r.score for r in result] == pytest.approx(expected, rel=1e-12)
+    assert [r.rank for r in result] == [1, 2, 3, 4, 5]
 
 
 def test_without_w_q_the_mean_error_of_delta_decides() -> None:
@@ -130,15 +130,15 @@ def test_without_w_q_the_mean_error_of_delta_decides() -> None:
         guilty(0, 2, moved=None, delta_mean=-0.02),
         innocent(0, 3),
     ]
-    found = rank_heads(rows, ())
-    assert [(r.head, r.score) for r in found] == [
+    result = rank_heads(rows, ())
+    assert [(r.head, r.score) for r in result] == [
         (3, 3e-4),
         (2, 0.02),
         (1, 0.004),
         (0, 0.0),
     ]
-    assert head_ranking.WRONG not in (*found[2].conditions, *found[2].missing)
-    assert is_at_fault(found[2])
+    assert head_ranking.WRONG not in (*result[2].conditions, *result[2].missing)
+    assert is_at_fault(result[2])
 
 
 def test_cures_that_take_more_than_half_are_named_best_first() -> None:
@@ -147,8 +147,8 @@ def test_cures_that_take_more_than_half_are_named_best_first() -> None:
     left = {"none": 1.0, "good": 0.3, "better": 0.1, "half": 0.5, "worse": 2.0}
     rows = [cured(name, head, share) for name, share in left.items()]
     rows += [cured("broken", head, 0.0, nonfinite=3), cured("elsewhere", other, 0.0)]
-    found = rank_heads([head, other], rows)
-    assert {(r.head, r.cured_by) for r in found} == {(5, ("better", "good")), (6, ())}
+    result = rank_heads([head, other], rows)
+    assert {(r.head, r.cured_by) for r in result} == {(5, ("better", "good")), (6, ())}
 
 
 def test_a_mean_error_that_chance_makes_is_not_cured() -> None:
@@ -208,9 +208,9 @@ PEAKED = {"tied": 0.0, "ones": 0.0}
 def test_the_answer(rows: list[HeadRow], words: tuple[str, ...]) -> None:
     """The first head at fault, whether it begins in forward; else how far the largest
     goes. What is not known is not called harmless."""
-    found = said(rows)
+    result = said(rows)
     for part in words:
-        assert part in found
+        assert part in result
 
 
 def test_a_peaked_head_begins_in_forward_only_with_a_biased_output() -> None:
@@ -247,9 +247,9 @@ def report(*rows: HeadRow) -> DiagnoseReport:
 
 def test_a_report_without_anything() -> None:
     """It can be shown, and says that nothing was measured."""
-    found = report()
-    assert not found.measured
-    assert "Nothing was diagnosed" in on_terminal(found, 100)
+    result = report()
+    assert not result.measured
+    assert "Nothing was diagnosed" in on_terminal(result, 100)
     assert report(NULL).unmeasured.endswith(
         "could be measured: no query sees more than one key"
     )
@@ -257,5 +257,5 @@ def test_a_report_without_anything() -> None:
 
 def test_conditions_that_could_not_be_judged_are_not_counted() -> None:
     """`meets` is of those that are known."""
-    found = report(guilty(moved=None, similarity=None, spectral_ratio=None))
-    assert "5 of 5" in on_terminal(found, 200)
+    result = report(guilty(moved=None, similarity=None, spectral_ratio=None))
+    assert "5 of 5" in on_terminal(result, 200)

@@ -283,8 +283,8 @@ def test_a_map_of_many_heads_is_laid_out_in_parts() -> None:
     assert widths == [27, 27, 26]
     assert all(part.count(">0</th>") + part.count(">1</th>") >= 2 for part in parts)
     for n in range(2):
-        found = [x for part in parts for x in re.findall(rf">({n}x\d+)<", part)]
-        assert found == [f"{n}x{head}" for head in heads]
+        result = [x for part in parts for x in re.findall(rf">({n}x\d+)<", part)]
+        assert result == [f"{n}x{head}" for head in heads]
 
 
 def test_a_heading_of_rows_spans_the_table() -> None:
@@ -311,11 +311,11 @@ def test_details_are_closed_on_a_page_and_open_elsewhere() -> None:
 def test_many_sentences_on_what_was_tested_open_on_request() -> None:
     """Two stand on the page; of three a line counts them, and other media show all."""
     for count, closed in ((2, False), (3, True)):
-        made = audit(tested=tuple(f"Sentence {i}." for i in range(count)))
-        page = html.page(made)
+        created = audit(tested=tuple(f"Sentence {i}." for i in range(count)))
+        page = html.page(created)
         assert ("What was tested, and what was not (3)" in page) == closed
         assert all(f"Sentence {i}." in page for i in range(count))
-        assert "Sentence 1." in markdown.page(made)
+        assert "Sentence 1." in markdown.page(created)
 
 
 def several(count: int, **changes: Any) -> Figures:

@@ -44,9 +44,9 @@ def named(case: AttentionCase, step: Output, wrong: tuple[str, ...]) -> set[str]
     terms = {"out": exact.term_scale, "dq": exact.dq_terms, "dk": exact.dk_terms}
     terms["dv"] = exact.dv_terms
     returned = {n: getattr(step, n) for n in terms}
-    found = imprecise_steps.imprecision(case, returned, exact, terms, wrong)
-    assert all(share >= 1 - imprecise_steps.EXPLAINS for _, share in found.values())
-    return {loss.words for loss, _ in found.values()}
+    result = imprecise_steps.imprecision(case, returned, exact, terms, wrong)
+    assert all(share >= 1 - imprecise_steps.EXPLAINS for _, share in result.values())
+    return {loss.words for loss, _ in result.values()}
 
 
 @pytest.mark.parametrize("name", BFLOAT16)

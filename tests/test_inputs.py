@@ -114,8 +114,8 @@ def test_the_instruction_set_does_not_matter() -> None:
         "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/support",
     }
     plain["GLIBC_TUNABLES"] = "glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA,-FMA4"
-    found = subprocess.check_output([sys.executable, "-c", code], env=plain, text=True)
-    assert found.strip() == fingerprint()
+    result = subprocess.check_output([sys.executable, "-c", code], env=plain, text=True)
+    assert result.strip() == fingerprint()
 
 
 def test_a_head_keeps_its_numbers() -> None:
@@ -136,11 +136,11 @@ def test_far_below(fmt: str, lse: float, q: float, dim: int, n: int) -> None:
     """The log-sum-exp of every row is near what was asked. k's constant is off by at most
     half an ulp, a relative u; scores of N(0, 1) beside it spread a row's by a few."""
     shapes = dataclasses.replace(SHAPES, kv_len=n, head_dim=dim)
-    found = attend(case_of(drawn("far_below", shapes, lse=lse, q=q), fmt)).lse
+    result = attend(case_of(drawn("far_below", shapes, lse=lse, q=q), fmt)).lse
     assert bool(
-        ((found - lse).abs() <= 7.0 + format_named(fmt).unit_roundoff * abs(lse)).all()
+        ((result - lse).abs() <= 7.0 + format_named(fmt).unit_roundoff * abs(lse)).all()
     )
-    assert bool((found < -88.7).all())  # exp(-lse) overflows fp32
+    assert bool((result < -88.7).all())  # exp(-lse) overflows fp32
 
 
 @pytest.mark.parametrize("fmt", HALVES)

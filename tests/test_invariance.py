@@ -239,9 +239,9 @@ def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:
     part = {"part": "kv head 0 alone", "repeats": True}
     [row] = rows_along("batch", {**MOVED, **part, "excess": 6.0, "case": "c"})
     report = stored(row, axes=("batch",), models=())
-    found, _ = verdict.findings(judging.judgement_of(report, default_rules()), report)
-    assert "along batch: the output changes by 6.00×" in found[0].sentence
-    assert "in the batch: c, v0, kv head 0 alone." in found[0].details
+    result, _ = verdict.findings(judging.judgement_of(report, default_rules()), report)
+    assert "along batch: the output changes by 6.00×" in result[0].sentence
+    assert "in the batch: c, v0, kv head 0 alone." in result[0].details
     tables = {node.title: node for node in blocks(report) if isinstance(node, Table)}
     assert tables["What differs"].rows[0].cells[2].text == "v0, kv head 0 alone"
     check_way = report.plan.ways[0].model_copy(
@@ -463,8 +463,8 @@ def test_every_axis_keeps_the_exact_answer():
     dO = torch.randn(SHAPES.out, generator=torch.Generator().manual_seed(1))
     base = dict(zip("qkv", drawn, strict=True), grad_out=dO, scale=0.3)
     plain = AttentionCase(ref=CaseRef(case="c"), **base)
-    made = torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) > 0.3
-    made.fill_diagonal_(True)
+    created = torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) > 0.3
+    created.fill_diagonal_(True)
     last = dataclasses.replace(
         plain, q=plain.q[:, :, -8:], grad_out=plain.grad_out[:, :, -8:], is_causal=True,
         causal_offset=32,
@@ -475,8 +475,8 @@ def test_every_axis_keeps_the_exact_answer():
     cases = {
         "plain": plain, "causal": dataclasses.replace(plain, is_causal=True), "last": last,
         "window": dataclasses.replace(plain, is_causal=True, window=(9, 0)), "one": one,
-        "mask": dataclasses.replace(plain, mask=made),
-        "bias": dataclasses.replace(plain, mask=made.float().log()[None, None]),
+        "mask": dataclasses.replace(plain, mask=created),
+        "bias": dataclasses.replace(plain, mask=created.float().log()[None, None]),
         "soft": dataclasses.replace(plain, softcap=2.0, sinks=torch.ones(4)),
     }  # fmt: skip
     seen = set()
@@ -832,9 +832,9 @@ def test_what_another_axis_brings_about(
     book = Rules.model_validate({"invariance": {"bitwise": ["repeat"]}})
     plan = {"axes": ("neighbours", "batch"), "named": False, "asked": False, "models": ()}
     report = stored(*rows, **plan)
-    found = judging.judgement_of(report, book)
+    result = judging.judgement_of(report, book)
     axes_of = [
-        f.rule.split()[0] for f in verdict.findings(found, report)[0] if f.rule != "runs"
+        f.rule.split()[0] for f in verdict.findings(result, report)[0] if f.rule != "runs"
     ]
     assert sorted(axes_of) == (["neighbours"] if follows else ["batch", "neighbours"])
 
@@ -845,12 +845,12 @@ def test_a_finding_tells_its_numbers_apart() -> None:
     [row] = rows_along("batch", {**MOVED, "excess": 6.0, "keys": 7, "case": "c"})
     report = stored(row, axes=("batch",), models=())
     book = Rules.model_validate({"invariance": {"bitwise": ["repeat"]}})
-    found, _ = verdict.findings(judging.judgement_of(report, book), report)
-    assert found[0].sentence == (
+    result, _ = verdict.findings(judging.judgement_of(report, book), report)
+    assert result[0].sentence == (
         "sdpa-math (bfloat16) fails along batch: the output changes by 6.00× what roundings "
         "explain (limit 4×)."
     )
-    assert found[0].details == (
+    assert result[0].details == (
         "It depends on the number of sequences in the batch: c, v0. The call as it is "
         "errs by 1.1× the floor's error, the other form by 1.7×. First at sequence 0 "
         "head 1 row 2, which sees 7 keys. In all, bit-identical: none; NOT: batch."
@@ -858,8 +858,8 @@ def test_a_finding_tells_its_numbers_apart() -> None:
     book = Rules.model_validate({"invariance": {"bitwise": ["batch"]}})
     [same] = rows_along("batch", {**MOVED, "case": "c"})
     report = stored(same, axes=("batch",), models=())
-    found, _ = verdict.findings(judging.judgement_of(report, book), report)
-    assert found[0].sentence.endswith(
+    result, _ = verdict.findings(judging.judgement_of(report, book), report)
+    assert result[0].sentence.endswith(
         "the output is not bit-identical: 3 of 65,536 elements differ, by up to 1.5 ulp."
     )
 

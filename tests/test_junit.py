@@ -24,8 +24,8 @@ SHAPE = {
 children."""
 
 
-def parsed(found: list[DeviationRow]) -> ElementTree.Element:
-    judgement, findings, _ = judged(found)
+def parsed(result: list[DeviationRow]) -> ElementTree.Element:
+    judgement, findings, _ = judged(result)
     return ElementTree.fromstring(junit(judgement, findings))
 
 

@@ -68,13 +68,13 @@ def test_registering_a_kernel() -> None:
         With more to say."""
         return Output(out=case.q * block)
 
-    found = find("mine")
-    assert (found.name, found.summary) == ("mine", "A kernel of mine.")
-    assert found.options == {"block": 64, "exact": False}
-    assert found.function is mine
+    result = find("mine")
+    assert (result.name, result.summary) == ("mine", "A kernel of mine.")
+    assert result.options == {"block": 64, "exact": False}
+    assert result.function is mine
     case = make_case()
     assert torch.equal(
-        found.attend(case, **found.with_options({"block": 2})).out, case.q * 2
+        result.attend(case, **result.with_options({"block": 2})).out, case.q * 2
     )
 
 
@@ -168,11 +168,11 @@ def test_an_input_without_influence_has_gradient_zero() -> None:
     mean = Kernel(
         name="x", function=lambda c: c.v.mean(2, keepdim=True).expand_as(c.q).clone()
     )
-    found = mean.gradients(case)
-    assert torch.equal(found.dq, torch.zeros_like(case.q))
-    assert torch.equal(found.dk, torch.zeros_like(case.k))
+    result = mean.gradients(case)
+    assert torch.equal(result.dq, torch.zeros_like(case.q))
+    assert torch.equal(result.dk, torch.zeros_like(case.k))
     expected = (case.grad_out.sum(dim=2, keepdim=True) / 5).expand_as(case.v)
-    torch.testing.assert_close(found.dv, expected, rtol=4 * U64, atol=4 * U64)
+    torch.testing.assert_close(result.dv, expected, rtol=4 * U64, atol=4 * U64)
 
 
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
@@ -181,10 +181,10 @@ def test_the_upstream_gradient_comes_in_the_outputs_dtype(narrow: torch.dtype) -
     case = step(kv_len=4)
     value = 1 + 2.0**-8 + 2.0**-40
     case = replace(case, grad_out=torch.full_like(case.grad_out, value))
-    found = Kernel(name="x", function=lambda c: c.v.to(narrow)).gradients(case)
+    result = Kernel(name="x", function=lambda c: c.v.to(narrow)).gradients(case)
     expected = 1.0078125 if narrow == torch.bfloat16 else 1 + 2.0**-8
-    assert (found.dv == expected).all()
-    assert found.dv.dtype == torch.float64
+    assert (result.dv == expected).all()
+    assert result.dv.dtype == torch.float64
     wide = Kernel(name="x", function=lambda c: c.v.double()).gradients(
         step(dtype=narrow, kv_len=4)
     )
@@ -197,9 +197,9 @@ def test_the_baselines_empty_rows_give_no_nan() -> None:
     mask = torch.ones(4, 5, dtype=torch.bool)
     mask[1] = False
     case = step(mask=mask, dtype=torch.bfloat16)
-    found = find("baseline").gradients(case)
-    assert all(getattr(found, x).isfinite().all() for x in GRADIENTS)
-    assert (found.dq[:, :, 1] == 0).all()
+    result = find("baseline").gradients(case)
+    assert all(getattr(result, x).isfinite().all() for x in GRADIENTS)
+    assert (result.dq[:, :, 1] == 0).all()
 
 
 # --- plain functions: parameters by their names ---------------------------------------
@@ -219,8 +219,8 @@ def recorded(parameters: str) -> tuple[Kernel, dict[str, Any]]:
 def test_a_bias_is_additive(name: str) -> None:
     """A parameter that is called a bias is added to the scores: it never gets a bool
     mask."""
-    found, seen = recorded(f"q, k, v, {name}=None")
-    found.attend(make_case(is_causal=True))
+    result, seen = recorded(f"q, k, v, {name}=None")
+    result.attend(make_case(is_causal=True))
     lower = torch.ones(4, 5, dtype=torch.float64).tril()
     assert torch.equal(
         seen[name], torch.zeros_like(lower).masked_fill(lower == 0, -math.inf)
@@ -231,8 +231,8 @@ def test_a_bias_is_additive(name: str) -> None:
 def test_a_causal_flag_is_no_mask() -> None:
     """A default of causal=True does not get at a case that is not causal. A function
     without either lacks the flag, though a mask would do."""
-    found, seen = recorded("q, k, v, causal=True")
-    found.attend(make_case())
+    result, seen = recorded("q, k, v, causal=True")
+    result.attend(make_case())
     assert seen["causal"] is False
     for parameters, changes, lacking in (
         ("q, k, v", {}, "causal flag: no parameter is named is_causal or causal"),
@@ -245,21 +245,21 @@ def test_a_causal_flag_is_no_mask() -> None:
 @pytest.mark.parametrize("name", ["window_size", "window"])
 def test_windows(name: str) -> None:
     """A window is a pair with -1 for no limit, as flash-attention has it."""
-    found, seen = recorded(f"q, k, v, causal=False, {name}=(-1, -1)")
-    found.attend(make_case(window=(3, None), is_causal=True))
+    result, seen = recorded(f"q, k, v, causal=False, {name}=(-1, -1)")
+    result.attend(make_case(window=(3, None), is_causal=True))
     assert (seen[name], seen["causal"]) == ((3, -1), True)
-    found.attend(make_case())
+    result.attend(make_case())
     assert seen[name] == (-1, -1)
 
 
 def test_the_usual_scale_needs_no_parameter() -> None:
     """1 / sqrt(d) and d ** -0.5 may differ in the last bit, and both are the usual
     scale."""
-    found, _ = recorded("q, k, v")
+    result, _ = recorded("q, k, v")
     for d in range(1, 257):
-        assert found.supports(make_case(head_dim=d, scale=d**-0.5)) is None
-        assert found.supports(make_case(head_dim=d, scale=1 / math.sqrt(d))) is None
-        assert found.supports(make_case(head_dim=d, scale=d**-0.5 * (1 + 1e-14)))
+        assert result.supports(make_case(head_dim=d, scale=d**-0.5)) is None
+        assert result.supports(make_case(head_dim=d, scale=1 / math.sqrt(d))) is None
+        assert result.supports(make_case(head_dim=d, scale=d**-0.5 * (1 + 1e-14)))
 
 
 @pytest.mark.parametrize(("parameters", "says"), [
@@ -290,8 +290,8 @@ def test_a_plugin_that_raises(
     (tmp_path / "a_plugin.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     entry = importlib.metadata.EntryPoint("plugin0", "a_plugin", kernels.ENTRY_POINTS)
-    found = lambda *, group: [entry] if group == entry.group else []  # noqa: E731
-    monkeypatch.setattr(importlib.metadata, "entry_points", found)
+    result = lambda *, group: [entry] if group == entry.group else []  # noqa: E731
+    monkeypatch.setattr(importlib.metadata, "entry_points", result)
     kernels.load_all.cache_clear()
     reason = f"the kernel plugin a_plugin.*cannot be loaded.*{says}"
     assert find("baseline").broken is None

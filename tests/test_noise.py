@@ -40,10 +40,10 @@ def test_two_runs(
 ) -> None:
     """A table one can check by hand, in either order."""
     for pair in (runs(a, b), runs(b, a)):
-        (found,) = noise(pair)
-        assert found.flickering == flickering
-        assert found.noise == (expected if expected is None else pytest.approx(expected))
-        assert (found.noise == 0.0) == (expected == 0.0)
+        (result,) = noise(pair)
+        assert result.flickering == flickering
+        assert result.noise == (expected if expected is None else pytest.approx(expected))
+        assert (result.noise == 0.0) == (expected == 0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,8 +68,8 @@ def test_runs_of_the_same_bits(dtype: torch.dtype) -> None:
 def test_it_does_not_grow_with_the_number_of_runs() -> None:
     """It is the mean over pairs: of 0, 1 and 3 the differences are 1, 3 and 2; of N(0, 1)
     noise it is sqrt(2), from 2 runs as from 8. (10^4 elements: to 5 %.)"""
-    (found,) = noise(runs([0.0], [1.0], [3.0]))
-    assert found.noise == pytest.approx(math.sqrt((1 + 9 + 4) / 3))
+    (result,) = noise(runs([0.0], [1.0], [3.0]))
+    assert result.noise == pytest.approx(math.sqrt((1 + 9 + 4) / 3))
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(1, 1, 100, 100, generator=generator) for _ in range(8)]
     for count in (2, 5, 8):
@@ -84,8 +84,8 @@ def test_heads_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     b[1, 1, 2, 3] = 2.0
     for elements in (noises.ELEMENTS, 1, 2 * 2 * 4 * 5):
         monkeypatch.setattr(noises, "ELEMENTS", elements)
-        found = noise([a, b, a])
-        assert [f.noise for f in found] == [
+        result = noise([a, b, a])
+        assert [f.noise for f in result] == [
             0.0,
             pytest.approx(math.sqrt(2 * 4 / (3 * 40))),
             0.0,

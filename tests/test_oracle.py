@@ -50,8 +50,8 @@ def test_oracle_by_hand() -> None:
     sink = torch.tensor([math.log(4.0)], dtype=torch.float64)
     for sinks, out, total in ((None, 2.0, 4.0), (sink, 1.0, 8.0)):
         exact = attention(dataclasses.replace(case, sinks=sinks))
-        found = [float(x.item()) for x in (exact.out, exact.term_scale, exact.lse)]
-        assert found == pytest.approx([out, 5 * out, math.log(total)], rel=1e-15)
+        result = [float(x.item()) for x in (exact.out, exact.term_scale, exact.lse)]
+        assert result == pytest.approx([out, 5 * out, math.log(total)], rel=1e-15)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -103,12 +103,12 @@ def test_the_oracle_is_the_slope_of_the_output(feature: dict[str, Any]) -> None:
 def test_comparing_rejects(actual: Any, accepted: bool) -> None:
     """`assert_within` lets pass what is within the bound, and nothing else."""
     expected = np.array([mpmath.mpf(1), mpmath.mpf(-2)], dtype=object)
-    found = torch.tensor(actual, dtype=torch.float64)
+    result = torch.tensor(actual, dtype=torch.float64)
     if accepted:
-        assert_within(found, expected, 2.0**-50)
+        assert_within(result, expected, 2.0**-50)
     else:
         with pytest.raises(AssertionError):
-            assert_within(found, expected, 2.0**-50)
+            assert_within(result, expected, 2.0**-50)
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def test_equals_the_oracle(name: str, feature: str) -> None:
                 kernel.attend(case, **kernel.with_options(options))
             return
         u, exp_error = (U64, 0.0) if dtype == torch.float64 else (U32, oracles.EXP_U20)
-        found = kernel.attend(case, **kernel.with_options(options))
+        result = kernel.attend(case, **kernel.with_options(options))
         exp_error = 0.0 if name == "baseline" else exp_error
         out, lse = oracles.error_bounds(case, exact, u, exp_error=exp_error)
         size = np.where(exact.empty, 0.0, exact.lse).astype(float)
@@ -170,7 +170,7 @@ def test_equals_the_oracle(name: str, feature: str) -> None:
             lse = lse + 2 * u * abs(size)
         empty = torch.tensor(exact.empty)
         is_additive = case.mask is not None and case.mask.is_floating_point()
-        O, L, expected = found.out, found.lse, exact.lse
+        O, L, expected = result.out, result.lse, exact.lse
         if name in (*SDPA, "function") or (name == "baseline" and is_additive):
             O = O.masked_fill(empty[..., None], 0.0)
             L, expected = None if L is None else L.masked_fill(empty, 0.0), size
@@ -178,13 +178,13 @@ def test_equals_the_oracle(name: str, feature: str) -> None:
         if L is not None:
             assert_within(L, expected, lse)
         if name == "baseline" or (name in SDPA and dtype == torch.float64):
-            found = kernel.gradients(case, **kernel.with_options(options))
-            if name == "baseline" and found.out.isnan().any():
+            result = kernel.gradients(case, **kernel.with_options(options))
+            if name == "baseline" and result.out.isnan().any():
                 assert exact.empty.any()
-                assert found.dk.isnan().any()
+                assert result.dk.isnan().any()
                 continue
             for x in oracles.GRADIENTS:
-                assert_within(getattr(found, x), getattr(g, x), 2 * g.bounds[x])
+                assert_within(getattr(result, x), getattr(g, x), 2 * g.bounds[x])
 
 
 def test_every_property_of_a_case_is_a_feature() -> None:

@@ -57,12 +57,12 @@ def test_known_answers() -> None:
                      w1=1.0,  # -1, 0, 2, 3 to 0, 1, 3, 4
                      equal=0.25)  # fmt: skip
     assert_same(paired(a, b), by_hand, relative=4 * 2.0**-53)
-    found = paired(torch.tensor([1.0, -3.0]), torch.tensor([0.0, -0.0]))
-    assert found.rel is None
-    assert (found.max_abs, found.mean_abs, found.w1) == (3.0, 2.0, 2.0)
+    result = paired(torch.tensor([1.0, -3.0]), torch.tensor([0.0, -0.0]))
+    assert result.rel is None
+    assert (result.max_abs, result.mean_abs, result.w1) == (3.0, 2.0, 2.0)
     assert paired(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])).equal == 1.0
-    found = paired(normal(1000), normal(1000).flip(0))
-    assert (found.w1, found.rel > 1.0) == (0.0, True)
+    result = paired(normal(1000), normal(1000).flip(0))
+    assert (result.w1, result.rel > 1.0) == (0.0, True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,8 +82,8 @@ def test_what_is_not_finite_is_counted_and_left_out(dtype: torch.dtype) -> None:
     a, b = normal(12).to(dtype), normal(12, seed=1).to(dtype)
     spoilt_a = torch.tensor([nan, 1.0, inf, 1.0, inf, nan, -inf]).to(dtype)
     spoilt_b = torch.tensor([1.0, nan, 1.0, -inf, inf, nan, inf]).to(dtype)
-    found = paired(torch.cat([spoilt_a, a]), torch.cat([spoilt_b, b]))
-    assert_same(found, dataclasses.replace(paired(a, b), elements=19, nonfinite=7))
+    result = paired(torch.cat([spoilt_a, a]), torch.cat([spoilt_b, b]))
+    assert_same(result, dataclasses.replace(paired(a, b), elements=19, nonfinite=7))
     for x, y in ((spoilt_a, spoilt_b), (a[:0], b[:0])):
         none = Paired(elements=len(x), nonfinite=len(x), **dict.fromkeys(NUMBERS))
         assert paired(x, y) == none
@@ -93,9 +93,9 @@ def test_beyond_float64_is_no_number() -> None:
     """Float64 values whose squares, or whose distance, it cannot hold; float32's it
     can."""
     a = torch.tensor([1e200, 2e200], dtype=torch.float64)
-    found = paired(a, a.flip(0))
-    assert found.rel is None
-    assert found.max_abs == found.mean_abs == 1e200
+    result = paired(a, a.flip(0))
+    assert result.rel is None
+    assert result.max_abs == result.mean_abs == 1e200
     far = torch.tensor([1.7e308], dtype=torch.float64)
     assert (paired(far, -far).max_abs, paired(far, -far).w1) == (None, None)
     assert paired(torch.tensor([3e38]), torch.tensor([-3e38])).rel == pytest.approx(2.0)

@@ -105,11 +105,11 @@ def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
     """A line is a prompt; fewer lines than images are used again; the text changes the
     keys."""
     (tmp_path / "p.txt").write_text("a red cat\n\n  a small house \n")
-    given = {"sequences": 3, "denoise": 1, "text": (str(tmp_path / "p.txt"),)}
-    source: Any = open_source(request(unet, **given), System.probe("cpu"))
+    passed = {"sequences": 3, "denoise": 1, "text": (str(tmp_path / "p.txt"),)}
+    source: Any = open_source(request(unet, **passed), System.probe("cpu"))
     assert source.arguments == {"prompt": ["a red cat", "a small house", "a red cat"]}
     assert source.describe()["prompt"] == "3 images, prompts: 2 of p.txt"
-    cross = [c for c in captured(unet, **given) if c.ref.attends == "cross"]
+    cross = [c for c in captured(unet, **passed) if c.ref.attends == "cross"]
     other = [
         c for c in captured(unet, sequences=3, denoise=1) if c.ref.attends == "cross"
     ]

@@ -31,10 +31,10 @@ def step(function: Callable[..., Any], case: AttentionCase) -> Results:
     leaves = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
     out, lse = function(*leaves, is_causal=case.is_causal, scale=case.scale)
     gradients = torch.autograd.grad(out, leaves, case.grad_out.to(out.dtype))
-    found = dict(
+    result = dict(
         zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
     )
-    return {name: x.detach().double() for name, x in found.items()}
+    return {name: x.detach().double() for name, x in result.items()}
 
 
 def exact(case: AttentionCase, **changes: Any) -> Results:
@@ -43,8 +43,8 @@ def exact(case: AttentionCase, **changes: Any) -> Results:
     return {"lse": attend(case).lse, **autograd(case)}
 
 
-def errors(found: Results, truth: Results) -> dict[str, float]:
-    return {n: float((x - truth[n]).pow(2).mean().sqrt()) for n, x in found.items()}
+def errors(result: Results, truth: Results) -> dict[str, float]:
+    return {n: float((x - truth[n]).pow(2).mean().sqrt()) for n, x in result.items()}
 
 
 def test_a_fault_shows_in_its_tensors_and_in_no_others() -> None:
@@ -85,9 +85,9 @@ MISTAKES: dict[str, Callable[[AttentionCase], Results]] = {
 def test_the_mistake_is_the_one_it_says(name: str) -> None:
     """In fp32 it is the exact result of that mistake, to 1e-5 of its size."""
     case = drawn(200, dtype=torch.float32, is_causal=name == "causal-off-by-one")
-    found = step(CATALOGUE[name].function, case)
+    result = step(CATALOGUE[name].function, case)
     for tensor, x in MISTAKES[name](case).items():
-        assert float((found[tensor] - x).norm()) <= 1e-5 * float(x.norm()), tensor
+        assert float((result[tensor] - x).norm()) <= 1e-5 * float(x.norm()), tensor
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def test_the_fixture_checks(suite: pytest.Pytester) -> None:
             attention_check(half, cases="full", {GIVEN})
         """
     )
-    found = run(suite, "-v")
-    found.assert_outcomes(passed=1, failed=1)
+    result = run(suite, "-v")
+    result.assert_outcomes(passed=1, failed=1)
     for line in (
         "E *kernels_of_mine:half fails *`function`*",
         (
@@ -80,7 +80,7 @@ def test_the_fixture_checks(suite: pytest.Pytester) -> None:
         ),
         "FAILED *::test_wrong - numdev.testing.CheckFailed: *",
     ):
-        found.stdout.fnmatch_lines(line)
+        result.stdout.fnmatch_lines(line)
 
 
 def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
@@ -99,11 +99,11 @@ def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
             assert isinstance(numdev_case, str)
         """
     )
-    found = run(suite, "-v")
-    found.stdout.fnmatch_lines(
+    result = run(suite, "-v")
+    result.stdout.fnmatch_lines(
         ["*::test_some[[]decode[]] PASSED*", "*::test_some[[]short[]] *"]
     )
-    found.stdout.fnmatch_lines(
+    result.stdout.fnmatch_lines(
         ["*::test_each[[]full[]] *", "*::test_each[[]tied-maxima[]] *"]
     )
 
@@ -126,9 +126,9 @@ def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
         "name: nightly\nthresholds: [{name: tight, metric: floor_ratio, at_most: 0.1}]"
     )
     (suite.path / "tight.yaml").write_text(tight)
-    found = run(suite, "--numdev-thresholds=tight.yaml", "--numdev-report=kept")
-    found.assert_outcomes(failed=1)
-    found.stdout.fnmatch_lines(["E *fails `tight` (rules nightly)*"])
+    result = run(suite, "--numdev-thresholds=tight.yaml", "--numdev-report=kept")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *fails `tight` (rules nightly)*"])
     folders = sorted((suite.path / "kept").iterdir())
     assert len(folders) == 2
     for folder in folders:
@@ -148,9 +148,9 @@ def test_it_imports_nothing_for_others(suite: pytest.Pytester) -> None:
                 assert name not in sys.modules
         """
     )
-    found = suite.runpytest_subprocess("-p", "numdev.pytest_plugin")
-    found.assert_outcomes(passed=1)
-    assert {x.partition(":")[0] for x in found.outlines if "numdev" in x} <= {"plugins"}
+    result = suite.runpytest_subprocess("-p", "numdev.pytest_plugin")
+    result.assert_outcomes(passed=1)
+    assert {x.partition(":")[0] for x in result.outlines if "numdev" in x} <= {"plugins"}
 
 
 def test_it_may_be_named_twice(suite: pytest.Pytester) -> None:
@@ -170,7 +170,7 @@ def test_the_page_is_true(suite: pytest.Pytester) -> None:
     """The test-suite of docs/api.md does what the page says."""
     text = (ROOT / "docs" / "api.md").read_text()
     suite.makepyfile(test_mine=text.split("```python\n")[1].split("```")[0])
-    found = run(suite)
-    found.assert_outcomes(passed=3, failed=1)
-    found.stdout.fnmatch_lines("E *test_mine:my_attention fails `function`*")
-    found.stdout.fnmatch_lines("E *is wrong: the causal mask is*")
+    result = run(suite)
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines("E *test_mine:my_attention fails `function`*")
+    result.stdout.fnmatch_lines("E *is wrong: the causal mask is*")

@@ -45,24 +45,24 @@ LOWER = torch.ones(4, 5, dtype=torch.bool).tril()
 def assert_is_exact(case: AttentionCase, answer: Gradients | None = None) -> None:
     """Every part of a training step is within its bound; that of a forward pass is the
     same."""
-    found, exact, g = (
+    result, exact, g = (
         answer or gradients(case),
         oracles.attention(case),
         oracles.gradients(case),
     )
     out_bound, lse_bound = oracles.error_bounds(case, exact)
-    assert_within(found.out, exact.out, out_bound)
-    assert_within(found.term_scale, exact.term_scale, out_bound)
-    assert_within(found.lse, exact.lse, lse_bound)
-    assert found.empty.tolist() == exact.empty.tolist()
+    assert_within(result.out, exact.out, out_bound)
+    assert_within(result.term_scale, exact.term_scale, out_bound)
+    assert_within(result.lse, exact.lse, lse_bound)
+    assert result.empty.tolist() == exact.empty.tolist()
     for name in GRADIENTS:
-        assert_within(getattr(found, name), getattr(g, name), g.bounds[name])
-        assert_within(getattr(found, f"{name}_terms"), g.terms[name], g.bounds[name])
-    tensors = [x for x in vars(found).values() if isinstance(x, torch.Tensor)]
+        assert_within(getattr(result, name), getattr(g, name), g.bounds[name])
+        assert_within(getattr(result, f"{name}_terms"), g.terms[name], g.bounds[name])
+    tensors = [x for x in vars(result).values() if isinstance(x, torch.Tensor)]
     assert {x.dtype for x in tensors} == {torch.float64, torch.bool}
     forward = attend(case)
     for name in ("out", "term_scale", "lse", "empty"):
-        assert torch.equal(getattr(forward, name), getattr(found, name)), name
+        assert torch.equal(getattr(forward, name), getattr(result, name)), name
 
 
 def assert_same(a: Gradients, b: Gradients, *names: str) -> None:
@@ -148,11 +148,11 @@ def test_equals_autograd(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     case = step(
         **{"batch": 2, "heads": 4, "q_len": 37, "kv_len": 53, "head_dim": 16, **fields}
     )
-    found, expected = gradients(case), autograd(case)
+    result, expected = gradients(case), autograd(case)
     for name in GRADIENTS:
         g = expected[name]
-        allowed = 4 * 500 * U64 * getattr(found, f"{name}_terms").max()
-        assert (getattr(found, name) - g).abs().max() <= allowed, name
+        allowed = 4 * 500 * U64 * getattr(result, f"{name}_terms").max()
+        assert (getattr(result, name) - g).abs().max() <= allowed, name
         assert g.abs().max() > 1e6 * allowed
 
 
@@ -227,11 +227,11 @@ def test_unseen_keys_have_no_part(
     mask[..., 3:] = False
     mask[:, 0, 2, 3] = True
     case = step(heads=4, kv_heads=2, mask=mask)
-    found = gradients(poisoned(case, name, (*ALL, 4), value))
-    assert_same(found, gradients(case))
-    assert found.unseen.tolist() == [[[False] * 4 + [True], [False] * 3 + [True] * 2]]
-    assert not any(x[found.unseen].any() for x in (found.dk, found.dv))
-    assert found.dv[~found.unseen].all()
+    result = gradients(poisoned(case, name, (*ALL, 4), value))
+    assert_same(result, gradients(case))
+    assert result.unseen.tolist() == [[[False] * 4 + [True], [False] * 3 + [True] * 2]]
+    assert not any(x[result.unseen].any() for x in (result.dk, result.dv))
+    assert result.dv[~result.unseen].all()
 
 
 def test_a_key_of_probability_zero_has_no_part() -> None:
@@ -240,10 +240,10 @@ def test_a_key_of_probability_zero_has_no_part() -> None:
     bias = torch.zeros(4, 5, dtype=torch.float64)
     bias[:, 1] = -2000.0
     case = poisoned(step(mask=bias), "k", (*ALL, 1), 0.0)
-    found = gradients(poisoned(case, "v", (*ALL, 1), nan))
+    result = gradients(poisoned(case, "v", (*ALL, 1), nan))
     same = gradients(dataclasses.replace(case, mask=bias == 0))
-    assert_same(found, same, *GRADIENTS, "empty")
-    assert not found.unseen.any()
+    assert_same(result, same, *GRADIENTS, "empty")
+    assert not result.unseen.any()
     assert same.unseen[:, :, 1].all()
 
 
@@ -290,9 +290,9 @@ def test_floor_is_the_reference_rounded_once(name: str) -> None:
     gradients."""
     case = make_case(heads=2, q_len=32, kv_len=32, dtype=torch.float32, logits=2.0)
     case = oracles.with_grad(case.rounded_to(FORMATS[name]))
-    floor, found = find("floor").gradients(case), gradients(case)
+    floor, result = find("floor").gradients(case), gradients(case)
     for x in ("out", *GRADIENTS):
-        expected = gfloat.round_ndarray(GFLOAT[name], getattr(found, x).numpy())
+        expected = gfloat.round_ndarray(GFLOAT[name], getattr(result, x).numpy())
         assert np.array_equal(getattr(floor, x).double().numpy(), expected), x
         assert getattr(floor, x).dtype == torch.float64
 

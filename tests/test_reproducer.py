@@ -79,9 +79,9 @@ def run(
 
 
 def figure_in(answer: tuple[int, str]) -> float:
-    found = re.search(r"^(\S+) \(reported: ", answer[1], re.MULTILINE)
-    assert found, answer[1]
-    return float(found[1])
+    result = re.search(r"^(\S+) \(reported: ", answer[1], re.MULTILINE)
+    assert result, answer[1]
+    return float(result[1])
 
 
 def reproduce(
@@ -257,10 +257,10 @@ def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     """A format without a dtype, a gradient of what is not finite; a metric that no figure
     shows."""
-    case, given = with_grad(make_case(dtype=torch.float32)), {"head": 0, "observed": 1.0}
+    case, passed = with_grad(make_case(dtype=torch.float32)), {"head": 0, "observed": 1.0}
     write = functools.partial(
         reproducer.write, tmp_path, kernel=find("sdpa-math"), options={}, metric="rms", words="",
-        system=SYSTEM, **given,
+        system=SYSTEM, **passed,
     )  # fmt: skip
     with pytest.raises(MeasurementError, match="no dtype for tf32"):
         write(case=case.rounded_to(format_named("tf32")), tensor="out")
@@ -289,8 +289,8 @@ def test_the_limit_is_of_the_figure_that_is_printed(
     """An error of six times what is predicted is at a limit of 1.5 where it is a quarter
     of its size."""
     finding: Any = SimpleNamespace(metric=metric, limit=limit)
-    found = observed_at_limit(gate_row(expected_ratio=ratio), figure, finding)
-    assert found == (bound if bound is None else pytest.approx(bound, rel=1e-15))
+    result = observed_at_limit(gate_row(expected_ratio=ratio), figure, finding)
+    assert result == (bound if bound is None else pytest.approx(bound, rel=1e-15))
 
 
 def marked(
@@ -322,8 +322,8 @@ def test_one_row_and_one_key_are_found(fields: dict[str, Any]) -> None:
     """A fault that needs one query row and one key it sees is reduced to these two, in
     one head and one sequence, in a few dozen steps, without the mask and causality that
     it does not need. Of a head that was not named the group stays."""
-    given = {"batch": 3, "heads": 6, "q_len": 90, "kv_len": 90, **fields}
-    case, shows = marked((1, 5, 70), 37, **given)
+    passed = {"batch": 3, "heads": 6, "q_len": 90, "kv_len": 90, **fields}
+    case, shows = marked((1, 5, 70), 37, **passed)
     if case.mask is not None and case.mask.dtype == torch.bool:
         case.mask[1, 0, 70, 37] = True
     counted = Mock(side_effect=shows)

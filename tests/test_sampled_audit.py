@@ -97,8 +97,8 @@ def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> 
     """Of 64 of 2048 rows and the 32 most suspicious, sound kernels pass. Faults of rows
     that were not drawn fail: every 512th row is 0, one of one head is 0 or lacks a key,
     an element is NaN."""
-    monkeypatch.setattr(attention, "name", lambda *given: None)  # names take seconds
-    monkeypatch.setattr(prepared, "suspect", lambda *given: {})
+    monkeypatch.setattr(attention, "name", lambda *passed: None)  # names take seconds
+    monkeypatch.setattr(prepared, "suspect", lambda *passed: {})
     case = drawn(2048, head_dim=16, dtype=torch.float32, is_causal=True, seed=seed)
     bench = prepare(case, "bfloat16", sample=Sample(count=64, seed=seed))
     at = next(i for i in range(300, 512) if i not in bench.selection.queries)  # type: ignore
@@ -140,7 +140,7 @@ def test_a_key_whose_gradient_is_zero_stands_out_among_all(
 ) -> None:
     """As rows do: one key of dk or of dv that is 0, or every 512th, fails; sound kernels
     pass."""
-    monkeypatch.setattr(attention, "name", lambda *given: None)
+    monkeypatch.setattr(attention, "name", lambda *passed: None)
     case = drawn(2048, head_dim=16, dtype=torch.float32, is_causal=True, seed=seed)
     bench = prepare(case, "bfloat16", sample=Sample(count=64, seed=seed), gradients=True)
     at = next(i for i in range(300, 512) if i not in bench.selection.keys)  # type: ignore
@@ -157,14 +157,14 @@ def test_a_key_whose_gradient_is_zero_stands_out_among_all(
 def test_rows_that_could_not_be_screened_say_so(monkeypatch: Any) -> None:
     """The sample alone is measured then; the reason is in every row, and in the
     answer."""
-    monkeypatch.setattr(row_screening, "second", lambda *given: 1 + "")  # type: ignore
+    monkeypatch.setattr(row_screening, "second", lambda *passed: 1 + "")  # type: ignore
     rows = rows_on(bench_of(), find("sdpa-flash"))
     why = (
         "rows were not screened: TypeError: unsupported operand type(s) for +: "
         "'int' and 'str'"
     )
-    found = {(r.status, r.rows_measured, r.suspects, r.reason) for r in rows}
-    assert found == {("ok", 40, None, why)}
+    result = {(r.status, r.rows_measured, r.suspects, r.reason) for r in rows}
+    assert result == {("ok", 40, None, why)}
     assert summarise(rows).kernels[0].reasons == (why,)
 
 
@@ -179,12 +179,12 @@ def test_an_audit_of_rows(tmp_path: Path) -> None:
     assert first.exit_code == 0, first.output
     assert "≥" in first.stdout
     assert "50 random query rows per head" in " ".join(first.stdout.split())
-    found = read(tmp_path / "out")
+    result = read(tmp_path / "out")
     assert (
         "50 random query rows per head" in (tmp_path / "out" / "report.html").read_text()
     )
-    assert found.request["rows"] == 50
-    assert all(row.rows_measured == 50 for row in found.rows if row.status == "ok")
+    assert result.request["rows"] == 50
+    assert all(row.rows_measured == 50 for row in result.rows if row.status == "ok")
     assert invoked("gate", tmp_path / "out").exit_code == 0
     journal = (tmp_path / "out" / "rows.jsonl").read_bytes()
     assert "finished before" in invoked(*arguments, "--rows", "50").stderr

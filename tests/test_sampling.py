@@ -68,10 +68,10 @@ def test_every_position_is_drawn_equally_often() -> None:
 
 
 def case_of(feature: str, **changes: Any) -> AttentionCase:
-    made: AttentionCase = make_case(
+    created: AttentionCase = make_case(
         **{**FEATURES[feature], "dtype": torch.bfloat16, **changes}
     )
-    return made
+    return created
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -155,8 +155,8 @@ def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
         terms = getattr(whole, f"{name}_terms")[:, :, keys]
         error = part[name] - getattr(whole, name)[:, :, keys]
         assert (error.abs() <= 1e-14 * terms + 1e-300).all()
-        found = part[f"{name}_terms"]
-        assert ((found - terms).abs() <= 1e-14 * terms + 1e-300).all()
+        result = part[f"{name}_terms"]
+        assert ((result - terms).abs() <= 1e-14 * terms + 1e-300).all()
     assert torch.equal(part["unseen"], whole.unseen[:, :, keys])
 
 
@@ -176,8 +176,8 @@ def counted(case: AttentionCase, tensor: str, place: Any, value: float) -> list[
     x = torch.zeros_like(getattr(case, tensor[1]))
     x[place] = value
     rows = ROWS if tensor != "dk" else torch.tensor([1])
-    found = elsewhere(x, tensor, case, rows, FORMATS["float16"])
-    return [(f.nonfinite, f.unknown is not None) for f in found]
+    result = elsewhere(x, tensor, case, rows, FORMATS["float16"])
+    return [(f.nonfinite, f.unknown is not None) for f in result]
 
 
 @pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
@@ -300,13 +300,13 @@ def test_intervals_hold_on_a_heavy_tail_whose_largest_rows_are_measured_too() ->
     all is in its interval in under 60 %, and with the 32 largest beside them in 80 %."""
     held = [0, 0]
     for seed in range(200):
-        made = torch.Generator().manual_seed(seed)
-        x = torch.rand(1, 1, 2048, generator=made, dtype=torch.float64) ** (-1 / 1.5)
+        created = torch.Generator().manual_seed(seed)
+        x = torch.rand(1, 1, 2048, generator=created, dtype=torch.float64) ** (-1 / 1.5)
         rms, rows = float(x.square().mean().sqrt()), draw(2048, 64, seed, "queries")
         ways: Any = (rows, 2048), Strata.joined(rows, x[0, 0].topk(32).indices, 2048)  # type: ignore
         for way, (at, of) in enumerate(ways):
-            found = measure_plain(x[..., at], 0 * x[..., at], x[..., at] < 0, of=of)
-            low, high = found.heads[0]["interval"]["rms"]
+            result = measure_plain(x[..., at], 0 * x[..., at], x[..., at] < 0, of=of)
+            low, high = result.heads[0]["interval"]["rms"]
             held[way] += low <= rms <= high
     assert held[0] < 120 < 160 <= held[1]
 
@@ -326,10 +326,10 @@ def test_intervals_hold_as_often_as_they_say(regime: str, causal: bool) -> None:
     narrow = 0
     for seed in range(60):
         rows = draw(LENGTH, 128, seed, "queries")
-        found = of(
+        result = of(
             measure(out[:, :, rows], part(y, rows), expected[:, :, rows], of=LENGTH).heads
         )
-        for head, ends in zip(whole, found, strict=True):
+        for head, ends in zip(whole, result, strict=True):
             for metric in METRICS:
                 low, high = ends[metric]
                 inside[metric] += low * 0.999 <= head[metric] <= high * 1.001

@@ -92,8 +92,8 @@ def test_another_backward_than_forced_is_an_error(
     says = f"{CPU_FLASH} ran forward, and math instead of {CPU_FLASH}_backward backward"
     with pytest.raises(MeasurementError, match=says):
         find("sdpa-flash").gradients(case)
-    found = find("sdpa-default").gradients(case)
-    assert (found.ran, found.ran_backward) == (CPU_FLASH, "math")
+    result = find("sdpa-default").gradients(case)
+    assert (result.ran, result.ran_backward) == (CPU_FLASH, "math")
 
 
 @pytest.fixture
@@ -128,11 +128,11 @@ def test_a_replaced_implementation_is_recorded(replaced: None) -> None:
     in what ran of both passes of flash attention; the math path is not touched by it."""
     assert System.probe("cpu").settings["flash_attention_impl"] == "ZEROS"
     for name in ("sdpa-flash", "sdpa-default"):
-        found = find(name).gradients(step(kv_len=4))
-        assert found.ran == f"{CPU_FLASH} (ZEROS)"
-        assert found.ran_backward == f"{CPU_FLASH}_backward (ZEROS)"
-        assert not found.out.any()
-        assert find(name).claims(step(kv_len=4), found, System.probe("cpu")) == {
+        result = find(name).gradients(step(kv_len=4))
+        assert result.ran == f"{CPU_FLASH} (ZEROS)"
+        assert result.ran_backward == f"{CPU_FLASH}_backward (ZEROS)"
+        assert not result.out.any()
+        assert find(name).claims(step(kv_len=4), result, System.probe("cpu")) == {
             "preset": "fa2"
         }
     assert find("sdpa-math").attend(make_case()).ran == "math"
@@ -166,12 +166,12 @@ def test_compiled_flex_equals_the_oracle(feature: str) -> None:
     """Compiled for the CPU in float32 it is within float32's bounds, and was really
     compiled."""
     case = make_case(**{"head_dim": 16, **FEATURES[feature]}, dtype=torch.float32)
-    exact, found = attention(case), FLEX.attend(case)
+    exact, result = attention(case), FLEX.attend(case)
     assert_within(
-        found.out, exact.out, error_bounds(case, exact, U32, exp_error=EXP_U20)[0]
+        result.out, exact.out, error_bounds(case, exact, U32, exp_error=EXP_U20)[0]
     )
-    assert found.ran == "flex_attention, compiled for cpu"
-    assert found.lse is None
+    assert result.ran == "flex_attention, compiled for cpu"
+    assert result.lse is None
 
 
 def test_there_is_no_backward_on_a_cpu() -> None:
@@ -229,14 +229,14 @@ def test_claims_of_flex(fields: Any, did: Any, system: System, claim: Any) -> No
     shape: dict[str, Any] = {"head_dim": 64, "q_len": 300, "kv_len": 300, "kv_heads": 2}
     case = make_case(**{**shape, "dtype": torch.bfloat16, **fields})
     ran = {"compiled": True, "device": system.device, **did}
-    found = FLEX.claims(case, Output(out=torch.zeros(1), did=ran), system)
+    result = FLEX.claims(case, Output(out=torch.zeros(1), did=ran), system)
     # What is rounded is Q times scale and log2(e), which no emulation does
     if claim is None:
-        assert found is None
+        assert result is None
         return
-    assert found == {"preset": "fa2", **claim}
+    assert result == {"preset": "fa2", **claim}
     # A claim that `emulated` understands
-    assert emulation(case, found).shape == case.q.shape
+    assert emulation(case, result).shape == case.q.shape
 
 
 def ratios(name: str, case: AttentionCase, **options: Any) -> list[float]:
@@ -274,7 +274,7 @@ def there(length: int, regime: str = "normal", **fields: Any) -> AttentionCase:
 
 
 def assert_near_the_truth(
-    case: AttentionCase, found: Output, of_out: float = 8.0
+    case: AttentionCase, result: Output, of_out: float = 8.0
 ) -> None:
     """Gradients are within 8 floors of fp64, and the output within `of_out` in every
     head; the log-sum-exp is too: fp32 sums of so few terms are off by far less than
@@ -283,10 +283,10 @@ def assert_near_the_truth(
     floor = floor_of(exact, case.format)
     for tensor, most in (("out", of_out), ("dq", 8.0), ("dk", 8.0), ("dv", 8.0)):
         r = getattr(exact, tensor)
-        error, least = (rms(getattr(x, tensor).double() - r) for x in (found, floor))
+        error, least = (rms(getattr(x, tensor).double() - r) for x in (result, floor))
         assert (error <= most * least).all(), (tensor, error / least)
-    if found.lse is not None and found.lse.shape == exact.lse.shape:
-        assert (found.lse.double() - exact.lse).abs().max() < 1e-4
+    if result.lse is not None and result.lse.shape == exact.lse.shape:
+        assert (result.lse.double() - exact.lse).abs().max() < 1e-4
 
 
 @pytest.mark.gpu
@@ -299,13 +299,13 @@ def test_a_backend_runs_alone_near_the_truth(
     """The forced operator and its own backward ran, on whatever thread; only math has no
     lse."""
     case = there(200, dtype=dtype, is_causal=causal)
-    found = find(name).gradients(case)
-    assert found.ran == BACKENDS[name]
-    assert found.ran_backward == (
+    result = find(name).gradients(case)
+    assert result.ran == BACKENDS[name]
+    assert result.ran_backward == (
         "math" if name == "sdpa-math" else f"{BACKENDS[name]}_backward"
     )
-    assert (found.lse is None) == (name == "sdpa-math")
-    assert_near_the_truth(case, found, of_out=1.6)
+    assert (result.lse is None) == (name == "sdpa-math")
+    assert_near_the_truth(case, result, of_out=1.6)
 
 
 @pytest.mark.gpu
@@ -321,9 +321,9 @@ def test_backends_round_where_they_claim_to(name: str, shape: Any, regime: str) 
     length, head_dim, causal = shape
     case = there(length, regime, head_dim=head_dim, is_causal=causal)
     assert ratios(name, case) == pytest.approx([1.0] * 4, abs=0.05)
-    found, exact = find(name).attend(case), attend(case).out
-    claim = find(name).claims(case, found, System.probe("cuda")) or {}
-    error = found.out.double() - exact
+    result, exact = find(name).attend(case), attend(case).out
+    claim = find(name).claims(case, result, System.probe("cuda")) or {}
+    error = result.out.double() - exact
     assert (error - (emulation(case, claim) - exact)).norm() <= 0.5 * error.norm()
 
 
@@ -335,9 +335,9 @@ def test_flex_rounds_where_it_claims_to_on_a_gpu(
 ) -> None:
     """The fused kernel runs, each head's error within 5 % of what its claim predicts."""
     case = there(1000, dtype=dtype, **FLEX_FEATURES[feature])
-    found = FLEX.attend(case)
-    assert found.ran == "flex_attention, compiled for cuda"
-    assert (found.lse.double() - attend(case).lse).abs().max() < 1e-4
+    result = FLEX.attend(case)
+    assert result.ran == "flex_attention, compiled for cuda"
+    assert (result.lse.double() - attend(case).lse).abs().max() < 1e-4
     for options in ({}, {"block_m": 64, "block_n": 32}, {"backend": "TRITON"}):
         assert ratios("flex", case, **options) == pytest.approx([1.0] * 4, abs=0.05), (
             options

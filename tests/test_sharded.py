@@ -52,10 +52,10 @@ def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def errors(case: AttentionCase, found: Any) -> dict[str, float]:
+def errors(case: AttentionCase, result: Any) -> dict[str, float]:
     """The rms of each tensor's error."""
     exact = exact_gradients(case)
-    take = found.get if isinstance(found, dict) else lambda t: getattr(found, t)
+    take = result.get if isinstance(result, dict) else lambda t: getattr(result, t)
     return {t: rms(take(t).double() - getattr(exact, t)) for t in TENSORS}
 
 
@@ -66,10 +66,10 @@ def test_zigzag_is_causal_attention(ranks: int) -> None:
     case = drawn(12, dtype=torch.float64, is_causal=True)
     exact = exact_gradients(case)
     options = {"order": "zigzag", "inner": "emulated", "merge_format": "float64"}
-    found = run(case, shards=ranks, **options)
+    result = run(case, shards=ranks, **options)
     for name in TENSORS:
         assert torch.allclose(
-            getattr(found, name), getattr(exact, name), rtol=0, atol=1e-12
+            getattr(result, name), getattr(exact, name), rtol=0, atol=1e-12
         ), name
 
 
@@ -115,13 +115,13 @@ def test_rows_that_a_shard_hides_make_no_nan() -> None:
     mask[1, :4], mask[2, 4:], mask[3] = False, False, False
     case = drawn(12, mask=mask)
     for order in ("ring", *WHOLE_QUERIES):
-        found = run(case, shards=3, order=order)
-        assert torch.isneginf(found.lse[:, :, 3]).all()
-        assert not found.out[:, :, 3].any()
-        assert all(getattr(found, t).isfinite().all() for t in TENSORS)
+        result = run(case, shards=3, order=order)
+        assert torch.isneginf(result.lse[:, :, 3]).all()
+        assert not result.out[:, :, 3].any()
+        assert all(getattr(result, t).isfinite().all() for t in TENSORS)
         # bf16: two roundings of 2^-9 to each O of at most 4, and the merge's.
         exact = exact_gradients(case)
-        assert float((found.out.double() - exact.out).abs().max()) < 4 * 4 * 2.0**-9
+        assert float((result.out.double() - exact.out).abs().max()) < 4 * 4 * 2.0**-9
 
 
 def _exactly_merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
@@ -183,13 +183,13 @@ def test_the_claim_predicts_the_errors(name: str, order: str) -> None:
     is 0.45 of them where a shard is no whole number of tiles, 0.15 elsewhere."""
     case = CLAIMED[name]
     for shards, inner in ((2, "sdpa-flash"), (5, "sdpa-flash"), (4, "emulated")):
-        found = run(case, shards=shards, order=order, inner=inner)
-        claim = SHARDED.claims(case, found, SYSTEM)
+        result = run(case, shards=shards, order=order, inner=inner)
+        claim = SHARDED.claims(case, result, SYSTEM)
         predicted = emulated_step(case, claim)
-        real, expected = errors(case, found), errors(case, predicted)
+        real, expected = errors(case, result), errors(case, predicted)
         for t in TENSORS:
             assert real[t] == pytest.approx(expected[t], rel=0.02), (shards, inner, t)
-            left = rms(getattr(found, t).double() - predicted[t].double()) / real[t]
+            left = rms(getattr(result, t).double() - predicted[t].double()) / real[t]
             assert left < 0.45, (shards, inner, t)
 
 
@@ -199,8 +199,8 @@ def test_what_no_emulation_has_claims_nothing() -> None:
     case = drawn(64, is_causal=True)
 
     def claim(**options: Any) -> Any:
-        found = SHARDED.attend(case, **SHARDED.with_options(options))
-        return SHARDED.claims(case, found, SYSTEM)
+        result = SHARDED.attend(case, **SHARDED.with_options(options))
+        return SHARDED.claims(case, result, SYSTEM)
 
     assert claim(shards=4, merge_format="working") is None
     assert claim(shards=2, merge_format="promoted") is None
@@ -227,8 +227,8 @@ def test_the_growth_is_counted(
 
     def squares(name: str) -> float:
         options = {"shards": shards, "order": order, "merge_format": name}
-        found = SHARDED.attend(case, **SHARDED.with_options(options))
-        return (rms(found.out.double() - exact) / floor) ** 2
+        result = SHARDED.attend(case, **SHARDED.with_options(options))
+        return (rms(result.out.double() - exact) / floor) ** 2
 
     assert squares(merge_format) == pytest.approx(squares("float32") + more, rel=0.05)
 
@@ -320,6 +320,6 @@ def test_on_gpus_it_is_sharded(causal: bool, convert_to_f32: bool) -> None:
     case = to_cuda(drawn(1024, heads=4, kv_heads=4, head_dim=64, is_causal=causal))
     real, same = explained(case, convert_to_f32=convert_to_f32)
     assert torch.equal(real.out, same.out)
-    found, expected = errors(case, real), errors(case, same)
+    result, expected = errors(case, real), errors(case, same)
     for t in TENSORS:
-        assert found[t] == pytest.approx(expected[t], rel=0.01), t
+        assert result[t] == pytest.approx(expected[t], rel=0.01), t

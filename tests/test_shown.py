@@ -89,9 +89,9 @@ def cells(nodes: Any, title: str = "", row: int = 0) -> str:
 
 
 def blocks(**summary: Any) -> list[Any]:
-    found = audit()
-    changed = found.summary.model_copy(update=summary)
-    return list(audit_view.blocks(found.model_copy(update={"summary": changed})))
+    result = audit()
+    changed = result.summary.model_copy(update=summary)
+    return list(audit_view.blocks(result.model_copy(update={"summary": changed})))
 
 
 def test_each_column_of_the_ranking_has_its_own_number() -> None:
@@ -116,9 +116,9 @@ def test_each_part_of_a_kernel_has_its_own_numbers(
 ) -> None:
     """Gradients and phases, a row each: medians over floor and baseline, and worst
     heads."""
-    found = blocks(kernels=(kernel(**parts),))
+    result = blocks(kernels=(kernel(**parts),))
     for i, (name, at) in enumerate(zip(names, "42", strict=True)):
-        assert cells(found, title, i) == (
+        assert cells(result, title, i) == (
             f"kernel: k | of: {name} | error / floor: {at}.00 | worst head: {at}.10 | "
             f"error / expected: {at}.40 | error / eager: {at}.20"
         )
@@ -162,13 +162,13 @@ def test_each_column_of_a_weight_table_has_its_own_number() -> None:
         "equal": 0.15, "bfloat16_times": 2.1, "float16_times": 3.1,
         "float8_e4m3fn_times": 4.1,
     }  # fmt: skip
-    made: Any = reports.read(sample("weights"))
-    tensor = made.rows[0].model_copy(update={**numbers, "tensor": "t", "w1": 0.16})
-    group = made.groups[0].model_copy(update=numbers | {"mean_w1": 0.17})
+    created: Any = reports.read(sample("weights"))
+    tensor = created.rows[0].model_copy(update={**numbers, "tensor": "t", "w1": 0.16})
+    group = created.groups[0].model_copy(update=numbers | {"mean_w1": 0.17})
     times = "×bf16: 2.10 | ×fp16: 3.10 | ×fp8: 4.10"
     shared = "mean: 0.12 | max: 0.11 | rel: 0.13"
     after = f"{times} | NaN/inf: 3"
-    changed = made.model_copy(update={"rows": (tensor,), "groups": (group,)})
+    changed = created.model_copy(update={"rows": (tensor,), "groups": (group,)})
     groups, tensors, *_ = tables(weights.blocks(changed))
     assert cells([groups]) == f"kind: all | {shared} | mean W1: 0.17 | {after}"
     expected = f"tensor, most ×bf16 first: t | {shared} | W1: 0.16 | {after}"
@@ -210,15 +210,15 @@ def test_a_diagnosis_of_nothing_wrong_has_no_tables_in_the_way(
 ) -> None:
     """They are behind a line of the page while every head was judged and rounding changes
     no layer's dW_Q by half; a head that was not judged is no head without fault."""
-    made: Any = reports.read(sample("diagnose"))
+    created: Any = reports.read(sample("diagnose"))
     states = {"conditions": (), "missing": (DELTA,) if judged else ()}
     ranking = tuple(
         head.model_copy(update={"score": score, **states})
-        for head in made.summary.ranking
+        for head in created.summary.ranking
     )
-    summary = made.summary.model_copy(update={"ranking": ranking})
-    found = made.model_copy(update={"summary": summary, "figures": ()})
-    document = Document("d", tuple(diagnose.blocks(found)))
+    summary = created.summary.model_copy(update={"ranking": ranking})
+    result = created.model_copy(update={"summary": summary, "figures": ()})
+    document = Document("d", tuple(diagnose.blocks(result)))
     assert bool(tables(document.blocks)) != clean
     assert bool(tables(document.shown_in("terminal"))) != clean
     assert "All 3 heads in numbers" in html.page(document) or not clean
@@ -230,15 +230,15 @@ def test_a_side_is_coloured_by_the_rule_on_its_error() -> None:
     interval above its limit yet, and warns; were it 10 in every sequence, it would be
     sure. The trainer's passes. A cause that is named is refused by itself. Where the sides are
     off, and the worst tokens, are behind a line of the page."""
-    made: Any = reports.read(sample("logprobs"))
+    created: Any = reports.read(sample("logprobs"))
     for sure, style in ((False, "warn"), (True, "bad")):
         rows = tuple(
             row.model_copy(update={"square": 100 * row.predicted_square})
             if sure and row.side == "rollout"
             else row
-            for row in made.rows
+            for row in created.rows
         )
-        nodes = list(logprobs.blocks(made.model_copy(update={"rows": rows})))
+        nodes = list(logprobs.blocks(created.model_copy(update={"rows": rows})))
         sides, causes, *_ = tables(nodes)
         assert [row.cells[3].style for row in sides.rows] == [style, ""]
         assert [row.cells[1].style for row in causes.rows] == ["bad"]
@@ -247,7 +247,7 @@ def test_a_side_is_coloured_by_the_rule_on_its_error() -> None:
         "By position, entropy and probability", "The tokens that are farthest off"
     ]  # fmt: skip
     assert len(details["By position, entropy and probability"]) == 6
-    unjudged = made.model_copy(update={"rules": None})
+    unjudged = created.model_copy(update={"rules": None})
     assert {r.cells[3].style for r in tables(logprobs.blocks(unjudged))[0].rows} == {""}
 
 
@@ -261,10 +261,10 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
     cure = CureRow(**where, **seen, cure="c", dw_q_error=0.21, nonfinite=22)
     real = KernelRow(**where, **seen, kernel="k", dw_q_error=0.42)
     ranking = (Ranked(**where, rank=1, score=0.5, conditions=("a",), missing=("b", "c")),)
-    made: Any = reports.read(sample("diagnose"))
-    summary = made.summary.model_copy(update={"ranking": ranking})
+    created: Any = reports.read(sample("diagnose"))
+    summary = created.summary.model_copy(update={"ranking": ranking})
     changes = {"heads": (head,), "cures": (cure,), "kernels": (real,), "summary": summary}
-    heads, _, cures, kernels = tables(diagnose.blocks(made.model_copy(update=changes)))
+    heads, _, cures, kernels = tables(diagnose.blocks(created.model_copy(update=changes)))
     assert cells([heads]) == (
         "head: L1H2 | layer's dW_Q off, %: 50 | tied rows, %: 31 | O bias, ulp: +0.104 | "
         "δ error, %: +21 | its t: 20 | dW_Q by δ, %: 38 | conditions: 1 of 3"
@@ -312,8 +312,8 @@ def test_each_column_of_a_gate_has_its_own_number() -> None:
 def test_a_rule_shows_the_number_nearest_to_its_limit(largest: float) -> None:
     """Or farthest beyond it, whichever kernel comes first."""
     ratios = enumerate((1.01, largest, 1.02))
-    found = judged_by_ratio([row(kernel=f"k{i}", expected_ratio=x) for i, x in ratios])
-    rule = cells(found)
+    result = judged_by_ratio([row(kernel=f"k{i}", expected_ratio=x) for i, x in ratios])
+    rule = cells(result)
     assert f"worst: {three(largest)} |" in rule
     assert rule.endswith("in: k1 out bfloat16")
 
@@ -345,8 +345,8 @@ def test_each_point_of_a_sweep_has_its_own_number() -> None:
 
     ticks = tuple(reports.Tick(x=x, label=f"{x:g}") for x in (64.0, 128.0))
     axis = reports.Axis(name="n", title="length", scale="log", ticks=ticks)
-    made = sweep(figure(curve("a", 1.1), curve("b", 5.5)), axis=axis, notes=())
-    node = next(node for node in document_of(made).blocks if isinstance(node, Figures))
+    created = sweep(figure(curve("a", 1.1), curve("b", 5.5)), axis=axis, notes=())
+    node = next(node for node in document_of(created).blocks if isinstance(node, Figures))
     shown = list(tables_of(node))
     assert cells(shown) == "length: a | 64: 1.1 | 128: 2.1"
     assert cells(shown, row=1) == "length: b | 64: 5.5 | 128: 6.5"
@@ -355,7 +355,7 @@ def test_each_point_of_a_sweep_has_its_own_number() -> None:
     )
     (both,) = tables_of(replace(node, figures=places))
     assert cells([both], row=2) == "length: y: a | 64: 1.1 | 128: 2.1"
-    titles = re.findall("<title>(b .*?)</title>", html.page(made))
+    titles = re.findall("<title>(b .*?)</title>", html.page(created))
     assert titles == ["b at 64: 5.5 [5.4 to 5.7]", "b at 128: 6.5 [6.4 to 6.7]"]
 
 
@@ -440,8 +440,8 @@ def test_a_series_is_cut_evenly_and_a_long_table_says_by_how_much() -> None:
 
 def test_curves_beside_kernels_are_there_for_comparison() -> None:
     """In the table of a figure the floor's line is soft, the kernel's is not."""
-    made = sweep(figure(), notes=())
-    node = next(node for node in document_of(made).blocks if isinstance(node, Figures))
+    created = sweep(figure(), notes=())
+    node = next(node for node in document_of(created).blocks if isinstance(node, Figures))
     curves = [Curve(label=name, role=role, points=(Point(x=1.0, label="1", mean=1.0, low=None,
               high=None),)) for name, role in (("k", "kernel"), ("floor", "floor"))]  # fmt: skip
     one = node.figures[0].model_copy(update={"curves": tuple(curves)})
@@ -458,9 +458,9 @@ def test_a_number_has_the_colour_of_the_rule_that_it_was_held_to(
     """The default rules let an error be 1.1 times the predicted one: 1.41 fails, and is no
     mere warning. On the map a refused number is outlined; colours go by logarithms from 1
     to 10."""
-    made = report(row(expected_ratio=ratio))
-    summary = made.summary.kernels[0].expected_ratio_worst
-    nodes = list(audit_view.blocks(made))
+    created = report(row(expected_ratio=ratio))
+    summary = created.summary.kernels[0].expected_ratio_worst
+    nodes = list(audit_view.blocks(created))
     ranking = next(t for t in tables(nodes) if "closest to fp64" in t.title)
     assert (summary, ranking.rows[0].cells[3].style) == (ratio, style)
     (cell,) = (
@@ -474,18 +474,20 @@ def test_a_report_that_was_not_judged_accuses_no_number() -> None:
     read."""
     judged = report(row(expected_ratio=9.0))
     for rules in (None, {"name": "of another version", "limits": 3}):
-        made = judged.model_copy(update={"rules": rules})
-        ranking = next(t for t in tables(audit_view.blocks(made)) if "closest" in t.title)
+        created = judged.model_copy(update={"rules": rules})
+        ranking = next(
+            t for t in tables(audit_view.blocks(created)) if "closest" in t.title
+        )
         assert {cell.style for cell in ranking.rows[0].cells[1:]} == {""}
 
 
 def test_only_the_refused_phase_and_gradient_are_coloured() -> None:
     """A decode that fails leaves the prefill's numbers alone, and dq those of dk."""
-    made = report(
+    created = report(
         row(0, phase="prefill"), row(0, call=1, phase="decode", expected_ratio=2.0),
         row(0, tensor="dq", expected_ratio=9.0), row(0, tensor="dk", expected_ratio=1.02),
     )  # fmt: skip
-    failed = FailedNumbers(made)
+    failed = FailedNumbers(created)
 
     def style(tensor: str, phase: str | None) -> str:
         return failed.style_of_tensor(
@@ -494,7 +496,7 @@ def test_only_the_refused_phase_and_gradient_are_coloured() -> None:
 
     assert style("out", "decode") == style("out", None) == style("dq", None) == "bad"
     assert (style("out", "prefill"), style("dk", None)) == ("", "good")
-    assert [failed.style(r, "expected_ratio") for r in made.rows] == [
+    assert [failed.style(r, "expected_ratio") for r in created.rows] == [
         "",
         "bad",
         "bad",
@@ -504,9 +506,9 @@ def test_only_the_refused_phase_and_gradient_are_coloured() -> None:
 
 def test_what_a_sample_means_has_its_numbers() -> None:
     """64 random rows of each head, and 3 that looked worst."""
-    found = blocks(kernels=(kernel(rows_measured=64, suspects=3),))
+    result = blocks(kernels=(kernel(rows_measured=64, suspects=3),))
     assert any(("Only 64 random query rows per head were measured, over all positions, and the 3")
-               in getattr(node, "text", "") for node in found)  # fmt: skip
+               in getattr(node, "text", "") for node in result)  # fmt: skip
 
 
 def test_which_roundings_make_the_errors_in_shares_and_calls() -> None:
@@ -555,25 +557,27 @@ def test_where_a_kernel_errs_along_its_rows() -> None:
 
 def test_where_numbers_come_from_names_the_threads_of_large_calls() -> None:
     """One for small calls, and the most that a call had."""
-    found = audit()
+    result = audit()
     threads = (1, 8)
     few = tuple(case(str(n)).model_copy(update={"threads": n}) for n in threads)
-    system = {**found.provenance.system, "gpu": None}
-    origin = found.provenance.model_copy(update={"system": system})
-    text = on_terminal(found.model_copy(update={"cases": few, "provenance": origin}), 400)
+    system = {**result.provenance.system, "gpu": None}
+    origin = result.provenance.model_copy(update={"system": system})
+    text = on_terminal(
+        result.model_copy(update={"cases": few, "provenance": origin}), 400
+    )
     assert "1 thread for small calls, 8 threads for large ones." in text
 
 
 def test_each_finding_has_its_own_script(tmp_path: Path) -> None:
     """Of two that were written, and none where there is none."""
     rows = [row(kernel=name, expected_ratio=9.0) for name in ("a", "b", "c")]
-    made = report(*rows)
-    for finding in made.findings[:2]:
+    created = report(*rows)
+    for finding in created.findings[:2]:
         folder = tmp_path / "reproducers" / finding.folder
         folder.mkdir(parents=True)
         (folder / "reproduce.py").write_text(f"# of {finding.kernel}")
     items = [
-        x for n in document_of(made, tmp_path).blocks for x in getattr(n, "items", ())
+        x for n in document_of(created, tmp_path).blocks for x in getattr(n, "items", ())
     ]
     scripts = {
         (item.lead.split() or item.text.split())[1]: item.script
@@ -582,5 +586,5 @@ def test_each_finding_has_its_own_script(tmp_path: Path) -> None:
     }
     assert scripts == {
         f.kernel: (f"reproducers/{f.folder}/reproduce.py", f"# of {f.kernel}")
-        for f in made.findings[:2]
+        for f in created.findings[:2]
     }

@@ -40,13 +40,13 @@ def of_scores(scores: list[float], v: list[float], dtype: torch.dtype) -> Attent
     k, values = (
         torch.tensor(x, dtype=torch.float64).view(1, 1, -1, 1) for x in (scores, v)
     )
-    given = {
+    passed = {
         "q": torch.ones(1, 1, 1, 1),
         "k": k,
         "v": values,
         "grad_out": torch.ones(1, 1, 1, 1),
     }
-    tensors = {name: x.to(dtype) for name, x in given.items()}
+    tensors = {name: x.to(dtype) for name, x in passed.items()}
     return AttentionCase(ref=CaseRef(case="row"), scale=1.0, **tensors)
 
 
@@ -86,14 +86,14 @@ def test_where_P_would_be_lost_the_row_is_nan(
             ).item()
             case = of_scores([score, score], [1.0, 1.0], dtype)
             ran = KERNEL.gradients(case, beta=beta, **options, **STABILISED)
-            found = {n: getattr(ran, n) for n in ("out", "lse", "dq", "dk", "dv")}
-            assert all(bool(x.isnan().all()) for x in found.values()) == lost, (
+            result = {n: getattr(ran, n) for n in ("out", "lse", "dq", "dk", "dv")}
+            assert all(bool(x.isnan().all()) for x in result.values()) == lost, (
                 beta,
                 score,
             )
             if not lost:
-                assert found["out"].item() == pytest.approx(1.0, abs=2.0**-7)
-                assert found["lse"].item() == pytest.approx(
+                assert result["out"].item() == pytest.approx(1.0, abs=2.0**-7)
+                assert result["lse"].item() == pytest.approx(
                     score + math.log(2), abs=2.0**-11
                 )
 
@@ -111,8 +111,8 @@ def test_ties_far_below_0_lose_P(
     if algorithm == "plain" and out == 0.0:
         out = 1.0  # P is normalised before it is rounded
     case = of_scores([score, score], [1.0, 1.0], dtype)
-    found = KERNEL.attend(case, algorithm=algorithm, **STABILISED).out.item()
-    assert found == pytest.approx(out, abs=2.0**-7, nan_ok=True)
+    result = KERNEL.attend(case, algorithm=algorithm, **STABILISED).out.item()
+    assert result == pytest.approx(out, abs=2.0**-7, nan_ok=True)
 
 
 def test_one_tied_tile_moves_the_whole_row() -> None:
@@ -121,15 +121,15 @@ def test_one_tied_tile_moves_the_whole_row() -> None:
     before."""
     case = of_scores([-20.0, -21.0, -1e4, -1e4], [1.0] * 4, torch.float16)
     for order, out in (("ascending", 1.0), ("descending", 0.0)):
-        found = KERNEL.attend(case, block_kv=2, kv_order=order, **STABILISED).out.item()
-        assert found == pytest.approx(out, abs=2.0**-10)
+        result = KERNEL.attend(case, block_kv=2, kv_order=order, **STABILISED).out.item()
+        assert result == pytest.approx(out, abs=2.0**-10)
 
 
 def test_it_has_the_authors_values() -> None:
     """Where they are not given, beta is 2 and the tolerance 1e-3; plain softmax has
     neither."""
-    made = recipe(**STABILISED)
-    assert (made.beta, made.tie_tolerance) == (2.0, 1e-3)
+    created = recipe(**STABILISED)
+    assert (created.beta, created.tie_tolerance) == (2.0, 1e-3)
     assert (recipe().beta, recipe().tie_tolerance) == (None, None)
     assert recipe(**STABILISED, beta=7).beta == 7
 
@@ -142,19 +142,19 @@ def tied(
 ) -> AttentionCase:
     """Every row has whole scores of at most `shift`, the first and the last key with
     that; V is of one sign. All are numbers of the dtype."""
-    made = torch.Generator().manual_seed(2)
-    scores = shift - 1.0 - torch.randint(0, 8, (n,), generator=made)
+    created = torch.Generator().manual_seed(2)
+    scores = shift - 1.0 - torch.randint(0, 8, (n,), generator=created)
     scores[0] = scores[-1] = float(shift)
-    v = -2.0 - torch.rand(1, 1, n, 8, generator=made)
+    v = -2.0 - torch.rand(1, 1, n, 8, generator=created)
     q, k, v = (x.to(dtype) for x in (torch.ones(1, 1, n, 1), scores.view(1, 1, n, 1), v))
     return AttentionCase(ref=CaseRef(case="tied"), q=q, k=k, v=v, scale=1.0)
 
 
-def worst(found: Tensor, case: AttentionCase) -> float:
+def worst(result: Tensor, case: AttentionCase) -> float:
     """The largest error of the output in unit roundoffs of its term scale; NaN if any
     is."""
     exact = reference(case)
-    error = (found.double() - exact.out).abs() / exact.term_scale
+    error = (result.double() - exact.out).abs() / exact.term_scale
     u = case.format.unit_roundoff
     return float((error / u).max()) if error.isfinite().all() else nan
 

@@ -66,8 +66,8 @@ def baseline(**changes: Any) -> DeviationRow:
 
 
 def of(summary: AuditSummary, kernel: str) -> KernelSummary:
-    (found,) = (k for k in summary.kernels if k.kernel == kernel)
-    return found
+    (result,) = (k for k in summary.kernels if k.kernel == kernel)
+    return result
 
 
 def test_ratios_are_medians_and_the_worst_head_is_named() -> None:
@@ -127,19 +127,19 @@ def test_bias_is_judged_in_16_bits_only() -> None:
         ("float32", 8, None),
         ("bfloat16", 7, None),
     ):
-        found = summarise(
+        result = summarise(
             [row(bias_p=0.0, bias_size=1.0, out_format=fmt, sequences=count)]
         )
-        assert found.kernels[0].biased_heads == biased
+        assert result.kernels[0].biased_heads == biased
 
 
 def said(*rows: DeviationRow, **of: Any) -> str:
     """The verdict on the last row's kernel, which passed, and what is said below it."""
-    found, last = summarise(rows), rows[-1]
+    result, last = summarise(rows), rows[-1]
     fields = {"outcome": "passed", "kernel": last.kernel, "format": last.format, **of}
     verdict = KernelVerdict(**fields)
-    shown = verdicts(SimpleNamespace(summary=found, verdicts=(verdict,), findings=()))
-    return " ".join((*(f"{item.lead}{item.text}" for item in shown), *found.answer))
+    shown = verdicts(SimpleNamespace(summary=result, verdicts=(verdict,), findings=()))
+    return " ".join((*(f"{item.lead}{item.text}" for item in shown), *result.answer))
 
 
 def test_a_verdict_has_the_numbers_that_matter() -> None:
@@ -218,7 +218,7 @@ def test_planted_faults_are_no_kernels() -> None:
 
 def test_in_fp64_nobody_is_closer() -> None:
     """The reference is no more exact than the kernel there, and no ratio is quoted."""
-    text = said(*(made(format="float64") for made in (precision, baseline, row)))
+    text = said(*(created(format="float64") for created in (precision, baseline, row)))
     assert "max difference 0.02 from the reference, which is float64 too" in text
     assert "floor" not in text
 
@@ -260,8 +260,8 @@ def test_an_accusation_takes_significance_and_size(
     """Both at their limits accuse, either short of it does not; four heads share the
     error rate."""
     rows = [row(head) for head in range(3)]
-    found = of(summarise([*rows, row(3, bias_p=p, bias_size=size)]), "sdpa-flash")
-    assert found.biased_heads == expected
+    result = of(summarise([*rows, row(3, bias_p=p, bias_size=size)]), "sdpa-flash")
+    assert result.biased_heads == expected
 
 
 def test_errors_are_pooled_over_elements() -> None:
@@ -287,8 +287,8 @@ def test_options_make_a_kernel_of_its_own() -> None:
         row(options={"block": 128}, baseline_ratio=0.7),
         row(),
     ]
-    found = [(k.options, k.baseline_ratio) for k in summarise(rows).kernels]
-    assert found == [({"block": 64}, 0.5), ({}, 0.5), ({"block": 128}, 0.7)]
+    result = [(k.options, k.baseline_ratio) for k in summarise(rows).kernels]
+    assert result == [({"block": 64}, 0.5), ({}, 0.5), ({"block": 128}, 0.7)]
 
 
 def test_numbers_are_written_as_what_they_round_to() -> None:
@@ -363,7 +363,7 @@ def test_lines_of_verdicts_begin_with_what_is_wrong() -> None:
     nearest to its limit, one with a finding how far it is from the floor."""
     finding = Finding(rule="error", severity="exceeded", sentence="a (bfloat16) errs.", kernel="a",
                       formats=("bfloat16",), tensor="out", count=1, judged=1)  # fmt: skip
-    made = [
+    created = [
         KernelVerdict(kernel="c", format="bfloat16", outcome="passed", rule="error",
                       observed=1.05, limit=1.1),
         KernelVerdict(kernel="b", format="bfloat16", outcome="unmeasured", rule="error",
@@ -372,10 +372,12 @@ def test_lines_of_verdicts_begin_with_what_is_wrong() -> None:
     ]  # fmt: skip
     heads = [row(h, kernel="a", floor_ratio=1.5 + h, baseline_ratio=0.4) for h in (0, 1)]
     summary = summarise(heads)
-    found = SimpleNamespace(summary=summary, verdicts=made, findings=(finding,), rows=())
+    result = SimpleNamespace(
+        summary=summary, verdicts=created, findings=(finding,), rows=()
+    )
     assert [
         " ".join(f"{item.lead}{item.text} {item.detail}".split())
-        for item in verdicts(found)
+        for item in verdicts(result)
     ] == [
         "FAIL a bfloat16 errs. Error of its output: median 2.00× floor, 0.40× eager; "
         "worst 2.50× floor, layer 0 head 1.",
@@ -398,7 +400,7 @@ def test_a_finding_in_two_formats_is_one_line() -> None:
         sentence="a (bfloat16, float16) errs.", formats=("bfloat16", "float16"), **of
     )
     alone = Finding(sentence="a (float32) errs.", formats=("float32",), **of)
-    made = [
+    created = [
         KernelVerdict(
             kernel="a", format=fmt, outcome="exceeded", finding=at, rule="function"
         )
@@ -408,12 +410,12 @@ def test_a_finding_in_two_formats_is_one_line() -> None:
     summary = summarise(
         [row(kernel="a", format=fmt, floor_ratio=size) for fmt, size in sizes]
     )
-    found = SimpleNamespace(
-        summary=summary, verdicts=made, findings=(both, alone), rows=()
+    result = SimpleNamespace(
+        summary=summary, verdicts=created, findings=(both, alone), rows=()
     )
     assert [
         " ".join(f"{item.lead}{item.text} {item.detail}".split())
-        for item in verdicts(found)
+        for item in verdicts(result)
     ] == [
         "FAIL a bfloat16, float16 errs. Error of its output: 1.50× floor, 0.50× "
         "eager (bfloat16); 3.00× floor, 0.50× eager (float16).",

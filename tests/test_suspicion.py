@@ -79,10 +79,10 @@ def test_one_wrong_head_is_the_only_one_accused() -> None:
     case = rates.make(rates.SHAPES["plain"], "normal", "bfloat16", 0)
     out = rates.wrong(CATALOGUE["scale-of-one-head"], case)
     every = list(range(case.heads))
-    found = suspect(case, out, attend(case), every, every)
-    assert list(found) == [1]
-    assert found[1].cause == "the scale is 1.031 times the requested one"
-    assert found[1].cut >= CUT
+    result = suspect(case, out, attend(case), every, every)
+    assert list(result) == [1]
+    assert result[1].cause == "the scale is 1.031 times the requested one"
+    assert result[1].cut >= CUT
 
 
 def test_outputs_that_are_not_finite() -> None:
@@ -122,8 +122,8 @@ def test_the_best_explanations_come_first(
     )
     monkeypatch.setattr(wrong_function, "scales", lambda case: [])
     probe: Any = SimpleNamespace(case=None, cut=lambda output: output)
-    found = wrong_function._explaining_alternatives(probe)
-    assert [cut for _, cut in found] == best
+    result = wrong_function._explaining_alternatives(probe)
+    assert [cut for _, cut in result] == best
 
 
 @pytest.mark.parametrize(("function", "tensor", "cause"), [
@@ -240,14 +240,14 @@ def test_a_wrong_head_is_the_one_that_is_named() -> None:
     """Of three kv heads and three sinks the next, the previous, or the first."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 12, 8, generator=generator) for h in (6, 3, 3))
-    found = mistaken(drawn_call(q=q, k=k, v=v, sinks=torch.arange(6.0)))
+    result = mistaken(drawn_call(q=q, k=k, v=v, sinks=torch.arange(6.0)))
     for words, heads in (
         ("the next kv head", [1, 1, 2, 2, 0, 0]), ("the previous kv head", [2, 2, 0, 0, 1, 1]),
         ("kv head 0 instead of their own", [0] * 6),
     ):  # fmt: skip
-        assert torch.equal(found[f"query heads read {words}"].v, v[:, heads])
+        assert torch.equal(result[f"query heads read {words}"].v, v[:, heads])
     for words, sinks in (("next", [1, 2, 3, 4, 5, 0]), ("previous", [5, 0, 1, 2, 3, 4])):
-        case = found[f"query heads get the sink of the {words} one"]
+        case = result[f"query heads get the sink of the {words} one"]
         assert case.sinks is not None
         assert case.sinks.tolist() == sinks
 
@@ -257,15 +257,15 @@ def test_a_factor_of_log_2_is_on_the_side_that_is_named() -> None:
     by it."""
     sinks, ln2 = torch.tensor([1.0, 2.0, 3.0, 4.0]), math.log(2)
     bias = torch.linspace(-1, 1, 12).expand(12, 12)
-    found = mistaken(drawn_call(sinks=sinks, mask=bias))
+    result = mistaken(drawn_call(sinks=sinks, mask=bias))
     for words, factor in (
         ("lacks log2(e) before an exponential to base 2", ln2),
         ("is multiplied by log2(e), although the exponential has base e", 1 / ln2),
         ("is scaled like the scores", 0.3),
     ):
         one, other = (
-            found[f"the attention sink {words}"],
-            found[f"the additive mask {words}"],
+            result[f"the attention sink {words}"],
+            result[f"the additive mask {words}"],
         )
         assert one.sinks is not None and other.mask is not None  # noqa: PT018
         assert torch.allclose(one.sinks, sinks.double() * factor)
@@ -276,7 +276,7 @@ def test_a_factor_of_log_2_is_on_the_side_that_is_named() -> None:
         "the scale is applied twice": 0.09, "the scale is 1/head_dim": 1 / 8,
         "the scores are not scaled": 1.0,
     }  # fmt: skip
-    assert {name: found[name].scale for name in scales} == pytest.approx(scales)
+    assert {name: result[name].scale for name in scales} == pytest.approx(scales)
 
 
 @pytest.mark.parametrize(("factors", "words"), [

@@ -68,8 +68,8 @@ def config(tmp_path: Path, **changes: Any) -> SweepConfig:
 
 
 def planned(tmp_path: Path, **changes: Any) -> Any:
-    given = config(tmp_path, **changes).model_dump(exclude_unset=True)
-    return plan(SweepRequest(target="sweep.yaml", **{"device": "cpu", **given}))
+    passed = config(tmp_path, **changes).model_dump(exclude_unset=True)
+    return plan(SweepRequest(target="sweep.yaml", **{"device": "cpu", **passed}))
 
 
 @pytest.fixture
@@ -122,22 +122,22 @@ def test_the_axis_is_the_longest_numeric_one(tmp_path: Path) -> None:
 def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport]) -> None:
     """Two lengths, two formats, two seeds, two heads, four kernels: nothing missing or
     twice."""
-    found = run(formats=["bf16", "fp32"])
+    result = run(formats=["bf16", "fp32"])
     keys = [
         (r.case, r.seed, r.head, r.kernel, r.format)
-        for r in found.rows
+        for r in result.rows
         if r.tensor == "out"
     ]
     assert len(keys) == len(set(keys)) == 2 * 2 * 2 * 2 * 4
-    assert {c.case for c in found.cases} == {"a/seq_len=8", "a/seq_len=16"}
-    assert len(found.cases) == 2, "a case is described once, whatever its seeds"
+    assert {c.case for c in result.cases} == {"a/seq_len=8", "a/seq_len=16"}
+    assert len(result.cases) == 2, "a case is described once, whatever its seeds"
 
 
 def test_every_seed_measures_rows_of_its_own(tmp_path: Path) -> None:
     """A sample of rows is drawn with the seed of the case."""
-    made = planned(tmp_path)
-    sampled = dataclasses.replace(made.plan, rows=4)
-    samples = [sampled.sample(located.ref) for located in made.source]
+    created = planned(tmp_path)
+    sampled = dataclasses.replace(created.plan, rows=4)
+    samples = [sampled.sample(located.ref) for located in created.source]
     assert {sample.seed for sample in samples if sample is not None} == {0, 1}
 
 
@@ -145,10 +145,10 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     """2/1 and 3/6, not the ratio of the means."""
     known = ((0, "k", 2.0), (1, "k", 3.0), (0, "base", 1.0), (1, "base", 6.0))
     rows = [row(seed=s, kernel=k, elements=1, max_abs=v) for s, k, v in known]
-    found = next(
+    result = next(
         c for c in cells(rows, ("max_abs",), ("base", {}), {}) if c.kernel == "k"
     )
-    assert found.ratio == pytest.approx(1.0), "the geometric mean of 2 and 0.5"
+    assert result.ratio == pytest.approx(1.0), "the geometric mean of 2 and 0.5"
 
 
 def cell_table(report: SweepReport) -> Table:
@@ -159,11 +159,11 @@ def cell_table(report: SweepReport) -> Table:
 def test_the_cells_of_a_sweep_are_one_table(run: Callable[..., SweepReport]) -> None:
     """A row for each place on the axes, a column for each kernel in each format, what is
     under audit first; every mean in its place, with its interval where the mouse points."""
-    found = run(
+    result = run(
         cases=[{**GRID, "causal": [False, True]}], formats=["bf16", "fp16"], y="rms",
         kernels=["off", "sdpa-math"],
     )  # fmt: skip
-    table = cell_table(found)
+    table = cell_table(result)
     titles = [column.title for column in table.columns]
     assert titles[:6] == ["seq_len", "causal", "off bfloat16", "off float16",
                           "sdpa-math bfloat16", "sdpa-math float16"]  # fmt: skip
@@ -171,7 +171,7 @@ def test_the_cells_of_a_sweep_are_one_table(run: Callable[..., SweepReport]) -> 
     assert places == [("8", "False"), ("16", "False"), ("8", "True"), ("16", "True")]
     means = {
         (str(c.axes["seq_len"]), str(c.axes["causal"]), f"{c.kernel} {c.format}"): c
-        for c in found.cells
+        for c in result.cells
         if c.metric == "rms" and c.role == "kernel"
     }
     for shown in table.rows:
@@ -186,14 +186,14 @@ def test_an_option_is_an_axis_of_the_table(run: Callable[..., SweepReport]) -> N
     """A kernel's own option along the axis makes rows; a kernel without it has its number
     in each."""
     kernels = [{"name": "off", "by": [0.5, 2.5]}]
-    found = run(
+    result = run(
         cases=[{**SIZES, "seq_len": 8}],
         formats=["fp32"],
         y="rms",
         x="by",
         kernels=kernels,
     )
-    table = cell_table(found)
+    table = cell_table(result)
     assert [column.title for column in table.columns][:3] == ["by", "off", "baseline"]
     off, base = ([row.cells[i].text for row in table.rows] for i in (1, 2))
     assert off[0] != off[1]
@@ -214,8 +214,8 @@ def test_a_sweep_that_contradicts_itself_has_no_table(
     run: Callable[..., SweepReport],
 ) -> None:
     """Its page shows what it holds all the same; the gate says what is wrong."""
-    found = run(y="rms")
-    wrong = found.model_copy(update={"request": {**found.request, "x": "no axis"}})
+    result = run(y="rms")
+    wrong = result.model_copy(update={"request": {**result.request, "x": "no axis"}})
     assert not [node for node in sweep_view.blocks(wrong) if isinstance(node, Table)]
 
 
@@ -232,17 +232,17 @@ def test_the_interval_is_students() -> None:
 def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     """Five times the fault: the two ends and the last ratio stand in the sentence."""
     kernels = [{"name": "off", "by": [0.5, 2.5]}]
-    found = run(
+    result = run(
         cases=[{**SIZES, "seq_len": 8}],
         formats=["fp32"],
         y="rms",
         x="by",
         kernels=kernels,
     )
-    ends = [c for c in found.cells if (c.kernel, c.metric) == ("off", "rms")]
+    ends = [c for c in result.cells if (c.kernel, c.metric) == ("off", "rms")]
     means = [cell.mean or 0.0 for cell in ends]
     assert means[1] == pytest.approx(5 * means[0])
-    said = next(s for s in found.summary.answer if s.startswith("off: "))
+    said = next(s for s in result.summary.answer if s.startswith("off: "))
     text = (
         f"off: rms error {si(means[0])} at 0.5 to {si(means[1])} at 2.5; over baseline "
     )
@@ -293,18 +293,18 @@ def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:
     """The floor falls by 2 for every bit; the kernel that rounds once lies on it, judged
     against the floor of its own format; those without a dtype are named with their
     reason."""
-    found = run(formats=["e8m10", "e8m11", "e8m12"], cases=[{**SIZES, "seq_len": 64}],
+    result = run(formats=["e8m10", "e8m11", "e8m12"], cases=[{**SIZES, "seq_len": 64}],
                 kernels=["off", "sdpa-math"], y="rms", x="format", baseline="off")  # fmt: skip
-    (curve,) = (c for f in found.figures for c in f.curves if c.label == "floor")
+    (curve,) = (c for f in result.figures for c in f.curves if c.label == "floor")
     floor = [p.mean for p in curve.points]
     assert floor[0] / floor[1] == pytest.approx(2, rel=0.1)
     assert floor[1] / floor[2] == pytest.approx(2, rel=0.1)
-    mine = [r for r in found.rows if r.kernel == "off"]
+    mine = [r for r in result.rows if r.kernel == "off"]
     assert {r.out_format for r in mine} == {"e8m10", "e8m11", "e8m12"}
     assert all(r.floor_ratio == pytest.approx(1) for r in mine)
-    assert [t.label for t in found.summary.axis.ticks] == ["e8m10", "e8m11", "e8m12"]
+    assert [t.label for t in result.summary.axis.ticks] == ["e8m10", "e8m11", "e8m12"]
     reason = "sdpa-math skipped in e8m10, e8m11, e8m12: no torch dtype stores it"
-    assert reason in found.summary.notes
+    assert reason in result.summary.notes
 
 
 def invoke(tmp_path: Path, *arguments: Any, **changes: Any) -> Any:
@@ -331,8 +331,8 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     names = ["cells.csv", "report.html", "report.json", "rows.csv", "rows.jsonl"]
     assert sorted(p.name for p in out.iterdir()) == names
-    found = report.read(out)
-    assert f"{len(found.cells)}" == str(
+    actual = report.read(out)
+    assert f"{len(actual.cells)}" == str(
         len((out / "cells.csv").read_text().splitlines()) - 1
     )
     assert "Rms error, cell by cell" in result.stdout
@@ -359,11 +359,11 @@ def test_a_killed_sweep_ends_with_the_same_report(tmp_path: Path) -> None:
 def test_every_bundled_sweep_is_valid(path: Path) -> None:
     """At least five seeds, as a confidence interval needs, and comments that say what it
     is. The hazards look for what goes wrong, not for a mean: two will do."""
-    found = read_yaml(path, SweepConfig)
-    assert len(found.seeds) >= {"hazards": 2, "hazards-large": 1}.get(path.stem, 5)
-    assert found.title
+    result = read_yaml(path, SweepConfig)
+    assert len(result.seeds) >= {"hazards": 2, "hazards-large": 1}.get(path.stem, 5)
+    assert result.title
     assert path.read_text().startswith("# ")
-    for chosen in found.kernels:  # they and their options exist
+    for chosen in result.kernels:  # they and their options exist
         find(chosen.name).with_options(chosen.options)
 
 
@@ -380,10 +380,10 @@ def test_heads_are_pooled_before_seeds() -> None:
         "mean_abs": 5.0,
         "floor_ratio": 1.5,
     }
-    found = {
+    result = {
         cell.metric: cell.mean for cell in cells(rows, tuple(pooled), ("mine", {}), {})
     }
-    assert found == pytest.approx(pooled)
+    assert result == pytest.approx(pooled)
 
 
 def test_a_cell_has_the_extremes_of_its_heads_and_counts_its_seeds() -> None:
@@ -405,11 +405,13 @@ def curve_of(means: Any, **fields: Any) -> Any:
         "metric": "rms",
         "seeds": 1,
     }
-    made = [CellRow(**{**usual, **of, **fields}, case="c", mean=mean) for mean in means]
-    ticks = [SimpleNamespace(label=str(at), x=float(at)) for at in range(len(made))]
+    created = [
+        CellRow(**{**usual, **of, **fields}, case="c", mean=mean) for mean in means
+    ]
+    ticks = [SimpleNamespace(label=str(at), x=float(at)) for at in range(len(created))]
     axis = SimpleNamespace(scale="log", title="n", ticks=ticks)
     grid: Any = SimpleNamespace(axis=axis, request=SimpleNamespace(y=["rms"]))
-    return {("rms", (), "k"): {str(at): cell for at, cell in enumerate(made)}}, grid
+    return {("rms", (), "k"): {str(at): cell for at, cell in enumerate(created)}}, grid
 
 
 def test_a_peak_stands_above_both_ends_and_a_ratio_has_its_interval() -> None:

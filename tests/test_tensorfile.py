@@ -248,9 +248,11 @@ def test_more_heads_than_tokens_are_doubted(
     are."""
     tensors = {f"0.{n}": drawn(1, 128, 8, 4, seed=i) for i, n in enumerate("qkv")}
     path = third_party(tmp_path / "x.safetensors", tensors, layout=layout)
-    made = numdev.audit(path, kernels=["sdpa-math"], formats=["bfloat16"], device="cpu")
+    created = numdev.audit(
+        path, kernels=["sdpa-math"], formats=["bfloat16"], device="cpu"
+    )
     what = "In 1 of 1 calls the heads exceed the length in number: is `layout` right?"
-    assert (what in made.tested) is doubted
+    assert (what in created.tested) is doubted
 
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
@@ -273,7 +275,7 @@ def packed() -> dict[str, Any]:
 def paged() -> dict[str, Any]:
     """The same keys in pages of four that lie in no order, the rest of each page full of
     NaN."""
-    given = packed()
+    passed = packed()
     caches = {n: torch.full((12, PAGE, KV_HEADS, DIM), math.nan) for n in "kv"}
     free = iter((7, 2, 11, 0, 5, 9, 3))
     table = torch.full((len(KEYS), 3), -1, dtype=torch.int32)
@@ -282,8 +284,8 @@ def paged() -> dict[str, Any]:
             table[i, page] = place = next(free)
             held = slice(start + PAGE * page, start + min(count, PAGE * (page + 1)))
             for n, cache in caches.items():
-                cache[place, : held.stop - held.start] = given[n][held]
-    whole = {name: given[name] for name in ("q", "cu_seqlens_q")}
+                cache[place, : held.stop - held.start] = passed[n][held]
+    whole = {name: passed[name] for name in ("q", "cu_seqlens_q")}
     lengths = torch.tensor(KEYS, dtype=torch.int32)
     return {**whole, **caches, "seqused_k": lengths, "block_table": table}
 
@@ -321,17 +323,17 @@ def test_a_packed_call_is_one_case_a_sequence(
         own = (q[rows[i] : rows[i + 1]], *(x[keys[i] : keys[i + 1]] for x in (k, v)))
         wanted = attention(*own, scale=0.3, left=left, causal=causal)
         wrong = attention(*own, scale=0.303, left=left, causal=causal)
-        found = attend(case).out[0].transpose(0, 1).numpy()
-        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-13)
-        assert not np.allclose(found, wrong, rtol=1e-12, atol=1e-13)
+        result = attend(case).out[0].transpose(0, 1).numpy()
+        np.testing.assert_allclose(result, wanted, rtol=1e-12, atol=1e-13)
+        assert not np.allclose(result, wrong, rtol=1e-12, atol=1e-13)
 
 
 def test_cases_are_copies() -> None:
     """The engine overwrites its cache, and the case stays."""
-    given = paged()
-    case = numdev.varlen_cases(**given)[1]
+    passed = paged()
+    case = numdev.varlen_cases(**passed)[1]
     before = case.k.clone()
-    given["k"].zero_()
+    passed["k"].zero_()
     assert torch.equal(case.k, before)
     assert case.k.isfinite().all()
 
@@ -382,7 +384,7 @@ def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: Any) -> None:
     assert all(torch.equal(s.load().k, c.k) for s, c in zip(stored, cases, strict=True))
     flags = ("--kernel", "sdpa-math", "--device", "cpu", "-o", tmp_path / "o")
     assert run("audit", tmp_path / "dump.safetensors", *flags) == 0
-    found = report.read(tmp_path / "o")
-    (phases,) = (k.phases for k in found.summary.kernels if k.kernel == "sdpa-math")
+    result = report.read(tmp_path / "o")
+    (phases,) = (k.phases for k in result.summary.kernels if k.kernel == "sdpa-math")
     assert [part.phase for part in phases] == ["prefill", "decode"]
     assert "bfloat16: prefill beside decode" in capsys.readouterr().out

@@ -158,17 +158,17 @@ def everything(name: str) -> AuditReport:
     """A report with `name` wherever a name or message can stand."""
     cast = WeightRow(tensor=name, shape=(2,), stored=name, format=name, elements=2, nonfinite=1,
                      max_abs=1.0, mean_abs=1.0, rel=1.0)  # fmt: skip
-    made, ran = audit(name), kernel(kernel="sdpa-default", ran=(name,))
-    kernels = (*made.summary.kernels, ran)
+    created, ran = audit(name), kernel(kernel="sdpa-default", ran=(name,))
+    kernels = (*created.summary.kernels, ran)
     system = {"gpu": name, "cpu": name, "packages": {"torch": name}}
     changes = {
-        "summary": made.summary.model_copy(update={"kernels": kernels}),
+        "summary": created.summary.model_copy(update={"kernels": kernels}),
         "weights": (cast,),
         "provenance": provenance(
             system=system, source={"checkpoint": name, "prompt": name}
         ),
     }
-    return made.model_copy(update=changes)
+    return created.model_copy(update=changes)
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])

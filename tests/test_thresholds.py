@@ -30,8 +30,8 @@ from numdev.yamlfile import bundled_path
 
 
 def only(judgement: Judgement) -> Any:
-    (found,) = rule_tests(judgement)
-    return found
+    (result,) = rule_tests(judgement)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_file_without_thresholds_has_the_default_ones(tmp_path: Path) -> None:
     """An empty list, which would pass whatever it is given, is refused, as a misspelt key
     is."""
     (tmp_path / "t.yaml").write_text("required: [mine]")
-    found = read_rules(tmp_path / "t.yaml")
-    assert (found.thresholds, found.required) == (default_rules().thresholds, ("mine",))
+    result = read_rules(tmp_path / "t.yaml")
+    assert (result.thresholds, result.required) == (default_rules().thresholds, ("mine",))
     for text in ("thresholds: []", "threshold: [{name: a, metric: rms, at_most: 1}]"):
         (tmp_path / "t.yaml").write_text(text)
         with pytest.raises(UsageError, match="thresholds"):
@@ -84,8 +84,8 @@ def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
         "thresholds: [&a {name: a, metric: rms, at_most: 1},\n"
         "  {<<: *a, name: b}, {<<: [*a], name: c, at_most: 2}]\n"
     )
-    found = read_rules(tmp_path / "t.yaml").thresholds
-    assert [(t.name, t.at_most) for t in found] == [("a", 1), ("b", 1), ("c", 2)]
+    result = read_rules(tmp_path / "t.yaml").thresholds
+    assert [(t.name, t.at_most) for t in result] == [("a", 1), ("b", 1), ("c", 2)]
 
 
 @pytest.mark.parametrize(("elements", "heads", "limit"), [
@@ -98,9 +98,9 @@ def test_a_limit_knows_how_many_numbers_it_holds(
     of = {"heads": heads} if heads > 1 else {}
     book = rules(metric="expected_ratio", at_most=1.1, scatter=4, **of)
     for excess, outcome in ((-0.001, "passed"), (0.001, "exceeded")):
-        found = dict(expected_ratio=limit + excess, elements=elements)
+        result = dict(expected_ratio=limit + excess, elements=elements)
         assert (
-            only(judge([row(head, **found) for head in range(heads)], book)).outcome
+            only(judge([row(head, **result) for head in range(heads)], book)).outcome
             == outcome
         )
     of_dq = dict(tensor="dq", elements=elements, rows_measured=2, expected_ratio=1.99)
@@ -171,8 +171,8 @@ def test_a_number_that_is_none_never_passes() -> None:
         rows = [
             row(h).model_copy(update={"rms": value if h == 1 else 1.0}) for h in range(3)
         ]
-        found = judge(rows, rules(metric="rms", at_most=2))
-        assert (found.exit_code, only(found).observed) == (1, str(value))
+        result = judge(rows, rules(metric="rms", at_most=2))
+        assert (result.exit_code, only(result).observed) == (1, str(value))
 
 
 def test_the_example_in_the_documentation_is_a_threshold_file(tmp_path: Path) -> None:
@@ -191,13 +191,13 @@ def test_the_example_in_the_documentation_is_a_threshold_file(tmp_path: Path) ->
 def test_inputs_that_are_not_finite_are_told_and_no_pass(changes: Any, said: Any) -> None:
     """As they came, or rounded to a format of the report; how many elements of what, and
     where."""
-    made = unjudged(*together([row(), row(format="float16")]))
-    of_calls = tuple(one.model_copy(update=changes) for one in made.cases)
+    created = unjudged(*together([row(), row(format="float16")]))
+    of_calls = tuple(one.model_copy(update=changes) for one in created.cases)
     judged = judging.judgement_of(
-        made.model_copy(update={"cases": of_calls}), default_rules()
+        created.model_copy(update={"cases": of_calls}), default_rules()
     )
-    (found,) = (test for test in judged.tests if test.rule == "finite inputs")
-    assert (found.reasons, judged.exit_code) == (said, 3 if said else 0)
+    (result,) = (test for test in judged.tests if test.rule == "finite inputs")
+    assert (result.reasons, judged.exit_code) == (said, 3 if said else 0)
 
 
 @pytest.mark.parametrize(("source", "why"), [
@@ -215,9 +215,9 @@ def test_less_text_than_asked_for_is_told_and_no_pass(
     source: Any, why: str | None
 ) -> None:
     """Fewer sequences, or shorter ones: what was read first, then what was asked for."""
-    made = unjudged(*together([row()]))
-    provenance = made.provenance.model_copy(update={"source": source})
-    judged = judging.judgement_of(made.model_copy(update={"provenance": provenance}),
+    created = unjudged(*together([row()]))
+    provenance = created.provenance.model_copy(update={"source": source})
+    judged = judging.judgement_of(created.model_copy(update={"provenance": provenance}),
                                   default_rules())  # fmt: skip
     told = [test.reasons for test in judged.tests if test.rule == "reading"]
     assert told == ([] if why is None else [(why,) if why else ()])
@@ -231,8 +231,8 @@ def test_few_heads_never_lower_a_limit() -> None:
         book = rules(metric="rms", at_most=1, heads=8, few=(4, of_few),
                      instead=[{"tensor": "out", "at_most": own}])  # fmt: skip
         for value, outcome in ((limit, "passed"), (1.01 * limit, "exceeded")):
-            found = only(judge([row(h, rms=value) for h in range(4)], book))
-            assert (found.outcome, found.bound) == (outcome, limit)
+            result = only(judge([row(h, rms=value) for h in range(4)], book))
+            assert (result.outcome, result.bound) == (outcome, limit)
 
 
 def test_what_may_be_lacking_is_what_the_rule_says() -> None:
@@ -266,17 +266,17 @@ def test_an_undecided_head_beside_others_is_no_pass() -> None:
     """It is shown, not the one that is held; each is counted as what it is."""
     ends = ((1.0, 1.05), (1.04, 1.5), (0.9, 1.0))
     book = rules(metric="expected_ratio", at_most=1.1)
-    found = only(
+    result = only(
         judge([estimated(h, expected_ratio=x) for h, x in enumerate(ends)], book)
     )
-    assert (found.standing, found.observed, found.interval) == (
+    assert (result.standing, result.observed, result.interval) == (
         "undecided",
         1.27,
         (1.04, 1.5),
     )
-    assert (found.judged, found.offending, found.unjudged) == (2, 0, 1)
-    assert found.places[0].head == 1
-    assert "expected_ratio, 1.04 to 1.5, contains the limit 1.1" in found.reasons[0]
+    assert (result.judged, result.offending, result.unjudged) == (2, 0, 1)
+    assert result.places[0].head == 1
+    assert "expected_ratio, 1.04 to 1.5, contains the limit 1.1" in result.reasons[0]
 
 
 def test_another_metric_stands_in_for_a_number_that_says_why_it_is_none() -> None:
@@ -311,8 +311,8 @@ def test_a_median_at_its_limit_is_within() -> None:
     book = rules(metric="rms", at_most=1.5, heads=8)
     for middle, outcome, offending in ((1.5, "passed", 0), (1.51, "exceeded", 5)):
         sizes = (2.0, 2.0, 2.0, 1.6, middle, 1.0, 1.0, 1.0)
-        found = only(judge([row(h, rms=x) for h, x in enumerate(sizes)], book))
-        assert (found.outcome, found.observed, found.offending) == (
+        result = only(judge([row(h, rms=x) for h, x in enumerate(sizes)], book))
+        assert (result.outcome, result.observed, result.offending) == (
             outcome,
             middle,
             offending,
@@ -490,9 +490,9 @@ def test_the_interval_of_a_median_is_told_from_its_lower_to_its_upper_end() -> N
     ends = [(0.8, 1.0), (0.81, 1.01), (0.82, 1.02), (0.83, 1.5), (0.9, 1.3), (0.91, 1.04),
             (0.92, 1.2), (0.93, 1.6), (0.94, 1.7)]  # fmt: skip
     heads = [estimated(h, expected_ratio=x) for h, x in enumerate(ends)]
-    found = only(judge(heads, rules(metric="expected_ratio", at_most=1.1, heads=8)))
-    assert found.standing == "undecided"
+    result = only(judge(heads, rules(metric="expected_ratio", at_most=1.1, heads=8)))
+    assert result.standing == "undecided"
     assert (
         "the interval of the median expected_ratio, 0.9 to 1.2, contains"
-        in found.reasons[0]
+        in result.reasons[0]
     )

@@ -182,7 +182,7 @@ def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
         {"params": others, "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False)
-    found = {}
+    result = {}
     for step in range(1, 7):
         batch = data.batch(0, step)
         logits = network(batch["inputs"])
@@ -199,11 +199,11 @@ def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
             group["lr"] = lr
         adam.step()
         adam.zero_grad()
-        found[step] = (loss.item(), norm.item(), lr)
+        result[step] = (loss.item(), norm.item(), lr)
     rows = [r for r in report.rows if r.variant == "x" and r.step]
     assert [r.step for r in rows] == [1, 2, 4, 6]
     for r in rows:
-        loss, norm, lr = found[r.step]
+        loss, norm, lr = result[r.step]
         # The kernel is the baseline and not SDPA, and the update is fused: fp32 rounding
         # apart.
         assert r.loss == pytest.approx(loss, rel=1e-5)
@@ -220,19 +220,19 @@ def test_somebody_elses_loop_has_the_same_batches_and_weights(tmp_path: Path) ->
     )
     for seed, step in ((0, 1), (3, 7)):
         words = hashlib.sha256(f"batch/{seed}/{step}".encode()).digest()
-        made = torch.Generator().manual_seed(int.from_bytes(words[:7], "big"))
-        starts = torch.randint(len(text) - 16, (2, 1), generator=made)
+        created = torch.Generator().manual_seed(int.from_bytes(words[:7], "big"))
+        starts = torch.randint(len(text) - 16, (2, 1), generator=created)
         windows = torch.stack([text[int(s) : int(s) + 17].long() for s in starts])
         batch = data.batch(seed, step)
         assert torch.equal(batch["inputs"], windows[:, :-1])
         assert torch.equal(batch["targets"], windows[:, 1:])
-    made = torch.Generator().manual_seed(5)
+    created = torch.Generator().manual_seed(5)
     for name, parameter in build_network(asked.model, 256, 5).named_parameters():
         expected = torch.ones_like(parameter)
         if parameter.ndim >= 2:
             ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
             spread = 0.02 / math.sqrt(2 * 2) if ends else 0.02
-            expected = torch.randn(parameter.shape, generator=made) * spread
+            expected = torch.randn(parameter.shape, generator=created) * spread
         assert torch.equal(parameter, expected), name
 
 
@@ -287,13 +287,15 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path, monkeypatch: Any)
 
 
 def test_distances_are_numpys_and_scipys() -> None:
-    made = torch.Generator().manual_seed(0)
+    created = torch.Generator().manual_seed(0)
     shapes = {
         "tokens.weight": (9, 4),
         "blocks.0.attention.q.weight": (12, 4),
         "final.weight": (4,),
     }
-    a, b = ({n: torch.randn(s, generator=made) for n, s in shapes.items()} for _ in "ab")
+    a, b = (
+        {n: torch.randn(s, generator=created) for n, s in shapes.items()} for _ in "ab"
+    )
     row = distance_row(a, b, seed=0, variant="v", step=3, of="weights")
     x, y = (
         np.concatenate([t.double().numpy().ravel() for t in w.values()]) for w in (a, b)
@@ -307,8 +309,10 @@ def test_outputs_are_what_numpy_says() -> None:
     """Of two calls laid end to end, in floors: rms error, rms difference from the golden
     run's, bias in ulps and slope beyond the floor's own. A number that is not finite
     leaves none."""
-    made = torch.Generator().manual_seed(0)
-    truths = [torch.randn(2, 3, 5, 4, generator=made, dtype=torch.float64) for _ in "ab"]
+    created = torch.Generator().manual_seed(0)
+    truths = [
+        torch.randn(2, 3, 5, 4, generator=created, dtype=torch.float64) for _ in "ab"
+    ]
     floors = [round_to(x, FORMATS["bfloat16"]).to(torch.bfloat16) for x in truths]
     own = [(x * 1.02).to(torch.bfloat16) for x in floors]
     row = output_row(own, floors, truths, 3, "v")
@@ -371,20 +375,20 @@ def test_spectral_norms_are_the_largest_singular_values() -> None:
         for i in range(2)
     ]
     weights[1][2, 0, 0] = math.nan
-    found = spectral_norms(weights).numpy()
+    result = spectral_norms(weights).numpy()
     finite = torch.stack(weights).double().nan_to_num(0.0).numpy()
     truth = np.linalg.svd(finite, compute_uv=False)[..., 0]
     truth[1, 2] = math.nan
-    assert found == pytest.approx(truth, rel=1e-13, nan_ok=True)
+    assert result == pytest.approx(truth, rel=1e-13, nan_ok=True)
 
 
 def test_the_largest_score_is_of_what_a_query_sees() -> None:
     """By numpy, with grouped heads, causal and not: a large score of a hidden pair is in
     one."""
-    made = torch.Generator().manual_seed(0)
+    created = torch.Generator().manual_seed(0)
     q, k = (
-        torch.randn(2, 4, 5, 8, generator=made),
-        torch.randn(2, 2, 5, 8, generator=made),
+        torch.randn(2, 4, 5, 8, generator=created),
+        torch.randn(2, 2, 5, 8, generator=created),
     )
     k[1, 1, 4] = -30 * q[1, 2, 0]
     scores = np.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(2, dim=1)) * 0.3
@@ -674,8 +678,8 @@ def test_sharpened_calls_tell_a_wrong_scale(
 ) -> None:
     """Scores that are near zero hide it; q times a power of two, until scores reach 8,
     shows it."""
-    made = torch.Generator().manual_seed(0)
-    q, k, v = (0.1 * torch.randn(2, 2, 64, 32, generator=made) for _ in "qkv")
+    created = torch.Generator().manual_seed(0)
+    q, k, v = (0.1 * torch.randn(2, 2, 64, 32, generator=created) for _ in "qkv")
     case = AttentionCase(
         ref=CaseRef(case="t"), q=q.bfloat16(), k=k.bfloat16(), v=v.bfloat16(), scale=32**-0.5,
         is_causal=True,
@@ -840,19 +844,19 @@ def test_updates_are_torchs_bit_for_bit(settings: Any, theirs: str, scaled: bool
     """As torch.optim's fused classes make them, over five steps of another rate each,
     with a parameter that has no gradient at first, and with a scaler, which skips a step
     of infinities."""
-    made = Optimiser(**settings)
+    created = Optimiser(**settings)
     shapes = [(4, 3), (3,), (2, 5)]
     ours, others = (
         [torch.nn.Parameter(normal(*shape, seed=i)) for i, shape in enumerate(shapes)]
         for _ in range(2)
     )
-    more = {"momentum": made.momentum} if theirs == "SGD" else {"betas": made.betas}
+    more = {"momentum": created.momentum} if theirs == "SGD" else {"betas": created.betas}
     groups = [
-        {"params": [others[0], others[2]], "weight_decay": made.weight_decay},
+        {"params": [others[0], others[2]], "weight_decay": created.weight_decay},
         {"params": [others[1]], "weight_decay": 0.0},
     ]
-    updates: Any = Updates(made, ours)
-    reference = getattr(torch.optim, theirs)(groups, lr=made.lr, fused=True, **more)
+    updates: Any = Updates(created, ours)
+    reference = getattr(torch.optim, theirs)(groups, lr=created.lr, fused=True, **more)
     scalers = [
         torch.amp.GradScaler("cpu", enabled=scaled, init_scale=4.0) for _ in range(2)
     ]
@@ -888,15 +892,15 @@ def test_state_of_updates_goes_on_where_it_was() -> None:
     """What was saved and loaded by another makes the same next step; an empty state is a
     start."""
     first, second = ([torch.nn.Parameter(normal(3, 2, seed=1))] for _ in range(2))
-    made = Optimiser()
-    one, other = Updates(made, first), Updates(made, second)
+    created = Optimiser()
+    one, other = Updates(created, first), Updates(created, second)
     other.load_state(one.state())
     for updates, parameters in ((one, first), (other, second)):
         parameters[0].grad = normal(3, 2, seed=2)
         updates.step()
     assert torch.equal(first[0], second[0])
     third = [torch.nn.Parameter(first[0].detach().clone())]
-    resumed = Updates(made, third)
+    resumed = Updates(created, third)
     resumed.load_state(
         [{name: x.clone() for name, x in slots.items()} for slots in one.state()]
     )

@@ -111,16 +111,16 @@ def audited(config: Path, *arguments: str) -> Any:
 def test_the_report_has_gradients(config: Path) -> None:
     """In the summary and on the page, beside the floor and what is predicted; drawn, and
     said."""
-    found = audited(config, "--kernel", "sdpa-flash")
-    kernel = next(k for k in found.summary.kernels if k.role == "kernel")
+    result = audited(config, "--kernel", "sdpa-flash")
+    kernel = next(k for k in result.summary.kernels if k.role == "kernel")
     assert [g.tensor for g in kernel.gradients] == ["dq", "dk", "dv"]
     assert all(
         g.expected_ratio_worst == pytest.approx(1, abs=0.1) for g in kernel.gradients
     )
     assert kernel.noise == 0
-    assert found.cases[0].grad_out is not None
-    assert found.summary.worst_rows == ()
-    assert found.findings == ()
+    assert result.cases[0].grad_out is not None
+    assert result.summary.worst_rows == ()
+    assert result.findings == ()
     page = (config.parent / "out" / "report.html").read_text()
     assert "dq" in page
 
@@ -128,13 +128,13 @@ def test_the_report_has_gradients(config: Path) -> None:
 def test_planted_faults_are_measured_and_caught(config: Path) -> None:
     """Every control in every dose beside the kernel; the findings say from which dose
     they would be caught; the kernel's own ranking is without them."""
-    found = audited(config, "--kernel", "sdpa-math", "--control")
-    doses = {(r.kernel, r.options["dose"]) for r in found.rows if r.role == "control"}
+    result = audited(config, "--kernel", "sdpa-math", "--control")
+    doses = {(r.kernel, r.options["dose"]) for r in result.rows if r.role == "control"}
     assert ("control:scale", 0.03) in doses
     assert ("control:dq-unscaled", 1.0) in doses
     assert len(doses) > 20
-    assert not any(k.kernel.startswith("control:") for k in found.summary.kernels)
-    assert any("planted" in line and "scale" in line for line in found.tested)
+    assert not any(k.kernel.startswith("control:") for k in result.summary.kernels)
+    assert any("planted" in line and "scale" in line for line in result.tested)
 
 
 def test_a_sweep_measures_gradients_too(config: Path) -> None:

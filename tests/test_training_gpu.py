@@ -128,5 +128,5 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole: Any = train(asked, tmp_path / "whole")
     assert train(asked, tmp_path / "parts", stop_after=0.0) is None
     parts = (train(asked, tmp_path / "parts", stop_after=0.5) for _ in range(40))
-    found = next(part for part in parts if part is not None)
-    assert (found.rows, found.distances) == (whole.rows, whole.distances)
+    result = next(part for part in parts if part is not None)
+    assert (result.rows, result.distances) == (whole.rows, whole.distances)

@@ -42,19 +42,19 @@ def case(dtype: torch.dtype = BF16) -> AttentionCase:
 
 
 def in_network(
-    kernel: Kernel, given: AttentionCase, options: dict[str, Any], *, autocast: bool = True,
+    kernel: Kernel, passed: AttentionCase, options: dict[str, Any], *, autocast: bool = True,
     generator: torch.Generator | None = None, behind: tuple[Kernel, Any] | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The output and the gradients of q, k and v, as a network under autocast would get
     them; `behind`: the gradients by another kernel."""
-    q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
-    inside = dataclasses.replace(given, q=q, k=k, v=v, grad_out=None)
-    with torch.autocast(given.q.device.type, BF16, enabled=autocast):
+    q, k, v = (x.clone().requires_grad_() for x in (passed.q, passed.k, passed.v))
+    inside = dataclasses.replace(passed, q=q, k=k, v=v, grad_out=None)
+    with torch.autocast(passed.q.device.type, BF16, enabled=autocast):
         if behind is None:
             out = attend_in_graph(kernel, inside, options, generator)
         else:
             out = attend_with_gradients_of(kernel, inside, options, *behind)
-    out.backward(given.grad_out.to(out.dtype))
+    out.backward(passed.grad_out.to(out.dtype))
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
 
@@ -65,11 +65,11 @@ def test_the_numbers_are_those_of_its_own_step(
 ) -> None:
     """Under autocast, bit for bit, but for the recipes whose large blocks sum in another
     order: those lie within a hundredth of the gradient's own rounding error in bf16."""
-    kernel, given = find(name), case(dtype)
-    made = kernel.with_options(options)
-    alone = kernel.gradients(given, **made)
+    kernel, passed = find(name), case(dtype)
+    created = kernel.with_options(options)
+    alone = kernel.gradients(passed, **created)
     tensors = (alone.out, alone.dq, alone.dk, alone.dv)
-    for ours, theirs in zip(in_network(kernel, given, made), tensors, strict=True):
+    for ours, theirs in zip(in_network(kernel, passed, created), tensors, strict=True):
         if name != "emulated":
             assert torch.equal(ours, theirs)
         else:
@@ -81,17 +81,17 @@ def test_the_numbers_are_those_of_its_own_step(
 def test_autocast_changes_nothing_in_either_pass(name: str) -> None:
     """Inputs in fp32 stay so: cast silently in forward alone, they would give other
     numbers."""
-    kernel, given = find(name), case(torch.float32)
+    kernel, passed = find(name), case(torch.float32)
     options = kernel.with_options({"compute": "float32"} if name == "emulated" else {})
-    with_it = in_network(kernel, given, options)
-    without = in_network(kernel, given, options, autocast=False)
+    with_it = in_network(kernel, passed, options)
+    without = in_network(kernel, passed, options, autocast=False)
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
 
 
 def test_what_cannot_be_trained_with_is_refused() -> None:
     """A kernel without a backward, one whose gradients stop on the way, and one that
     declines."""
-    given = case()
+    passed = case()
     for kernel, words in (
         (
             Kernel(name="a", function=lambda c: Output(out=c.q), backward=None),
@@ -107,7 +107,7 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
         ),
     ):
         with pytest.raises(Refused, match=words):
-            in_network(kernel, given, {})
+            in_network(kernel, passed, {})
 
 
 def test_graphs_are_freed_without_the_garbage_collector() -> None:
@@ -118,11 +118,11 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
         pass
 
     for options in EMULATED:
-        kernel, given = find("emulated"), case(torch.float32)
+        kernel, passed = find("emulated"), case(torch.float32)
         gc.disable()
         try:
-            q = given.q.clone().requires_grad_()
-            inside = dataclasses.replace(given, q=q, grad_out=None)
+            q = passed.q.clone().requires_grad_()
+            inside = dataclasses.replace(passed, q=q, grad_out=None)
             out = attend_in_graph(kernel, inside, kernel.with_options(options))
             out.grad_fn.metadata["marker"] = Marker()
             gone = weakref.ref(out.grad_fn.metadata["marker"])
@@ -138,16 +138,16 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
 def test_crossed_kernels_give_each_its_part(ahead: str, behind: str) -> None:
     """The first one's output, the other's gradients, bit for bit, under autocast; both
     differ."""
-    given, s_in_bf16 = (
+    passed, s_in_bf16 = (
         case(),
         {"compute": "float32", "preset": "exact", "scores": "bfloat16"},
     )
     options = {"sdpa-flash": {}, "emulated": find("emulated").with_options(s_in_bf16)}
     one, other = (
-        in_network(find(name), given, options[name]) for name in (ahead, behind)
+        in_network(find(name), passed, options[name]) for name in (ahead, behind)
     )
     both = in_network(
-        find(ahead), given, options[ahead], behind=(find(behind), options[behind])
+        find(ahead), passed, options[ahead], behind=(find(behind), options[behind])
     )
     assert torch.equal(both[0], one[0])
     for x, theirs, not_theirs in zip(both[1:], other[1:], one[1:], strict=True):
@@ -167,15 +167,15 @@ def deltas(**options: Any) -> tuple[Tensor, Tensor]:
     """delta of a recipe with dP in bf16, and that which makes each row of dS sum to zero,
     [heads * rows]. V is -2 at most keys and the number below at some, so O rounds to
     -2."""
-    given = one_signed(512)
-    below = torch.rand(given.v.shape, generator=torch.Generator().manual_seed(1)) < 0.2
-    given = dataclasses.replace(
-        given, v=torch.where(below, -2.0 - 2.0**-6, -2.0).bfloat16()
+    passed = one_signed(512)
+    below = torch.rand(passed.v.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    passed = dataclasses.replace(
+        passed, v=torch.where(below, -2.0 - 2.0**-6, -2.0).bfloat16()
     )
-    r = backward.rounder(given, recipe(dp="working", **options))
-    read = backward.run_forward(r).with_upstream(given.grad_out)
-    blocks = [(slice(0, given.q_len), slice(0, given.kv_len))]
-    other = backward.rounder(given, recipe(dp="working", delta_from="dP*P"))
+    r = backward.rounder(passed, recipe(dp="working", **options))
+    read = backward.run_forward(r).with_upstream(passed.grad_out)
+    blocks = [(slice(0, passed.q_len), slice(0, passed.kv_len))]
+    other = backward.rounder(passed, recipe(dp="working", delta_from="dP*P"))
     even = backward.delta_of(dataclasses.replace(read, r=other), blocks)
     return backward.delta_of(read, blocks).flatten(), even.flatten()
 
@@ -199,8 +199,8 @@ def test_a_sham_error_is_as_large_and_has_no_sign() -> None:
 def test_nothing_is_drawn_where_nothing_is_random() -> None:
     """A generator stays as it is under any other recipe, and under kernels that know of
     none."""
-    made = torch.Generator().manual_seed(3)
-    before = made.get_state()
+    created = torch.Generator().manual_seed(3)
+    before = created.get_state()
     for name, options in (("emulated", {"compute": "float32"}), ("baseline", {})):
-        in_network(find(name), one_signed(), options, generator=made)
-    assert torch.equal(made.get_state(), before)
+        in_network(find(name), one_signed(), options, generator=created)
+    assert torch.equal(created.get_state(), before)

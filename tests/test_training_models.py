@@ -39,10 +39,10 @@ def trained(model: ModelConfig, tmp_path: Path, **changes: Any) -> tuple[Any, An
     """A network whose every parameter differs from its initial value, and its data."""
     data = data_of(model, tmp_path, **changes)
     network = build_network(model, data.vocabulary, 0)
-    made = torch.Generator().manual_seed(1)
+    created = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=made)
+            parameter += 0.05 * torch.randn(parameter.shape, generator=created)
     return network, data
 
 
@@ -141,12 +141,12 @@ def test_every_bundled_configuration_is_valid() -> None:
     """configs/train/*.yaml validate, and the main experiment has ten million
     parameters."""
     folder = Path(__file__).parent.parent / "configs" / "train"
-    found = {
+    result = {
         path.name: read_yaml(path, TrainConfig) for path in sorted(folder.glob("*.yaml"))
     }
-    assert len(found) == 10
+    assert len(result) == 10
     with torch.device("meta"):
-        network = build_network(found["bounds-gpt.yaml"].model, 256, None)
+        network = build_network(result["bounds-gpt.yaml"].model, 256, None)
     assert sum(p.numel() for p in network.parameters()) >= 10_000_000
 
 
@@ -156,10 +156,10 @@ def test_a_rerounding_errs_as_much_as_a_rounding(dtype: torch.dtype) -> None:
     0, each within 5 standard deviations (a value moves with probability 1/12, and then by
     one ulp)."""
     n = 1 << 20
-    made = torch.Generator().manual_seed(0)
+    created = torch.Generator().manual_seed(0)
     # No power of two, below which the neighbour is nearer.
-    x = (1.25 + 0.5 * torch.rand(n, generator=made)).to(dtype)
-    error = reround_at_random(x, made).double() - x.double()
+    x = (1.25 + 0.5 * torch.rand(n, generator=created)).to(dtype)
+    error = reround_at_random(x, created).double() - x.double()
     error /= ulp(x[:1], format_of(dtype)).double()
     assert set(error.unique().tolist()) == {-1.0, 0.0, 1.0}
     share = 1 / 12
@@ -176,10 +176,12 @@ def test_a_dose_is_of_the_rms_it_claims(dtype: torch.dtype, times: float) -> Non
     each: the mean square is times² ulp²/12, the mean along the value's sign 0 but for
     rounding across a power of two. A share p moves by k ulps, so within 5 standard
     deviations of means of n draws."""
-    n, made = 1 << 20, torch.Generator().manual_seed(0)
-    x = (torch.randn(n, generator=made) * torch.rand(n, generator=made).exp2()).to(dtype)
+    n, created = 1 << 20, torch.Generator().manual_seed(0)
+    x = (torch.randn(n, generator=created) * torch.rand(n, generator=created).exp2()).to(
+        dtype
+    )
     x[:8] = torch.tensor([1.0, -2.0, 0.5, 4.0, 0.0, math.inf, -math.inf, math.nan])
-    moved = reround_at_random(x, made, times)
+    moved = reround_at_random(x, created, times)
     assert moved[4:7].tolist() == [0.0, math.inf, -math.inf]
     assert bool(moved[7].isnan())
     fine = x.isfinite() & (x != 0)
@@ -201,9 +203,9 @@ def test_a_dose_is_of_the_rms_it_claims(dtype: torch.dtype, times: float) -> Non
 @pytest.mark.parametrize("times", [1.0, 4.0])
 def test_a_rerounding_lets_gradients_pass(times: float) -> None:
     x = torch.linspace(1, 2, 9).requires_grad_()
-    given = torch.linspace(-1, 1, 9)
-    reround_at_random(x, torch.Generator().manual_seed(0), times).backward(given)
-    assert torch.equal(x.grad, given)
+    passed = torch.linspace(-1, 1, 9)
+    reround_at_random(x, torch.Generator().manual_seed(0), times).backward(passed)
+    assert torch.equal(x.grad, passed)
 
 
 def test_what_would_overflow_stays() -> None:

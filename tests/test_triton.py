@@ -198,15 +198,17 @@ def main() -> None:
     built: list[dict[str, Any]] = []
     run = JITFunction.run
 
-    def compiled(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernel = run(self, *given, grid=grid, warmup=True, **options)
+    def compiled(
+        self: Any, *passed: Any, grid: Any, warmup: bool, **options: Any
+    ) -> None:
+        kernel = run(self, *passed, grid=grid, warmup=True, **options)
         built.append({"kernel": self.__name__, "shared": kernel.metadata.shared})
         assert kernel.asm["cubin"]
 
     JITFunction.run = compiled
     measured = fused.FORWARD
-    fused.accept = fused.accept_scores = lambda *given: None
-    found = {}
+    fused.accept = fused.accept_scores = lambda *passed: None
+    result = {}
     for capability in asked.capabilities:
         driver.set_active(Driver(capability))
         elsewhere = not fused.suits_forward_tiles(SHARED[capability], capability // 10)
@@ -220,8 +222,8 @@ def main() -> None:
                 launch()
             except Refused as error:
                 why = error.message
-            found[f"{capability}: {name}"] = {"refused": why, "built": list(built)}
-    json.dump(found, sys.stdout)
+            result[f"{capability}: {name}"] = {"refused": why, "built": list(built)}
+    json.dump(result, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -63,15 +63,17 @@ def test_the_claim_is_what_ran() -> None:
         ran = Output(out=torch.zeros(1), did=call(case(), **options).options)
         return KERNEL.claims(case(), ran, System(device="cuda"))
 
-    found = claim(scores="working", block_kv=16, kv_order="descending")
+    result = claim(scores="working", block_kv=16, kv_order="descending")
     expected = {
         "scores": "working",
         "block_kv": 16,
         "block_q": 128,
         "kv_order": "descending",
     }
-    assert found.items() >= {**expected, "p": "working", "accumulator": "float32"}.items()
-    emulated(case(), **found)
+    assert (
+        result.items() >= {**expected, "p": "working", "accumulator": "float32"}.items()
+    )
+    emulated(case(), **result)
     assert claim(softmax="stabilised") is None
     asked = {"softmax": "guarded", "dp": "working"}
     assert claim(**asked).items() >= asked.items()
@@ -144,9 +146,9 @@ def on_gpu(
     )
 
 
-def norms(found: Any, other: Any) -> dict[str, float]:
+def norms(result: Any, other: Any) -> dict[str, float]:
     """Of the differences, by tensor."""
-    pairs = {x: [getattr(y, x).double() for y in (found, other)] for x in TENSORS}
+    pairs = {x: [getattr(y, x).double() for y in (result, other)] for x in TENSORS}
     return {x: float((a - b).norm()) for x, (a, b) in pairs.items()}
 
 
@@ -173,9 +175,9 @@ def test_errors_are_near_the_floor(shape: str, mask: str, dtype: torch.dtype) ->
     float32 by that alone (TF32 would not pass); rows without keys are 0, and lse is
     fp64's to 1e-4."""
     here = on_gpu(shape, dtype, **MASKS[mask])
-    found, exact = KERNEL.gradients(here), gradients(here)
+    result, exact = KERNEL.gradients(here), gradients(here)
     floor = floor_of(exact, here.format)
-    errors, least, spared = norms(found, exact), norms(floor, exact), arithmetic(exact)
+    errors, least, spared = norms(result, exact), norms(floor, exact), arithmetic(exact)
     limits = (0, 0, 0, 0) if dtype == torch.float32 else (2, 8, 8, 8)
     for tensor, limit in zip(TENSORS, limits, strict=True):
         assert errors[tensor] <= limit * least[tensor] + spared[tensor], (
@@ -183,10 +185,10 @@ def test_errors_are_near_the_floor(shape: str, mask: str, dtype: torch.dtype) ->
             errors,
             least,
         )
-    assert not found.out[exact.empty].any()
+    assert not result.out[exact.empty].any()
     full = ~exact.empty
-    assert (found.lse.double() - exact.lse)[full].abs().max() < 1e-4
-    assert torch.equal(found.lse == -torch.inf, exact.empty)
+    assert (result.lse.double() - exact.lse)[full].abs().max() < 1e-4
+    assert torch.equal(result.lse == -torch.inf, exact.empty)
 
 
 # The interpreter has each option by itself.
@@ -202,7 +204,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 @on_cuda
 @pytest.mark.parametrize(
     ("options", "dtype"),
-    [*((given, torch.bfloat16) for given in OPTIONS), (OPTIONS[-1], torch.float16)],
+    [*((passed, torch.bfloat16) for passed in OPTIONS), (OPTIONS[-1], torch.float16)],
     ids=str,
 )
 def test_options_compute_what_they_claim(
@@ -212,11 +214,11 @@ def test_options_compute_what_they_claim(
     element half of it or more is the emulation's own in bfloat16. (In float16 boundaries
     are eight times as dense, and fp32 arithmetic carries more over them.)"""
     here = on_gpu("whole tiles", dtype, is_causal=True)
-    found, exact = KERNEL.gradients(here, **options), gradients(here)
-    claim = KERNEL.claims(here, found, System.probe())
+    result, exact = KERNEL.gradients(here, **options), gradients(here)
+    claim = KERNEL.claims(here, result, System.probe())
     for tensor, expected in emulated_step(here, claim).items():
         r = getattr(exact, tensor)
-        error, predicted = (x.double() - r for x in (getattr(found, tensor), expected))
+        error, predicted = (x.double() - r for x in (getattr(result, tensor), expected))
         assert float(error.norm() / predicted.norm()) == pytest.approx(1.0, abs=0.03), (
             tensor
         )
@@ -231,9 +233,9 @@ def test_a_row_of_one_key_has_no_gradient(is_causal: bool) -> None:
     """Scores of 10,000 on the diagonal and 0 beside it: P is 1 there, whatever the tile,
     so O is V, delta is dP, and dS is 0 to the last bits of two sums in another order.
     Where scale S - m is one fused step, P is 1 only to 5e-4, and dq to 0.1."""
-    made = torch.Generator().manual_seed(7)
+    created = torch.Generator().manual_seed(7)
     v, dO = (
-        torch.randn(2, 3, n, 64, generator=made).bfloat16().cuda() for n in (192, 64)
+        torch.randn(2, 3, n, 64, generator=created).bfloat16().cuda() for n in (192, 64)
     )
     q = (114.0 * torch.eye(64)).bfloat16().cuda().expand(2, 3, 64, 64).contiguous()
     k = torch.zeros_like(v)
@@ -242,8 +244,8 @@ def test_a_row_of_one_key_has_no_gradient(is_causal: bool) -> None:
         ref=CaseRef(case="one key"), q=q, k=k, v=v, scale=0.77, grad_out=dO,
         is_causal=is_causal, causal_offset=128,
     )  # fmt: skip
-    found = KERNEL.gradients(one, **KERNEL.with_options({"delta_o": "float32"}))
-    assert found.dq.abs().max() < 1e-3
+    result = KERNEL.gradients(one, **KERNEL.with_options({"delta_o": "float32"}))
+    assert result.dq.abs().max() < 1e-3
 
 
 @on_cuda
@@ -265,5 +267,5 @@ def test_large_strides_reach_beyond_32_bits() -> None:
     here = AttentionCase(ref=CaseRef(case="far"), q=x, k=x, v=x, scale=0.25, grad_out=x)
     near = {name: x.contiguous() for name in ("q", "k", "v", "grad_out")}
     expected = KERNEL.gradients(AttentionCase(ref=here.ref, scale=0.25, **near))
-    found = KERNEL.gradients(here)
-    assert all(torch.equal(getattr(found, x), getattr(expected, x)) for x in TENSORS)
+    result = KERNEL.gradients(here)
+    assert all(torch.equal(getattr(result, x), getattr(expected, x)) for x in TENSORS)

@@ -228,12 +228,12 @@ def test_ways_are_attention(words: str, name: str) -> None:
     """Each, in both passes, is within a few roundings of fp64, and 0 where a row sees no
     key."""
     prepared = bench_of(name)
-    found = Kernel(name="way", function=WAYS[words]).gradients(prepared.case)
+    result = Kernel(name="way", function=WAYS[words]).gradients(prepared.case)
     exact = gradients(prepared.case)
     for tensor in ("out", "dq", "dk", "dv"):
-        x, r = getattr(found, tensor).double(), getattr(exact, tensor)
+        x, r = getattr(result, tensor).double(), getattr(exact, tensor)
         assert float((x - r).norm() / r.norm()) < 0.02, tensor
-    assert bool((found.out[exact.empty] == 0).all())
+    assert bool((result.out[exact.empty] == 0).all())
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ def test_worst_rows_are_held_to_the_way_too(monkeypatch: pytest.MonkeyPatch) -> 
     named = examine(task, kernel, measured, bench, HERE)
     for tensor in ("out", "dq", "dk", "dv"):
         largest = max(r.worst_row or 0.0 for r in rows if r.tensor == tensor)
-        found = max(w.ratio or 0.0 for w in named if w.tensor == tensor)
-        assert found == pytest.approx(largest, rel=1e-9), tensor
+        result = max(w.ratio or 0.0 for w in named if w.tensor == tensor)
+        assert result == pytest.approx(largest, rel=1e-9), tensor
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -338,13 +338,15 @@ def test_what_overflows_on_the_way_is_no_fault_of_a_kernel(
     ref = CaseRef(case="c", source="s", module="m", layer=None, call=0, seed=None)
     case = AttentionCase(ref=ref, q=q, k=k, v=2000 * v, grad_out=300 * dO, scale=0.125)
     try:
-        found = check_attention(kernel, cases=case, formats="float16", backward=True)
+        result = check_attention(kernel, cases=case, formats="float16", backward=True)
     except CheckFailed as failed:
-        found = failed.result
-    over = {(r.tensor, bool(r.overflow)) for r in found.report.rows if r.role == "kernel"}
+        result = failed.result
+    over = {
+        (r.tensor, bool(r.overflow)) for r in result.report.rows if r.role == "kernel"
+    }
     assert over == {("out", False), ("dq", True), ("dk", True), ("dv", False)}
-    assert found.passed == passes
-    assert "intermediates overflow float16" in str(found) or not passes
+    assert result.passed == passes
+    assert "intermediates overflow float16" in str(result) or not passes
 
 
 def test_what_explained_a_call_is_tried_alone_in_the_next(
@@ -359,8 +361,8 @@ def test_what_explained_a_call_is_tried_alone_in_the_next(
         return whole(output, tensors, formats, bench, system)
 
     monkeypatch.setattr(mistake_search, "likenesses", counted)
-    given: Any = {"cases": ["causal", "long", "cross"], "formats": "bfloat16"}
-    rows = check_attention(planted.wrapper, **given).report.rows
+    passed: Any = {"cases": ["causal", "long", "cross"], "formats": "bfloat16"}
+    rows = check_attention(planted.wrapper, **passed).report.rows
     assert len(searched) == 1
     claims = {r.claim for r in rows if r.role == "kernel" and r.tensor == "dv"}
     assert claims == {"as sdpa-flash rounds on this CPU"}

@@ -82,13 +82,13 @@ def matters(found: WeightsReport, what: str) -> list[tuple[str, str | None]]:
 
 def test_equal_weights_are_said_to_be_equal(compare: Compare) -> None:
     """Every element equal: one sentence, and no remark."""
-    found = compare(state(), state())
+    result = compare(state(), state())
     assert (
-        said(found)
+        said(result)
         == "b.pt equals a.pt: every finite element of the 4 tensors compared (456)."
     )
-    assert found.remarks == ()
-    assert found.totals[0].identical == 4
+    assert result.remarks == ()
+    assert result.totals[0].identical == 4
 
 
 def test_weights_in_bfloat16_are_set_beside_a_coarser_cast(compare: Compare) -> None:
@@ -96,20 +96,20 @@ def test_weights_in_bfloat16_are_set_beside_a_coarser_cast(compare: Compare) -> 
     is the first coarser format. Where there is none, that is said."""
     first = {k: x.bfloat16() for k, x in state().items()}
     assert compare(first, state(1)).totals[0].yardstick == "float8_e4m3fn"
-    found = compare({k: x.to(torch.float8_e4m3fn) for k, x in state().items()}, state(1))
-    assert found.totals[0].yardstick is None
-    assert "is coarser than how a.pt is stored" in said(found)
+    result = compare({k: x.to(torch.float8_e4m3fn) for k, x in state().items()}, state(1))
+    assert result.totals[0].yardstick is None
+    assert "is coarser than how a.pt is stored" in said(result)
 
 
 def test_tensors_of_zeros_are_not_equal(compare: Compare) -> None:
     """0 in both, they say nothing, and are counted apart; 0 in one is a difference."""
     more = {"a.bias": torch.zeros(8), "b.bias": torch.zeros(8)}
-    found = compare(state(0, **more), state(1, **more | {"b.bias": torch.ones(8)}))
-    assert (found.totals[0].identical, found.totals[0].zeros) == (1, 1)
-    assert "1 of 5 tensors are equal, and 1 more are 0 in both." in said(found)
-    assert [row.tensor for row in found.rows if row.zero] == ["a.bias"]
-    assert [row.equal for row in found.rows if row.zero] == [None]
-    assert found.totals[0].equal == 8 / 464  # the norm, of all elements but the 8 zeros
+    result = compare(state(0, **more), state(1, **more | {"b.bias": torch.ones(8)}))
+    assert (result.totals[0].identical, result.totals[0].zeros) == (1, 1)
+    assert "1 of 5 tensors are equal, and 1 more are 0 in both." in said(result)
+    assert [row.tensor for row in result.rows if row.zero] == ["a.bias"]
+    assert [row.equal for row in result.rows if row.zero] == [None]
+    assert result.totals[0].equal == 8 / 464  # the norm, of all elements but the 8 zeros
     same = compare(state(0, **more), state(0, **more))
     assert same.totals[0].equal == 1.0
     assert said(same) == (
@@ -132,38 +132,38 @@ def test_w1_of_two_seeds_is_set_beside_a_cast(
     values. The sentence has the quotient: W1 over that of a cast, which is its mean
     change."""
     a, b = normal(elements, seed=1), normal(elements, seed=2)
-    found = compare({"w": a}, {"w": b})
+    result = compare({"w": a}, {"w": b})
     cast = (a.bfloat16().double() - a.double()).abs().mean()
     quotient = wasserstein_distance(a.double().numpy(), b.double().numpy()) / float(cast)
     assert least < quotient < most
     assert (
         f"of the mean difference and {ratio(quotient)}× that of one cast to bfloat16. "
-        in said(found)
+        in said(result)
     )
-    assert "takes two seeds for one cast" not in said(found)
+    assert "takes two seeds for one cast" not in said(result)
 
 
 def test_missing_extra_and_reshaped_tensors_are_named(compare: Compare) -> None:
     """By the set they are the matter of; the rest is compared."""
     other = state(1, more=torch.zeros(2)) | {NAMES[0]: torch.zeros(4, 16)}
     del other["model.norm.weight"]
-    found = compare(state(), other)
-    assert matters(found, "missing") == [("b.pt", "model.norm.weight")]
-    assert matters(found, "extra") == [("b.pt", "more")]
-    assert matters(found, "reshaped") == [("b.pt", NAMES[0])]
-    assert "is [4, 16], and [8, 8] in a.pt" in said(found)
-    assert len(found.rows) == 2
-    assert found.damage == ()
+    result = compare(state(), other)
+    assert matters(result, "missing") == [("b.pt", "model.norm.weight")]
+    assert matters(result, "extra") == [("b.pt", "more")]
+    assert matters(result, "reshaped") == [("b.pt", NAMES[0])]
+    assert "is [4, 16], and [8, 8] in a.pt" in said(result)
+    assert len(result.rows) == 2
+    assert result.damage == ()
 
 
 def test_nan_weights_are_counted_and_the_rest_is_compared(compare: Compare) -> None:
     """NaN in one tensor spoils no number, is no equality, and is said."""
     other = state()
     other[NAMES[1]][3, :2] = float("nan")
-    found = compare(state(), other)
-    assert "has 2 NaN or infinite elements of 128" in said(found)
-    assert found.totals[0].identical == 3
-    assert all(row.mean_abs == 0 for row in found.rows)
+    result = compare(state(), other)
+    assert "has 2 NaN or infinite elements of 128" in said(result)
+    assert result.totals[0].identical == 3
+    assert all(row.mean_abs == 0 for row in result.rows)
 
 
 def test_what_a_pickle_holds_that_is_no_array_is_named(compare: Compare) -> None:
@@ -177,9 +177,9 @@ def test_what_a_pickle_holds_that_is_no_array_is_named(compare: Compare) -> None
         "vast": torch.zeros(1).expand(10**6, 10**6),
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     }
-    found = compare(state(0, **odd), state(1, **odd))
-    assert {row.tensor for row in found.rows} == {*state()}
-    named = {r.tensor: r.words for r in found.remarks if r.what == "not compared"}
+    result = compare(state(0, **odd), state(1, **odd))
+    assert {row.tensor for row in result.rows} == {*state()}
+    named = {r.tensor: r.words for r in result.remarks if r.what == "not compared"}
     assert named.keys() == odd.keys()
     assert named["vast"] == "has 1000000000000 elements of which only 1 are stored"
 
@@ -190,11 +190,11 @@ def test_a_difference_beyond_float64_is_not_zero(compare: Compare) -> None:
         {"w": torch.full((4,), sign * 1.7e308, dtype=torch.float64)}
         for sign in (1.0, -1.0)
     ]
-    found = compare(*ends)
-    [row] = found.rows
+    result = compare(*ends)
+    [row] = result.rows
     assert (row.max_abs, row.mean_abs, row.equal) == (None, None, 0.0)
     assert row.nulls["mean_abs"] == "is beyond what float64 holds"
-    assert "not known (is beyond what float64 holds)" in said(found)
+    assert "not known (is beyond what float64 holds)" in said(result)
 
 
 def test_a_tied_head(compare: Compare) -> None:
@@ -202,11 +202,11 @@ def test_a_tied_head(compare: Compare) -> None:
     lacks it."""
     tied = {HEAD: state(1)[EMBEDDING], **state(1)}
     tied[EMBEDDING] = tied[HEAD]
-    for found in (compare(state(), tied), compare(tied, state())):
-        assert len(found.rows) == 4
-        assert matters(found, "missing") == matters(found, "extra") == []
-    found = compare(state(), state(**{HEAD: state()[EMBEDDING] + 0.5}))
-    assert matters(found, "extra") == [("b.pt", HEAD)]
+    for result in (compare(state(), tied), compare(tied, state())):
+        assert len(result.rows) == 4
+        assert matters(result, "missing") == matters(result, "extra") == []
+    result = compare(state(), state(**{HEAD: state()[EMBEDDING] + 0.5}))
+    assert matters(result, "extra") == [("b.pt", HEAD)]
 
 
 @pytest.fixture
@@ -233,9 +233,9 @@ def test_damage_is_exit_code_3_after_the_report(run: Any, tmp_path: Path) -> Non
     assert code == 3
     assert "differs from" in out
     assert f"{path.name}: is not a whole safetensors file" in err.splitlines()[-1]
-    found = report.read(Path("out"))
-    assert len(found.rows) == 2
-    assert [r.what for r in found.remarks] == ["damaged"]
+    result = report.read(Path("out"))
+    assert len(result.rows) == 2
+    assert [r.what for r in result.remarks] == ["damaged"]
 
 
 def test_errors_are_one_line(run: Any) -> None:
@@ -253,8 +253,8 @@ def test_errors_are_one_line(run: Any) -> None:
             "no tensor could be compared: others.pt: model.embed_tokens",
         ),
     ):
-        found, out, err = run(*names.split())
-        assert (found, out, unstarted(err).count("\n")) == (code, "", 1)
+        result, out, err = run(*names.split())
+        assert (result, out, unstarted(err).count("\n")) == (code, "", 1)
         assert words in err
         assert not Path("out/report.json").exists()
 
@@ -321,31 +321,31 @@ def test_a_group_is_its_tensors_laid_end_to_end() -> None:
     ]
     pairs[0][0][:9] = pairs[0][1][:9]
     pairs.append((torch.zeros(7), torch.zeros(7)))
-    found = row_numbers(
+    result = row_numbers(
         pool_sums([compared(a, b, cast_costs(b)) for a, b in pairs]), "mean_w1"
     )
     a, b = (torch.cat([p[i].flatten() for p in pairs]) for i in (0, 1))
     wanted = expected(a, b)
     of_all = wanted.pop("w1")
-    assert agree(found, wanted)
+    assert agree(result, wanted)
     for name in wanted:
-        assert not agree(found | {name: found[name] * (1 + 1e-9)}, wanted)
-    assert found["nulls"] == {}
+        assert not agree(result | {name: result[name] * (1 + 1e-9)}, wanted)
+    assert result["nulls"] == {}
     each = [wasserstein_distance(*(t.flatten().numpy() for t in pair)) for pair in pairs]
     mean = np.average(each, weights=[x.numel() for x, _ in pairs])
     # Scipy adds float32 up in float32
-    assert found["mean_w1"] == pytest.approx(mean, rel=1e-6)
-    assert found["mean_w1"] >= of_all
+    assert result["mean_w1"] == pytest.approx(mean, rel=1e-6)
+    assert result["mean_w1"] >= of_all
 
 
 def test_formats_of_8_bits_and_of_64() -> None:
     """Weights stored in float8 and float64 are compared like any."""
     b = normal(30, 30, seed=6, size=1.0)
-    found = measured(b.to(torch.float8_e4m3fn), b.double())
+    result = measured(b.to(torch.float8_e4m3fn), b.double())
     assert (
-        found["max_abs"] == (b.to(torch.float8_e4m3fn).double() - b.double()).abs().max()
+        result["max_abs"] == (b.to(torch.float8_e4m3fn).double() - b.double()).abs().max()
     )
-    assert found["float8_e4m3fn_times"] == pytest.approx(1, rel=RELATIVE)
+    assert result["float8_e4m3fn_times"] == pytest.approx(1, rel=RELATIVE)
     nulls = measured(b, b.to(torch.float8_e4m3fn))["nulls"]
     assert nulls.keys() == {"float8_e4m3fn_times", *(f"{name}_times" for name in CASTS)}
 
@@ -383,14 +383,14 @@ def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
     a, b = normal(50, seed=4), normal(50, seed=5)
     clean = measured(a[3:], b[3:])
     a[0] = a[1] = b[1] = b[2] = bad
-    found = measured(a, b)
-    assert (found["nonfinite_of"], found["nonfinite_against"], found["elements"]) == (
+    result = measured(a, b)
+    assert (result["nonfinite_of"], result["nonfinite_against"], result["elements"]) == (
         2,
         2,
         50,
     )
     assert all(
-        found[k] == clean[k] for k in ("max_abs", "mean_abs", "rel", "w1", "equal")
+        result[k] == clean[k] for k in ("max_abs", "mean_abs", "rel", "w1", "equal")
     )
 
 
@@ -454,12 +454,12 @@ def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
     torch.save(
         {"head": x, "other": x.clone(), "embed": x, "view": x[:2]}, tmp_path / "t.pt"
     )
-    found = open_weights(str(tmp_path / "t.pt"))
-    assert list(found.tensors) == ["head", "other", "view"]
-    assert found.tied == {"embed": "head"}
-    assert found.find("embed") is found.tensors["head"]
-    assert torch.equal(found.tensors["head"].read(), x)
-    assert found.find("none") is None
+    result = open_weights(str(tmp_path / "t.pt"))
+    assert list(result.tensors) == ["head", "other", "view"]
+    assert result.tied == {"embed": "head"}
+    assert result.find("embed") is result.tensors["head"]
+    assert torch.equal(result.tensors["head"].read(), x)
+    assert result.find("none") is None
 
 
 WHOLE = torch.arange(35, dtype=torch.float32).view(7, 5)

@@ -69,14 +69,14 @@ def tensors(run: str, seed: int, step: int) -> dict[str, torch.Tensor]:
     zeros."""
     same = torch.Generator().manual_seed(100 * seed + step)
     own = torch.Generator().manual_seed(hash_of(run) + 100 * seed + step)
-    made = {}
+    created = {}
     for name, shape in NAMES.items():
         base, gap = (torch.randn(shape, generator=g) for g in (same, own))
         size = RUNS[run][2] * (10 if (run, name, step) == ("flash", MOVED, 4) else 1)
-        made[name] = (
+        created[name] = (
             torch.zeros(shape) if name.endswith("bias") else base + 1e-3 * size * gap
         )
-    return made
+    return created
 
 
 def hash_of(run: str) -> int:
@@ -323,9 +323,9 @@ def test_the_rule(flash: float, names: set[str]) -> None:
     """More than 1.5 times the farthest null by the mean and W1, 3 times by the
     largest."""
     roles = {"a": "null_rounding", "b": "null_ulp"}
-    found = judged({"a": 1.0, "b": 0.5}, flash, roles)
-    assert {s.metric for s in found if s.stands_out} == names
-    assert all(s.stands_out is not None for s in found)
+    result = judged({"a": 1.0, "b": 0.5}, flash, roles)
+    assert {s.metric for s in result if s.stands_out} == names
+    assert all(s.stands_out is not None for s in result)
 
 
 def test_too_few_nulls_judge_nothing() -> None:
@@ -336,14 +336,14 @@ def test_too_few_nulls_judge_nothing() -> None:
         "0 null runs of at most one floor move",
     )
     for nulls, words in (({"a": 1.0}, one), ({}, none)):
-        found = judged(nulls, 100.0, {"a": "null_ulp"})
-        assert {s.stands_out for s in found} == {None}
+        result = judged(nulls, 100.0, {"a": "null_ulp"})
+        assert {s.stands_out for s in result} == {None}
         runs = [
             RunRecord(name="baseline", role="golden"),
             RunRecord(name="flash", role="flash"),
         ]
         first = next(
-            answer_sentences(runs, cells({"flash": 100.0, **nulls}), found, (1,))
+            answer_sentences(runs, cells({"flash": 100.0, **nulls}), result, (1,))
         )
         assert first == (
             f"flash: where it stands out is not judged: {words} it in a seed, and "
@@ -362,9 +362,9 @@ def test_what_chance_does_not_move_is_said_to_be_unjudged() -> None:
     rows = cells({"flash": 1.0, "a": 1.0, "b": 1.0})
     still = cells({"flash": 0.25, "a": 0.0, "b": 0.0})
     rows += [row.model_copy(update={"kind": "norm"}) for row in still]
-    found = list(chance_comparisons(runs, rows))
-    assert [s.stands_out for s in found if s.kind == "norm"] == [None] * 3
-    assert list(answer_sentences(runs, rows, found, (1,)))[:2] == [
+    result = list(chance_comparisons(runs, rows))
+    assert [s.stands_out for s in result if s.kind == "norm"] == [None] * 3
+    assert list(answer_sentences(runs, rows, result, (1,)))[:2] == [
         "flash stands out nowhere: in none of 1 places (the tensors of one kind in "
         "one layer) is "
         "it farther from baseline than chance by the rule, at step 1.",
@@ -479,18 +479,18 @@ def test_what_was_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, copy)
     shutil.rmtree(copy / "checkpoints" / "flash-seed1-step4")
     shutil.rmtree(copy / "checkpoints" / "baseline-seed0-step1")
-    found = weights_over_steps([str(copy)], tmp_path / "out", device="cpu")
-    assert {(c.seed, c.step) for c in found.cells} == {*PLACES} - {(0, 1)}
-    flash = {(c.seed, c.step) for c in found.cells if c.of == "flash"}
+    result = weights_over_steps([str(copy)], tmp_path / "out", device="cpu")
+    assert {(c.seed, c.step) for c in result.cells} == {*PLACES} - {(0, 1)}
+    flash = {(c.seed, c.step) for c in result.cells if c.of == "flash"}
     assert flash == {*PLACES} - {(0, 1), (1, 4)}
-    missing = [r.words for r in found.remarks if r.what == "missing"]
+    missing = [r.words for r in result.remarks if r.what == "missing"]
     assert missing == [
         "step 1, seed 0: not kept of baseline",
         "step 4, seed 1: not kept of flash",
     ]
     assert any(
         line.startswith("Missing in copy: step 1, seed 0")
-        for line in found.summary.answer
+        for line in result.summary.answer
     )
 
 

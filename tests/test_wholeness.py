@@ -31,21 +31,21 @@ def rows(**changes: Any) -> list[DeviationRow]:
     ])  # fmt: skip
 
 
-def told(found: list[DeviationRow], **plan: Any) -> AuditReport:
+def told(result: list[DeviationRow], **plan: Any) -> AuditReport:
     """A report of these rows that was to have all of `rows()`."""
     cases = tuple(case(name, 4, 2) for name in "cd")
-    return unjudged(*found).model_copy(
+    return unjudged(*result).model_copy(
         update={"cases": cases, "plan": planned(rows(), **plan)}
     )
 
 
-def judged(found: AuditReport) -> int:
-    return judge_report(judging.judged(found), FINITE).exit_code
+def judged(result: AuditReport) -> int:
+    return judge_report(judging.judged(result), FINITE).exit_code
 
 
-def without(found: list[DeviationRow], **place: Any) -> list[DeviationRow]:
-    kept = [r for r in found if any(getattr(r, name) != x for name, x in place.items())]
-    assert len(kept) < len(found)
+def without(result: list[DeviationRow], **place: Any) -> list[DeviationRow]:
+    kept = [r for r in result if any(getattr(r, name) != x for name, x in place.items())]
+    assert len(kept) < len(result)
     return kept
 
 
@@ -82,9 +82,9 @@ def test_what_was_planned_and_is_not_there_is_no_pass(
                                     {"format": "float64"}, {"options": {"b": 1}}])  # fmt: skip
 def test_what_goes_by_another_name_is_not_there(change: dict[str, Any]) -> None:
     """A rule that leaves the other name out would judge nothing."""
-    found = [r.model_copy(update=change) if r.kernel == "b" else r for r in rows()]
+    result = [r.model_copy(update=change) if r.kernel == "b" else r for r in rows()]
     with pytest.raises(MeasurementError, match="inconsistent report: b "):
-        judged(told(found))
+        judged(told(result))
 
 
 def test_what_was_not_planned_is_refused() -> None:
@@ -198,9 +198,9 @@ def test_what_was_asked_for_and_skipped(
         ([away, away.model_copy(update={"case": "d"})], codes[0]),
         (some, codes[1]),
     ):
-        found = report(row(), row(case="d"), *rows)
-        plan = found.plan.model_copy(update={"named": named})
-        again = judging.judged(found.model_copy(update={"plan": plan}), book)
+        result = report(row(), row(case="d"), *rows)
+        plan = result.plan.model_copy(update={"named": named})
+        again = judging.judged(result.model_copy(update={"plan": plan}), book)
         assert judge_report(again, book).exit_code == code
 
 
@@ -213,9 +213,9 @@ def test_what_was_asked_for_and_skipped(
 ])  # fmt: skip
 def test_a_plan_is_what_was_requested(asked: Any, plan: Any, said: str) -> None:
     """Of each thing that decides which rows there are."""
-    found = told(rows(), **plan).model_copy(update={"request": asked})
+    result = told(rows(), **plan).model_copy(update={"request": asked})
     with pytest.raises(MeasurementError, match=said):
-        judged(found)
+        judged(result)
 
 
 @pytest.mark.parametrize(("name", "said"), [
@@ -224,8 +224,8 @@ def test_a_plan_is_what_was_requested(asked: Any, plan: Any, said: str) -> None:
 ])  # fmt: skip
 def test_nothing_is_planned_twice(name: str, said: str) -> None:
     """A kernel that stands there twice would be judged by half of its rows."""
-    found = told(rows())
-    twice = (*getattr(found.plan, name), getattr(found.plan, name)[0])
-    plan = found.plan.model_copy(update={name: twice})
+    result = told(rows())
+    twice = (*getattr(result.plan, name), getattr(result.plan, name)[0])
+    plan = result.plan.model_copy(update={name: twice})
     with pytest.raises(MeasurementError, match=said):
-        judged(found.model_copy(update={"plan": plan}))
+        judged(result.model_copy(update={"plan": plan}))

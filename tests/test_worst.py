@@ -57,11 +57,11 @@ def test_facts_of_queries(feature: str) -> None:
     for h in range(case.heads):
         out = y.reference.clone()
         out[:, h] += 1e-3 * normal(*out[:, h].shape, seed=5)
-        found = worst_rows(
+        result = worst_rows(
             case, out, y, range(case.heads), count=case.q_len * case.q.shape[0]
         )
-        assert len(found) == int((~y.empty[:, h]).sum())
-        for w in found:
+        assert len(result) == int((~y.empty[:, h]).sum())
+        for w in result:
             assert w.head == h
             at = (w.batch, h, w.row)
             check_query(case, w, exact.weights[at], exact.lse[at])
@@ -118,8 +118,8 @@ def test_equal_keys_tie_wherever_they_stand() -> None:
     for one, other in ((0, 1), (0, 130), (3, 67), (64, 65), (127, 128), (129, 130)):
         twin = k.clone()
         twin[0, 0, [one, other], 2:] = 40.0 * q[0, 0, 5, 2:]
-        found = facts(dataclasses.replace(case, q=q, k=twin), 5, 17)
-        assert found["tied"].tolist() == [2, 1]
+        result = facts(dataclasses.replace(case, q=q, k=twin), 5, 17)
+        assert result["tied"].tolist() == [2, 1]
 
 
 def test_equal_probabilities() -> None:
@@ -127,9 +127,9 @@ def test_equal_probabilities() -> None:
     tied."""
     for n in range(10, 400, 30):
         case = make_case(heads=1, q_len=2, kv_len=n)
-        found = facts(dataclasses.replace(case, q=torch.zeros_like(case.q)), 0, 1)
-        assert found["carriers"].tolist() == [n * 9 // 10] * 2
-        assert found["tied"].tolist() == found["sees"].tolist() == [n, n]
+        result = facts(dataclasses.replace(case, q=torch.zeros_like(case.q)), 0, 1)
+        assert result["carriers"].tolist() == [n * 9 // 10] * 2
+        assert result["tied"].tolist() == result["sees"].tolist() == [n, n]
 
 
 def test_infinite_and_hidden_scores() -> None:
@@ -138,10 +138,10 @@ def test_infinite_and_hidden_scores() -> None:
     case = make_case(heads=1, q_len=3, kv_len=4, is_causal=True, causal_offset=-1)
     k = case.k.clone()
     k[0, 0, 1] = math.inf
-    found = facts(dataclasses.replace(case, k=k, q=case.q.abs()), 0, 1, 2)
-    assert found["sees"].tolist() == [0, 1, 2]
-    assert (found["max_probability"][0], found["first_key"][1]) == (0, 1)
-    assert found["max_probability"][2].isnan()
+    result = facts(dataclasses.replace(case, k=k, q=case.q.abs()), 0, 1, 2)
+    assert result["sees"].tolist() == [0, 1, 2]
+    assert (result["max_probability"][0], result["first_key"][1]) == (0, 1)
+    assert result["max_probability"][2].isnan()
 
 
 @pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
@@ -152,8 +152,8 @@ def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
     case = dataclasses.replace(case, grad_out=normal(2, 4, 24, 4, seed=2))
     keys = tensor in ("dk", "dv")
     out, y, lse = spoiled(case, (1, 1, 7), by=0.5, tensor=tensor)
-    found = worst_rows(case, out, y, range(2 if keys else 4), tensor=tensor, lse=lse)
-    first = found[0]
+    result = worst_rows(case, out, y, range(2 if keys else 4), tensor=tensor, lse=lse)
+    first = result[0]
     assert (first.batch, first.head, first.row, first.rows) == (
         1,
         1,
@@ -167,9 +167,9 @@ def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
     assert first.sentence.startswith(
         f"{where} has an error of 0.5 of the size of its terms: "
     )
-    assert len({(w.batch, w.row) for w in found}) == 3
-    assert {w.head for w in found} == {1}
-    assert found[1].ratio > found[2].ratio
+    assert len({(w.batch, w.row) for w in result}) == 3
+    assert {w.head for w in result} == {1}
+    assert result[1].ratio > result[2].ratio
 
 
 def test_a_sampled_row_is_named_by_its_place_in_the_call() -> None:

@@ -55,11 +55,11 @@ def refused(arguments: list[str]) -> str | None:
 def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:
     """The one line that refuses to audit a target, with this exit code."""
     capsys.readouterr()  # saving a model shows a progress bar
-    found, _, err = ran(
+    result, _, err = ran(
         capsys, "audit", target, *flags, "--output", target.parent / "refused"
     )
     err = unstarted(err)
-    assert found == code, err
+    assert result == code, err
     assert err.count("\n") == 1
     assert "unexpected" not in err
     assert not (target.parent / "refused").exists()

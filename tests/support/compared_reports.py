@@ -89,7 +89,7 @@ def floor(number: int = 0, **changes: Any) -> DeviationRow:
     )
 
 
-def times(found: DeviationRow, factor: float) -> DeviationRow:
+def times(result: DeviationRow, factor: float) -> DeviationRow:
     """The row with all its errors multiplied."""
     names = (
         "max_abs",
@@ -100,5 +100,5 @@ def times(found: DeviationRow, factor: float) -> DeviationRow:
         "baseline_ratio",
         "expected_ratio",
     )
-    grown = {name: factor * getattr(found, name) for name in (*names, "worst_row")}
-    return found.model_copy(update=grown)
+    grown = {name: factor * getattr(result, name) for name in (*names, "worst_row")}
+    return result.model_copy(update=grown)

@@ -75,36 +75,36 @@ def _terms(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
     q, dO, k, v = operands(case)
     n, m = case.kv_len, case.q_len * case.group
     largest = dO.norm(dim=-1).max() * v.norm(dim=-1).max()
-    found = {}
+    result = {}
     for name, count, size in (
         ("dq_terms", n, abs(case.scale) * largest * k.abs().max()),
         ("dk_terms", m, abs(case.scale) * largest * q.abs().max()),
         ("dv_terms", m, dO.abs().max()),
     ):
         rounded = (2.0**-7 + (count + 8) * 2.0**-22) * getattr(exact, name)
-        found[name] = rounded + count * 2.0**-130 * size
-    return found
+        result[name] = rounded + count * 2.0**-130 * size
+    return result
 
 
 def shares(
-    case: AttentionCase, found: Reference, exact: Gradients, limits: dict[str, Tensor]
+    case: AttentionCase, actual: Reference, exact: Gradients, limits: dict[str, Tensor]
 ) -> dict[str, float]:
     """The largest difference of each tensor as a share of its bound; infinite where a
     shape, a bool or a number that is not finite differs. `found` may be the answer of a
     forward pass alone."""
-    names = (*FORWARD, *BACKWARD) if isinstance(found, Gradients) else FORWARD
-    flags = [name for name in EXACT if hasattr(found, name)]
-    result = {x: _share(getattr(found, x), getattr(exact, x), limits[x]) for x in names}
+    names = (*FORWARD, *BACKWARD) if isinstance(actual, Gradients) else FORWARD
+    flags = [name for name in EXACT if hasattr(actual, name)]
+    result = {x: _share(getattr(actual, x), getattr(exact, x), limits[x]) for x in names}
     for name in flags:
-        same = torch.equal(getattr(found, name), getattr(exact, name))
+        same = torch.equal(getattr(actual, name), getattr(exact, name))
         result[name] = 0.0 if same else math.inf
     return result
 
 
-def _share(found: Tensor, exact: Tensor, limit: Tensor) -> float:
-    if found.shape != exact.shape or found.dtype != torch.float64:
+def _share(result: Tensor, exact: Tensor, limit: Tensor) -> float:
+    if result.shape != exact.shape or result.dtype != torch.float64:
         return math.inf
-    share = torch.where(found == exact, 0.0, (found - exact).abs() / limit)
+    share = torch.where(result == exact, 0.0, (result - exact).abs() / limit)
     return float(share.nan_to_num(nan=math.inf).max())
 
 

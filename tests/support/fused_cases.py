@@ -76,19 +76,29 @@ def lowest() -> torch.Tensor:
 
 def laid_out_otherwise() -> AttentionCase:
     """Such views, and a transposed mask, that require gradients."""
-    made = large(batch=2, heads=4, kv_heads=2, sinks=True, mask=("float", "1hqk"))
-    made = dataclasses.replace(heads_behind_rows(made), mask=made.mask.mT.contiguous().mT)
-    for x in (made.q, made.k, made.v, made.grad_out, made.mask, made.sinks):
+    created = large(batch=2, heads=4, kv_heads=2, sinks=True, mask=("float", "1hqk"))
+    created = dataclasses.replace(
+        heads_behind_rows(created), mask=created.mask.mT.contiguous().mT
+    )
+    for x in (
+        created.q,
+        created.k,
+        created.v,
+        created.grad_out,
+        created.mask,
+        created.sinks,
+    ):
         x.requires_grad_()
-    return made
+    return created
 
 
 def in_eight_bits() -> AttentionCase:
-    made = large()
+    created = large()
     narrow = {
-        x: getattr(made, x).to(torch.float8_e4m3fn) for x in ("q", "k", "v", "grad_out")
+        x: getattr(created, x).to(torch.float8_e4m3fn)
+        for x in ("q", "k", "v", "grad_out")
     }
-    return dataclasses.replace(made, **narrow)
+    return dataclasses.replace(created, **narrow)
 
 
 def some_rows(**changes: Any) -> AttentionCase:
@@ -196,13 +206,13 @@ def test_both_paths_agree(name: str) -> None:
     same; a scale off by 1e-9 or rounded to fp32, or one key more, is beyond a bound, in
     USUAL cases far."""
     case = CASES[name]
-    exact, found = blocked.gradients(case), fused.gradients(case)
+    exact, result = blocked.gradients(case), fused.gradients(case)
     limits = bounds(case, exact)
-    off = shares(case, found, exact, limits)
-    assert found.by == "fused"
+    off = shares(case, result, exact, limits)
+    assert result.by == "fused"
     assert set(off) == {*FORWARD, *BACKWARD, "empty", "unseen"}
     assert max(off.values()) <= 1.0, off
-    assert not found.out[exact.empty].any()
+    assert not result.out[exact.empty].any()
     for wrong in () if exact.empty.all() else planted(case):
         off = shares(case, blocked.gradients(wrong), exact, limits)
         assert max(off.values()) > 1.0, wrong.scale
@@ -237,8 +247,8 @@ def test_divided_keys_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         fused._keys_per_program(case, SMALL, case.q.shape[0] * case.heads) < case.kv_len
     )
-    exact, found = blocked.gradients(case), fused.attend(case)
-    off = shares(case, found, exact, bounds(case, exact))
+    exact, result = blocked.gradients(case), fused.attend(case)
+    off = shares(case, result, exact, bounds(case, exact))
     assert max(off.values()) <= 1.0, off
 
 
@@ -258,10 +268,10 @@ def power(x: torch.Tensor, small: bool) -> torch.Tensor:
 def test_exp2_is_as_good_as_it_says(small: bool) -> None:
     """To a relative 2^-52 from -1021 to 1021; exact at whole numbers, and 0 below
     that."""
-    made = torch.Generator().manual_seed(3)
-    wide = (torch.rand(4096, generator=made, dtype=torch.float64) - 0.5) * 2042
+    created = torch.Generator().manual_seed(3)
+    wide = (torch.rand(4096, generator=created, dtype=torch.float64) - 0.5) * 2042
     whole = torch.arange(-1021, 1022, dtype=torch.float64).repeat(2)[:2048]
-    noise = torch.randn(1536, generator=made, dtype=torch.float64) * 2.0**-10
+    noise = torch.randn(1536, generator=created, dtype=torch.float64) * 2.0**-10
     beside = whole[:1536] + 0.5 * (1 + noise)
     tiny = torch.logspace(-300, 0, 512, dtype=torch.float64) * (-1) ** torch.arange(512)
     x = torch.cat([wide, whole, beside.clamp(-1021, 1021), tiny])
@@ -287,16 +297,18 @@ def test_row_sums_are_pytorchs(
     shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     """Maxima are equal, sums of up to 10^6 fp64 numbers those of another order."""
-    made = dataclasses.replace(yardstick("float16", shape, empty=False), unrounded=None)
-    for expects, baseline in ((True, made.baseline), (False, None)):
-        y = dataclasses.replace(made, baseline=baseline, baseline_fp32=None)
+    created = dataclasses.replace(
+        yardstick("float16", shape, empty=False), unrounded=None
+    )
+    for expects, baseline in ((True, created.baseline), (False, None)):
+        y = dataclasses.replace(created, baseline=baseline, baseline_fp32=None)
         o = (y.reference * 1.001).to(dtype)
         e = (y.reference * 0.999).float() if expects else None
         beside = None if baseline is None else y.usable
         steps = row_sums.element_sums(o, e, y, y.usable, beside, y.usable)
-        found = vars(row_sums_triton.element_sums(o, e, y))
+        result = vars(row_sums_triton.element_sums(o, e, y))
         for name, x in vars(steps).items():
-            assert (x is None) == (found[name] is None), name
+            assert (x is None) == (result[name] is None), name
             if x is not None:
                 most = 0.0 if name in ("max_abs", "max_ulp", "from_floor") else 1e-12
-                assert (x - found[name]).abs().max() <= most * x.abs().max(), name
+                assert (x - result[name]).abs().max() <= most * x.abs().max(), name

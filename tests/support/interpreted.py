@@ -41,13 +41,13 @@ def look_builtins_up_once() -> None:
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
-    found: dict[Any, list[tuple[str, Any]]] = {}
+    result: dict[Any, list[tuple[str, Any]]] = {}
 
     def patch(package: Any, builder: Any, scope: Any) -> None:
-        if package not in found:
+        if package not in result:
             members = inspect.getmembers(package)
-            found[package] = [(name, x) for name, x in members if is_builtin(x)]
-        for name, member in found[package]:
+            result[package] = [(name, x) for name, x in members if is_builtin(x)]
+        for name, member in result[package]:
             # Within a call all of them are patched
             if getattr(package, name) is not member:
                 return

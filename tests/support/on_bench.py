@@ -48,9 +48,9 @@ def grouped_step(length: int, **changes: Any) -> AttentionCase:
 
 def task_of(bench: Bench, kernel: Kernel, **changes: Any) -> Task:
     """The task of a kernel on a bench."""
-    given = {"role": "kernel", "gradients": bench.selection.gradients, **changes}
+    passed = {"role": "kernel", "gradients": bench.selection.gradients, **changes}
     return Task(
-        case=bench.case.ref, kernel=kernel.name, format=bench.format.name, **given
+        case=bench.case.ref, kernel=kernel.name, format=bench.format.name, **passed
     )
 
 

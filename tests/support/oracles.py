@@ -291,7 +291,7 @@ def assert_within(actual: Tensor, exact: Any, bound: Any) -> None:
         exact.double().numpy().astype(object) if isinstance(exact, Tensor) else exact
     )
     assert tuple(actual.shape) == expected.shape
-    found, limit = (
+    result, limit = (
         actual.detach().double().numpy(),
         np.broadcast_to(bound, expected.shape),
     )
@@ -303,12 +303,12 @@ def assert_within(actual: Tensor, exact: Any, bound: Any) -> None:
             return bool(abs(mpmath.mpf(a) - e) <= most)
 
     each = (
-        (at, float(found[at]), expected[at], limit[at])
+        (at, float(result[at]), expected[at], limit[at])
         for at in np.ndindex(*expected.shape)
     )
     wrong = [x for x in each if not is_near(*x[1:])]
     assert not wrong, (
-        f"{len(wrong)} of {found.size} are off; first place, value, exact, bound: "
+        f"{len(wrong)} of {result.size} are off; first place, value, exact, bound: "
         + (
             f"{wrong[0][0]}, {wrong[0][1]!r}, {mpmath.nstr(wrong[0][2], 20)}, "
             f"{wrong[0][3]:.3g}"

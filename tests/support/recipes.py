@@ -90,8 +90,8 @@ def autograd(case: AttentionCase, delta: float = 1.0) -> dict[str, Tensor]:
     dS."""
     leaves = [x.detach().double().requires_grad_() for x in (case.q, case.k, case.v)]
     O = dense(case, *leaves, delta)
-    found = (O.detach(), *torch.autograd.grad(O, leaves, case.grad_out.double()))
-    return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
+    result = (O.detach(), *torch.autograd.grad(O, leaves, case.grad_out.double()))
+    return dict(zip(("out", "dq", "dk", "dv"), result, strict=True))
 
 
 def rms(x: Tensor) -> Tensor:

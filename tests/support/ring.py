@@ -28,5 +28,5 @@ def ring(task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor) -> Sequenc
         return [out]
     backward: Any = of_torch._templated_ring_attention_backward
     operator = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    given = (grad_out[0], "grad_out", q, k, v, out, lse)
-    return [out, *backward(group, SEQUENCE, operator, *given, **how)[:3]]
+    passed = (grad_out[0], "grad_out", q, k, v, out, lse)
+    return [out, *backward(group, SEQUENCE, operator, *passed, **how)[:3]]

@@ -110,7 +110,7 @@ class Truth:
         }
         self.largest = {name: float(x.abs().max()) for name, x in largest.items()}
 
-    def shares(self, found, options) -> dict[str, float]:
+    def shares(self, result, options) -> dict[str, float]:
         """The largest error of each tensor as a share of its bound; nan where one is not
         finite."""
         case = self.case
@@ -132,12 +132,12 @@ class Truth:
             bound = (count * u + 3 * arithmetic) * self.terms[name] + lost * self.largest[
                 name
             ]
-            error = (getattr(found, name).double() - getattr(self.exact, name)).abs()
+            error = (getattr(result, name).double() - getattr(self.exact, name)).abs()
             share = torch.where(error == 0, 0.0, error / bound)
             found_shares[name] = (
                 float(share.max()) if share.isfinite().all() else math.nan
             )
-        found_shares["lse"] = self._lse_share(found.lse, e * u + 3 * arithmetic)
+        found_shares["lse"] = self._lse_share(result.lse, e * u + 3 * arithmetic)
         return found_shares
 
     def _lse_share(self, lse: torch.Tensor, relative: float) -> float:
@@ -160,19 +160,19 @@ def test_every_case_is_within_its_bound(dtype: torch.dtype) -> None:
     beyond the bound of every tensor of the large cases. So is the guarded softmax in
     those, in fp16."""
     emptied = set()
-    for name, made in cases(dtype):
-        truth = Truth(made)
+    for name, created in cases(dtype):
+        truth = Truth(created)
         is_guarded_too = dtype == HALF and name.startswith("large")
         for softmax in ("plain", "guarded") if is_guarded_too else ("plain",):
-            found = KERNEL.gradients(made, **TILES, softmax=softmax)
-            assert max(truth.shares(found, {}).values()) <= 1.0, (name, softmax)
-            assert not found.out[truth.exact.empty].any()
-            assert not found.dq[truth.exact.empty].any()
+            result = KERNEL.gradients(created, **TILES, softmax=softmax)
+            assert max(truth.shares(result, {}).values()) <= 1.0, (name, softmax)
+            assert not result.out[truth.exact.empty].any()
+            assert not result.dq[truth.exact.empty].any()
         if truth.exact.empty.any():
             emptied.add(name)
         if name.startswith("large") and not truth.exact.empty.all():
             off = truth.shares(
-                gradients(dataclasses.replace(made, scale=1.02 * made.scale)), {}
+                gradients(dataclasses.replace(created, scale=1.02 * created.scale)), {}
             )
             assert min(off.values()) > 1.0, (name, off)
     assert emptied >= {"large: causal, rows without keys", "large: bool mask per head"}
@@ -196,10 +196,10 @@ def test_ranges_of_tiles_are_exact() -> None:
     """The tiles visited are those that some line meets, and those taken for full are
     full: nothing is lost, and nothing is computed in vain at either end. Without a limit
     on a side the sweep that checks there is the other one's."""
-    made = torch.Generator().manual_seed(8)
+    created = torch.Generator().manual_seed(8)
 
     def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=made))
+        return int(torch.randint(low, high, (), generator=created))
 
     for _ in range(400):
         start = draw(0, 40)
@@ -207,25 +207,25 @@ def test_ranges_of_tiles_are_exact() -> None:
         last, block = first + draw(-2, 40), 4 << draw(0, 2)
         left, right = draw(0, 2) == 0, draw(0, 2) == 0
         places = torch.zeros(4, dtype=torch.int32)
-        given = (start, stop, total, first, last)
-        write_places[(1,)](places, *given, BLOCK=block, LEFT=left, RIGHT=right)
+        passed = (start, stop, total, first, last)
+        write_places[(1,)](places, *passed, BLOCK=block, LEFT=left, RIGHT=right)
         begin, full, rest, end = places.tolist()
         i, j = torch.arange(start, stop)[None, :], torch.arange(total)[:, None]
         met = torch.ones(total, stop - start, dtype=torch.bool)
         met = met & (j >= i + first) if left else met
         met = met & (j <= i + last) if right else met
-        assert 0 <= begin <= full <= rest, given
-        assert begin % block == full % block == rest % block == 0, given
-        assert left or begin == full, given
-        assert met[full:rest].all(), given
-        assert rest == full or rest <= total, given
+        assert 0 <= begin <= full <= rest, passed
+        assert begin % block == full % block == rest % block == 0, passed
+        assert left or begin == full, passed
+        assert met[full:rest].all(), passed
+        assert rest == full or rest <= total, passed
         some = met.any(1).nonzero().flatten().tolist()
         if some:
-            assert begin == some[0] // block * block, given
-            assert end == some[-1] + 1, given
+            assert begin == some[0] // block * block, passed
+            assert end == some[-1] + 1, passed
             whole = range(0, total // block * block, block)
             full_tiles = [t for t in whole if met[t : t + block].all()]
-            assert list(range(full, rest, block)) == full_tiles, given
+            assert list(range(full, rest, block)) == full_tiles, passed
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -242,14 +242,14 @@ def test_options_compute_what_they_claim(options: dict[str, Any]) -> None:
         "head_dim": 32,
         "scale": 2.5 * 32**-0.5,
     }
-    made = step(seed=5, dtype=HALF, is_causal=True, **shape)
-    found, truth = KERNEL.gradients(made, **{**TILES, **options}), Truth(made)
-    assert max(truth.shares(found, options).values()) <= 1.0
-    predicted = emulated_step(made, KERNEL.claims(made, found, CPU))
+    created = step(seed=5, dtype=HALF, is_causal=True, **shape)
+    result, truth = KERNEL.gradients(created, **{**TILES, **options}), Truth(created)
+    assert max(truth.shares(result, options).values()) <= 1.0
+    predicted = emulated_step(created, KERNEL.claims(created, result, CPU))
     for name in TENSORS:
         exact = getattr(truth.exact, name)
         real, expected = (
-            x.double() - exact for x in (getattr(found, name), predicted[name])
+            x.double() - exact for x in (getattr(result, name), predicted[name])
         )
         assert float(real.norm() / expected.norm()) == pytest.approx(1.0, abs=0.03), name
         left = float((real - expected).norm() / expected.norm())
@@ -276,13 +276,13 @@ def test_stabilised_softmax_of_ties(
     q, k = torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 2, 16)
     q[..., 0], k[..., 0] = score, 1.0
     q, k, v = q.to(dtype), k.to(dtype), torch.ones(1, 1, 2, 16).to(dtype)
-    made = AttentionCase(ref=CaseRef(case="ties"), q=q, k=k, v=v, scale=1.0)
+    created = AttentionCase(ref=CaseRef(case="ties"), q=q, k=k, v=v, scale=1.0)
     score, words = float(q[0, 0, 0, 0]), {"softmax": "stabilised", "beta": beta}
-    plain = KERNEL.attend(made, **TILES)
-    found = KERNEL.attend(made, **TILES, **words)
-    out, lse = float(found.out[0, 0, 0, 0]), float(found.lse[0, 0, 0])
+    plain = KERNEL.attend(created, **TILES)
+    result = KERNEL.attend(created, **TILES, **words)
+    out, lse = float(result.out[0, 0, 0, 0]), float(result.lse[0, 0, 0])
     assert float(plain.out[0, 0, 0, 0]) == 1.0
-    assert KERNEL.claims(made, found, CPU) is None
+    assert KERNEL.claims(created, result, CPU) is None
     below, fmt = (beta - 1.0) * score if score > 0 else -score, FORMATS[str(dtype)[6:]]
     P = torch.tensor(math.exp(-below), dtype=SINGLE).double()
     O = float(round_to(round_to(P, fmt) / P, fmt))
@@ -295,7 +295,7 @@ def test_stabilised_softmax_of_ties(
         # large.
         spread = 4 * W * max(1.0, beta * abs(score))
         assert lse == pytest.approx(score + math.log(2.0), abs=spread)
-    emulated = find("emulated").attend(made, **TILES, **words)
+    emulated = find("emulated").attend(created, **TILES, **words)
     assert repr(float(emulated.out[0, 0, 0, 0])) == repr(out)
     spread = 8 * W * max(1.0, beta * abs(score))
     assert lse == pytest.approx(float(emulated.lse[0, 0, 0]), abs=spread, nan_ok=True)
@@ -308,9 +308,12 @@ def test_stabilised_softmax_of_ties(
 )
 def test_training_gives_the_numbers_of_its_own_step(words: dict[str, str]) -> None:
     """Output and gradients, bit for bit, also under autocast, with grouped heads."""
-    made = step(dtype=HALF, q_len=20, kv_len=20, head_dim=16, is_causal=True)
+    created = step(dtype=HALF, q_len=20, kv_len=20, head_dim=16, is_causal=True)
     options = KERNEL.with_options({**TILES, **words})
-    done, found = KERNEL.gradients(made, **options), in_network(KERNEL, made, options)
+    done, result = (
+        KERNEL.gradients(created, **options),
+        in_network(KERNEL, created, options),
+    )
     assert all(
-        torch.equal(x, getattr(done, n)) for x, n in zip(found, TENSORS, strict=True)
+        torch.equal(x, getattr(done, n)) for x, n in zip(result, TENSORS, strict=True)
     )
