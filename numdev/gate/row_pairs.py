@@ -3,7 +3,7 @@ has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from numdev.gate.compare_report import About, Presence
@@ -21,6 +21,7 @@ class Tried(Protocol):
 
 
 R = TypeVar("R", bound=Tried)
+T = TypeVar("T")
 Row = TypeVar("Row", contravariant=True)
 
 
@@ -66,6 +67,17 @@ def measured_pairs(
     before = {names.row(row): row for row in old if row.status == "ok"}
     after = {names.row(row): row for row in new if row.status == "ok"}
     return [(before[key], row) for key, row in after.items() if key in before]
+
+
+def both_sides(
+    old: Iterable[T], new: Iterable[T], key: Callable[[T], Key]
+) -> Iterator[tuple[T | None, T | None]]:
+    """Yields (of A, of B) for each key that either report has something under, A's order
+    first; None stands for the one that lacks it. Of several under one key the last
+    counts."""
+    a, b = ({key(item): item for item in items} for items in (old, new))
+    for each in dict.fromkeys((*a, *b)):
+        yield a.get(each), b.get(each)
 
 
 def numbers_in_both(

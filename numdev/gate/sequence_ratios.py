@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from numdev.gate.compare_report import About, Group
+from numdev.gate.compare_report import About, Group, Move
 from numdev.gate.noise_model import FAR, log_ratio, ratio_of_log
 from numdev.metrics.statistics import holm
+from numdev.report import Place
+from numdev.report.number_text import three
 
 K = TypeVar("K", bound=Hashable)
 ALPHA = 0.01
@@ -85,6 +87,21 @@ class SequenceRatios:
         if self.is_zero_in_one or not self.logs:
             return FAR
         return min(FAR, 1 + abs(statistics.mean(self.logs)))
+
+    def move(self, about: About, place: Place, metric: str, what: str) -> Move:
+        """Returns the move of a number that moved: `what`, from its median in A to that
+        in B. `about`, `place`: whose it is, and where."""
+        a, b = self.medians
+        return Move(
+            **about,
+            place=place,
+            metric=metric,
+            a=a,
+            b=b,
+            change=self.change,
+            excess=self.excess,
+            words=f"{what} from {three(a)} to {three(b)}",
+        )
 
     def group(self, about: About, metric: str, *, pairs: int, is_moved: bool) -> Group:
         """Returns the group of a number: its medians and their ratio, and how many of the

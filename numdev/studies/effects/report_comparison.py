@@ -20,6 +20,7 @@ from numdev.gate.findings import label
 from numdev.gate.noise_model import FAR, may_differ_by_chance
 from numdev.gate.row_checks import Key
 from numdev.gate.row_pairs import (
+    both_sides,
     lost_numbers,
     measured_pairs,
     numbers_in_both,
@@ -29,7 +30,6 @@ from numdev.gate.row_pairs import (
 from numdev.gate.sequence_ratios import LEAST, SURELY, SequenceRatios, moved_numbers
 from numdev.grouping import grouped
 from numdev.report import Place, kernel_fields
-from numdev.report.number_text import three
 from numdev.studies.effects.report import Check, EffectsReport, OutputRow
 
 COSTS = (
@@ -113,26 +113,13 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
     groups: list[Group] = []
     moves: list[Move] = []
     for run, rows in pairs.items():
-        about, place = names.about(rows[0][1]), names.place(rows[0][1])
-        of_run: list[Move] = []
-        for metric, words in SCALES.items():
-            if (run, metric) not in moved:
-                continue
-            number = ratios[run, metric]
-            a, b = number.medians
-            text = f"{words.format(place=rows[0][1].place)} from {three(a)} to {three(b)}"
-            of_run.append(
-                Move(
-                    **about,
-                    place=place,
-                    metric=metric,
-                    a=a,
-                    b=b,
-                    change=number.change,
-                    excess=number.excess,
-                    words=text,
-                )
-            )
+        first = rows[0][1]
+        about, place = names.about(first), names.place(first)
+        of_run = [
+            ratios[run, metric].move(about, place, metric, what.format(place=first.place))
+            for metric, what in SCALES.items()
+            if (run, metric) in moved
+        ]
         of_run += [Move(**about, place=place, **fact) for fact in _count_changes(rows)]
         cost = ratios[run, "cost"]
         groups.append(cost.group(about, "cost", pairs=len(rows), is_moved=bool(of_run)))
@@ -177,13 +164,9 @@ def _check_moves(
 ) -> tuple[list[Move], list[Presence]]:
     """Returns the moves, in the order of the reports, of checks whose result changed, or
     that fail and are new, and the presences of checks that only one report could try."""
-    sides = [
-        {(check.name, check.format): check for check in checks} for checks in (old, new)
-    ]
     moves: list[Move] = []
     presences: list[Presence] = []
-    for key in dict.fromkeys((*sides[0], *sides[1])):
-        a, b = (side.get(key) for side in sides)
+    for a, b in both_sides(old, new, lambda check: (check.name, check.format)):
         check = b or a
         assert check is not None
         one, two = (None if each is None else each.holds for each in (a, b))

@@ -21,6 +21,7 @@ from numdev.gate.findings import label
 from numdev.gate.noise_model import FAR, log_ratio, may_differ_by_chance, ratio_of_log
 from numdev.gate.row_checks import Key
 from numdev.gate.row_pairs import (
+    both_sides,
     lost_numbers,
     measured_pairs,
     place_without_call,
@@ -248,11 +249,11 @@ def _output_moves(
 ) -> tuple[list[Move], list[Presence]]:
     """Returns the moves of the model's own output with each kernel along each axis, and
     the presences of rows and numbers that one report alone has."""
-    sides = [dict(_keyed_rows(rows)) for rows in (old, new)]
     moves: list[Move] = []
     presences: list[Presence] = []
-    for key in dict.fromkeys((*sides[0], *sides[1])):
-        a, b = (side.get(key) for side in sides)
+    for a, b in both_sides(
+        old, new, lambda m: (m.axis, labelled(m.kernel, m.options), m.format)
+    ):
         row = b or a
         assert row is not None
         about, tensor = kernel_fields(row.format, row.kernel), f"{row.axis} output"
@@ -277,13 +278,6 @@ def _output_moves(
             lacks = f"the model's output along {row.axis}"
             presences.append(presence_record(about, place, gone, tensor, why, lacks))
     return moves, presences
-
-
-def _keyed_rows(rows: Iterable[ModelRow]) -> Iterator[tuple[Key, ModelRow]]:
-    """Yields (key, row) for each row of the model's output. The key is its axis, kernel
-    with options, and format."""
-    for row in rows:
-        yield (row.axis, labelled(row.kernel, row.options), row.format), row
 
 
 def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:

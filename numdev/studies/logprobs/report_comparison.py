@@ -19,7 +19,6 @@ from numdev.gate.row_pairs import (
 from numdev.gate.sequence_ratios import SURELY, SequenceRatios, moved_numbers
 from numdev.grouping import grouped
 from numdev.report import Place, kernel_fields
-from numdev.report.number_text import three
 from numdev.studies.logprobs.report import PAIR, LogprobsReport, PairRow, SideRow
 
 ERROR, MULTIPLE = "over_predicted", "abs"
@@ -82,19 +81,8 @@ def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideNames, Compared
     for (side, metric), number in numbers.items():
         is_moved = (side, metric) in moved
         if is_moved:
-            before, now = number.medians
-            changes.append(
-                Move(
-                    **about(side),
-                    place=place_without_call("logprobs"),
-                    metric=metric,
-                    a=before,
-                    b=now,
-                    change=number.change,
-                    excess=number.excess,
-                    words=f"{WORDS[metric]} from {three(before)} to {three(now)}",
-                )
-            )
+            place = place_without_call("logprobs")
+            changes.append(number.move(about(side), place, metric, WORDS[metric]))
         pairs = len(number.both)
         groups.append(number.group(about(side), metric, pairs=pairs, is_moved=is_moved))
     tests = sum(number.is_chance_known for number in numbers.values())
