@@ -165,7 +165,7 @@ def validated(
         raise UsageError(f"{where}{_line_clause(node, place)}: {what}") from error
 
 
-def problem_of(error: Mapping[str, Any]) -> str:
+def problem_of(error: Mapping[str, object]) -> str:
     """Returns what is wrong with a value, by one of the errors of pydantic: what was
     expected, and what it got where that is short."""
     words = str(error["msg"]).replace("Value error, ", "", 1)
