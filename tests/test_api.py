@@ -83,10 +83,10 @@ def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-def failing(function: Callable[..., Any], **given: Any) -> CheckFailed:
+def failing(function: Callable[..., Any], **passed: Any) -> CheckFailed:
     """What a check raises that must fail, its message fit for pytest in 80 columns."""
     with pytest.raises(CheckFailed) as caught:
-        check_attention(function, **{"reproducers": None, **given})
+        check_attention(function, **{"reproducers": None, **passed})
     message = str(caught.value)
     for line in message.splitlines():
         assert len(line) + 8 <= 80 or line.startswith("  python "), line
@@ -307,17 +307,17 @@ def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
     assert words not in " ".join(str(failing(coarse, **wrong)).split())
 
 
-@pytest.mark.parametrize(("function", "given", "words"), [
+@pytest.mark.parametrize(("function", "passed", "words"), [
     (not_implemented, {}, "only 128 features"),
     (planted.refuses, {}, "head_dim 4 is too small"),
     (plain, {"cases": "padding"}, "no parameter for it: mask"),
     (without_backward, {"backward": True, "claims": EAGER}, "none could be measured"),
 ])  # fmt: skip
 def test_nothing_measured_raises(
-    function: Any, given: dict[str, Any], words: str
+    function: Any, passed: dict[str, Any], words: str
 ) -> None:
     """A kernel that refuses every call, or every backward pass that was asked for."""
-    error = failing(function, **{"cases": "full", "formats": "float16", **given})
+    error = failing(function, **{"cases": "full", "formats": "float16", **passed})
     assert "no pass" in " ".join(str(error).split())
     assert words in " ".join(str(error).split())
     assert "not measured" in error.result.in_short
@@ -969,10 +969,10 @@ def test_the_page_is_true() -> None:
         "\n".join(blocks), {}, "api.md", None, 0
     )
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    said: list[str] = []
-    result = doctest.DocTestRunner(optionflags=flags).run(examples, out=said.append)
+    lines: list[str] = []
+    result = doctest.DocTestRunner(optionflags=flags).run(examples, out=lines.append)
     assert result.attempted > 10
-    assert not result.failed, "".join(said)
+    assert not result.failed, "".join(lines)
 
 
 def test_invariance_in_python(tmp_path: Path) -> None:

@@ -199,10 +199,10 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     another run."""
     first = audit(request("plain"), tmp_path)
     calls.clear()
-    said: list[str] = []
-    second = audit(request("plain"), tmp_path, say=said.append)
+    lines: list[str] = []
+    second = audit(request("plain"), tmp_path, say=lines.append)
     assert calls == []
-    assert said == ["Every task was finished before; --overwrite measures them again."]
+    assert lines == ["Every task was finished before; --overwrite measures them again."]
     assert (second.rows, second.summary, second.cases) == (
         first.rows,
         first.summary,

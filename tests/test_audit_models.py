@@ -84,9 +84,9 @@ def test_layers_without_a_softmax_are_on_the_first_page(
     tmp_path: Path, capsys: Any
 ) -> None:
     result, shown = audit(capsys, models.saved("minimax", tmp_path))
-    said = "layer 0 (MiniMaxLightningAttention): no softmax attention"
-    assert result.provenance.source["not_audited"] == said
-    assert f"Not audited: {said}." in shown
+    words = "layer 0 (MiniMaxLightningAttention): no softmax attention"
+    assert result.provenance.source["not_audited"] == words
+    assert f"Not audited: {words}." in shown
     assert {row.layer for row in kernel_rows(result)} == {1}
     judge_report(result)
 

@@ -57,22 +57,22 @@ def text(padding: str | None = None) -> dict[str, Tensor]:
 
 
 def cases_of(
-    model: nn.Module, given: dict[str, Tensor], **options: Any
+    model: nn.Module, passed: dict[str, Tensor], **options: Any
 ) -> list[AttentionCase]:
     cases: list[AttentionCase] = []
-    capture(model, given, cases.append, source="test", **options)
+    capture(model, passed, cases.append, source="test", **options)
     return cases
 
 
 def agrees(
-    name: str, given: dict[str, Tensor], tmp_path: Path, steps: int | None = None
+    name: str, passed: dict[str, Tensor], tmp_path: Path, steps: int | None = None
 ) -> list[AttentionCase]:
     """Hold every case, answered here and by the reference, against eager output and
     logits."""
-    captured = Run(opened(name, tmp_path), name, given, steps)
-    own = Run(eager(name, tmp_path), name, given, steps, eager=True)
+    captured = Run(opened(name, tmp_path), name, passed, steps)
+    own = Run(eager(name, tmp_path), name, passed, steps, eager=True)
     assert len(captured.cases) == len(own.outputs) > 0
-    mask = given.get("attention_mask", torch.ones(B, N)).bool()
+    mask = passed.get("attention_mask", torch.ones(B, N)).bool()
     for case, expected in zip(captured.cases, own.outputs, strict=True):
         batch, length = case.q.shape[0], case.q_len
         real = mask if mask.shape == (batch, length) else None
@@ -109,14 +109,14 @@ CALLS: tuple[tuple[str, dict[str, Tensor], int | None, int], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "given", "steps", "calls"), CALLS)
+@pytest.mark.parametrize(("name", "passed", "steps", "calls"), CALLS)
 @pytest.mark.one_in(3)
 def test_a_captured_call_computes_what_the_models_own_attention_does(
-    name: str, given: dict[str, Tensor], steps: int | None, calls: int, tmp_path: Path
+    name: str, passed: dict[str, Tensor], steps: int | None, calls: int, tmp_path: Path
 ) -> None:
     """Every call's case is that layer's eager output, in the prefill and in every decode
     step."""
-    assert len(agrees(name, given, tmp_path, steps)) == calls
+    assert len(agrees(name, passed, tmp_path, steps)) == calls
 
 
 def test_the_comparison_rejects_a_wrong_case(tmp_path: Path) -> None:
@@ -467,9 +467,9 @@ def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
         "kernels": (Choice(name="sdpa-math"),),
     }
     request = AuditRequest(**demo, **small, layers=(1, 99))
-    said: list[str] = []
-    assert {row.layer for row in audit(request, tmp_path, say=said.append).rows} == {1}
-    assert sum("no attention call in layers 99" in line for line in said) == 1
+    notes: list[str] = []
+    assert {row.layer for row in audit(request, tmp_path, say=notes.append).rows} == {1}
+    assert sum("no attention call in layers 99" in line for line in notes) == 1
 
 
 # --- PyTorch's own attention modules --------------------------------------------------

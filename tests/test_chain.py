@@ -481,7 +481,7 @@ def test_the_largest_eigenvalue_is_numpys() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Diagnosis:
+def diagnosis() -> Diagnosis:
     case = tying(heads=4, kv_heads=2, is_causal=True)
     return diagnose_call(
         case, recipe("qiu2025"), plain_projection(case), checkpoint="c", step=7
@@ -489,8 +489,8 @@ def found() -> Diagnosis:
 
 
 @pytest.fixture(scope="module")
-def rows(found: Diagnosis) -> tuple[CureRow, ...]:
-    return cure_rows(found)
+def rows(diagnosis: Diagnosis) -> tuple[CureRow, ...]:
+    return cure_rows(diagnosis)
 
 
 def of(rows: tuple[CureRow, ...], cure: str, head: int = 0) -> CureRow:
@@ -499,10 +499,10 @@ def of(rows: tuple[CureRow, ...], cure: str, head: int = 0) -> CureRow:
 
 
 def test_dq_errs_as_that_of_the_kernel(
-    found: Diagnosis, rows: tuple[CureRow, ...]
+    diagnosis: Diagnosis, rows: tuple[CureRow, ...]
 ) -> None:
     """|error| / |exact| of dq of `emulated`."""
-    case = found.truth.case
+    case = diagnosis.truth.case
     passed, exact = (find(n).gradients(case, **o).dq.double() for n, o in
                     (("emulated", {"preset": "qiu2025"}), ("reference", {})))  # fmt: skip
     for head in range(4):
@@ -552,7 +552,7 @@ def test_delta_from_dp_makes_rows_of_ds_sum_to_zero() -> None:
         assert min(sums({n: x for n, x in options.items() if n != left_out})) > 20 * whole
 
 
-def test_a_kernel_that_cannot_or_does_not_has_its_reason(found: Diagnosis) -> None:
+def test_a_kernel_that_cannot_or_does_not_has_its_reason(diagnosis: Diagnosis) -> None:
     """One row for each head all the same."""
 
     def raises(case: AttentionCase) -> Output:
@@ -563,7 +563,7 @@ def test_a_kernel_that_cannot_or_does_not_has_its_reason(found: Diagnosis) -> No
         (Kernel(name="mine", function=raises), "ValueError: no"),
         (forward_only, "no backward pass"),
     ):
-        rows = kernel_rows(found, kernel, {})
+        rows = kernel_rows(diagnosis, kernel, {})
         assert [row.head for row in rows] == [0, 1, 2, 3]
         assert {row.reason for row in rows} == {reason}
         assert all(row.out_bias is row.delta_mean is row.dq_rel is None for row in rows)

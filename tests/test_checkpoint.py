@@ -231,11 +231,11 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(
         source = report(tmp_path / "o")["provenance"]["source"]
         assert source["auto_map"] == "not run"
         assert "the tokenizer's own code is not run" in source["prompt"]
-        said = (
+        words = (
             "The checkpoint's own code (auto_map) is not run: it is "
             "LlamaForCausalLM of transf"
         )
-        assert said in " ".join(capsys.readouterr().err.split())
+        assert words in " ".join(capsys.readouterr().err.split())
     else:
         edit(llama / "config.json", auto_map=auto, model_type="evil")
         failure(llama, MeasurementError, "of type evil", "does not run code", "auto_map")
@@ -368,14 +368,14 @@ def test_a_pointer_of_git_lfs_is_recognised_everywhere(
     """Weights, shards, configs, pickles, tokenizers, texts, pieces of distributed
     checkpoints."""
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n"
-    said = "is a pointer of git-lfs, not the file it stands for"
+    words = "is a pointer of git-lfs, not the file it stands for"
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         before = (llama / name).read_bytes() if (llama / name).exists() else b"{}"
         (llama / name).write_text(text)
         if name == "tokenizer.json":
-            fails(lambda: load_tokenizer(llama), MeasurementError, name, said)
+            fails(lambda: load_tokenizer(llama), MeasurementError, name, words)
         else:
-            failure(llama, MeasurementError, name, said)
+            failure(llama, MeasurementError, name, words)
         (llama / name).write_bytes(before)
     for name in ("w.pt", "w.safetensors", "text.txt"):
         (tmp_path / name).write_text(text)
@@ -383,16 +383,16 @@ def test_a_pointer_of_git_lfs_is_recognised_everywhere(
         lambda: list(read_tensors(tmp_path / "w.pt")), lambda: list(read_tensors(tmp_path / "w.safetensors")),
         lambda: read_text(tmp_path / "text.txt"),
     ):  # fmt: skip
-        fails(reading, MeasurementError, said)
+        fails(reading, MeasurementError, words)
     (tmp_path / ".metadata").write_text(text)
-    fails(lambda: read_metadata(tmp_path), MeasurementError, said)
+    fails(lambda: read_metadata(tmp_path), MeasurementError, words)
 
 
 def test_sizes_far_beyond_what_is_stored_are_refused(llama: Path) -> None:
     """Before a model is built, which would take all memory, or forever."""
-    for name, said in (("num_hidden_layers", "_layers"), ("hidden_size", "parameters")):
+    for name, words in (("num_hidden_layers", "_layers"), ("hidden_size", "parameters")):
         edit(llama / "config.json", **{"num_hidden_layers": 2, name: 10**9})
-        failure(llama, MeasurementError, "config.json", said)
+        failure(llama, MeasurementError, "config.json", words)
 
 
 @pytest.mark.parametrize("name", [
@@ -658,8 +658,8 @@ def test_a_models_length_is_known_by_many_names(tmp_path: Path, capsys: Any) -> 
     assert model_inputs(request, opened, model).inputs["idx"].shape == (2, 24)
     audit = ("audit", weights, "--model", "factories:hidden_length", "-o", tmp_path / "o")
     assert run(*audit, *KERNELS) == 3
-    assert "failed on its inputs: " in (said := capsys.readouterr().err)
-    assert "does it take as many tokens as --length" in said
+    assert "failed on its inputs: " in (words := capsys.readouterr().err)
+    assert "does it take as many tokens as --length" in words
 
 
 def test_a_soft_cap_of_transformers_is_not_lost(tmp_path: Path) -> None:
@@ -744,20 +744,20 @@ def test_a_config_beside_it_is_model_enough(tmp_path: Path, nest: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "passed",
     [{"num_labels": 10**9}, {"num_labels": 10**7}, {"text_config": {"num_labels": 10**9}},
      {"vocab_size": 10**9}, {"hidden_size": 10**6}, {"intermediate_size": 10**9},
      {"num_hidden_layers": 10**9}],
     ids=str,
 )  # fmt: skip
 def test_a_config_far_beyond_its_tensors_is_refused_first(
-    given: dict[str, Any], tmp_path: Path
+    passed: dict[str, Any], tmp_path: Path
 ) -> None:
     """In one line, before transformers makes anything of it: a thousand million labels
     are named one by one."""
     models.save(models.llama(), tmp_path / "m")
     path = tmp_path / "m" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **given}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **passed}))
     checkpoint = open_checkpoint(tmp_path / "m")
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -42,10 +42,10 @@ def commands_in(step: dict[str, Any]) -> list[list[str]]:
     return [command.split("\n") for command in out.split("\n\n")[:-1]]
 
 
-def acted(given: dict[str, Any]) -> list[dict[str, Any]]:
+def acted(passed: dict[str, Any]) -> list[dict[str, Any]]:
     """The steps of action.yml with these inputs, filled in as GitHub does."""
-    assert given.keys() <= ACTION["inputs"].keys()
-    inputs = {k: v["default"] for k, v in ACTION["inputs"].items()} | given
+    assert passed.keys() <= ACTION["inputs"].keys()
+    inputs = {k: v["default"] for k, v in ACTION["inputs"].items()} | passed
 
     def filled(texts: dict[str, str]) -> dict[str, str]:
         pattern = re.compile(r"\$\{\{ inputs\.(\w+) \}\}")
@@ -109,11 +109,11 @@ def test_inputs_of_the_action() -> None:
     assert "--backward" not in line
 
 
-def outcome(given: dict[str, Any]) -> tuple[int, str]:
+def outcome(passed: dict[str, Any]) -> tuple[int, str]:
     """The exit code of the Action with these inputs, and what its steps print, with a
     stand-in for numdev that prints its arguments."""
     (step,) = (
-        s for s in acted(given) if re.search(r"^numdev ", s.get("run", ""), re.MULTILINE)
+        s for s in acted(passed) if re.search(r"^numdev ", s.get("run", ""), re.MULTILINE)
     )
     shell = ["bash", "-eo", "pipefail", "-c", f'numdev() {{ echo "$@"; }}\n{step["run"]}']
     env = {"PATH": os.environ["PATH"], **step["env"]}
@@ -134,7 +134,7 @@ def test_a_truth_value_of_the_action(words: str, asks: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("passed", "words"),
     [({"backward": "maybe"}, "backward: expected true or false, got maybe"),
      ({"backward": "tru"}, "backward: expected true or false, got tru"),
      ({"target": "--help"}, "target: expected no option, got --help"),
@@ -150,10 +150,10 @@ def test_a_truth_value_of_the_action(words: str, asks: bool) -> None:
      ({"options": "--dry-run --version"}, "options: expected no --help")],
 )  # fmt: skip
 def test_an_input_of_the_action_that_would_audit_nothing(
-    given: dict[str, Any], words: str
+    passed: dict[str, Any], words: str
 ) -> None:
     """It is refused in one line: `--help` would end in success."""
-    code, out = outcome(given)
+    code, out = outcome(passed)
     assert code == 2
     assert words in out
     assert out.count("\n") == 1

@@ -216,12 +216,12 @@ def test_the_standard_error_is_no_less_than_the_scatter(tail: str) -> None:
         "heavy": generator.standard_t(5, size=(2000, 400)),
     }[tail]
     rms = np.sqrt(np.mean(draws**2, axis=1))
-    said = [
+    words = [
         log_standard_error(head(elements=400, rms=s, max_abs=m), "rms", s, 1)
         for s, m in zip(rms.tolist(), np.abs(draws).max(axis=1).tolist(), strict=True)
     ]
     scatter = float(np.std(np.log(rms)))
-    assert scatter < np.median(said) < 10 * scatter
+    assert scatter < np.median(words) < 10 * scatter
 
 
 @pytest.mark.slow
@@ -340,8 +340,8 @@ def test_the_same_audit_twice(audited: dict[str, Path], out: Path) -> None:
     """Exit code 0: the same bits in every row of every kernel, and no change at all."""
     assert command(audited["a"], audited["again"], "-o", out, "--quiet") == 0
     result = reports.read(out)
-    said = "NO CHANGE: nothing moved beyond noise; nothing new, nothing gone."
-    assert result.summary.answer[0] == said
+    words = "NO CHANGE: nothing moved beyond noise; nothing new, nothing gone."
+    assert result.summary.answer[0] == words
     assert all(g.same_bits == g.pairs == 4 for g in result.groups)
     assert {g.kernel for g in result.groups} == {"baseline", "sdpa-flash", own().name}
     assert result.changes == ()
@@ -558,7 +558,7 @@ def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None
     assert {(m.place.seed, m.place.head) for m in result.moves} == {(1, 2)}
 
 
-@pytest.mark.parametrize(("make", "said"), [
+@pytest.mark.parametrize(("make", "words"), [
     (lambda: swept(*seeded((0, 2)), seeds=(0, 2)), "seeds ([0, 1] in A, [0, 2] in B)"),
     (lambda: swept(*in_float16(seeded()), formats=["float16"]), "formats"),
     (lambda: swept(*seeded(), cases=[{"name": "c", "seq_len": 9}]), "cases.0.seq_len"),
@@ -566,12 +566,12 @@ def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None
     (lambda: audit(head()), "kind (sweep in A, audit in B); repeat A's request"),
 ])  # fmt: skip
 def test_sweeps_of_something_else_are_refused(
-    tmp_path: Path, make: Any, said: str
+    tmp_path: Path, make: Any, words: str
 ) -> None:
     """Other seeds, formats or cases, a sweep without rows, an audit."""
     with pytest.raises(UsageError) as error:
         of(tmp_path, swept(*seeded()), make())
-    assert said in str(error.value)
+    assert words in str(error.value)
 
 
 def crashed_row(row: Any) -> Any:
@@ -703,8 +703,8 @@ def test_nothing_under_audit_was_compared(tmp_path: Path) -> None:
     skipped = audit(beside, row(None, status="skipped", reason="needs CUDA"))
     result = compare(skipped, skipped)
     assert (result.exit_code, result.measured) == (3, False)
-    said = "NOT JUDGED: no kernel under audit was measured in both reports; "
-    assert result.summary.answer[0].startswith(said)
+    words = "NOT JUDGED: no kernel under audit was measured in both reports; "
+    assert result.summary.answer[0].startswith(words)
     a = written(tmp_path / "a", skipped)
     assert command(a, a, "-q", "-o", tmp_path / "o") == 3
     assert compare(audit(beside), audit(beside)).exit_code == 0  # no kernel was asked for

@@ -309,7 +309,7 @@ def test_a_changed_target_does_not_continue(tmp_path: Path) -> None:
         study.diagnose(asked(path), tmp_path / "out")
 
 
-@pytest.mark.parametrize(("preset", "given", "says"), [
+@pytest.mark.parametrize(("preset", "passed", "says"), [
     ("qui2025", (), "unknown preset 'qui2025'; did you mean 'qiu2025'?"),
     (None, ("pvv=bfloat16",), "has no option 'pvv'; did you mean 'pv'?"),
     (None, ("pv=bfloat1",), "bfloat1"), (None, ("pv",), "expected NAME=VALUE, got 'pv'"),
@@ -317,12 +317,12 @@ def test_a_changed_target_does_not_continue(tmp_path: Path) -> None:
     ("fa2", ("preset=eager",), "preset is given twice (fa2 and eager)"),
 ])  # fmt: skip
 def test_an_attention_that_is_none(
-    tmp_path: Path, preset: Any, given: Any, says: str
+    tmp_path: Path, preset: Any, passed: Any, says: str
 ) -> None:
     """Refused before anything is opened, with the closest that there is."""
     with pytest.raises(UsageError) as raised:
         study.diagnose(
-            asked("demo", attention=attention_options(preset, given)), tmp_path / "out"
+            asked("demo", attention=attention_options(preset, passed)), tmp_path / "out"
         )
     assert says in str(raised.value)
     assert not (tmp_path / "out").exists()
@@ -408,15 +408,15 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
     path = byte_model(tmp_path / "run", text)
     stage = Stage(target=str(path), name="golden-seed0-step1")
     ids_file = tmp_path / "ids.safetensors"
-    file, said = write_training_text(asked(path), stage, ids_file)
-    assert said == (
+    file, origin = write_training_text(asked(path), stage, ids_file)
+    assert origin == (
         "golden-seed0-step1 reads 2 × 12 bytes of what it was trained on, 320 "
         "bytes of text.txt."
     )
     ids = load_file(file)["input_ids"]
     assert all(bytes(row).decode() in text.read_text() for row in ids.tolist())
     result = study.diagnose(asked(path, cures=False, kernels=()), tmp_path / "out")
-    assert said in result.summary.notes
+    assert origin in result.summary.notes
     assert write_training_text(asked(path, text=(str(text),)), stage, ids_file) == (
         None,
         None,
@@ -427,9 +427,9 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
         in write_training_text(asked(path), stage, ids_file)[1]
     )
     text.unlink()
-    file, said = write_training_text(asked(path), stage, ids_file)
+    file, origin = write_training_text(asked(path), stage, ids_file)
     assert file is None
-    assert said.startswith("golden-seed0-step1 reads random bytes: ")
+    assert origin.startswith("golden-seed0-step1 reads random bytes: ")
 
 
 def test_what_is_no_series(tmp_path: Path) -> None:

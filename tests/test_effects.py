@@ -1017,8 +1017,8 @@ def test_operations_stand_where_their_module_does(name: str, sites: str) -> None
     model = models.build(name)
     places = SiteTracker(model)
     kinds = {m: places.kinds[x] for m, x in model.named_modules() if m}
-    for said in sites.split("; "):
-        module, _, site = said.partition(" ")
+    for place in sites.split("; "):
+        module, _, site = place.partition(" ")
         result = {kind for m, kind in kinds.items() if m.endswith(f".0.{module}")}
         assert result == {site}, (module, [m for m in kinds if ".0." in m])
 

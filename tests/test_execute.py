@@ -220,14 +220,14 @@ def contents(directory: Path) -> dict[str, bytes | None]:
 def test_another_run_is_refused_and_the_first_difference_named(tmp_path: Path) -> None:
     """Another request or environment; also a setting that only one of the runs has."""
     run(tmp_path)
-    for part, name, value, said in (
+    for part, name, value, words in (
         ("request", "seed", 1, "different request: seed was 0, now 1"),
         ("request", "rows", 9, "different request: rows was None, now 9"),
         ("environment", "torch", "2.14", "different environment: torch was '2.13', now"),
     ):
         other = {**HEADER, part: {**HEADER[part], name: value}}
         message = refused(tmp_path, other)
-        assert said in message
+        assert words in message
         assert "--overwrite" in message
     run(tmp_path / "more", other)
     assert "torch was '2.14', now '2.13'" in refused(tmp_path / "more")

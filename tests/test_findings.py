@@ -90,12 +90,12 @@ def test_a_kernel_that_passed_shows_the_number_nearest_to_its_limit() -> None:
     assert [test.nearness for test in near] == [0.75, float("inf"), 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("failed", "declined", "said"), [
+@pytest.mark.parametrize(("failed", "declined", "words"), [
     (2, 1, "mine (bfloat16) failed in 2 of 6 calls: it raised."),
     (0, 2, "mine (bfloat16) refuses 2 of 5 calls: it declined."),
 ])  # fmt: skip
 def test_calls_are_counted_as_what_became_of_them(
-    failed: int, declined: int, said: str
+    failed: int, declined: int, words: str
 ) -> None:
     """Three ran; those that failed are told before those that were declined."""
     bare = [*[("failed", "it raised")] * failed, *[("skipped", "it declined")] * declined]
@@ -103,24 +103,24 @@ def test_calls_are_counted_as_what_became_of_them(
             *(row(None, call=3 + n, status=status, reason=why)
               for n, (status, why) in enumerate(bare))]  # fmt: skip
     (finding,) = found(*rows)
-    assert finding.sentence == said
+    assert finding.sentence == words
     assert (finding.count, finding.judged) == (failed or declined, 3 + failed + declined)
     assert finding.severity == ("unmeasured" if failed else "note")
 
 
-@pytest.mark.parametrize(("required", "named", "said"), [
+@pytest.mark.parametrize(("required", "named", "words"), [
     (("mine",), False, "is required, but not run in 1 of 1 calls: no."),
     ((), True, "was requested, but not run in 1 of 1 calls: no."),
 ])  # fmt: skip
 def test_a_kernel_that_never_ran_was_required_or_requested(
-    required: tuple[str, ...], named: bool, said: str
+    required: tuple[str, ...], named: bool, words: str
 ) -> None:
     """By the rules, or by whoever asked for it by name."""
     rows = [row(None, status="skipped", reason="no")]
     book = default_rules().model_copy(update={"required": required})
     tests = run_tests(rows, planned(rows, named=named), book)
     assert [f.sentence for f in gate_findings.run_findings(list(tests))] == [
-        f"mine (bfloat16) {said}"
+        f"mine (bfloat16) {words}"
     ]
 
 
@@ -142,13 +142,13 @@ def test_overflows_are_counted_in_elements() -> None:
 
 def mistaken(head: int, *alternatives: tuple[str, ...], **changes: Any) -> DeviationRow:
     """A head whose error one of these explains, each with what it is an instance of."""
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "suspicion": ", or ".join(words for words, *_ in alternatives),
         "suspicion_of": alternatives,
         "suspicion_cut": 1000.0,
         "suspicion_share": 0.98,
     }
-    return row(head, **{**said, **changes})
+    return row(head, **{**fields, **changes})
 
 
 def test_a_mistake_says_what_correcting_it_removes() -> None:

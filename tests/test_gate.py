@@ -258,14 +258,14 @@ def test_an_estimate_is_judged_by_its_interval(
         book = rules(metric="expected_ratio", at_most=1.1, may_lack=lenient)
         judged = judge([estimated(expected_ratio=(low, high))], book)
         assert judged.exit_code == code
-        (said,) = rule_tests(judged)
+        (test,) = rule_tests(judged)
         if code == 3:
-            assert said.reasons == (
+            assert test.reasons == (
                 f"the interval of expected_ratio, {low:.3g} to {high:.3g}, contains "
                 "the limit 1.1: "
                 "audit more rows",
             )
-            assert said.unjudged == 1
+            assert test.unjudged == 1
 
 
 @pytest.mark.parametrize(
@@ -291,10 +291,10 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
         "no element of this tensor could be judged",
     )
     (finding,) = run_findings(required.tests)
-    said = (
+    words = (
         "mine (bfloat16) is required, but gave no result in 1 of 1 calls. Reason: no el"
     )
-    assert said in finding.whole
+    assert words in finding.whole
 
 
 def test_an_estimate_without_an_interval_is_not_judged() -> None:

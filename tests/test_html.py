@@ -134,13 +134,13 @@ class Seen(HTMLParser):
 @pytest.mark.parametrize(
     "name", [n for n in NAMES if "`" not in n], ids=lambda n: ascii(n)[:20]
 )
-@pytest.mark.parametrize("made", [sweep, audit])
-def test_names_are_text(made: Any, name: str) -> None:
+@pytest.mark.parametrize("created", [sweep, audit])
+def test_names_are_text(created: Any, name: str) -> None:
     """Whatever stands in a name, a reason or a path: the page has no other element or
     attribute than with an ordinary name, and shows it as it is (in backticks as code). A
     name cannot turn the text around it: U+202E is shown, not obeyed, in drawings too."""
-    page = html.page(made(name=name))
-    assert Seen(page).names == Seen(html.page(made(name="flash"))).names
+    page = html.page(created(name=name))
+    assert Seen(page).names == Seen(html.page(created(name="flash"))).names
     assert plain(name, keep="\n") in Seen(page).text
     assert "\u202e" not in page
 

@@ -39,8 +39,8 @@ def test_a_report_of_train_becomes_tables() -> None:
         for name, bad in (("good", False), ("bad", True))
     )  # fmt: skip
     result = bench.warnings(rows, bench.runs_of(rows), [0, 1, 2]).set_index("signal")
-    said = result[["warned", "false"]].T.to_dict("list")
-    assert said["grad_norm"] == ["2 of 2", "0 of 2"]
-    assert said["max_logit"] == ["0 of 2", "0 of 2"]
+    shares = result[["warned", "false"]].T.to_dict("list")
+    assert shares["grad_norm"] == ["2 of 2", "0 of 2"]
+    assert shares["max_logit"] == ["0 of 2", "0 of 2"]
     # A median over 30 steps: one row later
     assert result.loc["grad_norm", "lead, steps"] == 90

@@ -143,9 +143,9 @@ def test_terminal_and_page_show_the_outcome(
         html.write(done, tmp_path)
         text = (tmp_path / "report.html").read_text()
         page = re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", text, flags=re.DOTALL)
-        said = {"terminal": gravest(out.getvalue()), "page": gravest(page)}
-        if set(said.values()) != {done.outcome.word}:
-            wrong[str(content)] = (done.outcome.word, said)
+        shown = {"terminal": gravest(out.getvalue()), "page": gravest(page)}
+        if set(shown.values()) != {done.outcome.word}:
+            wrong[str(content)] = (done.outcome.word, shown)
     assert not wrong
 
 

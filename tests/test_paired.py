@@ -44,9 +44,9 @@ def by_numpy(a: torch.Tensor, b: torch.Tensor) -> Paired:
     return Paired(**counts, **{name: float(number) for name, number in numbers.items()})
 
 
-def assert_same(found: Paired, expected: Paired, relative: float = RELATIVE) -> None:
+def assert_same(result: Paired, expected: Paired, relative: float = RELATIVE) -> None:
     for name, x in dataclasses.asdict(expected).items():
-        assert getattr(found, name) == pytest.approx(x, rel=relative, abs=0.0), name
+        assert getattr(result, name) == pytest.approx(x, rel=relative, abs=0.0), name
 
 
 def test_known_answers() -> None:

@@ -33,15 +33,15 @@ def dit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pipelines.dit(tmp_path_factory.mktemp("dit"))
 
 
-def request(path: Path, **given: Any) -> AuditRequest:
-    given = {"sequences": 2, "denoise": 2, "device": "cpu", **given}
-    given["kernels"] = (Choice(name="sdpa-math"),)
-    return AuditRequest(target=path.name, checkpoint=str(path), **given)
+def request(path: Path, **passed: Any) -> AuditRequest:
+    passed = {"sequences": 2, "denoise": 2, "device": "cpu", **passed}
+    passed["kernels"] = (Choice(name="sdpa-math"),)
+    return AuditRequest(target=path.name, checkpoint=str(path), **passed)
 
 
-def captured(path: Path, **given: Any) -> list[AttentionCase]:
+def captured(path: Path, **passed: Any) -> list[AttentionCase]:
     """Every case that the pipeline's source hands over."""
-    return [x.load() for x in open_source(request(path, **given), System.probe("cpu"))]
+    return [x.load() for x in open_source(request(path, **passed), System.probe("cpu"))]
 
 
 def edited(path: Path, to: Path, **changes: Any) -> Path:
@@ -166,6 +166,6 @@ def test_weights_that_are_missing_are_named(
 
 
 def test_options_that_do_not_fit_are_refused(dit: Path, capsys: Any) -> None:
-    said = refusal(capsys, 2, dit, "--steps", "0,4")
-    assert "--steps: expected steps below 4, got 4" in said
+    words = refusal(capsys, 2, dit, "--steps", "0,4")
+    assert "--steps: expected steps below 4, got 4" in words
     assert "is a diffusers pipeline" in refusal(capsys, 2, dit, "--generate", "2")

@@ -28,7 +28,7 @@ from numdev.studies.audit.view import positions, spread
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
+def audited(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
     shape: dict[str, Any] = {
         "batch": 2,
         "heads": 4,
@@ -110,15 +110,17 @@ def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> None:
+def test_a_kernel_that_errs_more_at_late_rows_shows_it(audited: AuditReport) -> None:
     """Its last bin is far above what is predicted, its first are not, nor a sound
     kernel's."""
-    bad, good = (drawn(made.profiles, f"planted:{name}") for name in ("late", "wrapper"))
+    bad, good = (
+        drawn(audited.profiles, f"planted:{name}") for name in ("late", "wrapper")
+    )
     assert bad[-1] > 5
     assert [*bad[:7], *good] == pytest.approx([1.0] * 26, abs=0.1)
 
 
-def test_errors_in_ulps_are_counted_by_size(made: AuditReport) -> None:
+def test_errors_in_ulps_are_counted_by_size(audited: AuditReport) -> None:
     """Against math.frexp, an element each; the floor has none above half an ulp, a
     kernel's are all its elements, and the page has their shares."""
     errors = [0.0, 2.0**-6, 2.0**-5, 0.49, 0.5, 1.0, 63.0, 64.0, 1e9, math.nan, 3.0]
@@ -133,7 +135,7 @@ def test_errors_in_ulps_are_counted_by_size(made: AuditReport) -> None:
     for error in errors[:-2]:
         counts[min(max(math.frexp(error)[1] - 1, -6), 6) + 6 if error else 0] += 1
     assert by_ulps(one + off * 2.0**-7, yardstick) == tuple(counts)
-    (figure,) = (f for node in spread(made.profiles) for f in node.figures)
+    (figure,) = (f for node in spread(audited.profiles) for f in node.figures)
     shares = {c.label: {p.label: p.mean for p in c.points} for c in figure.curves}
     assert all(sum(of.values()) == pytest.approx(100) for of in shares.values())
     assert {"1", "2"}.isdisjoint(shares["floor"])
@@ -143,20 +145,20 @@ def test_errors_in_ulps_are_counted_by_size(made: AuditReport) -> None:
     assert "4" not in shares["planted:late, predicted"]
 
 
-def test_the_page_draws_them(made: AuditReport) -> None:
+def test_the_page_draws_them(audited: AuditReport) -> None:
     """One figure: error / expected, of the kernels for which something is; pointing
     at a dot tells its row. Nothing is drawn at 0."""
-    assert "| first query row of the bin | 0 |" in markdown.page(made)
-    page = html.page(made)
+    assert "| first query row of the bin | 0 |" in markdown.page(audited)
+    page = html.page(audited)
     assert page.count("(64 rows): error / expected by position</figcaption>") == 1
-    first = next(row.starts[-1] for row in made.profiles)
-    worst = drawn(made.profiles, "planted:late")[-1]
+    first = next(row.starts[-1] for row in audited.profiles)
+    worst = drawn(audited.profiles, "planted:late")[-1]
     assert f"<title>planted:late at row {first}: {worst:.3g}</title>" in page
     assert "<title>planted:wrapper at row 1: " in page
     assert "<title>planted:wrapper at row 0: " not in page
     (peak,) = (
         item
-        for n in positions(made.profiles)
+        for n in positions(audited.profiles)
         if isinstance(n, Bullets)
         for item in n.items
     )

@@ -238,17 +238,19 @@ def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> 
         assert "\\x1b" in shown
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "words"), [
     ("[" * 50_000, "cannot be read"),
     (("cases: [{name: a, heads: 1, seq_len: 8, head_dim: 8}]\nseeds: 4000000000"), "1 to 100,000 "),
     ("cases: [{name: a, heads: &x [1,2,3,4,5,6,7,8,9,10], seq_len: *x, head_dim: *x, "
      "batch: *x, kv_len: *x, v_dim: *x}]", "at most 100,000 cells"),
 ], ids=["deep", "seeds", "grid"])  # fmt: skip
-def test_a_configuration_that_would_not_end(text: str, said: str, tmp_path: Path) -> None:
+def test_a_configuration_that_would_not_end(
+    text: str, words: str, tmp_path: Path
+) -> None:
     """Is refused at once: nesting, seeds, a grid."""
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=words):
         read_yaml(path, SweepConfig)
 
 

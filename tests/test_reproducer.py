@@ -75,7 +75,7 @@ def run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
-    return [(code, said) for code, said in json.loads(ran.stdout.splitlines()[-1])]
+    return [(code, words) for code, words in json.loads(ran.stdout.splitlines()[-1])]
 
 
 def figure_in(answer: tuple[int, str]) -> float:
@@ -217,9 +217,9 @@ def test_a_kernel_for_numdev_needs_numdev(tmp_path: Path) -> None:
         tmp_path, case, find("emulated"), "rms", preset="golden2024"
     )
     assert "Needs PyTorch and numdev" in script.read_text()
-    ((code, said),) = run(script)
+    ((code, words),) = run(script)
     assert code == 3
-    assert "No module named 'numdev'" in said
+    assert "No module named 'numdev'" in words
     (answer,) = run(script, bare=False)
     assert figure_in(answer) == pytest.approx(observed, rel=2e-5)
 

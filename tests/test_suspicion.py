@@ -70,8 +70,8 @@ def test_causes_that_coincide_are_all_named() -> None:
     out = attend(
         dataclasses.replace(case, k=case.k.flip(1), v=case.v.flip(1))
     ).out.float()
-    said = rates.judge(case, out, attend(case), always=False)
-    assert said == ["query heads read the next kv head"]
+    names = rates.judge(case, out, attend(case), always=False)
+    assert names == ["query heads read the next kv head"]
 
 
 def test_one_wrong_head_is_the_only_one_accused() -> None:

@@ -242,18 +242,18 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     ends = [c for c in result.cells if (c.kernel, c.metric) == ("off", "rms")]
     means = [cell.mean or 0.0 for cell in ends]
     assert means[1] == pytest.approx(5 * means[0])
-    said = next(s for s in result.summary.answer if s.startswith("off: "))
+    words = next(s for s in result.summary.answer if s.startswith("off: "))
     text = (
         f"off: rms error {si(means[0])} at 0.5 to {si(means[1])} at 2.5; over baseline "
     )
-    assert said.startswith(text + ratio(ends[1].ratio))
+    assert words.startswith(text + ratio(ends[1].ratio))
 
 
-@pytest.mark.parametrize(("means", "ratio", "said"), [
+@pytest.mark.parametrize(("means", "ratio", "words"), [
     ((1.0, 9.0, 2.0), 0.5, "1 at 0 to 9 at 1 to 2 at 2; over base 0.50×."),
     ((1.0, 3.0, 2.0), 1.3e13, "1 at 0 to 2 at 2."),
 ])  # fmt: skip
-def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, said: str) -> None:
+def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, words: str) -> None:
     """A peak of more than twice both ends; no ratio to a baseline that fp64 cannot tell
     from 0."""
     fields: Any = dict.fromkeys(("low", "high", "ratio_low", "ratio_high")) | {
@@ -270,7 +270,9 @@ def test_a_peak_is_said_and_noise_is_not(means: Any, ratio: float, said: str) ->
     curve = {str(at): row for at, row in enumerate(rows)}
     request, axis = SimpleNamespace(y=["rms"]), SimpleNamespace(scale="log")
     grid: Any = SimpleNamespace(axis=axis, request=request)
-    assert sentences({("rms", (), "k"): curve}, grid, "base") == (f"k: rms error {said}",)
+    assert sentences({("rms", (), "k"): curve}, grid, "base") == (
+        f"k: rms error {words}",
+    )
 
 
 @pytest.mark.parametrize(("name", "dtype"), [

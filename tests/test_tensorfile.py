@@ -92,7 +92,7 @@ def test_every_part_of_a_case_comes_back(
         assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
 
 
-@pytest.mark.parametrize(("made", "strides"), [
+@pytest.mark.parametrize(("created", "strides"), [
     (drawn(2, 4, 6, 8), (192, 48, 8, 1)), (drawn(2, 6, 4, 8).transpose(1, 2), (192, 8, 32, 1)),
     (drawn(6, 2, 4, 8).permute(1, 2, 0, 3), (32, 8, 64, 1)),
     (drawn(2, 4, 8, 6).transpose(2, 3), (192, 48, 1, 6)),
@@ -101,14 +101,14 @@ def test_every_part_of_a_case_comes_back(
     (drawn(2, 1, 6, 8).expand(2, 4, 6, 8), (192, 48, 8, 1)),
 ])  # fmt: skip
 def test_strides_come_back(
-    tmp_path: Path, made: Tensor, strides: tuple[int, ...]
+    tmp_path: Path, created: Tensor, strides: tuple[int, ...]
 ) -> None:
     """They decide which backends run; what comes back is laid out as a dense copy would
     be. And tensors may share memory, which safetensors refuses to store twice."""
-    write_cases(tmp_path / "one.safetensors", [case(q=made, k=made, v=made)])
+    write_cases(tmp_path / "one.safetensors", [case(q=created, k=created, v=created)])
     read = only(tmp_path / "one.safetensors")
-    assert all(torch.equal(x, made) for x in (read.q, read.k, read.v))
-    assert read.q.stride() == strides == made.clone().stride()
+    assert all(torch.equal(x, created) for x in (read.q, read.k, read.v))
+    assert read.q.stride() == strides == created.clone().stride()
 
 
 def test_the_example_of_the_docs_runs(
@@ -306,16 +306,16 @@ def attention(
     return out
 
 
-@pytest.mark.parametrize("given", [packed, paged])
+@pytest.mark.parametrize("passed", [packed, paged])
 @pytest.mark.parametrize(("causal", "left"), [(True, None), (False, None), (True, 2)])
 def test_a_packed_call_is_one_case_a_sequence(
-    given: Any, causal: bool, left: int | None
+    passed: Any, causal: bool, left: int | None
 ) -> None:
     """Each case in fp64 is what plain loops over packed tensors give; a scale 1 % off is
     not."""
     whole = packed()
     window = {} if left is None else {"window_size": (left, 0)}
-    cases = numdev.varlen_cases(**given(), causal=causal, softmax_scale=0.3, **window)
+    cases = numdev.varlen_cases(**passed(), causal=causal, softmax_scale=0.3, **window)
     assert [c.ref.case for c in cases] == [f"attention#0/seq{i}" for i in (0, 1, 3)]
     q, k, v = (whole[n].double().numpy() for n in "qkv")
     rows, keys = begins(QUERIES).tolist(), begins(KEYS).tolist()
@@ -349,7 +349,7 @@ def test_flash_attentions_words_for_nothing() -> None:
     ].window == (3, 0)
 
 
-@pytest.mark.parametrize(("given", "changes", "says"), [
+@pytest.mark.parametrize(("passed", "changes", "says"), [
     (packed, {"cu_seqlens_q": torch.tensor([0, 6, 5])}, "cu_seqlens_q: expected"),
     (packed, {"cu_seqlens_k": None}, r"got .*none"),
     (packed, {"cu_seqlens_k": torch.tensor([0, 5])}, r"got .*\[5\], \[2\]"),
@@ -360,10 +360,10 @@ def test_flash_attentions_words_for_nothing() -> None:
     (packed, {"window_size": (3,)}, r"window_size: .* got \[3\]"),
 ])  # fmt: skip
 def test_what_does_not_fit_together_is_refused(
-    given: Any, changes: Any, says: str
+    passed: Any, changes: Any, says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        numdev.varlen_cases(**{**given(), **changes})
+        numdev.varlen_cases(**{**passed(), **changes})
 
 
 def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: Any) -> None:

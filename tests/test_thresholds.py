@@ -35,7 +35,7 @@ def only(judgement: Judgement) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("metric: rsm, at_most: 1", "no metric 'rsm'; did you mean 'rms'"),
         ("metric: rms", "give one of"),
@@ -58,12 +58,12 @@ def only(judgement: Judgement) -> Any:
         ("metric: rms, at_most: 1, at_most: 5", ("line 1: not valid YAML: the key 'at_most' is")),
     ],
 )  # fmt: skip
-def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, words: str) -> None:
     """Exit code 2, saying what is known."""
     (tmp_path / "t.yaml").write_text(f"thresholds: [{{name: a, {text}}}]")
     with pytest.raises(UsageError) as error:
         read_rules(tmp_path / "t.yaml")
-    assert said in str(error.value)
+    assert words in str(error.value)
 
 
 def test_a_file_without_thresholds_has_the_default_ones(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ thresholds:
 """
 
 
-@pytest.mark.parametrize(("rows", "said"), [
+@pytest.mark.parametrize(("rows", "words"), [
     ([row(nonfinite=None)], "first (nonfinite ≤ 0) could not be judged"),
     ([row(1)], "second could not be judged: no row matches"),
     ([row(row_rel=None)], "second (row_rel ≤ 1) could not be judged"),
@@ -154,14 +154,14 @@ thresholds:
     ([row(nonfinite=7)], "returns 7 elements of the output that are NaN or infinite"),
 ])  # fmt: skip
 def test_what_is_not_passed_is_said(
-    tmp_path: Path, capsys: Any, rows: Any, said: str
+    tmp_path: Path, capsys: Any, rows: Any, words: str
 ) -> None:
     """In the terminal, with an exit code of its own."""
     (tmp_path / "t.yaml").write_text(FILE)
     write(report(*rows), tmp_path)
     code = run("gate", tmp_path, "--thresholds", tmp_path / "t.yaml")
     assert code == (1 if any(r.nonfinite for r in rows) else 3)
-    assert "".join(said.split()) in "".join(capsys.readouterr().out.split())
+    assert "".join(words.split()) in "".join(capsys.readouterr().out.split())
 
 
 def test_a_number_that_is_none_never_passes() -> None:
@@ -182,13 +182,15 @@ def test_the_example_in_the_documentation_is_a_threshold_file(tmp_path: Path) ->
     assert len(read_rules(path).thresholds) >= 3
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "words"), [
     ({}, ()),
     ({"overflows": {"float8_e5m2": 5}}, ()),
     ({"overflows": {"float16": 5}}, (("layer 0: 5 elements of the inputs overflow float16"),)),
     ({"nonfinite": {"v": 3}}, ("layer 0: v holds 3 elements that are NaN or infinite",)),
 ])  # fmt: skip
-def test_inputs_that_are_not_finite_are_told_and_no_pass(changes: Any, said: Any) -> None:
+def test_inputs_that_are_not_finite_are_told_and_no_pass(
+    changes: Any, words: Any
+) -> None:
     """As they came, or rounded to a format of the report; how many elements of what, and
     where."""
     created = unjudged(*together([row(), row(format="float16")]))
@@ -197,7 +199,7 @@ def test_inputs_that_are_not_finite_are_told_and_no_pass(changes: Any, said: Any
         created.model_copy(update={"cases": of_calls}), default_rules()
     )
     (result,) = (test for test in judged.tests if test.rule == "finite inputs")
-    assert (result.reasons, judged.exit_code) == (said, 3 if said else 0)
+    assert (result.reasons, judged.exit_code) == (words, 3 if words else 0)
 
 
 @pytest.mark.parametrize(("source", "why"), [
@@ -479,8 +481,10 @@ def test_what_a_correction_removes_is_said_by_format() -> None:
         for head, share in enumerate(shares)
     ]
     ((finding, *_), _) = findings_of(rows)
-    said = "removes 60 % of the rms error of the median head in bfloat16, 95 % in float16"
-    assert said in finding.details
+    words = (
+        "removes 60 % of the rms error of the median head in bfloat16, 95 % in float16"
+    )
+    assert words in finding.details
     ((alone, *_), _) = findings_of(rows[:3])
     assert "removes 60 % of the rms error of the median head." in alone.details
 

@@ -561,9 +561,9 @@ def test_a_process_that_is_stopped_continues(
     while process.poll() is None and not (lines_of(journal) >= 1 + 3 and state.exists()):
         time.sleep(0.01)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, words = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), (
-        said
+        words
     )
     assert state.exists()
     assert ends_as_one_that_was_not_cut(request(path), tmp_path / "cut")
@@ -641,8 +641,8 @@ def test_a_run_in_parts_ends_with_the_same_report(tmp_path: Path, capsys: Any) -
     parts = 0
     while not (output / "report.json").exists():
         assert numdev("train", path, "-o", output, "--stop-after", 0.001, *more) == 0
-        said = capsys.readouterr().err
-        assert ("continue with the same command" in said) != (
+        words = capsys.readouterr().err
+        assert ("continue with the same command" in words) != (
             output / "report.json"
         ).exists()
         parts += 1
@@ -755,17 +755,17 @@ def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
     sixteen = {
         step: [(3 if step < 9 else 1) * x for x in values] for step, values in one.items()
     }
-    said = told({"flash": flash, "one": one, "two": one, "sixteen": sixteen})
+    words = told({"flash": flash, "one": one, "two": one, "sixteen": sixteen})
     mean = (1.1 * 1.0 * 0.9) ** (1 / 3)
-    assert said[0] == (
+    assert words[0] == (
         f"flash: its weights are {mean:.2f} times (0.90 to 1.10, 3 seeds) as far "
         "from the golden "
         "run's as re-rounding attention at one floor, at steps 1 to 2."
     )
-    assert said[1].startswith(
+    assert words[1].startswith(
         "null: re-rounded at 16: its weights are 3.00 times (3.00 to 3.00, "
     )
-    assert len(said) == 2
+    assert len(words) == 2
 
 
 def test_without_a_null_a_run_says_the_first_step_alone() -> None:
@@ -782,8 +782,8 @@ def test_what_is_lost_comes_first() -> None:
     fine = [[2.0, 2.0, 2.0]] * 3
     lost = [[2.0, None, None], [2.0, 2.0, None], [3.862] * 3]
     losses = {"golden": fine, "one": [[2.0, None, None], *fine[:2]], "flash": lost}
-    said = told({"flash": {1: [1.0, 1.0, 1.0]}, "one": {1: [1.0, 1.0, 1.0]}}, losses)
-    assert said[:3] == (
+    words = told({"flash": {1: [1.0, 1.0, 1.0]}, "one": {1: [1.0, 1.0, 1.0]}}, losses)
+    assert words[:3] == (
         "flash and one diverged: loss not finite, flash at step 2 in 2 of 3 seeds; golden, "
         "two and sixteen stay finite.",
         (

@@ -100,8 +100,8 @@ def test_a_sound_design_is_not_accused(name: str) -> None:
     """In both formats and passes, in grouped heads too; a maximum that lags is told by
     that."""
     result = check_attention(CATALOGUE[name].function, cases=("grouped", LONG), seeds=0)
-    said = {r.claim for r in result.report.rows if r.role == "kernel" and r.claim}
-    assert (name in LAGGING) == any("FlashAttention-4" in claim for claim in said)
+    claims_of = {r.claim for r in result.report.rows if r.role == "kernel" and r.claim}
+    assert (name in LAGGING) == any("FlashAttention-4" in claim for claim in claims_of)
 
 
 @pytest.mark.thorough
@@ -187,8 +187,8 @@ WIDE = {"name": "wide", "heads": 8, "kv_heads": 2, "seq_len": 256, "causal": Tru
 def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) -> None:
     """In fp32 within the kernel, or of the rounded dk and dv of every query head."""
     result = check_attention(function, cases="grouped", seeds=range(3))
-    assert way in (said := claims(result.report.rows))
-    assert all(words.endswith(APART) for words in said - {"fa2"})
+    assert way in (ways := claims(result.report.rows))
+    assert all(words.endswith(APART) for words in ways - {"fa2"})
 
 
 @pytest.mark.slow
@@ -297,9 +297,9 @@ def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
         check_attention(
             planted.nan_without_keys, cases=cases, formats=BF16, backward=backward
         )
-    said = " ".join(str(caught.value).split())
-    assert "returns NaN or infinity in fully masked rows" in said
-    assert "empty-rows" in said
+    words = " ".join(str(caught.value).split())
+    assert "returns NaN or infinity in fully masked rows" in words
+    assert "empty-rows" in words
     rows = [
         r
         for r in caught.value.result.report.rows

@@ -72,12 +72,12 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     return run
 
 
-def said(found: WeightsReport) -> str:
-    return "\n".join(found.summary.answer)
+def said(result: WeightsReport) -> str:
+    return "\n".join(result.summary.answer)
 
 
-def matters(found: WeightsReport, what: str) -> list[tuple[str, str | None]]:
-    return [(r.source, r.tensor) for r in found.remarks if r.what == what]
+def matters(result: WeightsReport, what: str) -> list[tuple[str, str | None]]:
+    return [(r.source, r.tensor) for r in result.remarks if r.what == what]
 
 
 def test_equal_weights_are_said_to_be_equal(compare: Compare) -> None:
@@ -308,8 +308,8 @@ def expected(of: Tensor, against: Tensor) -> dict[str, float]:
     }  # fmt: skip
 
 
-def agree(found: dict[str, Any], wanted: dict[str, float]) -> bool:
-    return all(math.isclose(found[k], v, rel_tol=RELATIVE) for k, v in wanted.items())
+def agree(result: dict[str, Any], wanted: dict[str, float]) -> bool:
+    return all(math.isclose(result[k], v, rel_tol=RELATIVE) for k, v in wanted.items())
 
 
 def test_a_group_is_its_tensors_laid_end_to_end() -> None:
@@ -412,9 +412,10 @@ def values(path: Path | str) -> dict[str, Tensor]:
     }
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        found[k].dtype == x.dtype and torch.equal(found[k], x) for k, x in wanted.items()
+def same(result: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return result.keys() == wanted.keys() and all(
+        result[k].dtype == x.dtype and torch.equal(result[k], x)
+        for k, x in wanted.items()
     )
 
 

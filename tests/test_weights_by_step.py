@@ -104,7 +104,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> WeightsReport:
+def measured(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> WeightsReport:
     return weights_over_steps(
         [str(trained)], tmp_path_factory.mktemp("out"), device="cpu"
     )
@@ -148,13 +148,13 @@ def distances(trained: Path, c: Any, run: str, seed: int) -> dict[str, float]:
     }
 
 
-def test_every_cell_is_numpys_and_scipys(found: WeightsReport, trained: Path) -> None:
+def test_every_cell_is_numpys_and_scipys(measured: WeightsReport, trained: Path) -> None:
     """Of all runs, seeds and steps: everything, each layer, kind, and place; from the
     stored tensors. fp64 sums of some hundred terms: n u below 1e-13."""
-    wheres = {(c.layer, c.kind) for c in found.cells}
+    wheres = {(c.layer, c.kind) for c in measured.cells}
     assert len(wheres) == 1 + 3 + 4 + 6
-    assert len(found.cells) == 14 * len(PLACES) * (len(RUNS) - 1)
-    for c in found.cells:
+    assert len(measured.cells) == 14 * len(PLACES) * (len(RUNS) - 1)
+    for c in measured.cells:
         wanted = distances(trained, c, c.of, c.seed)
         for name, value in wanted.items():
             assert getattr(c, name) == pytest.approx(value, rel=1e-12), (
@@ -165,32 +165,32 @@ def test_every_cell_is_numpys_and_scipys(found: WeightsReport, trained: Path) ->
         assert c.mean_abs != pytest.approx(wanted["mean_abs"] + 1e-9, rel=1e-12)
 
 
-def test_tensors_of_zeros_count_as_equal_nowhere(found: WeightsReport) -> None:
+def test_tensors_of_zeros_count_as_equal_nowhere(measured: WeightsReport) -> None:
     """The bias that is 0 in all sets is no evidence: alone it has no share of equal
     elements, and in the repeated run, whose weights are the baseline's, 6 of 7 tensors
     are identical."""
-    at = {(c.of, c.seed, c.step, c.layer, c.kind): c for c in found.cells}
+    at = {(c.of, c.seed, c.step, c.layer, c.kind): c for c in measured.cells}
     alone = at["repeat", 0, 1, 1, "mlp"]
     assert (alone.equal, alone.identical, alone.zeros) == (None, 0, 1)
     assert alone.nulls["equal"] == "0 in both"
     whole = at["repeat", 0, 1, "all", "all"]
     assert (whole.equal, whole.identical, whole.zeros) == (1.0, 6, 1)
     assert at["flash", 0, 1, "all", "all"].equal == 0.0
-    said = "\n".join(found.summary.answer)
+    words = "\n".join(measured.summary.answer)
     assert (
         "repeat has baseline's weights at every step: every element of the "
         "tensors that are not "
     )
-    assert "0 in both (1 are)." in said
+    assert "0 in both (1 are)." in words
 
 
 @pytest.mark.slow
-def test_standings_are_numpys_and_scipys(found: WeightsReport, trained: Path) -> None:
+def test_standings_are_numpys_and_scipys(measured: WeightsReport, trained: Path) -> None:
     """Values, those of the nulls at one floor, their ratio with its ends over seeds, and
     the margin over the farthest null of at most one floor, which the one of 16 floors is
     not."""
-    assert {s.variant for s in found.standings} == {"flash", "fp32"}
-    for s in found.standings:
+    assert {s.variant for s in measured.standings} == {"flash", "fp32"}
+    for s in measured.standings:
         own = [distances(trained, s, s.variant, seed)[s.metric] for seed in SEEDS]
         nulls = {
             name: [distances(trained, s, name, seed)[s.metric] for seed in SEEDS]
@@ -214,15 +214,15 @@ def test_standings_are_numpys_and_scipys(found: WeightsReport, trained: Path) ->
         assert s.stands_out == (margin > LIMITS[s.metric] if is_place else None)
 
 
-def test_what_stands_out_is_the_first_sentence(found: WeightsReport) -> None:
+def test_what_stands_out_is_the_first_sentence(measured: WeightsReport) -> None:
     """Flash's one place, planted at step 4; low precision, which is nowhere beyond
     chance; early ratios; and all that is shown of quantiles is of what stands out."""
-    out = [s for s in found.standings if s.stands_out]
+    out = [s for s in measured.standings if s.stands_out]
     assert {(s.variant, s.step, s.layer, s.kind) for s in out} == {
         ("flash", 4, 1, "attention")
     }
     margin = next(s.margin for s in out if s.metric == "mean_abs")
-    first = found.summary.answer[0]
+    first = measured.summary.answer[0]
     assert first == (
         "flash stands out in layer 1 attention: at step 4 it is at least "
         f"{margin:.2f} times as "
@@ -230,16 +230,16 @@ def test_what_stands_out_is_the_first_sentence(found: WeightsReport) -> None:
         "1 of 5 places "
         "(the tensors of one kind in one layer) stand out, at step 4."
     )
-    assert found.summary.answer[1] == (
+    assert measured.summary.answer[1] == (
         "fp32 stands out nowhere: in none of 5 places (the tensors of one kind in "
         "one layer) is it "
         "farther from baseline than chance by the rule, at steps 1 to 4."
     )
-    assert {q.tensor for q in found.quantiles} == {MOVED}
+    assert {q.tensor for q in measured.quantiles} == {MOVED}
 
 
 def test_quantiles_are_those_of_the_stored_values(
-    found: WeightsReport, trained: Path
+    measured: WeightsReport, trained: Path
 ) -> None:
     """By sorting: 64 values, of which quantile q is between the two at 63 q."""
 
@@ -249,8 +249,8 @@ def test_quantiles_are_those_of_the_stored_values(
         high = min(low + 1, 63)
         return ordered[low] + (63 * q - low) * (ordered[high] - ordered[low])
 
-    assert [q.quantile for q in found.quantiles] == list(QUANTILES)
-    for q in found.quantiles:
+    assert [q.quantile for q in measured.quantiles] == list(QUANTILES)
+    for q in measured.quantiles:
         base = level("baseline", q.quantile)
         nulls = [
             level(n, q.quantile) - base for n in ("re-rounded 1", "re-rounded 2", "ulp")
@@ -261,12 +261,12 @@ def test_quantiles_are_those_of_the_stored_values(
 
 
 def test_one_metric_over_another_is_said_of_early_steps(
-    found: WeightsReport, trained: Path
+    measured: WeightsReport, trained: Path
 ) -> None:
     """Flash over low precision by place, geometric means over seeds and early steps,
     their ends."""
-    assert found.early == (1, 4)
-    places = {(c.layer, c.kind) for c in found.cells if "all" not in (c.layer, c.kind)}
+    assert measured.early == (1, 4)
+    places = {(c.layer, c.kind) for c in measured.cells if "all" not in (c.layer, c.kind)}
     ratios = []
     for layer, kind in places - {(1, "mlp")}:
         each = []
@@ -278,7 +278,7 @@ def test_one_metric_over_another_is_said_of_early_steps(
             each.append(own / other)
         ratios.append(gmean(each))
     ends = f"{min(ratios):.2f} to {max(ratios):.2f} in mean W1"
-    [sentence] = [s for s in found.summary.answer if s.startswith("flash over fp32")]
+    [sentence] = [s for s in measured.summary.answer if s.startswith("flash over fp32")]
     assert sentence.startswith("flash over fp32, at steps 1 to 4: ")
     assert ends in sentence
     assert sentence.endswith("over places, where both moved (3 seeds).")
@@ -402,7 +402,7 @@ def run(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_a_training_and_its_lists_are_the_same_numbers(
-    run: Run, trained: Path, found: WeightsReport
+    run: Run, trained: Path, measured: WeightsReport
 ) -> None:
     """Checkpoints as a pattern, as a list, and as a directory of their own; nulls named
     by --null. Numbers are those of the training's own report."""
@@ -419,7 +419,7 @@ def test_a_training_and_its_lists_are_the_same_numbers(
     again = report.read(Path("out"))
     assert [r.null for r in again.runs] == [False, False, True, True, True]
     theirs = {
-        (c.seed, c.step, c.layer, c.kind): c for c in found.cells if c.of == "flash"
+        (c.seed, c.step, c.layer, c.kind): c for c in measured.cells if c.of == "flash"
     }
     ours = {
         (c.seed, c.step, c.layer, c.kind): c for c in again.cells if c.of == str(named[1])

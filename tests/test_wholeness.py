@@ -59,7 +59,7 @@ def test_a_whole_report_is_judged() -> None:
         judged(told([r for r in rows() if r.tensor != "lse"]))
 
 
-@pytest.mark.parametrize(("place", "said"), [
+@pytest.mark.parametrize(("place", "words"), [
     ({"head": 3, "tensor": "out"}, ("a (bfloat16) has no row for out head 3, or several of c")),
     ({"head": 1, "tensor": "dv", "kernel": "b"}, "b (bfloat16) has no row for dv head 1"),
     ({"head": 3, "tensor": "lse", "kernel": "a"}, ("a (bfloat16) has no row for lse head 3")),
@@ -70,12 +70,12 @@ def test_a_whole_report_is_judged() -> None:
     ({"kernel": "a", "case": "c", "seed": 1, "tensor": "out", "head": 0}, "of c, seed 1"),
 ])  # fmt: skip
 def test_what_was_planned_and_is_not_there_is_no_pass(
-    place: dict[str, Any], said: str
+    place: dict[str, Any], words: str
 ) -> None:
     """A head, a tensor, a call, a seed, a kernel: of one, or of all."""
     with pytest.raises(MeasurementError) as error:
         judged(told(without(rows(), **place)))
-    assert said in str(error.value)
+    assert words in str(error.value)
 
 
 @pytest.mark.parametrize("change", [{"kernel": "emulated"}, {"role": "baseline"},
@@ -90,12 +90,12 @@ def test_what_goes_by_another_name_is_not_there(change: dict[str, Any]) -> None:
 def test_what_was_not_planned_is_refused() -> None:
     """A row that is there twice would have a share of every median; and another kernel's
     rows."""
-    for more, said in (
+    for more, words in (
         (row(0, kernel="a", tensor="dq"), "a .* dq head 0, or several of c"),
         (row(9, kernel="a"), "a row too many, out head 9, of c"),
         (row(0, kernel="z"), "were not planned: z"),
     ):
-        with pytest.raises(MeasurementError, match=said):
+        with pytest.raises(MeasurementError, match=words):
             judged(told([*rows(), more]))
 
 
@@ -141,7 +141,7 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
         judged(told(together(less)).model_copy(update={"plan": planned(plain)}))
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "words"), [
     *(({name: None}, "no error values") for name in ("elements", "rms", "mean_abs", "max_abs")),
     ({"elements": 0}, "has no error values"), ({"elements": 999}, "than the floor"),
     ({"sequences": 1}, "than the floor"), ({"sequences": None}, "than the floor"),
@@ -154,7 +154,7 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     ({"error_rows": 101.0, "rows_measured": 100}, "an error of 101 rows, of 100"),
 ])  # fmt: skip
 def test_a_row_that_contradicts_itself_or_its_floor_is_refused(
-    change: Any, said: str
+    change: Any, words: str
 ) -> None:
     """In one head of one kernel, beside the floor of the same head."""
     for fmt in ("bfloat16", "float16"):
@@ -163,7 +163,7 @@ def test_a_row_that_contradicts_itself_or_its_floor_is_refused(
         floor = [row(h, role="floor", kernel="floor", format=fmt) for h in range(4)]
         sound = [row(h, format=fmt) for h in range(4)]
         assert judge_report(report(*floor, *sound), FINITE).exit_code == 0
-        with pytest.raises(MeasurementError, match=said):
+        with pytest.raises(MeasurementError, match=words):
             judge_report(report(*floor, *sound[:3], row(3, format=fmt, **change)), FINITE)
 
 
@@ -204,28 +204,28 @@ def test_what_was_asked_for_and_skipped(
         assert judge_report(again, book).exit_code == code
 
 
-@pytest.mark.parametrize(("asked", "plan", "said"), [
+@pytest.mark.parametrize(("asked", "plan", "words"), [
     ({"repeats": 3}, {"repeats": 2}, "differ in `repeats`"),
     ({"rows": 64}, {}, "differ in `rows`"),
     ({"backward": False}, {}, "differ in `backward`"),
     ({"heads": [1]}, {}, "differ in `heads`"),
     ({"formats": ["bfloat16", "float16"]}, {}, "has other formats than the request"),
 ])  # fmt: skip
-def test_a_plan_is_what_was_requested(asked: Any, plan: Any, said: str) -> None:
+def test_a_plan_is_what_was_requested(asked: Any, plan: Any, words: str) -> None:
     """Of each thing that decides which rows there are."""
     result = told(rows(), **plan).model_copy(update={"request": asked})
-    with pytest.raises(MeasurementError, match=said):
+    with pytest.raises(MeasurementError, match=words):
         judged(result)
 
 
-@pytest.mark.parametrize(("name", "said"), [
+@pytest.mark.parametrize(("name", "words"), [
     ("kernels", "has a kernel twice"), ("formats", "a format or a call twice"),
     ("calls", "a format or a call twice"),
 ])  # fmt: skip
-def test_nothing_is_planned_twice(name: str, said: str) -> None:
+def test_nothing_is_planned_twice(name: str, words: str) -> None:
     """A kernel that stands there twice would be judged by half of its rows."""
     result = told(rows())
     twice = (*getattr(result.plan, name), getattr(result.plan, name)[0])
     plan = result.plan.model_copy(update={name: twice})
-    with pytest.raises(MeasurementError, match=said):
+    with pytest.raises(MeasurementError, match=words):
         judged(result.model_copy(update={"plan": plan}))

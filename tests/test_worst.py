@@ -261,9 +261,9 @@ def changes_of(what: str, case: AttentionCase) -> dict[str, Tensor]:
 def test_what_was_planted_stands_out(what: str, says: str) -> None:
     """Each peculiarity of a row is named; with a tie alone V keeps no one sign."""
     case = planted()
-    said = described(case, 17, **changes_of(what, case))
-    assert says in said
-    assert what != "tie" or "one sign (1.00" not in said
+    words = described(case, 17, **changes_of(what, case))
+    assert says in words
+    assert what != "tie" or "one sign (1.00" not in words
 
 
 def test_few_rows_tell_of_ties_alone() -> None:
