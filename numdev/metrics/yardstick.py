@@ -36,6 +36,7 @@ class RowScales:
     size: Tensor  # |r_i|
     scale: Tensor  # |term scale_i|, over its finite elements
     judged: Tensor  # bool: rows that have a relative error
+    unit: Tensor  # what it is relative to: the scale, infinity in rows not judged
     least: Tensor  # u |r_i| / sqrt(12), the least a row's error may be predicted to be
     arithmetic: Tensor | None  # what fp32 arithmetic alone may err
     least_allowed: float  # what any row may err: u SMALLEST_SCALE
@@ -43,18 +44,12 @@ class RowScales:
     def relative(self, sizes: Tensor) -> Tensor:
         """Returns sizes of rows [..., B, H, rows] over their |term scale_i|; 0 in rows
         that are not judged."""
-        return sizes / self._unit
+        return sizes / self.unit
 
     def predicted(self, sizes: Tensor) -> Tensor:
         """Returns rows' predicted errors [B, H, rows] with what fp32 arithmetic may err
         added in squares, where the yardstick has that."""
         return sizes if self.arithmetic is None else torch.hypot(sizes, self.arithmetic)
-
-    @cached_property
-    def _unit(self) -> Tensor:
-        """Returns what relative errors are relative to: infinity in rows that are not
-        judged."""
-        return torch.where(self.judged, self.scale, math.inf)
 
     @cached_property
     def judged_count(self) -> Tensor:
@@ -179,21 +174,18 @@ class Yardstick:
         undrawn."""
         return all(self._finite) and not bool((self.empty | self.repeated).any())
 
-    def is_everything(self, usable: Tensor) -> bool:
-        """Whether a mask of elements is known to count all of them: it is `usable`
-        itself, and nothing is irregular. False for another tensor, whatever it holds."""
-        return usable is self.usable and self.regular
-
     @cached_property
     def rows(self) -> RowScales:
         """Returns the scales of rows over all usable elements, for an output that is
         finite."""
-        return self.rows_where(self.usable)
+        return self.rows_where(None)
 
-    def rows_where(self, usable: Tensor) -> RowScales:
+    def rows_where(self, usable: Tensor | None) -> RowScales:
         """Returns the scales of rows over the elements of a mask `usable`, bool [B, H,
-        rows, features]."""
-        if self.is_everything(usable):
+        rows, features]; None: over all usable ones."""
+        is_everything = usable is None and self.regular
+        usable = self.usable if usable is None else usable
+        if is_everything:
             size, scale = row_norm(self.reference), row_norm(self.term_scale)
             count = torch.full_like(size, self.reference.shape[-1])
         else:
@@ -206,12 +198,14 @@ class Yardstick:
             # Inputs that are not finite make it NaN in rows of which no element is
             # usable.
             arithmetic = (scale * self.arithmetic).nan_to_num_()
+        judged = (scale >= SMALLEST_SCALE) & finite(scale)
         return RowScales(
             usable=usable,
             count=count,
             size=size,
             scale=scale,
-            judged=(scale >= SMALLEST_SCALE) & finite(scale),
+            judged=judged,
+            unit=torch.where(judged, scale, math.inf),
             least=size * rounding(self.format),
             arithmetic=arithmetic,
             least_allowed=self.format.unit_roundoff * SMALLEST_SCALE,
@@ -278,15 +272,16 @@ class Yardstick:
     def observed(self) -> Tensor:
         """Returns in how many rows an element may tell of a bias, fp64 [B, H, features],
         where the output is finite."""
-        return self.observed_where(self.rows.usable)
+        return self.observed_where(None)
 
-    def observed_where(self, usable: Tensor) -> Tensor:
+    def observed_where(self, usable: Tensor | None) -> Tensor:
         """Returns in how many rows an element of the mask `usable` may tell of a bias,
-        fp64 [B, H, features]. Rows that repeat others do not count, nor do elements whose
-        floor is not finite."""
-        if self.is_everything(usable):
-            batch, heads, rows, features = usable.shape
+        fp64 [B, H, features]; None: of all usable ones. Rows that repeat others do not
+        count, nor do elements whose floor is not finite."""
+        if usable is None and self.regular:
+            batch, heads, rows, features = self.reference.shape
             return self.reference.new_full((batch, heads, features), rows)
+        usable = self.usable if usable is None else usable
         distinct = usable & self.floor_finite & ~self.repeated[..., None]
         return count_of(distinct, dim=2)
 
@@ -294,16 +289,17 @@ class Yardstick:
     def allowance(self) -> Sums:
         """Returns `fa_allowance` over all usable elements, for a baseline that is finite
         in all. Needs a baseline."""
-        return self.fa_allowance(self.rows.usable)
+        return self.fa_allowance(None)
 
-    def fa_allowance(self, usable: Tensor) -> Sums:
+    def fa_allowance(self, usable: Tensor | None) -> Sums:
         """Returns the largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each
         row, as `plain_from_floor` and `shifted` [B, H, rows], over the elements of the
-        mask `usable`. Flash-attention's own test allows twice their sum; ref is the exact
-        answer cast to the format, and the shifts are computed in it. Needs a baseline."""
+        mask `usable`, or for None over all of a regular yardstick. Flash-attention's own
+        test allows twice their sum; ref is the exact answer cast to the format, and the
+        shifts are computed in it. Needs a baseline."""
         assert self.baseline is not None
         floor, plain = self.floor, self.baseline - self.floor
-        if not self.is_everything(usable):
+        if usable is not None:
             judged = usable & self.floor_finite
             floor, plain = (zeroed_outside(x, judged) for x in (floor, plain))
         cast = floor.to(dtype_of(self.format))  # exact: the floor is representable
