@@ -64,9 +64,10 @@ def inputs_finite(case: AttentionCase) -> bool:
 def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
     """Returns by tensor of a call how many of its elements are NaN or infinite; those
     without any are left out. -inf in an additive mask hides, and does not count."""
-    if inputs_finite(case):
+    inputs = _float_inputs(case)
+    if all_finite(inputs.values()):
         return {}
-    counts = {name: count_nonfinite(x) for name, x in _float_inputs(case).items()}
+    counts = {name: count_nonfinite(x) for name, x in inputs.items()}
     return {name: count for name, count in counts.items() if count}
 
 
