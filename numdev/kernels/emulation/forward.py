@@ -530,16 +530,25 @@ def _add_tiles(
 def _maxima_met(r: Rounder, m_old: Tensor, tile_maxima: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the running maximum after all tiles, [B, H, rows, splits], and after each,
     [B, H, rows, splits, tiles]. `tile_maxima`: each tile's own, of this shape."""
-    if r.recipe.max_lag is None:  # a maximum of maxima is exact, in whatever order
-        descends = r.recipe.kv_order == "descending"
-        ordered = tile_maxima.flip(-1) if descends else tile_maxima
+    descends, lag = r.recipe.kv_order == "descending", r.recipe.max_lag
+    ordered = tile_maxima.flip(-1) if descends else tile_maxima
+    if lag is None:  # a maximum of maxima is exact, in whatever order
         met = torch.maximum(ordered.cummax(dim=-1).values, m_old[..., None])
-        return met[..., -1].contiguous(), met.flip(-1) if descends else met
-    m, maxima = m_old, []
-    for tile_max in in_order(r, tile_maxima.unbind(dim=-1)):
-        m = moved(r, m, tile_max)
-        maxima.append(m)
-    return m, torch.stack(list(in_order(r, maxima)), dim=-1)
+    else:
+        met = _lagging_maxima(m_old[..., None], ordered, lag)
+    return met[..., -1].contiguous(), met.flip(-1) if descends else met
+
+
+def _lagging_maxima(m_old: Tensor, tile_maxima: Tensor, lag: float) -> Tensor:
+    """Returns the running maximum after each tile (`moved`), [..., tiles]. `m_old` [...,
+    1]. Not tile by tile: it moves in few of them."""
+    met = m_old.expand_as(tile_maxima).contiguous()
+    places = torch.arange(tile_maxima.shape[-1], device=met.device)
+    while bool((moves := (tile_maxima - met) * LOG2_E > lag).any()):
+        first = moves.int().argmax(dim=-1, keepdim=True)
+        is_moved = moves.any(dim=-1, keepdim=True) & (places >= first)
+        met = torch.where(is_moved, tile_maxima.gather(-1, first), met)
+    return met
 
 
 def wide_blocks(
