@@ -199,9 +199,9 @@ def test_the_script_shows_it_in_a_bare_process(tmp_path: Path, monkeypatch: Any)
     """In a process that knows nothing of this one's paths: its exit code is 1."""
     (tmp_path / "somebodys.py").write_text(OWN)  # in a folder on nobody's path
     monkeypatch.syspath_prepend(tmp_path)
-    own = importlib.import_module("somebodys")
+    module = importlib.import_module("somebodys")
     error = failing(
-        own.halved,
+        module.halved,
         cases="decode",
         formats="float16",
         backward=False,
@@ -342,9 +342,9 @@ def test_cases_by_every_kind_of_name(tmp_path: Path) -> None:
     assert names([{"seq_len": [3, 5]}]) == ["case 0/seq_len=3", "case 0/seq_len=5"]
     assert names([tmp_path / "mine.yaml"], (0, 1)) == ["a", "a"]
     assert names([call, "full"]) == ["decode", "full"]
-    held = CheckSource([call], (0,), "cpu", gradients=True).cases[0].load()
-    assert held.grad_out is not None
-    assert torch.equal(held.q, call.q)
+    case = CheckSource([call], (0,), "cpu", gradients=True).cases[0].load()
+    assert case.grad_out is not None
+    assert torch.equal(case.q, call.q)
 
 
 @pytest.mark.parametrize(("cases", "words"), [
@@ -601,9 +601,9 @@ def test_measure_is_the_definition() -> None:
     rows = numdev.measure(out, q, k, v, scale=0.5, is_causal=True)
     assert [row.head for row in rows] == [0, 1, 2, 3]
     for row in rows:
-        own = error[:, row.head or 0]
-        assert row.rms == pytest.approx(float(own.square().mean().sqrt()), rel=1e-12)
-        assert row.max_abs == pytest.approx(float(own.abs().max()), rel=1e-12)
+        of_head = error[:, row.head or 0]
+        assert row.rms == pytest.approx(float(of_head.square().mean().sqrt()), rel=1e-12)
+        assert row.max_abs == pytest.approx(float(of_head.abs().max()), rel=1e-12)
     with pytest.raises(MeasurementError, match="cannot be measured"):
         numdev.measure(out[:, :1], q, k, v)
 
@@ -642,12 +642,12 @@ def test_what_is_in_memory_is_audited(tmp_path: Path) -> None:
         "heads": [0, 1],
     }
     kernels = ["sdpa-math", lambda q, k, v, attn_mask=None: plain(q, k, v)]
-    told: list[str] = []
+    lines: list[str] = []
     for words in ("", "Every task was finished before; --overwrite measures them again."):
         result = numdev.audit(
-            model, ids, kernels=kernels, output=tmp_path, say=told.append, **passed
+            model, ids, kernels=kernels, output=tmp_path, say=lines.append, **passed
         )
-        assert words in ("", *told)
+        assert words in ("", *lines)
     assert model.config._attn_implementation == "eager"
     assert not any(p.grad is not None for p in model.parameters())
     source = result.provenance.source
@@ -779,11 +779,11 @@ def test_watching_finds_a_fault(
     )
     with numdev.watch(model, every=1) as watch, Wrong():
         model(x)
-    told = capsys.readouterr().out
-    assert told.startswith(
+    printed = capsys.readouterr().out
+    assert printed.startswith(
         "numdev.watch, step 0: sdpa-flash (float32) is wrong in 2 of 2 heads: "
     )
-    assert "1.020 times" in told
+    assert "1.020 times" in printed
     model(x)
     assert watch.step == 0
     # Which multiplies by hand where it returns weights
@@ -920,9 +920,9 @@ def test_two_threads_run_a_watched_model_at_once() -> None:
 def test_the_trainer_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The examples of docs/api.md, in a run of transformers' Trainer."""
     text = (ROOT / "docs" / "api.md").read_text().partition("## While a model trains")[2]
-    told: list[Any] = []
-    log = types.SimpleNamespace(log=told.append)
-    add = types.SimpleNamespace(add_scalar=lambda *given: told.append(given))
+    logged: list[Any] = []
+    log = types.SimpleNamespace(log=logged.append)
+    add = types.SimpleNamespace(add_scalar=lambda *given: logged.append(given))
     monkeypatch.setitem(sys.modules, "wandb", log)  # type: ignore[arg-type]
     board = types.SimpleNamespace(SummaryWriter=lambda: add)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)  # type: ignore[arg-type]
@@ -937,10 +937,13 @@ def test_the_trainer_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         train_dataset=[{"input_ids": ids, "labels": ids}] * 2, callbacks=[callback],
     ).train()  # fmt: skip
     assert callback.watch.step == 0
-    assert [next(iter(x)) for x in told[:2]] == [
+    assert [next(iter(x)) for x in logged[:2]] == [
         f"numerics/layer{i}/error_over_floor" for i in (0, 1)
     ]
-    assert [x[0::2] for x in told[2:]] == [("numerics/layer0", 0), ("numerics/layer1", 0)]
+    assert [x[0::2] for x in logged[2:]] == [
+        ("numerics/layer0", 0),
+        ("numerics/layer1", 0),
+    ]
 
 
 @pytest.mark.slow

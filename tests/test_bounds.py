@@ -115,7 +115,7 @@ def changed(
 
 def run_of(distances: Sequence[DistanceRow], names: Sequence[str] = NAMES) -> TrainReport:
     """A run with these distances, without those of variants that are not named."""
-    kept = tuple(d for d in distances if d.variant in names)
+    chosen = tuple(d for d in distances if d.variant in names)
     roles = {name: name.rstrip("-126").replace("-", "_") for name in names}
     fields: dict[str, Any] = {"kernel": "baseline", "format": "bfloat16"}
     times = {name: 16.0 if name.endswith("16") else 1.0 for name in names}
@@ -141,7 +141,7 @@ def run_of(distances: Sequence[DistanceRow], names: Sequence[str] = NAMES) -> Tr
             for name, role in roles.items()
         ),
         rows=(),
-        distances=kept,
+        distances=chosen,
     )
 
 
@@ -499,10 +499,10 @@ def test_the_known_ratios_come_back(bounds: Found) -> None:
         compared(bounds(curves({**STARTS, **equal})), "low-precision", "early").ratio
         is None
     )
-    apart = changed(
+    changed_run = changed(
         curves(), lambda r: r.variant.endswith("-16"), mean_abs=lambda x: 9 * x
     )
-    assert bounds(apart).saturation.saturated is None
+    assert bounds(changed_run).saturation.saturated is None
 
 
 @pytest.mark.parametrize("seeds", [2, 5])

@@ -70,10 +70,10 @@ def agrees(
     """Hold every case, answered here and by the reference, against eager output and
     logits."""
     captured = Run(opened(name, tmp_path), name, passed, steps)
-    own = Run(eager(name, tmp_path), name, passed, steps, eager=True)
-    assert len(captured.cases) == len(own.outputs) > 0
+    run = Run(eager(name, tmp_path), name, passed, steps, eager=True)
+    assert len(captured.cases) == len(run.outputs) > 0
     mask = passed.get("attention_mask", torch.ones(B, N)).bool()
-    for case, expected in zip(captured.cases, own.outputs, strict=True):
+    for case, expected in zip(captured.cases, run.outputs, strict=True):
         batch, length = case.q.shape[0], case.q_len
         real = mask if mask.shape == (batch, length) else None
         assert case.q.dtype == torch.float64
@@ -81,7 +81,7 @@ def agrees(
             expected = expected.reshape(batch, length, -1)
             assert worst(merged(answer), expected, real) < TOLERANCE
     real = mask if mask.shape == captured.logits.shape[:2] else None
-    assert worst(captured.logits, own.logits, real) < 100 * TOLERANCE
+    assert worst(captured.logits, run.logits, real) < 100 * TOLERANCE
     return captured.cases
 
 
@@ -505,18 +505,18 @@ def agrees_projected(model: One) -> None:
     captured."""
     x = normal(PAIR, ROW, E) if model.mha.batch_first else normal(ROW, PAIR, E)
     with torch.no_grad():
-        own = model(x)
+        output = model(x)
     cases: list[AttentionCase] = []
     capture(model, {"x": x}, cases.append, source="")
     assert [case.ref.module for case in cases] == ["mha"]
-    batch_first = own[0] if model.mha.batch_first else own[0].transpose(0, 1)
+    batch_first = output[0] if model.mha.batch_first else output[0].transpose(0, 1)
     for answer in (attend(cases[0]), find("reference").attend(cases[0]).out):
         assert worst(projected(model, answer), batch_first) < TOLERANCE
-    assert worst(model.answer[0], own[0]) < TOLERANCE
+    assert worst(model.answer[0], output[0]) < TOLERANCE
     needs = model.call.get("need_weights", True)
-    assert (model.answer[1] is not None) == (own[1] is not None) == needs
+    assert (model.answer[1] is not None) == (output[1] is not None) == needs
     if needs:
-        assert worst(model.answer[1], own[1]) < TOLERANCE
+        assert worst(model.answer[1], output[1]) < TOLERANCE
 
 
 def projected(model: One, answer: Tensor) -> Tensor:
@@ -609,9 +609,9 @@ def test_an_encoder_makes_a_call_for_every_layer(
     assert all((c.mask is not None) == padding for c in cases)
     torch.backends.mha.set_fastpath_enabled(False)
     with torch.no_grad():
-        own = model(**passed)
+        output = model(**passed)
     torch.backends.mha.set_fastpath_enabled(True)
-    assert torch.equal(outputs[0], own)
+    assert torch.equal(outputs[0], output)
 
 
 def test_nothing_of_torch_is_changed() -> None:

@@ -38,7 +38,7 @@ from numdev.studies.diagnose.head_statistics import (
 from numdev.studies.diagnose.report import CureRow
 
 BF16 = FORMATS["bfloat16"]
-TOLD = ("tied", "ones", "powers", "one_signed")
+SHARES = ("tied", "ones", "powers", "one_signed")
 
 
 def drawn(**fields: Any) -> AttentionCase:
@@ -98,7 +98,7 @@ def told(case: AttentionCase, created: Recipe, h: int) -> dict[str, float]:
     block = created.tile(case.q.shape[-1], case.kv_len)[1]
     starts = list(range(0, case.kv_len, block))
     order = starts[::-1] if created.kv_order == "descending" else starts
-    rows: dict[str, list[float]] = {name: [] for name in TOLD}
+    rows: dict[str, list[float]] = {name: [] for name in SHARES}
     for b, i in itertools.product(range(len(case.q)), range(case.q_len)):
         exact = torch.tensor(
             [score(case, b, h, i, j) for j in range(case.kv_len)]
@@ -165,11 +165,11 @@ def test_ties_and_powers_are_those_that_loops_find(name: str) -> None:
     assert row.tied
     assert row.powers
     assert (row.ones == 0) == (name == "eager")  # normalised before it meets V
-    assert_same(numbers(row, *TOLD), [expected[n] for n in TOLD])
-    for name in TOLD:
+    assert_same(numbers(row, *SHARES), [expected[n] for n in SHARES])
+    for name in SHARES:
         one_row_off = expected | {name: expected[name] + 1 / row.rows}
         with pytest.raises(AssertionError):
-            assert_same(numbers(row, *TOLD), [one_row_off[n] for n in TOLD])
+            assert_same(numbers(row, *SHARES), [one_row_off[n] for n in SHARES])
 
 
 VECTOR = {"accurate": -4.703990459442139, "rounded": -4.71875}
@@ -181,10 +181,10 @@ def paper() -> AttentionCase:
     """The paper's two tied keys and a tail: scores 0, 0 and log(121 / 2^18) to 24
     bits."""
     score = math.log(121 / 2**18)
-    parts, rest = [], score
+    parts, left = [], score
     for _ in range(3):
-        parts.append(float(torch.tensor(rest).bfloat16()))
-        rest -= parts[-1]
+        parts.append(float(torch.tensor(left).bfloat16()))
+        left -= parts[-1]
     k = torch.tensor([[0.0] * 3, [0.0] * 3, parts])
     v = torch.tensor([[-2.40625], [-2.296875], [-1.875]])
     passed = {"q": torch.ones(1, 3), "k": k, "v": v, "grad_out": torch.ones(1, 1)}
@@ -239,7 +239,7 @@ def test_two_terms_and_a_tail_err_by_a_quarter_ulp(tail: float) -> None:
     assert all(row.pv_bias == 0.0 for row in cured)
 
 
-MADE = {
+VARIANTS = {
     "fa2": recipe("qiu2025", block_kv=8),
     "plain": recipe("eager", sites={"pv": "working"}),
     "fa1": recipe("golden2024", block_kv=8),
@@ -247,10 +247,10 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_biases_are_means_of_errors_in_ulps(name: str) -> None:
     """P V and O by their definitions, over the rows that see more than one key."""
-    case, created = drawn(is_causal=True), MADE[name]
+    case, created = drawn(is_causal=True), VARIANTS[name]
     row, result, truth = (
         diagnose_call(case, created).heads[0],
         rounded_passes(case, created),
@@ -295,10 +295,10 @@ def test_formula_2_is_the_whole_error_where_only_delta_errs(name: str) -> None:
     for row in counted:
         assert row.moved == pytest.approx(row.dw_q_error, rel=1e-9)
     both = recipe("exact", sites={"delta": "bfloat16", "ds": "bfloat16"})
-    apart = [r for r in diagnose_call(case, both, projection).heads if r.dw_q_error]
-    assert bool(apart) == bool(counted)
-    assert not apart or any(
-        abs((r.moved or 0.0) / (r.dw_q_error or 1.0) - 1) > 1e-6 for r in apart
+    far = [r for r in diagnose_call(case, both, projection).heads if r.dw_q_error]
+    assert bool(far) == bool(counted)
+    assert not far or any(
+        abs((r.moved or 0.0) / (r.dw_q_error or 1.0) - 1) > 1e-6 for r in far
     )
 
 

@@ -732,15 +732,15 @@ def test_an_audit_gives_the_rows_of_the_state_dict(tmp_path: Path, capsys: Any) 
 def test_a_config_beside_it_is_model_enough(tmp_path: Path, nest: str) -> None:
     """transformers builds the model, whose own names begin with `model.` here too."""
     model = models.llama()
-    own = dict(model.state_dict())
-    path = distributed(tmp_path / "d", {nest: own} if nest else own)
+    state = dict(model.state_dict())
+    path = distributed(tmp_path / "d", {nest: state} if nest else state)
     model.config.architectures = [type(model).__name__]
     (path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
     opened = open_checkpoint(path)
     result = opened.load_model(dtype=torch.float32, device="cpu")
-    assert all(torch.equal(x, own[n]) for n, x in result.state_dict().items())
+    assert all(torch.equal(x, state[n]) for n, x in result.state_dict().items())
     assert opened.describe().get("prefix_removed", "") == (f"{nest}." if nest else "")
-    assert dict(opened.tensors()).keys() == own.keys()
+    assert dict(opened.tensors()).keys() == state.keys()
 
 
 @pytest.mark.parametrize(

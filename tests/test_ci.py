@@ -85,10 +85,10 @@ def test_every_command_of_a_workflow_is_accepted() -> None:
             assert refused(line) is None, line
         (audit,) = (line for line in lines if line[0] == "audit")
         assert "--gate" in audit
-        (kept,) = (s for s in steps(flow) if "upload-artifact" in s.get("uses", ""))
-        assert kept["if"] == "always()"
+        (upload,) = (s for s in steps(flow) if "upload-artifact" in s.get("uses", ""))
+        assert upload["if"] == "always()"
         written = {audit[audit.index(option) + 1] for option in ("--output", "--junit")}
-        assert set(kept["with"]["path"].split()) == written
+        assert set(upload["with"]["path"].split()) == written
 
 
 def test_inputs_of_the_action() -> None:
@@ -177,7 +177,7 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     (section,) = re.findall(
         r"^## The verdict as JSON\n(.*?)^## ", page, re.MULTILINE | re.DOTALL
     )
-    told = {name for line in re.findall(r"^(\|.*)", section, re.MULTILINE)
+    documented = {name for line in re.findall(r"^(\|.*)", section, re.MULTILINE)
             for name in re.findall(r"`(\w+)`", line)}  # fmt: skip
     records = (
         judgement.Judgement,
@@ -186,7 +186,7 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
         judgement.PlantedDose,
     )
     fields = [item for record in records for item in record.model_fields.items()]
-    known = {name for name, field in fields if not field.exclude}
+    written = {name for name, field in fields if not field.exclude}
     outcomes = {
         "passed",
         "exceeded",
@@ -197,7 +197,7 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
         "caught",
         "missed",
     }
-    assert told - outcomes == known | {"exit_code", "findings"}
+    assert documented - outcomes == written | {"exit_code", "findings"}
     write(report(row(expected_ratio=9.0)), tmp_path)
     assert run("gate", tmp_path, "--json") == 1
     result = json.loads(capsys.readouterr().out)

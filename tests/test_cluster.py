@@ -84,9 +84,9 @@ def rows_of(
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers find the kernels of this folder."""
-    here = str(Path(__file__).parent / "support")
+    folder = str(Path(__file__).parent / "support")
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH", os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     )
 
 
@@ -202,9 +202,13 @@ def test_a_worker_that_differs_refuses(part: str) -> None:
     """A worker with another version of anything measures nothing, and says what
     differs."""
     shared = header_of(plan_of("sdpa-math"))
-    known = json.loads(json.dumps({**shared, "torch": torch_settings()}, default=str))
-    known["environment"][part] = {"torch": "0.1"} if part == "packages" else "0.0.1"
-    answer = dask_workers.work(json.dumps(known), b"not even read")
+    shared_state = json.loads(
+        json.dumps({**shared, "torch": torch_settings()}, default=str)
+    )
+    shared_state["environment"][part] = (
+        {"torch": "0.1"} if part == "packages" else "0.0.1"
+    )
+    answer = dask_workers.work(json.dumps(shared_state), b"not even read")
     assert isinstance(answer, UsageError)
     assert f"a worker's environment differs: {part}" in answer.message
     assert "install the same on all workers" in str(answer)

@@ -74,8 +74,8 @@ def test_repeats_are_bounded_by_the_triangle_inequality() -> None:
             generator.normal(size=50) * generator.uniform(0, 1)
             + generator.uniform(-1, 1) * e
         )
-        one, other, apart = (float(np.sqrt(np.mean(x**2))) for x in (e, e + d, d))
-        rows = [head(rms=x, noise=apart) for x in (one, other)]
+        one, other, distance = (float(np.sqrt(np.mean(x**2))) for x in (e, e + d, d))
+        rows = [head(rms=x, noise=distance) for x in (one, other)]
         assert (
             abs(math.log(other / one))
             <= repeat_noise(Pair(*rows, inputs="same", width=1)) + 1e-12
@@ -599,19 +599,19 @@ def crashed_row(row: Any) -> Any:
 def without_kernel(report: Any, name: str) -> Any:
     """A report of a study as if the kernel had not been asked for: request, plan and
     rows."""
-    own: dict[str, Any] = {
+    more: dict[str, Any] = {
         "kernels": tuple(k for k in report.plan.kernels if k.kernel != name)
     }
     if report.kind == "effects":
-        own["runs"] = tuple(run for run in report.plan.runs if run.kernel != name)
-        own["sites_of"] = own["kernels"][0].kernel  # of what is left
+        more["runs"] = tuple(run for run in report.plan.runs if run.kernel != name)
+        more["sites_of"] = more["kernels"][0].kernel  # of what is left
     tables = {
         table: tuple(r for r in getattr(report, table) if r.kernel != name)
         for table in ("rows", "models")
         if hasattr(report, table)
     }
     kernels = [k for k in report.request["kernels"] if k["name"] != name]
-    plan = report.plan.model_copy(update=own)
+    plan = report.plan.model_copy(update=more)
     request = {**report.request, "kernels": kernels}
     return report.model_copy(update={**tables, "plan": plan, "request": request})
 
@@ -1007,10 +1007,10 @@ def test_the_models_own_output(update: dict[str, Any], words: str) -> None:
     assert result.exit_code == 1
     assert words in " ".join(result.summary.answer[:2])
     assert "other code ran" not in result.summary.answer[0]
-    own = next(
+    alone = next(
         line for line in result.summary.answer[1:] if line.startswith("sdpa-flash")
     )
-    assert ("moved in decode output; " in own) == bool(result.moves)
+    assert ("moved in decode output; " in alone) == bool(result.moves)
 
 
 @pytest.mark.parametrize("update", [

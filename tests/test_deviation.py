@@ -407,12 +407,12 @@ def test_a_gpu_measures_what_a_cpu_does(dtype: torch.dtype) -> None:
     y = yardstick("float16", (2, 3, 200, 64), empty=False)
     o = (y.reference * (1 + 2.0**-9)).to(dtype)
     e = (y.reference * (1 - 2.0**-9)).float()
-    there = to_cuda(y)
+    on_gpu = to_cuda(y)
     for spoilt in (False, True):
         if spoilt:
             o[0, 1, 7, 3] = math.nan
-        here, far = measure(o, y, e).heads, measure(o.cuda(), there, e.cuda()).heads
-        for a, b in zip(here, far, strict=True):
+        near, far = measure(o, y, e).heads, measure(o.cuda(), on_gpu, e.cuda()).heads
+        for a, b in zip(near, far, strict=True):
             floats = {name: x for name, x in a.items() if isinstance(x, float)}
             assert {name: b[name] for name in floats} == pytest.approx(
                 floats, rel=1e-9, abs=1e-300

@@ -98,12 +98,12 @@ def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mine", None)
     del sys.modules["mine"]  # another test's now, and this one's afterwards
     code, out, _ = ran(capsys, "check", "mine.py:attend", "--case", "full", "--json")
-    told = json.loads(out)
+    data = json.loads(out)
     shown = json.loads(re.search(r"```json\n(.*?)```", agents, re.S)[1])
-    assert (code, told["verdict"]) == (1, shown["verdict"])
-    assert [*told] == [*shown, "report"]
-    assert told["findings"][0].keys() == shown["findings"][0].keys()
-    cause = told["findings"][0]["cause"]
+    assert (code, data["verdict"]) == (1, shown["verdict"])
+    assert [*data] == [*shown, "report"]
+    assert data["findings"][0].keys() == shown["findings"][0].keys()
+    cause = data["findings"][0]["cause"]
     for page in (README, guide):
         assert cause in " ".join(page.split()), page
     problem = ROOT / "examples" / "problem"
@@ -113,9 +113,9 @@ def test_samples_are_of_this_kind(tmp_path, monkeypatch, capsys):
         str(problem / "problem.py"),
     ]
     code, out, _ = ran(capsys, "check", *command, "--json")
-    told = json.loads(out)
-    assert (code, [*told]) == (1, [*shown, "report"])
-    [finding], [expected] = told["findings"], shown["findings"]
+    data = json.loads(out)
+    assert (code, [*data]) == (1, [*shown, "report"])
+    [finding], [expected] = data["findings"], shown["findings"]
     begins, _, _ = expected.pop("details").partition(" (...)")
     assert finding.pop("details").startswith(begins)
     assert finding == expected

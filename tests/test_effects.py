@@ -87,11 +87,11 @@ def studied(capsys: Any, tmp_path: Path, target: object, *more: object) -> Effec
 
 
 def run_of(report: EffectsReport, kind: str, **which: Any) -> RunSummary:
-    [own] = [
+    [chosen] = [
         run for run in report.summary.runs
         if run.kind == kind and all(getattr(run, name) == x for name, x in which.items())
     ]  # fmt: skip
-    return own
+    return chosen
 
 
 def plant_late_keys(patch: pytest.MonkeyPatch) -> None:
@@ -236,14 +236,14 @@ def independent(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
     x = w["model.embed_tokens.weight"][ids.numpy()]
     for layer in range(config.num_hidden_layers):
-        own = {
+        of_layer = {
             name.split(".", 3)[3]: x
             for name, x in w.items()
             if f".layers.{layer}." in name
         }
         y = norm(x, f"model.layers.{layer}.input_layernorm.weight")
         q, k, v = (
-            (y @ own[f"self_attn.{p}_proj.weight"].T)
+            (y @ of_layer[f"self_attn.{p}_proj.weight"].T)
             .reshape(*ids.shape, -1, size)
             .swapaxes(1, 2)
             for p in "qkv"
@@ -256,10 +256,10 @@ def independent(model: Any, ids: torch.Tensor) -> torch.Tensor:
             )
         )
         out = (P / P.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(*ids.shape, -1)
-        x = x + out @ own["self_attn.o_proj.weight"].T
+        x = x + out @ of_layer["self_attn.o_proj.weight"].T
         y = norm(x, f"model.layers.{layer}.post_attention_layernorm.weight")
-        gate, up = (y @ own[f"mlp.{p}_proj.weight"].T for p in ("gate", "up"))
-        x = x + gate / (1 + np.exp(-gate)) * up @ own["mlp.down_proj.weight"].T
+        gate, up = (y @ of_layer[f"mlp.{p}_proj.weight"].T for p in ("gate", "up"))
+        x = x + gate / (1 + np.exp(-gate)) * up @ of_layer["mlp.down_proj.weight"].T
     return torch.tensor(norm(x, "model.norm.weight") @ w["lm_head.weight"].T)
 
 
@@ -282,9 +282,11 @@ def test_the_truth_is_the_exact_model(tmp_path: Path) -> None:
     assert float((truth - expected).abs().max() / expected.std()) < 1e-12
     errors = []
     for name in ("bfloat16", "float32"):
-        _, own = opened(target, formats=(name,))
+        _, narrow = opened(target, formats=(name,))
         real = main_output(
-            own.run_as_used(inputs, partial(own.attention_of_kernel, study.against, None))
+            narrow.run_as_used(
+                inputs, partial(narrow.attention_of_kernel, study.against, None)
+            )
         )
         errors.append(float((real - truth).norm()))
     assert 2**14 < errors[0] / errors[1] < 2**18
@@ -323,8 +325,8 @@ def test_all_sites_together_are_the_model_in_its_format(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     first = slice(0, 2)  # where hardly anything was summed in another order yet
-    apart = (real - created)[:, first].abs().median()
-    assert float(apart) < 0.1 * float((real - truth)[:, first].abs().median())
+    distance = (real - created)[:, first].abs().median()
+    assert float(distance) < 0.1 * float((real - truth)[:, first].abs().median())
 
 
 def test_the_demo(capsys: Any, tmp_path: Path) -> None:
@@ -631,8 +633,8 @@ def test_every_check_is_told_of(
 
 
 def test_a_pipeline_is_checked_for_repeats_alone(tmp_path: Path) -> None:
-    told = states(checked(pipelines.dit(tmp_path), denoise=1, length=256))
-    assert told == {
+    checks_of = states(checked(pipelines.dit(tmp_path), denoise=1, length=256))
+    assert checks_of == {
         **UNASKED,
         **dict.fromkeys(("eager", "sdpa"), ONE),
         **dict.fromkeys(("repeat", "format"), "True"),
@@ -656,10 +658,10 @@ def test_a_model_whose_attention_no_kernel_can_answer_is_checked_as_a_whole(
     name: str, why: str, tmp_path: Path
 ) -> None:
     """By its own code; its caches, of keys or of states, too."""
-    told = states(checked(models.saved(name, tmp_path), generate=4, length=12))
+    checks_of = states(checked(models.saved(name, tmp_path), generate=4, length=12))
     holding = ("repeat", "causality", "cache", "mask", "batch", "format")
     one = dict.fromkeys(("eager", "sdpa"), f"there is one implementation: {why} (-)")
-    assert told == {**UNASKED, **dict.fromkeys(holding, "True"), **one}
+    assert checks_of == {**UNASKED, **dict.fromkeys(holding, "True"), **one}
 
 
 def test_a_model_that_attends_by_hand_and_sees_the_future_fails(
@@ -877,9 +879,9 @@ def test_nothing_compared_is_no_agreement(tmp_path: Path) -> None:
     assert checks.compare_with_compiled("compiled", exact + 1, exact + 3).holds is False
     check = checks.compare_with_compiled("compiled", exact + 1, exact * math.nan)
     assert check.reason.endswith(f"NaN or infinity at {counts} of {counts} positions")
-    for own, compiled in ((exact * math.nan, exact), (exact[:, 1:], exact[:, 1:])):
+    for eager, compiled in ((exact * math.nan, exact), (exact[:, 1:], exact[:, 1:])):
         with pytest.raises(MeasurementError):
-            checks.compare_with_compiled("compiled", own, compiled)
+            checks.compare_with_compiled("compiled", eager, compiled)
 
 
 def nan_once(case: AttentionCase) -> Any:
@@ -1235,7 +1237,7 @@ def test_a_run_over_its_sequences_is_what_its_formulas_say() -> None:
     """Means, sums, extremes; a ratio is taken sequence by sequence, its mean is
     geometric, and t(0.975, 2) = 4.302653 standard errors of its logarithm are its
     interval. Of two sequences there is none."""
-    own, predicted, whole = (2e-5, 6e-5, 8e-5), (1e-5, 2e-5, 2e-5), (1e-4, 4e-4, 2e-4)
+    alone, predicted, whole = (2e-5, 6e-5, 8e-5), (1e-5, 2e-5, 2e-5), (1e-4, 4e-4, 2e-4)
     rows = output("whole", whole, kernel="k")
     extremes = [
         {"cost_max": 3e-3, "first_flip": 9, "flips": 5, "positions": 32, "error": 0.2},
@@ -1243,7 +1245,7 @@ def test_a_run_over_its_sequences_is_what_its_formulas_say() -> None:
         {"cost_max": 1e-3, "first_flip": 6, "flips": 1, "positions": 31, "error": 0.9},
     ]
     rows = [row.model_copy(update=x) for row, x in zip(rows, extremes, strict=True)]
-    rows += output("attention", own, kernel="k") + output(
+    rows += output("attention", alone, kernel="k") + output(
         "predicted", predicted, kernel="k"
     )
     runs = {run.kind: run for run in summarise(rows, "baseline", logits=True).runs}
@@ -1256,15 +1258,15 @@ def test_a_run_over_its_sequences_is_what_its_formulas_say() -> None:
     )
     assert runs["attention"].over_worst == pytest.approx(4.0)
     assert share.mean == pytest.approx((0.2 * 0.15 * 0.4) ** (1 / 3))
-    told = runs["whole"]
-    assert told.cost.mean == pytest.approx(7e-4 / 3)
-    assert (told.cost_max, told.first_flip, told.flips, told.positions) == (
+    summed = runs["whole"]
+    assert summed.cost.mean == pytest.approx(7e-4 / 3)
+    assert (summed.cost_max, summed.first_flip, summed.flips, summed.positions) == (
         7e-3,
         4,
         8,
         93,
     )
-    assert told.error == pytest.approx(0.5)
+    assert summed.error == pytest.approx(0.5)
     two = [row for row in rows if row.sequence < 2]
     short = {run.kind: run for run in summarise(two, "baseline", logits=True).runs}
     assert (short["attention"].over.low, short["attention"].share.high) == (None, None)
@@ -1274,15 +1276,15 @@ def test_an_error_beside_none_is_no_ratio() -> None:
     """A sequence in which what is predicted is 0, or not there, is counted; one that
     failed too."""
     predicted = output("predicted", (0.0, 1e-5, 1e-5), kernel="k")
-    own = output("attention", (1e-5, 1e-5, 1e-5, 1e-5), kernel="k")
+    alone = output("attention", (1e-5, 1e-5, 1e-5, 1e-5), kernel="k")
     broken = output(
         "attention", (None,), kernel="k", status="failed", reason="x", error=None
     )
     broken += output(
         "attention", (None,), kernel="k", status="skipped", reason="y", error=None
     )
-    rest = [row.model_copy(update={"sequence": 4 + i}) for i, row in enumerate(broken)]
-    result = summarise([*own, *rest, *predicted], "baseline", logits=True).runs
+    others = [row.model_copy(update={"sequence": 4 + i}) for i, row in enumerate(broken)]
+    result = summarise([*alone, *others, *predicted], "baseline", logits=True).runs
     (run,) = (run for run in result if run.kind == "attention")
     assert (run.unmatched, run.failed, run.over.mean) == (2, 1, 1.0)
 

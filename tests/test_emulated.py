@@ -507,10 +507,10 @@ def test_golden2024_grows_with_length_and_falls_with_tile_area() -> None:
 def test_devices_agree(preset: str) -> None:
     """On a GPU the numbers of both passes are the CPU's, but where fp64 sums differ."""
     shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "is_causal": True, "logits": 2.0}
-    here = KERNEL.gradients(drawn(200, device="cuda", **shape), preset=preset)
-    there = KERNEL.gradients(drawn(200, **shape), preset=preset)
+    by_gpu = KERNEL.gradients(drawn(200, device="cuda", **shape), preset=preset)
+    by_cpu = KERNEL.gradients(drawn(200, **shape), preset=preset)
     for name, most in (("out", 1e-3), ("dq", 0.01), ("dk", 0.01), ("dv", 0.01)):
-        a, b = getattr(here, name).cpu(), getattr(there, name)
+        a, b = getattr(by_gpu, name).cpu(), getattr(by_cpu, name)
         if preset == "exact":
             assert (a - b).abs().max() < 1e-13
         else:

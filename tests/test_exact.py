@@ -78,14 +78,14 @@ def test_the_exact_run_is_fp64s(name: str) -> None:
     arguments = predictions.inputs_of(name, 0, BF16)
     truth = predictions.plain(name, predictions.cast(arguments, torch.float64), BF16)
     exact = predictions.computed(name, arguments, BF16)
-    for own, expected in zip(
+    for value, expected in zip(
         predictions.flat(exact), predictions.flat(truth), strict=True
     ):
-        assert own.dtype == torch.float64
+        assert value.dtype == torch.float64
         if name in NOT_BITWISE:
-            torch.testing.assert_close(own, expected, rtol=NOT_BITWISE[name], atol=0)
+            torch.testing.assert_close(value, expected, rtol=NOT_BITWISE[name], atol=0)
         else:
-            assert torch.equal(own, expected)
+            assert torch.equal(value, expected)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -159,9 +159,9 @@ def test_gradients_of_a_module_are_named_and_exact() -> None:
     twin, x64 = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
     expected = torch.autograd.grad(twin(x64), [x64, *twin.parameters()], back.double())
     assert list(exact) == ["[0]", *(name for name, _ in model.named_parameters())]
-    for own, truth in zip(exact.values(), expected, strict=True):
-        assert own is not None
-        assert torch.equal(own, truth)
+    for value, truth in zip(exact.values(), expected, strict=True):
+        assert value is not None
+        assert torch.equal(value, truth)
 
 
 def test_an_input_that_the_output_does_not_depend_on_has_no_gradient(x: Tensor) -> None:
@@ -200,8 +200,8 @@ def test_numbers_that_operators_carry_are_rounded(name: str, x: Tensor) -> None:
     """Also by those that only move values otherwise; the exact run keeps them."""
     output = evaluate(CARRY[name], x, rounding=EveryOperation()).output
     assert set(widened(output).flatten().tolist()) == {TENTH}
-    kept = widened(evaluate(CARRY[name], x).output)
-    assert set(kept.flatten().tolist()) == {0.1}
+    unrounded = widened(evaluate(CARRY[name], x).output)
+    assert set(unrounded.flatten().tolist()) == {0.1}
 
 
 def test_what_adds_up_while_it_moves_is_rounded(x: Tensor) -> None:
@@ -325,9 +325,9 @@ def test_views_share_storage_and_writes_reach_them(x: Tensor) -> None:
 
     base, column, turned = (widened(y) for y in evaluate(write, x).output)
     expected = write(x.double())
-    for own, truth in zip((base, column, turned), expected, strict=True):
-        assert torch.equal(own, truth)
-        assert own.stride() == truth.stride()
+    for value, truth in zip((base, column, turned), expected, strict=True):
+        assert torch.equal(value, truth)
+        assert value.stride() == truth.stride()
     assert base.untyped_storage().data_ptr() == turned.untyped_storage().data_ptr()
 
 
@@ -428,9 +428,9 @@ def test_complex_numbers_are_rounded_part_by_part() -> None:
         )
 
     assert torch.equal(widened(evaluate(turn, x).output), turn(x.double()))
-    own = evaluate(turn, x, rounding=EveryOperation()).output
-    assert own.dtype == torch.float32
-    assert torch.equal(own.exact, own.exact.float().double())
+    rounded_parts = evaluate(turn, x, rounding=EveryOperation()).output
+    assert rounded_parts.dtype == torch.float32
+    assert torch.equal(rounded_parts.exact, rounded_parts.exact.float().double())
 
 
 # --- random draws ---------------------------------------------------------------------
@@ -448,9 +448,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_seed_draws_what_it_draws_in_the_format(name: str, x: Tensor) -> None:
-    own = rounded(DRAWS[name], x, seed=5)
+    draws = rounded(DRAWS[name], x, seed=5)
     torch.manual_seed(5)
-    assert torch.equal(own, DRAWS[name](x))
+    assert torch.equal(draws, DRAWS[name](x))
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -565,7 +565,7 @@ def test_values_without_vectors_are_a_function(x: Tensor) -> None:
     """Eigenvalues and singular values, also backward, where vectors may be used."""
     x = x.float().requires_grad_()
     for function in (torch.linalg.eigvalsh, torch.linalg.svdvals):
-        own = evaluate(
+        exact_run = evaluate(
             lambda a, f=function: f(square(a)), x, cotangent=lambda _, y: torch.ones(8)
         )
         twin = x.detach().double().requires_grad_()
@@ -573,9 +573,11 @@ def test_values_without_vectors_are_a_function(x: Tensor) -> None:
         values = function(small @ small.mT)
         expected = torch.autograd.grad(values.sum(), twin)[0]
         torch.testing.assert_close(
-            own.output.exact, values.detach(), rtol=1e-12, atol=1e-12
+            exact_run.output.exact, values.detach(), rtol=1e-12, atol=1e-12
         )
-        torch.testing.assert_close(own.gradients["[0]"], expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            exact_run.gradients["[0]"], expected, rtol=1e-10, atol=1e-10
+        )
 
 
 def test_a_users_own_error_stays_as_it_is(x: Tensor) -> None:

@@ -65,7 +65,7 @@ MODULES: dict[str, tuple[tuple[str, ...], int | None, str]] = {
 
 def flash(name: str) -> types.ModuleType:
     """One of the modules of MODULES."""
-    known, unlimited, asks = MODULES[name]
+    allowed, unlimited, asks = MODULES[name]
 
     def sequence(
         q: Tensor, k: Tensor, v: Tensor, passed: dict[str, Any]
@@ -96,7 +96,7 @@ def flash(name: str) -> types.ModuleType:
         """[batch, length, heads, head_dim], and the log-sum-exp [batch, heads,
         length]."""
         assert passed.pop(asks)
-        assert passed.keys() <= set(known)
+        assert passed.keys() <= set(allowed)
         parts = [sequence(*x, passed) for x in zip(q, k, v, strict=True)]
         return torch.stack([x[0] for x in parts]), torch.stack([x[1] for x in parts])
 
@@ -340,9 +340,9 @@ def test_claims() -> None:
     claim = flash_attention_2(case, H200)
     assert claim["splits"] > 1
     for name in FLASH:
-        own = {"preset": "fa2", "group_sum": "running"}
+        recipe = {"preset": "fa2", "group_sum": "running"}
         assert find(name).claims(case, none, H200) == (
-            claim if name == "flash-attn-2" else own
+            claim if name == "flash-attn-2" else recipe
         )
         assert find(name).claims(case_of({"softcap": 2.0}), none, H200) is None
     parts = {"l_from": "rounded", "merge": "working", "splits": 3}

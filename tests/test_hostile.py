@@ -19,7 +19,7 @@ from numdev.kernels import find
 from numdev.sources.files import naming
 from numdev.studies.audit.isolation import Failure, attempt
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def test_hostile_kernels_cost_their_own_rows(marked: str) -> None:
         "no:xdist",
     ]
     done = subprocess.run(
-        [*command, "-m", f"not slow and {marked}", str(HERE / "support" / "hostile_table.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=HERE.parent,
+        [*command, "-m", f"not slow and {marked}", str(FOLDER / "support" / "hostile_table.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=FOLDER.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert "[100%]" in done.stdout

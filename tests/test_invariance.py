@@ -557,12 +557,12 @@ def test_the_gate_judges_a_report_by_other_rules(tmp_path, capsys, monkeypatch):
     assert ran(capsys, "gate", "r")[0] == 0
     gate = ("gate", "r", "--thresholds", "rules.yaml", "--junit", "j.xml")
     code, out, err = ran(capsys, *gate, "--json")
-    told = json.loads(out)
-    assert (code, told["outcome"], told["rules"]) == (1, "exceeded", "mine")
-    assert [t["rule"] for t in told["tests"] if t["standing"] == "exceeded"] == [
+    data = json.loads(out)
+    assert (code, data["outcome"], data["rules"]) == (1, "exceeded", "mine")
+    assert [t["rule"] for t in data["tests"] if t["standing"] == "exceeded"] == [
         "decode bitwise"
     ]
-    assert re.search(r"against 16 keys a tile", told["findings"][0]["details"])
+    assert re.search(r"against 16 keys a tile", data["findings"][0]["details"])
     assert 'failures="1"' in Path("j.xml").read_text()
     report = read(Path("r"))
     assert isinstance(report, InvarianceReport)
@@ -925,8 +925,8 @@ def test_two_forms_in_numbers() -> None:
     a, b = one.bfloat16(), other.bfloat16()
     unit, counted = torch.zeros_like(truth), torch.ones(1, 1, 1, dtype=torch.bool)
     fmt = format_named("bfloat16")
-    apart = differs(a, b)
-    rows = _row_sums(a, b, truth, unit, apart, counted, fmt)
+    unlike = differs(a, b)
+    rows = _row_sums(a, b, truth, unit, unlike, counted, fmt)
     fields = _numbers_of_rows({**rows, **_error_of_other_keys(rows, "out")})
     assert (fields["elements"], fields["differ"], fields["nonfinite"]) == (3, 2, 0)
     floor = math.sqrt(0.002**2 / 2)
@@ -991,13 +991,13 @@ def test_a_part_that_begins_later_is_counted_from_the_whole() -> None:
         zip("qkv", draw("normal", SHAPES, seed=0, label="", options={}), strict=True)
     )
     case = AttentionCase(ref=CaseRef(case="c"), **drawn, scale=0.3, is_causal=True)
-    there = SimpleNamespace(batch=slice(1, 2), head=slice(2, 4), row=slice(8, 12),
+    part = SimpleNamespace(batch=slice(1, 2), head=slice(2, 4), row=slice(8, 12),
                             kv_head=slice(1, 2), key=slice(4, 9))  # fmt: skip
-    apart = torch.zeros(1, 2, 4, 16, dtype=torch.bool)
-    apart[0, 1, 2, 5] = apart[0, 0, 3, 1] = True
-    call: Any = SimpleNamespace(in_base=there)
-    assert _first_difference(call, "out", apart) == (1, 3, 10, 5)
-    assert _first_difference(call, "dk", apart[:, 1:]) == (1, 1, 6, 5)
+    unlike = torch.zeros(1, 2, 4, 16, dtype=torch.bool)
+    unlike[0, 1, 2, 5] = unlike[0, 0, 3, 1] = True
+    call: Any = SimpleNamespace(in_base=part)
+    assert _first_difference(call, "out", unlike) == (1, 3, 10, 5)
+    assert _first_difference(call, "dk", unlike[:, 1:]) == (1, 1, 6, 5)
     assert [count_keys_seen(case, (0, 1, row, 0)) for row in (0, 10, 39)] == [1, 11, 40]
 
 

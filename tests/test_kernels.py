@@ -346,9 +346,9 @@ def test_the_driver_is_what_its_module_says(tmp_path: Path) -> None:
 
 def test_this_machine_is_as_torch_has_it_now() -> None:
     """Versions, the instruction set of its kernels, the precision of products in fp32."""
-    here, before = System.probe("cpu"), torch.get_float32_matmul_precision()
-    assert here.packages["torch"] == importlib.metadata.version("torch")
-    assert here.cpu_capability == torch.backends.cpu.get_cpu_capability()
+    system, before = System.probe("cpu"), torch.get_float32_matmul_precision()
+    assert system.packages["torch"] == importlib.metadata.version("torch")
+    assert system.cpu_capability == torch.backends.cpu.get_cpu_capability()
     try:
         for precision in ("medium", "highest"):
             torch.set_float32_matmul_precision(precision)
@@ -402,8 +402,10 @@ def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
         "cpu",
         "--json",
     ]
-    there: Any = {"env": env, "cwd": installed.parent}
-    answer = subprocess.run(command, **there, capture_output=True, text=True, timeout=120)
+    installation: Any = {"env": env, "cwd": installed.parent}
+    answer = subprocess.run(
+        command, **installation, capture_output=True, text=True, timeout=120
+    )
     assert answer.returncode == 0, answer.stderr
     rows = [r for r in json.loads(answer.stdout)["rows"] if r["role"] == "kernel"]
     by_kernel = {r["kernel"]: r for r in rows if r["tensor"] == "out"}

@@ -242,9 +242,9 @@ def test_every_command_that_takes_a_file_is_told_of_every_other_kind(
             if kind in accepted:
                 expect_file(file, command)
                 continue
-            with pytest.raises(UsageError) as told:
+            with pytest.raises(UsageError) as caught:
                 expect_file(file, command)
-            assert f"expected {words}, got {USES[kind].words}; " in str(told.value)  # type: ignore[index]
+            assert f"expected {words}, got {USES[kind].words}; " in str(caught.value)  # type: ignore[index]
     assert files.keys() | {"captured", "task", "definition"} == USES.keys()
 
 

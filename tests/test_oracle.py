@@ -86,9 +86,10 @@ def test_the_oracle_is_the_slope_of_the_output(feature: dict[str, Any]) -> None:
     dO = case.grad_out.numpy().astype(object)
     for name in ("q", "k", "v"):
         for at in np.ndindex(*getattr(case, name).shape):
-            here = getattr(case, name)[at].item()
+            value = getattr(case, name)[at].item()
             up, down = (
-                attention(oracles.poisoned(case, name, at, here + x)).out for x in (h, -h)
+                attention(oracles.poisoned(case, name, at, value + x)).out
+                for x in (h, -h)
             )
             with mpmath.workdps(oracles.DIGITS):
                 slope = (dO * (up - down)).sum() / (2 * h)

@@ -280,8 +280,8 @@ def test_a_row_of_nan_cannot_reach_what_is_hidden_from_it() -> None:
         False,
     ]
     for name in ("dk", "dv"):
-        here, there = getattr(spoilt, name)[0, 0, 2:], getattr(sound, name)[0, 0, 2:]
-        assert torch.equal(here, there), name
+        a, b = getattr(spoilt, name)[0, 0, 2:], getattr(sound, name)[0, 0, 2:]
+        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

@@ -41,7 +41,7 @@ READ: Any = report.read(sample("audit"))
 # 0.30000000000000004: seventeen digits or it does not come back.
 CHANGES = {"rms": 0.1 + 0.2, "max_abs": 5e-324, "module": "the “first”", "options": {"a": "b,c"},
            "nulls": {"rel": "lost, in its terms"}}  # fmt: skip
-MADE = READ.model_copy(
+WRITTEN = READ.model_copy(
     update={"rows": (READ.rows[0].model_copy(update=CHANGES), *READ.rows[1:])}
 )
 
@@ -50,8 +50,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     """A report read back equals the one written, to the last bit, from its directory or
     file. Three files, readable by others, and no temporary one. In CSV one line a row,
     one column a field; options as JSON, null as nothing, numbers in full."""
-    report.write(MADE, written := tmp_path)
-    assert report.read(written) == report.read(written / "report.json") == MADE
+    report.write(WRITTEN, written := tmp_path)
+    assert report.read(written) == report.read(written / "report.json") == WRITTEN
     assert report.read(written).rows[0].rms == 0.1 + 0.2
     assert sorted(p.name for p in written.iterdir()) == [
         "report.json",
@@ -63,7 +63,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         csv.DictReader((written / "rows.csv").open(newline="", encoding="utf-8"))
     )
     assert list(lines[0]) == list(DeviationRow.model_fields)
-    for line, row in zip(lines, MADE.rows, strict=True):
+    for line, row in zip(lines, WRITTEN.rows, strict=True):
         for name, value in row:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             assert line[name] == ("" if value is None else text)
@@ -72,10 +72,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_no_field_of_the_schema_is_lost() -> None:
     """Whoever removes or renames a field of a row writes another schema, and has to say
     so in SCHEMA_VERSION; one that every row must have is no field to add, either."""
-    told = json.loads(OLDER.read_text(encoding="utf-8"))
+    data = json.loads(OLDER.read_text(encoding="utf-8"))
     fields = DeviationRow.model_fields
     required = {name for name, field in fields.items() if field.is_required()}
-    assert required <= set(told["rows"][0]) <= set(fields)
+    assert required <= set(data["rows"][0]) <= set(fields)
 
 
 SENSELESS = ({"rmse": 1}, {"status": "fine"}, {"rms": "much"}, {"rms": math.nan}, {"rms": math.inf},
@@ -213,8 +213,8 @@ def test_csv_and_json_are_the_report(tmp_path: Path, capsys: Any) -> None:
 def test_no_cell_is_a_formula(start: str, tmp_path: Path) -> None:
     """Text that a spreadsheet would compute gets an apostrophe; negative numbers stay
     numbers."""
-    row = MADE.rows[0].model_copy(update={"kernel": f"{start}1+1", "bias": -0.5})
-    report.write(MADE.model_copy(update={"rows": (row,)}), tmp_path)
+    row = WRITTEN.rows[0].model_copy(update={"kernel": f"{start}1+1", "bias": -0.5})
+    report.write(WRITTEN.model_copy(update={"rows": (row,)}), tmp_path)
     with (tmp_path / "rows.csv").open(newline="") as file:
         (line,) = csv.DictReader(file)
     assert (line["kernel"], line["bias"]) == (f"'{start}1+1", "-0.5")
@@ -225,7 +225,7 @@ def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> 
     """Whatever is printed holds no control character and no mark of direction; JSON
     escapes."""
     hostile = "red\x1b[31m\x9b2J\u202eabc\u2066\x07"
-    row = MADE.rows[0].model_copy(update={"kernel": hostile, "case": hostile})
+    row = WRITTEN.rows[0].model_copy(update={"kernel": hostile, "case": hostile})
     report.write(audit(name=hostile, rows=(row,)), tmp_path)
     assert run("report", str(tmp_path), "--format", form) == 0
     shown = capsys.readouterr().out

@@ -229,10 +229,10 @@ def test_a_task_that_is_not_taken_is_told_in_one_line(
     tmp_path: Path, reference: str, task: dict[str, object], words: str
 ) -> None:
     path = written(tmp_path / "t", reference, **task)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as caught:
         check_task(path, task=path.parent)
-    assert words in str(told.value)
-    assert "\n" not in str(told.value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_check_that_uses_the_reference_through_other_names_is_taken(
@@ -265,9 +265,9 @@ def test_a_submission_that_raises_or_has_no_kernel(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_go_with_no_task_are_refused(options: list[str], words: str) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as caught:
         invoked(str(TASK / "submission.py"), "--task", str(TASK), *options)
-    assert words in str(told.value)
+    assert words in str(caught.value)
 
 
 def test_match_is_the_check_of_a_task_file(tmp_path: Path) -> None:
@@ -401,9 +401,9 @@ def test_a_solution_that_is_not_taken_is_told(
 ) -> None:
     data = json.loads((DEFINITION / "solution.json").read_text())
     (tmp_path / "s.json").write_text(json.dumps({**data, **part}))
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as caught:
         check_definition(tmp_path / "s.json", definition=FILE)
-    assert words in str(told.value)
+    assert words in str(caught.value)
     assert not (tmp_path.parent / "x.py").exists()
 
 

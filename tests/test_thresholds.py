@@ -221,17 +221,17 @@ def test_less_text_than_asked_for_is_told_and_no_pass(
     provenance = created.provenance.model_copy(update={"source": source})
     judged = judging.judgement_of(created.model_copy(update={"provenance": provenance}),
                                   default_rules())  # fmt: skip
-    told = [test.reasons for test in judged.tests if test.rule == "reading"]
-    assert told == ([] if why is None else [(why,) if why else ()])
+    reasons = [test.reasons for test in judged.tests if test.rule == "reading"]
+    assert reasons == ([] if why is None else [(why,) if why else ()])
     assert judged.exit_code == (3 if why else 0)
 
 
 def test_few_heads_never_lower_a_limit() -> None:
     """The limit of few heads counts where it is above the kernel's own, and that where it
     is."""
-    for own, of_few, limit in ((3.0, 5.0, 5.0), (3.0, 2.0, 3.0)):
+    for limit_of_kernel, of_few, limit in ((3.0, 5.0, 5.0), (3.0, 2.0, 3.0)):
         book = rules(metric="rms", at_most=1, heads=8, few=(4, of_few),
-                     instead=[{"tensor": "out", "at_most": own}])  # fmt: skip
+                     instead=[{"tensor": "out", "at_most": limit_of_kernel}])  # fmt: skip
         for value, outcome in ((limit, "passed"), (1.01 * limit, "exceeded")):
             result = only(judge([row(h, rms=value) for h in range(4)], book))
             assert (result.outcome, result.bound) == (outcome, limit)

@@ -314,11 +314,11 @@ def test_outputs_are_what_numpy_says() -> None:
         torch.randn(2, 3, 5, 4, generator=created, dtype=torch.float64) for _ in "ab"
     ]
     floors = [round_to(x, FORMATS["bfloat16"]).to(torch.bfloat16) for x in truths]
-    own = [(x * 1.02).to(torch.bfloat16) for x in floors]
-    row = output_row(own, floors, truths, 3, "v")
+    returned = [(x * 1.02).to(torch.bfloat16) for x in floors]
+    row = output_row(returned, floors, truths, 3, "v")
     t, f, o = (
         np.concatenate([x.double().numpy().ravel() for x in w])
-        for w in (truths, floors, own)
+        for w in (truths, floors, returned)
     )
     rms = lambda x: math.sqrt(np.mean(np.square(x)))  # noqa: E731
     spacing = np.exp2(np.floor(np.log2(np.abs(t))) - 7)
@@ -331,8 +331,8 @@ def test_outputs_are_what_numpy_says() -> None:
     )
     assert row.slope == pytest.approx(np.sum((o - f) * t) / np.sum(t * t), rel=1e-12)
     assert row.slope == pytest.approx(0.02, rel=0.05)
-    own[1][0, 0, 0, 0] = math.nan
-    lost = output_row(own, floors, truths, 3, "v")
+    returned[1][0, 0, 0, 0] = math.nan
+    lost = output_row(returned, floors, truths, 3, "v")
     assert (lost.nonfinite, lost.floors, lost.nulls["slope"]) == (1, None, "not finite")
 
 
@@ -359,9 +359,9 @@ def test_what_is_at_the_output_is_recorded(tmp_path: Path) -> None:
     assert rows.keys() == {"golden", *others}
     assert rows["golden"].from_golden == 0.0
     assert rows["fp32 attention"].floors == pytest.approx(1.0, rel=0.01)
-    for name, apart in others.items():
-        if apart is not None:
-            assert rows[name].from_golden == pytest.approx(apart, rel=0.25), name
+    for name, distance in others.items():
+        if distance is not None:
+            assert rows[name].from_golden == pytest.approx(distance, rel=0.25), name
     assert {v.name: v.times for v in report.variants if v.times} == {
         "noise": 1.0,
         "four": 4.0,

@@ -34,8 +34,8 @@ def case(**changes: Any) -> AttentionCase:
     )
 
 
-def call(here: AttentionCase, **options: Any) -> KernelCall:
-    return KernelCall.of(here, KERNEL.with_options(options))
+def call(case: AttentionCase, **options: Any) -> KernelCall:
+    return KernelCall.of(case, KERNEL.with_options(options))
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -174,9 +174,9 @@ def test_errors_are_near_the_floor(shape: str, mask: str, dtype: torch.dtype) ->
     """The output errs at most 2 floors in rms and gradients 8 beside fp32 arithmetic, in
     float32 by that alone (TF32 would not pass); rows without keys are 0, and lse is
     fp64's to 1e-4."""
-    here = on_gpu(shape, dtype, **MASKS[mask])
-    result, exact = KERNEL.gradients(here), gradients(here)
-    floor = floor_of(exact, here.format)
+    case = on_gpu(shape, dtype, **MASKS[mask])
+    result, exact = KERNEL.gradients(case), gradients(case)
+    floor = floor_of(exact, case.format)
     errors, least, spared = norms(result, exact), norms(floor, exact), arithmetic(exact)
     limits = (0, 0, 0, 0) if dtype == torch.float32 else (2, 8, 8, 8)
     for tensor, limit in zip(TENSORS, limits, strict=True):
@@ -213,10 +213,10 @@ def test_options_compute_what_they_claim(
     """Every option's error has the size of its emulation's, to 3 %, and element by
     element half of it or more is the emulation's own in bfloat16. (In float16 boundaries
     are eight times as dense, and fp32 arithmetic carries more over them.)"""
-    here = on_gpu("whole tiles", dtype, is_causal=True)
-    result, exact = KERNEL.gradients(here, **options), gradients(here)
-    claim = KERNEL.claims(here, result, System.probe())
-    for tensor, expected in emulated_step(here, claim).items():
+    case = on_gpu("whole tiles", dtype, is_causal=True)
+    result, exact = KERNEL.gradients(case, **options), gradients(case)
+    claim = KERNEL.claims(case, result, System.probe())
+    for tensor, expected in emulated_step(case, claim).items():
         r = getattr(exact, tensor)
         error, predicted = (x.double() - r for x in (getattr(result, tensor), expected))
         assert float(error.norm() / predicted.norm()) == pytest.approx(1.0, abs=0.03), (
@@ -251,8 +251,8 @@ def test_a_row_of_one_key_has_no_gradient(is_causal: bool) -> None:
 @on_cuda
 def test_runs_are_bitwise_reproducible() -> None:
     """No sum depends on which program comes first."""
-    here = on_gpu("ragged", is_causal=True)
-    a, b = KERNEL.gradients(here), KERNEL.gradients(here)
+    case = on_gpu("ragged", is_causal=True)
+    a, b = KERNEL.gradients(case), KERNEL.gradients(case)
     assert all(torch.equal(getattr(a, x), getattr(b, x)) for x in (*TENSORS, "lse"))
 
 
@@ -264,8 +264,8 @@ def test_large_strides_reach_beyond_32_bits() -> None:
     space = torch.empty(2, 2**27 + 64, 16, device="cuda", dtype=torch.bfloat16)
     x = space[None, :, -64:]  # the second head lies 2^31 + 1024 elements behind the first
     x.copy_(torch.randn(x.shape, device="cuda"))
-    here = AttentionCase(ref=CaseRef(case="far"), q=x, k=x, v=x, scale=0.25, grad_out=x)
+    case = AttentionCase(ref=CaseRef(case="far"), q=x, k=x, v=x, scale=0.25, grad_out=x)
     near = {name: x.contiguous() for name in ("q", "k", "v", "grad_out")}
-    expected = KERNEL.gradients(AttentionCase(ref=here.ref, scale=0.25, **near))
-    result = KERNEL.gradients(here)
+    expected = KERNEL.gradients(AttentionCase(ref=case.ref, scale=0.25, **near))
+    result = KERNEL.gradients(case)
     assert all(torch.equal(getattr(result, x), getattr(expected, x)) for x in TENSORS)

@@ -114,8 +114,8 @@ def test_few_sequences_decide_nothing(
     """Of one and two sequences a cost of 8 times the predicted one (limit 1.5) is NOT
     JUDGED, and shown as it is: the geometric mean of the rows' ratios. Of three it
     fails."""
-    own = kernels("six-times", "sdpa-math")
-    ran = effects(target, tmp_path, *own, sequences=sequences)
+    options = kernels("six-times", "sdpa-math")
+    ran = effects(target, tmp_path, *options, sequences=sequences)
     costs = {
         kind: [
             row.cost
@@ -281,10 +281,10 @@ def test_the_models_sentence_is_what_was_tested(
     ran = effects(path, tmp_path / "out", *more, *kernels("sdpa-math"), *flags)
     assert ran.code == 0, ran.words
     [model] = [v for v in ran.report.verdicts if v.kernel == "model"]
-    held, _, untested = sentence.partition("; not tested: ")
-    assert model.reason == held
+    tested, _, untested = sentence.partition("; not tested: ")
+    assert model.reason == tested
     assert model.details == (f"Not tested: {untested}." if untested else "")
-    assert held in ran.words
+    assert tested in ran.words
     assert model.details in ran.words
 
 
@@ -600,9 +600,9 @@ def test_a_column_is_called_what_it_holds(target: Path, tmp_path: Path) -> None:
     """In float32 nothing is predicted: the ratio is to eager attention, which is not
     judged against itself; in bfloat16 to the prediction, which eager attention has
     too."""
-    own = kernels("sdpa-math")
-    float32 = effects(target, tmp_path / "f", *own, "--format", "float32")
-    bfloat16 = effects(target, tmp_path / "b", *own)
+    options = kernels("sdpa-math")
+    float32 = effects(target, tmp_path / "f", *options, "--format", "float32")
+    bfloat16 = effects(target, tmp_path / "b", *options)
     for ran, fmt, column, other in (
         (float32, "float32", "attention / eager", "attention / expected"),
         (bfloat16, "bfloat16", "attention / expected", "attention / eager"),
@@ -638,8 +638,8 @@ def test_eager_attention_is_not_judged_against_itself(
     target: Path, tmp_path: Path
 ) -> None:
     """A kernel that is far worse than it fails in float32, where it is the yardstick."""
-    own = kernels("a-hundred-times")
-    ran = effects(target, tmp_path, *own, "--format", "float32")
+    options = kernels("a-hundred-times")
+    ran = effects(target, tmp_path, *options, "--format", "float32")
     [test] = having(
         gated(tmp_path)[1], rule="own share", kernel="planted:a_hundred_times"
     )

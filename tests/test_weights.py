@@ -271,10 +271,10 @@ def test_another_request_is_refused(run: Any) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_numbers_are_the_same(run: Any, tmp_path: Path) -> None:
     """CPU and GPU add up in other orders (n u of 256 terms) and agree in all else."""
-    here, there = (
+    by_cpu, by_gpu = (
         weights(["a.pt", "b.pt"], tmp_path / d, device=d) for d in ("cpu", "cuda")
     )
-    for one, other in zip(here.rows, there.rows, strict=True):
+    for one, other in zip(by_cpu.rows, by_gpu.rows, strict=True):
         for name, value in one.model_dump().items():
             wanted = (
                 pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
@@ -298,11 +298,11 @@ def expected(of: Tensor, against: Tensor) -> dict[str, float]:
     """The same by numpy and scipy, from the values."""
     a, b = (x.double().flatten().numpy() for x in (of, against))
     cast = b.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
-    told = (a != 0) | (b != 0)  # here the only zeros are of a tensor that is 0 in both
+    differs = (a != 0) | (b != 0)  # here the only zeros are of a tensor that is 0 in both
     return {
         "max_abs": np.abs(a - b).max(), "mean_abs": np.abs(a - b).mean(),
         "rel": np.linalg.norm(a - b) / np.linalg.norm(b),
-        "equal": (a == b)[told].mean(), "w1": wasserstein_distance(a, b),
+        "equal": (a == b)[differs].mean(), "w1": wasserstein_distance(a, b),
         # W1 of a cast is its mean change, since rounding keeps the order.
         "bfloat16_times": np.abs(a - b).mean() / wasserstein_distance(cast, b),
     }  # fmt: skip

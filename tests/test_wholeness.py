@@ -44,9 +44,11 @@ def judged(result: AuditReport) -> int:
 
 
 def without(result: list[DeviationRow], **place: Any) -> list[DeviationRow]:
-    kept = [r for r in result if any(getattr(r, name) != x for name, x in place.items())]
-    assert len(kept) < len(result)
-    return kept
+    others = [
+        r for r in result if any(getattr(r, name) != x for name, x in place.items())
+    ]
+    assert len(others) < len(result)
+    return others
 
 
 def test_a_whole_report_is_judged() -> None:
@@ -179,8 +181,8 @@ def test_a_number_that_lacks_for_no_reason_is_no_pass(
     """In one head or in all, whatever reason it gives."""
     nulls = {} if reason is None else {name: reason}
     lacking = [row(h, claim="fa2", **{name: None}, nulls=nulls) for h in range(heads)]
-    rest = [row(h, claim="fa2") for h in range(heads, 8)]
-    assert judge_report(report(*lacking, *rest)).exit_code == 3
+    others = [row(h, claim="fa2") for h in range(heads, 8)]
+    assert judge_report(report(*lacking, *others)).exit_code == 3
 
 
 @pytest.mark.parametrize(("policy", "named", "codes"), [

@@ -104,6 +104,6 @@ def test_no_banned_phrase_is_left() -> None:
 def test_a_banned_phrase_would_be_seen() -> None:
     """Each in a line of its own, also where a string is broken within it."""
     for phrase in BANNED:
-        first, _, rest = phrase.partition(" ")
-        text = plain(f'"{first} "\n    "{rest}"')
+        first, _, more = phrase.partition(" ")
+        text = plain(f'"{first} "\n    "{more}"')
         assert phrase in text

@@ -30,21 +30,21 @@ def ran(capsys: Any, *arguments: object) -> tuple[int, str, str]:
 
 def unstarted(err: str) -> str:
     """What is on stderr without the line by which a command says that it has begun."""
-    first, _, rest = err.partition("\n")
-    return rest if ": started" in first else err
+    first, _, more = err.partition("\n")
+    return more if ": started" in first else err
 
 
 def refused(arguments: list[str]) -> str | None:
     """What the program's own parser has against a command line; None where it takes
     it."""
-    name, *rest = arguments
+    name, *options = arguments
     if name not in COMMANDS:
         return f"no command {name}"
     # A command keeps how its help was asked for
     group = click.Context(cli, **cli.context_settings)
     command = cli.get_command(group, name)
     try:
-        with command.make_context(name, rest, parent=group):
+        with command.make_context(name, options, parent=group):
             return None
     except click.ClickException as error:
         return error.format_message()

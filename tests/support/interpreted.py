@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
 
 
 def prepare() -> None:
@@ -103,7 +103,7 @@ def on_cuda(test: Any) -> Any:
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A run of Python that finds numdev and the tests' modules."""
-    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(FOLDER), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True, text=True, timeout=600, check=False,
