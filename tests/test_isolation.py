@@ -25,7 +25,7 @@ from numdev.cases import AttentionCase
 from numdev.config import SweepRequest
 from numdev.errors import MeasurementError
 from numdev.kernels import Kernel, Output, find
-from numdev.studies.audit import isolation, sweep
+from numdev.studies.audit import isolation, sweep, worker_start
 from numdev.studies.audit.isolation import (
     Failure,
     Isolated,
@@ -296,7 +296,7 @@ def test_a_worker_that_cannot_start_is_said(
     """That is no kernel's failure, and the reason is quoted."""
     script = tmp_path / "supervisor.py"
     script.write_text("import no_such_module")
-    monkeypatch.setattr(isolation, "SUPERVISOR", script)
+    monkeypatch.setattr(worker_start, "SUPERVISOR", script)
     says = r"exit code 1 \(ModuleNotFoundError: .*no_such_mod"
     with Isolated() as isolated, pytest.raises(MeasurementError, match=says):
         ran(isolated, "baseline", case, {})

@@ -19,6 +19,7 @@ from numdev.config import (
     sweep_request,
 )
 from numdev.errors import UsageError
+from numdev.studies.audit.worker_start import started
 
 
 @command("audit demo --format bfloat16 --format float32")
@@ -59,29 +60,31 @@ def audit(
     request = audit_request(target, flags)
     answer = None if effects is None else _effects_answer(effects, request)
     directory = session.begin(Path(request.target).stem or "audit", request.model_dump())
-    from numdev.studies.audit.dask_workers import cluster_of, sharing
-    from numdev.studies.audit.early_failures import EarlyFailures
-    from numdev.studies.audit.run import audit as run
-    from numdev.studies.audit.run import reproducers, running
+    isolated = request.isolate and workers is None and scheduler is None
+    with started(wanted=isolated) as process:  # it imports torch meanwhile
+        from numdev.studies.audit.dask_workers import cluster_of, sharing
+        from numdev.studies.audit.early_failures import EarlyFailures
+        from numdev.studies.audit.run import audit as run
+        from numdev.studies.audit.run import reproducers, running
 
-    cluster = cluster_of(workers, scheduler)
-    tell = EarlyFailures(verdict.limits if verdict else None, session.say)
-    more = {
-        "workers": cluster,
-        "save_cases": save_cases,
-        "say": session.say,
-        "tell": tell,
-    }
-    with running(request, cluster) as runner:
-        with sharing(cluster, request.device):
-            report = session.run_judged_study(
-                verdict, run, request, directory, runner=runner, **more
-            )
-        if answer:
-            summary = report.summary.model_copy(update={"effects": answer})
-            report = report.model_copy(update={"summary": summary})
-        scripts = functools.partial(reproducers, request=request, runner=runner)
-        session.hand_over(report, directory, scripts, verdict)
+        cluster = cluster_of(workers, scheduler)
+        tell = EarlyFailures(verdict.limits if verdict else None, session.say)
+        more = {
+            "workers": cluster,
+            "save_cases": save_cases,
+            "say": session.say,
+            "tell": tell,
+        }
+        with running(request, cluster, process) as runner:
+            with sharing(cluster, request.device):
+                report = session.run_judged_study(
+                    verdict, run, request, directory, runner=runner, **more
+                )
+            if answer:
+                summary = report.summary.model_copy(update={"effects": answer})
+                report = report.model_copy(update={"summary": summary})
+            scripts = functools.partial(reproducers, request=request, runner=runner)
+            session.hand_over(report, directory, scripts, verdict)
 
 
 def _effects_answer(path: Path, request: AuditRequest) -> tuple[str, ...]:
@@ -134,31 +137,30 @@ def sweep(
     request = sweep_request(config, flags)
     name, measured = config.stem, request.measured()
     directory = Path() if dry_run else session.begin(name, measured)
-    from numdev.studies.audit.dask_workers import cluster_of, sharing
-    from numdev.studies.audit.early_failures import EarlyFailures
-    from numdev.studies.audit.run import reproducers, running
-    from numdev.studies.audit.sweep import estimate, plan
-    from numdev.studies.audit.sweep import sweep as run
+    isolated = request.isolate and workers is None and scheduler is None
+    with started(wanted=isolated) as process:  # it imports torch meanwhile
+        from numdev.studies.audit.dask_workers import cluster_of, sharing
+        from numdev.studies.audit.early_failures import EarlyFailures
+        from numdev.studies.audit.run import reproducers, running
+        from numdev.studies.audit.sweep import estimate, plan
+        from numdev.studies.audit.sweep import sweep as run
 
-    cluster = cluster_of(workers, scheduler)
-    with running(request, cluster) as runner:
-        with sharing(cluster, request.device):
-            planned = plan(request)
-            if dry_run or not session.quiet:
-                click.echo(planned.size, err=not dry_run)
-            if dry_run:
-                click.echo(estimate(planned, runner))
-                return
-            tell = EarlyFailures(verdict.limits if verdict else None, session.say)
-            more = {
-                "workers": cluster,
-                "say": session.say,
-                "tell": tell,
-                "runner": runner,
-            }
-            report = session.run_judged_study(verdict, run, planned, directory, **more)
-        opened = planned.source, planned.plan
-        scripts = functools.partial(
-            reproducers, request=planned.request, opened=opened, runner=runner
-        )
-        session.hand_over(report, directory, scripts, verdict)
+        cluster = cluster_of(workers, scheduler)
+        with running(request, cluster, process) as runner:
+            with sharing(cluster, request.device):
+                planned = plan(request)
+                if dry_run or not session.quiet:
+                    click.echo(planned.size, err=not dry_run)
+                if dry_run:
+                    click.echo(estimate(planned, runner))
+                    return
+                tell = EarlyFailures(verdict.limits if verdict else None, session.say)
+                more = {"workers": cluster, "say": session.say, "tell": tell}
+                report = session.run_judged_study(
+                    verdict, run, planned, directory, runner=runner, **more
+                )
+            opened = planned.source, planned.plan
+            scripts = functools.partial(
+                reproducers, request=planned.request, opened=opened, runner=runner
+            )
+            session.hand_over(report, directory, scripts, verdict)

@@ -3,8 +3,8 @@
 `attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in
 words. A CUDA fault ruins its process, a segmentation fault ends it, a hang never does:
 `Isolated` runs kernels in a worker process with a time limit, kept as long as nothing
-fails, bit for bit as here. `worker_supervisor` starts the worker and ends all that it
-started: at the limit, on Ctrl-C, on `close`, and when this process is gone.
+fails, bit for bit as here. `worker_start` starts the worker, and `worker_supervisor` ends
+all that it started: at the limit, on Ctrl-C, on `close`, and when this process is gone.
 (`multiprocessing` would import the caller's main module.)"""
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import os
 import secrets
 import signal
@@ -48,6 +47,7 @@ from numdev.studies.audit.worker_messages import (
     read_answer,
     read_task,
 )
+from numdev.studies.audit.worker_start import END_S, WorkerProcess
 from numdev.system import switches
 from numdev.temporary_files import remove_stale
 
@@ -122,11 +122,9 @@ def tensors_of(record: object) -> dict[str, Tensor]:
 
 # --- in a process of its own ----------------------------------------------------------
 
-SUPERVISOR = Path(__file__).with_name("worker_supervisor.py")
 UNUSABLE = "its process gave an unusable answer"
 # What importing torch may take: seconds, but minutes on a cold network disk
 START_S = 300.0
-END_S = 5.0  # what a supervisor may take to end what its worker started
 NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker is ready
 
 
@@ -168,11 +166,10 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self) -> None:
-        """Starts a worker, which need not be ready yet, where there is none. Raises
-        OSError where no process can be started."""
-        if self.worker is None:
-            self.worker = Worker.start()
+    def start(self, started: WorkerProcess | None = None) -> None:
+        """Takes a process as its worker, which must have none, or starts one; it need not
+        be ready yet. Raises OSError where no process can be started."""
+        self.worker = Worker(started or WorkerProcess.start())
 
     def __call__(
         self,
@@ -234,7 +231,9 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
             if not left.cancel():
                 left.result()
         name, case, *how = call
-        sent = (name, (*how,), copied(case, "cpu"), str(case.q.device), torch_settings())
+        # Kernels may be found where sys.path was longer than when the worker started
+        state = str(case.q.device), torch_settings(), [*sys.path]
+        sent = (name, (*how,), copied(case, "cpu"), *state)
         # Once, and by the thread that sends it: it takes as long as a small call
         task = functools.cache(functools.partial(packed, sent))
         worker = self._worker_for(name)
@@ -290,8 +289,9 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
                 name in self._suspects and worker.kernels - {name}
             ):
                 self.close()
-        self.start()
-        assert self.worker is not None
+        if self.worker is None:
+            self.start()
+            assert self.worker is not None
         return self.worker
 
 
@@ -299,51 +299,19 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
 class Worker:
     """A process that answers tasks, from here: `process` is its supervisor."""
 
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    # What closes it, the end of this process too, ends the supervisor and all of its
-    lifeline: int
+    started: WorkerProcess
     kernels: set[str] = field(default_factory=set)  # that were run there
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     """Waits for it to be ready, and then for its answers."""
     ready: Future[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ready = self.thread.submit(self.expect_ready)
-
-    @classmethod
-    def start(cls) -> Worker:
-        """Starts a supervisor and its worker, and returns them; the worker may not be
-        ready yet. Raises OSError where no process can be started."""
-        ours, theirs = socket.socketpair()
-        end, lifeline = os.pipe()
-        stderr, written = os.pipe()
-        passed = (theirs.fileno(), end)
-        try:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    SUPERVISOR,
-                    json.dumps([os.getpid(), *passed, sys.path]),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=written,
-                pass_fds=passed,
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            os.close(lifeline)
-            os.close(stderr)
-            raise
-        finally:
-            theirs.close()
-            os.close(end)
-            os.close(written)
-        return cls(
-            process, Channel(ours, stderr, lambda: process.poll() is not None), lifeline
+        started = self.started
+        self.process = started.process
+        self.channel = Channel(
+            started.socket, started.stderr, lambda: self.process.poll() is not None
         )
+        self.ready = self.thread.submit(self.expect_ready)
 
     def expect_ready(self) -> None:
         """Waits until the worker has imported what it needs. Raises MeasurementError
@@ -406,15 +374,7 @@ class Worker:
     def close(self) -> None:
         """Ends the process and all that it started, and removes temporary files that it
         left."""
-        os.close(self.lifeline)
-        try:
-            self.process.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:  # its supervisor was stopped
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            # In the driver, nothing ends it
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=2 * END_S)
+        self.started.end()
         # Without a process it has its answer; only then is nothing read any more
         self.thread.shutdown(cancel_futures=True)
         self.channel.close()
@@ -435,8 +395,9 @@ def serve(descriptor: int) -> None:
         except EOFError:
             os._exit(0)
         token = bytes(message[:TOKEN_BYTES])
-        name, how, case, device, settings = unpacked(message[TOKEN_BYTES:])
+        name, how, case, device, settings, path = unpacked(message[TOKEN_BYTES:])
         set_torch(settings)
+        sys.path[:] = path
         try:
             kernel = find(name)
             inputs = copied(case, device)

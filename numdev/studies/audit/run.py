@@ -41,6 +41,7 @@ from numdev.studies.audit.plan import Plan, Planned, header
 from numdev.studies.audit.prepared_attention import Selection
 from numdev.studies.audit.reproduce import FOLDER, reproduce
 from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.worker_start import WorkerProcess
 from numdev.system import System
 
 # Called with what is being done, how many tasks are behind it, and how many there are.
@@ -132,17 +133,20 @@ def describe(source: Described) -> dict[str, object]:
 
 @contextlib.contextmanager
 def running(
-    request: AuditRequest | SweepRequest, workers: Cluster | None = None
+    request: AuditRequest | SweepRequest,
+    workers: Cluster | None = None,
+    started: list[WorkerProcess] | None = None,
 ) -> Iterator[Runner]:
     """Yields what runs kernels for a request: `attempt`, or where the request isolates
     them a process of their own, which starts at once. A kernel that crashed a worker must
-    not run in this process: workers imply isolation."""
+    not run in this process: workers imply isolation. One that has `started` is taken out
+    of the list for it."""
     if not (request.isolate or workers):
         yield attempt
         return
     with Isolated(request.time_limit) as run:
         if workers is None:
-            run.start()
+            run.start(started.pop() if started else None)
         yield run
 
 
