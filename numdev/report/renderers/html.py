@@ -8,6 +8,7 @@ of elements."""
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import math
 import re
@@ -57,6 +58,26 @@ def frame(report: Report) -> Markup:
 def page(report: Report | doc.Document, directory: Path | None = None) -> str:
     """Returns the HTML page of a report or of a document. A report's reproducers are
     looked for under `directory`; None: nowhere."""
+    text = (files("numdev.report.renderers") / "templates/page.js").read_text(
+        encoding="utf-8"
+    )
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    document = document_of(report, directory)
+    blocks = tuple(document.shown_in("html"))
+    about = {
+        "document": document,
+        "blocks": blocks,
+        "main": _main_table(blocks),
+        "script": Markup(text),
+        "digest": digest,
+    }
+    return _environment().get_template("page.html.j2").render(about)
+
+
+@functools.cache
+def _environment() -> Environment:
+    """Returns how templates are read and filled in; one, since compiling them takes as
+    long as a small page."""
     environment = Environment(
         loader=PackageLoader("numdev.report.renderers"),
         autoescape=True,
@@ -72,20 +93,7 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
         "percent": percent,
         "prose": _with_code,
     }
-    text = (files("numdev.report.renderers") / "templates/page.js").read_text(
-        encoding="utf-8"
-    )
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    document = document_of(report, directory)
-    blocks = tuple(document.shown_in("html"))
-    about = {
-        "document": document,
-        "blocks": blocks,
-        "main": _main_table(blocks),
-        "script": Markup(text),
-        "digest": digest,
-    }
-    return environment.get_template("page.html.j2").render(about)
+    return environment
 
 
 class MainTable(NamedTuple):
