@@ -184,7 +184,7 @@ def test_on_a_gpu_too() -> None:
     failing(larger_on_gpu, device="cuda", cases="full")
 
 
-OWN = """
+HALVED = """
 import torch
 
 
@@ -197,7 +197,7 @@ def halved(q, k, v):
 @pytest.mark.thorough
 def test_the_script_shows_it_in_a_bare_process(tmp_path: Path, monkeypatch: Any) -> None:
     """In a process that knows nothing of this one's paths: its exit code is 1."""
-    (tmp_path / "somebodys.py").write_text(OWN)  # in a folder on nobody's path
+    (tmp_path / "somebodys.py").write_text(HALVED)  # in a folder on nobody's path
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("somebodys")
     error = failing(
@@ -243,7 +243,7 @@ def test_heads_that_were_repeated_were_not_tested() -> None:
         group = q.shape[1] // k.shape[1]
         return plain(q, k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1), is_causal)
 
-    def told(
+    def with_flag(
         q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False
     ) -> Tensor:
         return swapped(q, k, v, is_causal)
@@ -261,7 +261,7 @@ def test_heads_that_were_repeated_were_not_tested() -> None:
         "length equal to "
         "head_dim, V of another width, several sequences.",
     )
-    error = failing(told, cases="grouped", **passed)
+    error = failing(with_flag, cases="grouped", **passed)
     assert "query head h reads kv head h % kv_heads" in " ".join(str(error).split())
     assert "fewer kv heads" not in str(error)
 
@@ -922,7 +922,7 @@ def test_the_trainer_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     text = (ROOT / "docs" / "api.md").read_text().partition("## While a model trains")[2]
     logged: list[Any] = []
     log = types.SimpleNamespace(log=logged.append)
-    add = types.SimpleNamespace(add_scalar=lambda *given: logged.append(given))
+    add = types.SimpleNamespace(add_scalar=lambda *scalars: logged.append(scalars))
     monkeypatch.setitem(sys.modules, "wandb", log)  # type: ignore[arg-type]
     board = types.SimpleNamespace(SummaryWriter=lambda: add)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)  # type: ignore[arg-type]

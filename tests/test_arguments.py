@@ -210,9 +210,9 @@ def public(
 )  # fmt: skip
 def test_right_arguments_arrive_as_they_are(right: dict[str, Any]) -> None:
     """A default may be empty, an integer is a number, and a set has elements too."""
-    known = {"number": 1.0, "name": "", "mode": False, "sides": (0, 0), "of": ()}
-    others = {name: x for name, x in right.items() if name not in known}
-    assert public(**right) == (*list({**known, **right}.values())[:5], others)
+    accepted = {"number": 1.0, "name": "", "mode": False, "sides": (0, 0), "of": ()}
+    others = {name: x for name, x in right.items() if name not in accepted}
+    assert public(**right) == (*list({**accepted, **right}.values())[:5], others)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_bench import HERE, invoked, prepare, task_of
+from on_bench import THIS_CPU, invoked, prepare, task_of
 from recipes import drawn as drawn_case
 from torch import Tensor
 
@@ -81,9 +81,9 @@ def test_what_is_no_rounding_is_unknown(spoil: Callable[[Tensor], Tensor]) -> No
     assert result.sites == ()
 
 
-@pytest.mark.parametrize(("next_residual", "known"), [(0.33, False), (0.4, True)])
+@pytest.mark.parametrize(("next_residual", "is_named"), [(0.33, False), (0.4, True)])
 def test_an_explanation_is_clearly_better_than_the_next(
-    next_residual: float, known: bool
+    next_residual: float, is_named: bool
 ) -> None:
     """Of two that leave 0.3 and 0.33 of the errors neither is known; 0.3 beside 0.4
     is."""
@@ -95,7 +95,7 @@ def test_an_explanation_is_clearly_better_than_the_next(
     result = attribute(errors, torch.zeros_like(errors), torch.ones(1, 1, 8),
                       format_named("bfloat16"), None, emulate)  # fmt: skip
     assert result.best.preset == "eager"
-    assert (result.why_not is None) == known
+    assert (result.why_not is None) == is_named
 
 
 def test_the_scores_roundings_are_one_site() -> None:
@@ -113,7 +113,9 @@ def test_the_scores_roundings_are_one_site() -> None:
 def rows_of(kernel: Kernel, case: AttentionCase) -> dict[str, AttributionRow]:
     bench = prepare(case, "bfloat16", gradients=True)
     task = task_of(bench, kernel)
-    rows = explain(task, kernel, measure_task(task, kernel, bench, HERE), bench, HERE)
+    rows = explain(
+        task, kernel, measure_task(task, kernel, bench, THIS_CPU), bench, THIS_CPU
+    )
     return {row.tensor: row for row in rows}
 
 

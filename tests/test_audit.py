@@ -98,19 +98,19 @@ def request(*kernels: str | Choice, **changes: Any) -> AuditRequest:
         "target": "tiny.yaml",
         "cases": (case(),),
         "kernels": tuple(
-            k if isinstance(k, Choice) else Choice(name=own(k)) for k in names
+            k if isinstance(k, Choice) else Choice(name=kernel_of(k)) for k in names
         ),
         "device": "cpu",
     }
     return AuditRequest(**{**fields, **changes})
 
 
-def own(name: str) -> str:
+def kernel_of(name: str) -> str:
     return f"{__name__}:{name}" if name in globals() else name
 
 
 def rows_of(result: AuditReport, kernel: str, **where: Any) -> list[DeviationRow]:
-    rows = [row for row in result.rows if row.kernel == own(kernel)]
+    rows = [row for row in result.rows if row.kernel == kernel_of(kernel)]
     return [row for row in rows if all(getattr(row, k) == v for k, v in where.items())]
 
 
@@ -142,7 +142,7 @@ def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
     what goes wrong has its reason or its counts; fp32 for bf16 inputs is held to fp32's
     floor."""
     result, alone = run(*FAILING, *ODD, *SDPA), run(*SDPA)
-    theirs = {own(name) for name in (*FAILING, *ODD)}
+    theirs = {kernel_of(name) for name in (*FAILING, *ODD)}
     assert [row for row in result.rows if row.kernel not in theirs] == list(alone.rows)
     for name, reason in FAILING.items():
         (row,) = rows_of(result, name)
@@ -154,7 +154,7 @@ def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
     assert [(row.nonfinite, row.rms) for row in rows] == [(2 * 12 * 8, None)] * 2
     finding = next(f for f in result.findings if f.rule == "finiteness")
     assert finding.sentence.startswith(
-        f"{own('returns_nan')} (bfloat16) returns 384 elements"
+        f"{kernel_of('returns_nan')} (bfloat16) returns 384 elements"
     )
     wide, narrow = rows_of(result, "in_fp32"), rows_of(result, "plain")
     assert {row.out_format for row in wide} == {"float32"}

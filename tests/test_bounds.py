@@ -145,20 +145,20 @@ def run_of(distances: Sequence[DistanceRow], names: Sequence[str] = NAMES) -> Tr
     )
 
 
-Found = Callable[..., BoundsReport]
+Bounded = Callable[..., BoundsReport]
 
 
 @pytest.fixture
-def bounds(tmp_path: Path) -> Found:
+def bounds(tmp_path: Path) -> Bounded:
     """The bounds of a run with these distances."""
 
-    def found(
+    def bounded(
         distances: Sequence[DistanceRow], names: Sequence[str] = NAMES
     ) -> BoundsReport:
         reports.write(run_of(distances, names), tmp_path)
         return study.bounds(tmp_path)
 
-    return found
+    return bounded
 
 
 def compared(
@@ -169,13 +169,13 @@ def compared(
     return created["flash", against, window, metric]
 
 
-def said(result: BoundsReport) -> str:
+def answer(result: BoundsReport) -> str:
     return "\n".join(result.summary.answer)
 
 
 def shown(result: BoundsReport) -> str:
     """The answer, and what stands below it."""
-    return said(result) + str(list(views.blocks(result)))
+    return answer(result) + str(list(views.blocks(result)))
 
 
 def marks(one: Any, sixteen: Any = (), **others: Any) -> Saturation:
@@ -302,7 +302,7 @@ def dose_of(result: BoundsReport, variant: str, window: str) -> DoseReading:
     return next(d for d in result.doses if (d.variant, d.window) == (variant, window))
 
 
-def test_doses_come_back(bounds: Found) -> None:
+def test_doses_come_back(bounds: Bounded) -> None:
     """Between two rungs of the model the exponent is that of the starts; three seeds have
     an interval, fewer are undecided; what is beyond an end is said to be."""
     exact = 16 ** (math.log(STARTS["flash"] / FLOOR) / math.log(6e-7 / FLOOR))
@@ -314,7 +314,7 @@ def test_doses_come_back(bounds: Found) -> None:
     assert dose_in_words(dose_of(result, "low-precision", "first")) == "above 16 floors"
     assert (
         "Dose: flash moves the weights as far as re-rounding attention's output at 8."
-        in said(result)
+        in answer(result)
     )
     one = dose_of(bounds(curves()), "flash", "first")
     assert (one.low, one.why) == (None, "1 seed, and an interval needs 3")
@@ -325,7 +325,7 @@ def test_doses_come_back(bounds: Found) -> None:
     }
 
 
-def test_a_flat_ladder_tells_no_dose(bounds: Found) -> None:
+def test_a_flat_ladder_tells_no_dose(bounds: Bounded) -> None:
     """Nor does an interval over more than a factor of eight."""
     sizes = (("flash", 1.05), ("null-rounding-1", 1.0), ("null-rounding-16", 1.2))
     start = [
@@ -365,7 +365,7 @@ def test_a_flat_ladder_tells_no_dose(bounds: Found) -> None:
     ],
 )
 def test_the_papers_question_has_an_answer(
-    bounds: Found, times: float, seeds: int, scatter: float, verdict: str
+    bounds: Bounded, times: float, seeds: int, scatter: float, verdict: str
 ) -> None:
     """By the interval of W1 over the early steps, whatever the other metrics say; first
     of all."""
@@ -400,14 +400,14 @@ def test_the_papers_question_has_an_answer(
         )
 
 
-def test_every_format_is_answered(bounds: Found) -> None:
+def test_every_format_is_answered(bounds: Bounded) -> None:
     """A flash run beside two runs of low precision: two answers."""
     more = [r.model_copy(update={"variant": "low-precision-2"}) for r in several() if
             r.variant == "low-precision"]  # fmt: skip
     result = bounds([*several(), *more], [*NAMES, "low-precision-2"])
     assert {a.against for a in result.answers} == {"low-precision", "low-precision-2"}
     for name in ("low-precision", "low-precision-2"):
-        assert f"flash over {name} is " in said(result)
+        assert f"flash over {name} is " in answer(result)
 
 
 def at_output(variant: str, seed: int, **values: Any) -> AttentionOutputRow:
@@ -463,7 +463,7 @@ def test_what_is_at_the_output_is_said(
     if words is None:
         assert first.startswith("Reproduced in this run")
         beside = "At its output it lies 1.20 floors from the golden run's, and errs 1.00."
-        assert beside in said(result)
+        assert beside in answer(result)
     else:
         assert (
             first
@@ -474,7 +474,7 @@ def test_what_is_at_the_output_is_said(
 # --- ratios ---------------------------------------------------------------------------
 
 
-def test_the_known_ratios_come_back(bounds: Found) -> None:
+def test_the_known_ratios_come_back(bounds: Bounded) -> None:
     """Early ratios are those of the starts, late ones are 1; one seed has no interval; a
     null of flash's size, and a late curve that stays apart, are seen."""
     result = bounds(curves())
@@ -506,13 +506,15 @@ def test_the_known_ratios_come_back(bounds: Found) -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 5])
-def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int) -> None:
+def test_intervals_are_those_of_a_t_test_on_logarithms(
+    bounds: Bounded, seeds: int
+) -> None:
     """By scipy's own function; a ratio that is off lies outside. Two seeds have none, as
     said."""
     rows = several(seeds)
     result = bounds(rows)
     c = compared(result, "low-precision", "first")
-    assert ("2 seeds, and a verdict needs 3" in said(result)) == (seeds == 2)
+    assert ("2 seeds, and a verdict needs 3" in answer(result)) == (seeds == 2)
     at = {(r.seed, r.variant): r.mean_abs or 0.0 for r in rows if r.step == 1}
     logs = [math.log(at[s, "flash"] / at[s, "low-precision"]) for s in range(seeds)]
     assert c.ratio == pytest.approx(math.exp(sum(logs) / seeds))
@@ -525,7 +527,7 @@ def test_intervals_are_those_of_a_t_test_on_logarithms(bounds: Found, seeds: int
     assert c.low < 0.3 < c.high < 0.9
 
 
-def test_the_answer_comes_first(bounds: Found) -> None:
+def test_the_answer_comes_first(bounds: Bounded) -> None:
     """The paper's number in three metrics, the controls, the dose, chance and another
     seed."""
     result = bounds(several(3, 0.02))
@@ -551,7 +553,7 @@ def test_the_answer_comes_first(bounds: Found) -> None:
     assert views.styles(result) == ("good", "", "", "warn", "good")
     assert "from step 150 on" in shown(result)
     assert "distances then say how chaotic " in shown(result)
-    assert "stable" not in said(result).lower()
+    assert "stable" not in answer(result).lower()
 
 
 WITHOUT_NULLS = [name for name in NAMES if not name.startswith("null")]
@@ -578,7 +580,7 @@ PARTING = changed(
     ids=["chance", "no null", "not merged", "merged at once"],
 )  # fmt: skip
 def test_which_steps_are_early(
-    bounds: Found, rows: Any, names: Any, words: str, last: int | None, late: str | None
+    bounds: Bounded, rows: Any, names: Any, words: str, last: int | None, late: str | None
 ) -> None:
     """Without a null, where curves merge is not known: only the first step is quoted."""
     result = bounds(changed(rows, lambda r: not r.equal, w1=lambda x: 1.0), names)
@@ -591,7 +593,7 @@ def test_which_steps_are_early(
     assert compared(result, "low-precision", "saturated").nulls.get("ratio") == late
 
 
-def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
+def test_the_tables_show_each_metric_and_each_window(bounds: Bounded) -> None:
     """With intervals; the gradient's is of step 0, before any update."""
     sizes = (("flash", 1e-6), ("low-precision", 4e-6))
     start = [distance(name, 0, size, of="gradient") for name, size in sizes]
@@ -620,7 +622,7 @@ def test_the_tables_show_each_metric_and_each_window(bounds: Found) -> None:
     assert drawn == {"mean_abs", "w1", "max_abs"}
 
 
-def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
+def test_what_voids_the_rest_is_said_first(bounds: Bounded) -> None:
     """A run that is not deterministic, by one weight at any step, or that diverged, and
     where."""
     off = changed(
@@ -629,7 +631,7 @@ def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
         max_abs=lambda x: 1e-30,
     )
     result = bounds(off)
-    assert said(result).startswith("NOT REPRODUCIBLE from step 70 on: ")
+    assert answer(result).startswith("NOT REPRODUCIBLE from step 70 on: ")
     assert views.styles(result) == ("bad", "", "", "", "", "")
     assert "gives the same bits" not in str(list(views.blocks(result)))
     none = dict.fromkeys(("mean_abs", "w1"), lambda x: None)
@@ -641,11 +643,13 @@ def test_what_voids_the_rest_is_said_first(bounds: Found) -> None:
     )
     assert sorted(compared(result, "low-precision", "early").by_seed) == [0, 1]
     sound = bounds(curves())
-    assert "NOT" not in said(sound)
+    assert "NOT" not in answer(sound)
     assert "gives the same bits" in str(list(views.blocks(sound)))
 
 
-def test_what_is_no_run_with_distances_is_refused(bounds: Found, tmp_path: Path) -> None:
+def test_what_is_no_run_with_distances_is_refused(
+    bounds: Bounded, tmp_path: Path
+) -> None:
     """A report of bounds, and a run of the golden variant alone."""
     with pytest.raises(MeasurementError, match="no distance between weights"):
         bounds(curves(), ["golden"])
@@ -654,12 +658,12 @@ def test_what_is_no_run_with_distances_is_refused(bounds: Found, tmp_path: Path)
         study.bounds(tmp_path)
 
 
-def test_nulls_may_have_distances_at_step_0_alone(bounds: Found) -> None:
+def test_nulls_may_have_distances_at_step_0_alone(bounds: Bounded) -> None:
     """Then no step has anything to compare with."""
     null = [name for name in NAMES if name.startswith("null")]
     result = bounds([d for d in curves() if d.variant not in null or d.step == 0])
     assert "there is no null run re-rounded" in str(result.saturation.reason)
-    assert "no null runs of two strengths" in said(result)
+    assert "no null runs of two strengths" in answer(result)
 
 
 def test_a_ratio_is_a_geometric_mean_in_each_seed() -> None:

@@ -103,8 +103,10 @@ def handed_over(
     return cases, drawn, upstream
 
 
-def apart(case: AttentionCase, own: Tensor) -> float:
-    return ((merged(case.grad_out).double() - own).norm() / own.norm()).item()
+def distance(case: AttentionCase, by_autograd: Tensor) -> float:
+    return (
+        (merged(case.grad_out).double() - by_autograd).norm() / by_autograd.norm()
+    ).item()
 
 
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
@@ -116,7 +118,7 @@ def test_gradients_are_those_of_a_training_step(
     autograd's."""
     model = opened(name, tmp_path)
     passed, labels = task(name, padding)
-    own = trained(
+    by_autograd = trained(
         eager(name, tmp_path),
         {**passed, "labels": labels},
         OUT[name],
@@ -126,9 +128,9 @@ def test_gradients_are_those_of_a_training_step(
     assert upstream.loss == LANGUAGE
     assert torch.equal(upstream.arguments["labels"], labels)
     assert drawn == ()
-    for case, gradient in zip(cases, own, strict=True):
+    for case, gradient in zip(cases, by_autograd, strict=True):
         assert (case.grad_out_from, case.grad_out.dtype) == (LANGUAGE, torch.float64)
-        assert apart(case, gradient) < FP32
+        assert distance(case, gradient) < FP32
         assert not any(x.requires_grad for x in (case.q, case.k, case.v, case.grad_out))
 
 
@@ -173,7 +175,7 @@ def test_an_output_that_is_overwritten_keeps_its_own_gradient() -> None:
     o = model.first(x).detach().requires_grad_()
     y = x + 3 * o
     ((y + model.second(y)) ** 3).mean().backward()
-    assert apart(cases[0], o.grad) < FP64
+    assert distance(cases[0], o.grad) < FP64
 
 
 @pytest.mark.parametrize("how", ["no_grad", "unused"])

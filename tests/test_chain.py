@@ -91,7 +91,7 @@ class Tapped(Rounder):
         return rounded
 
 
-def told(case: AttentionCase, created: Recipe, h: int) -> dict[str, float]:
+def by_definition(case: AttentionCase, created: Recipe, h: int) -> dict[str, float]:
     """Ties, ones, powers and V's signs of a head by loops, of the P that met V."""
     r = Tapped(created, case)
     fwd.forward(r, *(x.double() for x in (case.q, case.k, case.v)))
@@ -118,9 +118,9 @@ def told(case: AttentionCase, created: Recipe, h: int) -> dict[str, float]:
         met, ones, powers = -math.inf, 0, 0.0
         for start, weights in zip(order, r.weights, strict=True):
             tile = [j for j in seen if start <= j < start + block]
-            own = max((S[j] for j in tile), default=-math.inf)
-            met = max(met, own)
-            under = own if created.algorithm == "fa1" else met
+            largest_in_tile = max((S[j] for j in tile), default=-math.inf)
+            met = max(met, largest_in_tile)
+            under = largest_in_tile if created.algorithm == "fa1" else met
             for j in tile:
                 p = float(weights[b, h, i, j - start])
                 ones += p == 1.0 and under == top
@@ -161,7 +161,7 @@ def test_ties_and_powers_are_those_that_loops_find(name: str) -> None:
         tying(batch=2, **(more if name in ("fa2", "eager") else {})),
         RECIPES[name],
     )
-    row, expected = diagnose_call(case, created).heads[1], told(case, created, 1)
+    row, expected = diagnose_call(case, created).heads[1], by_definition(case, created, 1)
     assert row.tied
     assert row.powers
     assert (row.ones == 0) == (name == "eager")  # normalised before it meets V

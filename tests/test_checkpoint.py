@@ -206,9 +206,9 @@ def test_a_pickle_that_would_run_code_does_not(
     assert not target.exists()
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
 def test_code_that_comes_with_a_checkpoint_is_not_run(
-    tmp_path: Path, capsys: Any, known: bool
+    tmp_path: Path, capsys: Any, is_known: bool
 ) -> None:
     """Model and tokenizer are transformers' own, where it has them, and this is said."""
     target, demo = tmp_path / "payload", demo_checkpoint()
@@ -218,12 +218,12 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(
     auto: dict[str, Any] = {kind: "evil.Evil" for kind in kinds}
     auto["AutoTokenizer"] = ["evil.Slow", "evil.Fast"]
     (llama / "tokenizer.json").write_bytes((demo / "tokenizer.json").read_bytes())
-    own = {
-        "tokenizer_class": "PreTrainedTokenizerFast" if known else "Evil",
+    config_with_code = {
+        "tokenizer_class": "PreTrainedTokenizerFast" if is_known else "Evil",
         "auto_map": auto,
     }
-    (llama / "tokenizer_config.json").write_text(json.dumps(own))
-    if known:
+    (llama / "tokenizer_config.json").write_text(json.dumps(config_with_code))
+    if is_known:
         edit(llama / "config.json", auto_map=auto)
         text = tmp_path / "text"
         text.write_text("ab")

@@ -72,8 +72,8 @@ def steps(flow: dict[str, Any]) -> list[dict[str, Any]]:
     """The steps of a workflow, those of our Action in its place."""
     all_steps = [step for job in flow["jobs"].values() for step in job["steps"]]
     ours = [s.get("uses", "").startswith("OWNER/numdev@") for s in all_steps]
-    return [s for step, own in zip(all_steps, ours, strict=True)
-            for s in (acted(step["with"]) if own else [step])]  # fmt: skip
+    return [s for step, is_ours in zip(all_steps, ours, strict=True)
+            for s in (acted(step["with"]) if is_ours else [step])]  # fmt: skip
 
 
 def test_every_command_of_a_workflow_is_accepted() -> None:
@@ -208,10 +208,10 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     assert result["findings"][0].keys() == Finding.model_fields.keys()
 
 
-own = load("scripts/own_gate.py")
+gate_script = load("scripts/own_gate.py")
 
 
-def said(tmp_path: Path, capsys: Any, **ratios: float) -> dict[str, Any]:
+def verdict_of(tmp_path: Path, capsys: Any, **ratios: float) -> dict[str, Any]:
     """What `numdev gate --json` says of kernels with these errors."""
     kernels = {"planted:sound": ratios.get("sound"), "planted:p_truncated": ratios.get("faulty"),
                "sdpa-flash": ratios.get("flash")}  # fmt: skip
@@ -225,22 +225,33 @@ def said(tmp_path: Path, capsys: Any, **ratios: float) -> dict[str, Any]:
 
 def test_sound_kernels_have_to_pass(tmp_path: Path, capsys: Any) -> None:
     """And PyTorch's flash kernel has to be one of them."""
-    assert own.wrong_with_sound(said(tmp_path, capsys, flash=1.0)) is None
-    assert "exit code 1" in own.wrong_with_sound(said(tmp_path, capsys, flash=1.5))
-    assert "did not run" in own.wrong_with_sound(said(tmp_path, capsys, sound=1.0))
+    assert gate_script.wrong_with_sound(verdict_of(tmp_path, capsys, flash=1.0)) is None
+    assert "exit code 1" in gate_script.wrong_with_sound(
+        verdict_of(tmp_path, capsys, flash=1.5)
+    )
+    assert "did not run" in gate_script.wrong_with_sound(
+        verdict_of(tmp_path, capsys, sound=1.0)
+    )
 
 
 def test_the_planted_fault_has_to_fail(tmp_path: Path, capsys: Any) -> None:
     """With exit code 1 and its name in a message; and the kernel beside it has to be
     cleared."""
-    assert own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, faulty=1.5)) is None
-    assert "not caught" in own.wrong_with_planted(
-        said(tmp_path, capsys, sound=1.0, faulty=1.0)
+    assert (
+        gate_script.wrong_with_planted(
+            verdict_of(tmp_path, capsys, sound=1.0, faulty=1.5)
+        )
+        is None
     )
-    assert "no message" in own.wrong_with_planted(
-        said(tmp_path, capsys, sound=1.0, flash=1.5)
+    assert "not caught" in gate_script.wrong_with_planted(
+        verdict_of(tmp_path, capsys, sound=1.0, faulty=1.0)
     )
-    assert "accused" in own.wrong_with_planted(
-        said(tmp_path, capsys, sound=1.3, faulty=1.5)
+    assert "no message" in gate_script.wrong_with_planted(
+        verdict_of(tmp_path, capsys, sound=1.0, flash=1.5)
     )
-    assert "not judged" in own.wrong_with_planted(said(tmp_path, capsys, faulty=1.5))
+    assert "accused" in gate_script.wrong_with_planted(
+        verdict_of(tmp_path, capsys, sound=1.3, faulty=1.5)
+    )
+    assert "not judged" in gate_script.wrong_with_planted(
+        verdict_of(tmp_path, capsys, faulty=1.5)
+    )

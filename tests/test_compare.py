@@ -43,19 +43,21 @@ from numdev.testing import check
 HEADS = tuple(head(h) for h in range(4))
 
 
-def found(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> CompareReport:
+def compared_rows(
+    a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]
+) -> CompareReport:
     heads = max((1 + (r.head or 0) for r in (*a, *b)), default=1)
     return compare(audit(*a, heads=heads), audit(*b, heads=heads))
 
 
 def moves(a: DeviationRow, b: DeviationRow) -> tuple[Move, ...]:
     """What moved where one head alone is measured."""
-    return found((a,), (b,)).moves
+    return compared_rows((a,), (b,)).moves
 
 
 def first(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> str:
     """The first sentence."""
-    return found(a, b).summary.answer[0]
+    return compared_rows(a, b).summary.answer[0]
 
 
 def test_less_than_five_per_cent_is_nothing() -> None:
@@ -127,13 +129,15 @@ def test_reproducibility_is_lost_and_won() -> None:
     same = tuple(head(h) for h in range(8))
     noisy = tuple(head(h, noise=1e-6) for h in range(8))
     for a, b in ((same, noisy), (noisy, same)):
-        (move,) = found(a, b).moves
+        (move,) = compared_rows(a, b).moves
         assert move.metric == "noise"
-    assert "not reproducible (8 of 8 results)" in found(same, noisy).moves[0].words
-    assert not found(same, (noisy[0], *same[1:])).moves
-    assert not found(noisy, noisy).moves
+    assert (
+        "not reproducible (8 of 8 results)" in compared_rows(same, noisy).moves[0].words
+    )
+    assert not compared_rows(same, (noisy[0], *same[1:])).moves
+    assert not compared_rows(noisy, noisy).moves
     alone = tuple(head(h, noise=None) for h in range(8))
-    assert not found(alone, noisy).moves
+    assert not compared_rows(alone, noisy).moves
 
 
 def test_float64_is_not_judged() -> None:
@@ -145,7 +149,7 @@ def test_float64_is_not_judged() -> None:
 def test_options_tell_runs_of_one_kernel_apart() -> None:
     """Where it ran with several sets of them: the first moved, and the last did not."""
     first, last = (head(options={"block": block}) for block in (32, 64))
-    result = found((first, last), (times(first, 2.0), last))
+    result = compared_rows((first, last), (times(first, 2.0), last))
     assert [(g.options["block"], g.moved) for g in result.groups] == [(32, 1), (64, 0)]
 
 
@@ -153,7 +157,7 @@ def test_a_group_shows_the_median_head_and_the_largest_change() -> None:
     """Of floor ratios 1, 2 and 9; the one that fell to a third changed most."""
     a = tuple(head(h, floor_ratio=x) for h, x in enumerate((1.0, 2.0, 9.0)))
     b = tuple(head(h, floor_ratio=x) for h, x in enumerate((1.0, 4.0, 3.0)))
-    (group,) = found(a, b).groups
+    (group,) = compared_rows(a, b).groups
     assert (group.metric, group.a, group.b) == ("floor_ratio", 2.0, 3.0)
     assert group.change == pytest.approx(1 / 3)
 
@@ -166,10 +170,13 @@ def on(inputs: float, *rows: DeviationRow) -> tuple[DeviationRow, ...]:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"), [(1e-3, "same"), (1e-3 * (1 + 5e-5), "same"), (1.1e-3, "other")]
+    ("other", "expected_inputs"),
+    [(1e-3, "same"), (1e-3 * (1 + 5e-5), "same"), (1.1e-3, "other")],
 )
-def test_inputs_are_told_by_their_floors(other: float, told: str) -> None:
-    assert found(on(1e-3, *HEADS), on(other, *HEADS)).summary.inputs == {told: 4}
+def test_inputs_are_told_by_their_floors(other: float, expected_inputs: str) -> None:
+    assert compared_rows(on(1e-3, *HEADS), on(other, *HEADS)).summary.inputs == {
+        expected_inputs: 4
+    }
 
 
 def test_an_error_below_half_its_prediction_is_luck_on_other_inputs() -> None:
@@ -179,13 +186,13 @@ def test_an_error_below_half_its_prediction_is_luck_on_other_inputs() -> None:
     assert equality_bound(pair, "expected_ratio") == 0.5
     a = tuple(head(h, expected_ratio=0.5, worst_row=0.5) for h in range(8))
     b = (head(0, expected_ratio=0.01, worst_row=0.01), *a[1:])
-    assert not found(on(1e-3, *a), on(2e-3, *b)).moves
+    assert not compared_rows(on(1e-3, *a), on(2e-3, *b)).moves
 
 
 def test_too_few_heads_to_know_their_scatter() -> None:
     """With other inputs and one head nothing can be judged, and that is counted."""
     a, b = on(1e-3, head()), on(2e-3, times(head(), 3.0))
-    (group,) = found(a, b).groups
+    (group,) = compared_rows(a, b).groups
     assert (group.unjudged, group.moved) == (1, 0)
 
 
@@ -202,7 +209,7 @@ def test_a_head_that_moved_does_not_excuse_itself() -> None:
     is luck."""
     a = tuple(head(h, expected_ratio=1.0 + 0.01 * (h % 3)) for h in range(8))
     b = (times(a[0], 3.0), *a[1:])
-    assert {m.place.head for m in found(on(1e-3, *a), on(2e-3, *b)).moves} == {0}
+    assert {m.place.head for m in compared_rows(on(1e-3, *a), on(2e-3, *b)).moves} == {0}
 
 
 @pytest.mark.parametrize("tail", ["normal", "uniform", "heavy"])
@@ -243,8 +250,8 @@ def test_false_alarms_of_errors_drawn_anew() -> None:
     for _ in range(100):
         a = tuple(drawn(h) for h in range(64))
         b = tuple(drawn(h) for h in range(64))
-        alarms += bool(found(a, b).moves)
-        seen = found(a, (drawn(0, 1.5), *b[1:])).moves
+        alarms += bool(compared_rows(a, b).moves)
+        seen = compared_rows(a, (drawn(0, 1.5), *b[1:])).moves
         caught += any(m.place.head == 0 for m in seen)
     assert alarms <= 1
     assert caught == 100
@@ -268,15 +275,15 @@ def test_rows_that_are_gone_and_why() -> None:
         row(None, status="skipped", reason="it needs sm_90"),
         row(None, status="failed", reason="illegal access", kernel="theirs"),
     )
-    gone = found(a, b).presences
+    gone = compared_rows(a, b).presences
     assert [(p.what, p.kernel, p.rows, p.why) for p in gone] == [
         ("gone", "mine", 4, "skipped: it needs sm_90"),
         ("gone", "theirs", 4, "failed: illegal access"),
         ("gone", "third", 4, "the kernel is not in the other report"),
         ("failed", "theirs", 1, "in B: illegal access"),
     ]
-    assert {p.what for p in found(b, a).presences} == {"new", "failed"}
-    assert " ".join(found(a, b).summary.answer).startswith(
+    assert {p.what for p in compared_rows(b, a).presences} == {"new", "failed"}
+    assert " ".join(compared_rows(a, b).summary.answer).startswith(
         "NO NUMBER CHANGED, BUT A KERNEL CRASHED: theirs crashed in B (1 row), mine "
         "was measured "
         "in A alone (4 rows), third was run in A alone (4 rows). Also: nothing was "
@@ -310,7 +317,7 @@ def run(directory: Path, seed: int = 0, *kernels: Choice) -> Path:
     return directory
 
 
-def own(off: float = 1.0) -> Choice:
+def kernel_off(off: float = 1.0) -> Choice:
     return Choice(name="test_compare:mine", options={"off": off})
 
 
@@ -320,10 +327,10 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     seed."""
     root = tmp_path_factory.mktemp("audits")
     return {
-        "a": run(root / "a", 0, own()),
-        "again": run(root / "again", 0, own()),
-        "planted": run(root / "planted", 0, own(1.03)),
-        "seed": run(root / "seed", 1, own()),
+        "a": run(root / "a", 0, kernel_off()),
+        "again": run(root / "again", 0, kernel_off()),
+        "planted": run(root / "planted", 0, kernel_off(1.03)),
+        "seed": run(root / "seed", 1, kernel_off()),
     }
 
 
@@ -343,7 +350,11 @@ def test_the_same_audit_twice(audited: dict[str, Path], out: Path) -> None:
     words = "NO CHANGE: nothing moved beyond noise; nothing new, nothing gone."
     assert result.summary.answer[0] == words
     assert all(g.same_bits == g.pairs == 4 for g in result.groups)
-    assert {g.kernel for g in result.groups} == {"baseline", "sdpa-flash", own().name}
+    assert {g.kernel for g in result.groups} == {
+        "baseline",
+        "sdpa-flash",
+        kernel_off().name,
+    }
     assert result.changes == ()
     assert set(result.summary.inputs) == {"same"}
 
@@ -354,15 +365,15 @@ def test_a_kernel_whose_source_is_another_is_named(
     """Of a kernel that both reports know; no number moves by it."""
     again = reports.read(audited["again"])
     source = dict(again.provenance.source)
-    assert source["kernel_sources"].keys() == {own().name}
-    edited = {"kernel_sources": {own().name: "0" * 16, "gone:kernel": "1" * 16}}
+    assert source["kernel_sources"].keys() == {kernel_off().name}
+    edited = {"kernel_sources": {kernel_off().name: "0" * 16, "gone:kernel": "1" * 16}}
     provenance = again.provenance.model_copy(update={"source": source | edited})
     reports.write(again.model_copy(update={"provenance": provenance}), tmp_path)
     assert command(audited["a"], tmp_path, "-o", out, "--quiet") == 0
     result = reports.read(out)
-    assert f"The source of {own().name} changed." in result.summary.answer
+    assert f"The source of {kernel_off().name} changed." in result.summary.answer
     (change,) = result.changes
-    assert (change.key, change.b) == (f"source of {own().name}", "0" * 16)
+    assert (change.key, change.b) == (f"source of {kernel_off().name}", "0" * 16)
 
 
 def test_a_planted_change_is_found_in_its_head(
@@ -373,21 +384,28 @@ def test_a_planted_change_is_found_in_its_head(
     assert command(audited["a"], audited["planted"], "-o", out, "--quiet") == 1
     result = reports.read(out)
     assert {(m.kernel, m.tensor, m.place.head) for m in result.moves} == {
-        (own().name, "out", 2)
+        (kernel_off().name, "out", 2)
     }
     verdict, more, *others = result.summary.answer
-    assert verdict == f"CHANGED: {own().name}[off=1.03] (bfloat16) moved beyond noise."
+    assert (
+        verdict
+        == f"CHANGED: {kernel_off().name}[off=1.03] (bfloat16) moved beyond noise."
+    )
     assert "in out, small head 2, no mistake named, now the output is 1.030" in more
     assert (
-        f"{own().name}[off=1.03] (bfloat16): moved in out (1 of 4 heads); "
+        f"{kernel_off().name}[off=1.03] (bfloat16): moved in out (1 of 4 heads); "
         in " ".join(others)
     )
     grown = next(m for m in result.moves if m.metric in ("expected_ratio", "floor_ratio"))
     assert grown.change > 2
     (change,) = result.changes
-    assert (change.key, change.a, change.b) == (f"{own().name}: off", "1.0", "1.03")
+    assert (change.key, change.a, change.b) == (
+        f"{kernel_off().name}: off",
+        "1.0",
+        "1.03",
+    )
     same = {g.kernel: g.same_bits for g in result.groups if g.tensor == "out"}
-    assert same == {"baseline": 4, "sdpa-flash": 4, own().name: 3}
+    assert same == {"baseline": 4, "sdpa-flash": 4, kernel_off().name: 3}
 
 
 def test_another_seed_allowed(audited: dict[str, Path], out: Path, capsys: Any) -> None:
@@ -724,7 +742,7 @@ LOST = (
 def test_a_number_that_one_report_alone_has(name: str) -> None:
     """Gone from B it is no pass, and named; new in B it is one."""
     bare = head(**{name: None}, nulls={name: "0/0"})
-    gone, new = found((head(),), (bare,)), found((bare,), (head(),))
+    gone, new = compared_rows((head(),), (bare,)), compared_rows((bare,), (head(),))
     assert [gone.exit_code, new.exit_code] == [1, 0]
     assert f"mine lacks {name} in B (1 row)" in gone.summary.answer[0]
     assert [p.lacks for p in gone.presences] == [(name,)]
@@ -733,7 +751,7 @@ def test_a_number_that_one_report_alone_has(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("bits", 16 * "1"), ("ran", "1")])
 def test_evidence_that_is_gone(name: str, value: str) -> None:
-    assert found((head(**{name: value}),), (head(),)).exit_code == 1
+    assert compared_rows((head(**{name: value}),), (head(),)).exit_code == 1
 
 
 def test_another_operator_that_one_tensor_alone_names() -> None:
@@ -741,13 +759,16 @@ def test_another_operator_that_one_tensor_alone_names() -> None:
     a = tuple(head(tensor=tensor, ran="op") for tensor in ("dq", "dk", "dv"))
     for i in range(3):
         b = tuple(r.model_copy(update={"ran": "other"}) if r is a[i] else r for r in a)
-        assert [m.metric for m in found(a, b).moves] == ["ran"]
+        assert [m.metric for m in compared_rows(a, b).moves] == ["ran"]
 
 
 def test_what_differs_and_cannot_be_judged_is_no_pass(tmp_path: Path) -> None:
     """In float64, and where two heads on other inputs do not know how heads scatter."""
     exact = head(format="float64")
-    same, other = found((exact,), (exact,)), found((exact,), (times(exact, 3.0),))
+    same, other = (
+        compared_rows((exact,), (exact,)),
+        compared_rows((exact,), (times(exact, 3.0),)),
+    )
     assert (same.exit_code, other.exit_code) == (0, 3)
     assert other.summary.answer[0].startswith("NOT JUDGED: ")
     sides = audit(exact, head()), audit(times(exact, 3.0), head())

@@ -374,18 +374,18 @@ def checkpoint(path: Path, *, fill: float = 1.0) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "step"),
+    ("name", "in_file", "step"),
     [("flash-seed0-step500", "", 500), ("checkpoint-20", "", 20), ("iter_0007", "", 7),
      ("model", "", None), ("step5-final", "", None), ("x-step5", '{"step": 7}', 7),
      ("x-step5", '{"step": "7"}', 5), ("x-step5", "{", 5)],
 )  # fmt: skip
 def test_the_step_is_told_or_in_the_name(
-    tmp_path: Path, name: str, told: str, step: Any
+    tmp_path: Path, name: str, in_file: str, step: Any
 ) -> None:
     """By training.json, which may be damaged or say nothing; else at the end of the
     name."""
     path = checkpoint(tmp_path / name)
-    (path / "training.json").write_text(told)
+    (path / "training.json").write_text(in_file)
     assert training_step(path) == step
 
 

@@ -18,7 +18,7 @@ from numdev.studies.audit.early_failures import EarlyFailures
 NEAR = {"expected_ratio": 1.09}  # within the limit for one head, beyond that of a median
 
 
-def told(*tasks: list[object], rules: Rules | None = None) -> list[str]:
+def early_sentences(*tasks: list[object], rules: Rules | None = None) -> list[str]:
     """What is told of rows that come task by task."""
     sentences: list[str] = []
     early = EarlyFailures(rules, sentences.append)
@@ -32,13 +32,13 @@ def test_a_failure_is_told_once() -> None:
     rules, nor without rows."""
     wrong = [row(h, expected_ratio=2.0 + h) for h in range(2)]
     other = [row(format="float16", nonfinite=3)]
-    assert told([], wrong, wrong, other) == [
+    assert early_sentences([], wrong, wrong, other) == [
         "FAIL, by m alone: mine (bfloat16) is inaccurate in 2 of 2 heads: error of the output "
         "up to 3.00× expected (limit 1.1×).",
         "FAIL, by m alone: mine (float16) returns 3 elements of the output that are NaN or "
         "infinite where the exact result is finite, or the reverse.",
     ]  # fmt: skip
-    assert told([row(role="baseline", expected_ratio=9.0)]) == []
+    assert early_sentences([row(role="baseline", expected_ratio=9.0)]) == []
 
 
 def test_what_other_calls_may_change_waits() -> None:
@@ -46,7 +46,7 @@ def test_what_other_calls_may_change_waits() -> None:
     tested."""
     typical = [row(h, **NEAR) for h in range(16)]
     biased = [row(h, bias_size=0.5, bias_p=1e-30, sequences=64) for h in range(4)]
-    assert told(typical, biased) == []
+    assert early_sentences(typical, biased) == []
 
 
 def test_nothing_is_told_that_the_verdict_contradicts() -> None:
@@ -54,7 +54,7 @@ def test_nothing_is_told_that_the_verdict_contradicts() -> None:
     report = read(ROOT / "tests" / "data" / "reports" / "audit.json")
     assert isinstance(report, AuditReport)
     tasks = groupby(report.rows, lambda r: (r.case, r.role, r.kernel, r.format))
-    sentences = told(*(list(rows) for _, rows in tasks))
+    sentences = early_sentences(*(list(rows) for _, rows in tasks))
     failing = {v.kernel for v in report.verdicts if v.outcome == "exceeded"}
     assert {s.partition("alone: ")[2].split()[0] for s in sentences} == failing
 

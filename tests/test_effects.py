@@ -1344,7 +1344,7 @@ SIZES = {("attention", "sdpa-math"): "own", ("whole", "sdpa-math"): "model"}
 
 
 def by_ratios(
-    own: tuple[float, ...],
+    alone_ratios: tuple[float, ...],
     model: tuple[float, ...] | None = None,
     fmt: str = "bfloat16",
     **of_whole: Any,
@@ -1354,9 +1354,9 @@ def by_ratios(
     every sequence."""
     stored = read(STORED)
     assert isinstance(stored, EffectsReport)
-    ratios = {"own": own, "model": model or (1.0,) * len(own)}
+    ratios = {"own": alone_ratios, "model": model or (1.0,) * len(alone_ratios)}
     rows = []
-    for i in range(len(own)):
+    for i in range(len(alone_ratios)):
         for row in (r for r in stored.rows if r.sequence == 0):
             cost = {"predicted": 1e-5, "attention": 1e-5}.get(row.kind, 1e-4)
             name = SIZES.get((row.kind, row.kernel)) if row.layer is None else None
@@ -1365,7 +1365,9 @@ def by_ratios(
             rows.append(
                 row.model_copy(update=changes | (of_whole if name == "model" else {}))
             )
-    plan = stored.plan.model_copy(update={"sequences": len(own), "formats": (fmt,)})
+    plan = stored.plan.model_copy(
+        update={"sequences": len(alone_ratios), "formats": (fmt,)}
+    )
     return stored.model_copy(update={"rows": tuple(rows), "plan": plan})
 
 

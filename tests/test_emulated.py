@@ -586,19 +586,23 @@ def test_tiles_matter_through_the_running_sums() -> None:
     case = drawn(256)
     truth = truth_of(case)
 
-    def found(tile: int, sums: str, **more: Any) -> list[Tensor]:
+    def gradients_of_tile(tile: int, sums: str, **more: Any) -> list[Tensor]:
         # Without `p`, whose rounding in forward depends on the tile.
         sites = {"p": "exact", **dict.fromkeys(NAMES, sums)}
         return list(
             gradients(case, recipe(block_q=tile, block_kv=tile, **sites, **more))[2:]
         )
 
-    for a, b, t in zip(found(16, "wide"), found(128, "wide"), truth, strict=True):
+    for a, b, t in zip(
+        gradients_of_tile(16, "wide"), gradients_of_tile(128, "wide"), truth, strict=True
+    ):
         assert (rms(a - b) < 0.2 * rms(a - t)).all()
-    small = found(16, "working")
-    for a, b, t in zip(small, found(128, "working"), truth, strict=True):
+    small = gradients_of_tile(16, "working")
+    for a, b, t in zip(small, gradients_of_tile(128, "working"), truth, strict=True):
         assert (rms(a - t) > 1.3 * rms(b - t)).all()
-    assert not torch.equal(found(16, "working", kv_order="descending")[0], small[0])
+    assert not torch.equal(
+        gradients_of_tile(16, "working", kv_order="descending")[0], small[0]
+    )
     # And forward, where P is rounded
     ways = ({}, {"block_kv": 128}, {"kv_order": "descending"})
     one, *others = (emulate(case, **{"block_kv": 16, **way}) for way in ways)

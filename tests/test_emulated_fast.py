@@ -99,7 +99,7 @@ def is_at_once(case: AttentionCase, claim: Mapping[str, Any]) -> bool:
     return tile_by_tile.is_at_once(Rounder(recipe_of(claim), case))
 
 
-def apart(result: Tensor, tiled: Tensor, error: Tensor) -> float:
+def distance(result: Tensor, tiled: Tensor, error: Tensor) -> float:
     return float((result.double() - tiled.double()).norm() / error.norm())
 
 
@@ -120,7 +120,7 @@ def assert_same(case: AttentionCase, claim: Mapping[str, Any]) -> None:
     assert (result != tiled).double().mean() <= CARRIED[fmt.name]
     exact_out = {**claim, "out": "exact"}
     tiled = tile_by_tile.attend(case, recipe_of(exact_out))[0]
-    assert apart(emulation(case, exact_out), tiled, error) <= BEFORE_CAST[fmt.name]
+    assert distance(emulation(case, exact_out), tiled, error) <= BEFORE_CAST[fmt.name]
 
 
 @pytest.mark.usefixtures("_blocks")
@@ -192,7 +192,7 @@ def assert_same_step(case: AttentionCase, claim: Mapping[str, Any], rms: float) 
         error = tiled[name].double() - reference
         ratio = (result.double() - reference).norm() / error.norm()
         assert float(ratio) == pytest.approx(1.0, abs=rms), name
-        assert apart(result, tiled[name], error) <= STEP_APART, name
+        assert distance(result, tiled[name], error) <= STEP_APART, name
 
 
 @pytest.mark.usefixtures("_blocks")

@@ -284,12 +284,12 @@ def test_attention_and_logsumexp_are_their_own_formulas(x: Tensor) -> None:
     def attend(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
-    own, truth = rounded(attend, q).double(), widened(evaluate(attend, q).output)
+    narrow, truth = rounded(attend, q).double(), widened(evaluate(attend, q).output)
     floor = round_to(truth, FORMATS["bfloat16"])
-    assert (own != floor).double().mean() < 1e-3
+    assert (narrow != floor).double().mean() < 1e-3
     assert torch.equal(rounded(lambda x: x.logsumexp(-1), x), x.logsumexp(-1))
-    kept = evaluate(lambda x: x.logsumexp((0, 1), keepdim=True), x).output
-    assert torch.equal(kept.exact, x.double().logsumexp((0, 1), keepdim=True))
+    with_axes = evaluate(lambda x: x.logsumexp((0, 1), keepdim=True), x).output
+    assert torch.equal(with_axes.exact, x.double().logsumexp((0, 1), keepdim=True))
 
 
 def test_switches_of_pytorch_are_as_before(x: Tensor) -> None:

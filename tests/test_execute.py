@@ -97,8 +97,8 @@ def test_cut_off_at_any_byte_it_continues_to_the_same_rows(
         directory = tmp_path / str(length)
         directory.mkdir()
         (directory / JOURNAL).write_bytes(finished[:length])
-        kept = sum(end <= length for end in ends[1:])
-        assert run(directory) == (ALL, 4 - kept), length
+        whole_lines = sum(end <= length for end in ends[1:])
+        assert run(directory) == (ALL, 4 - whole_lines), length
         assert (directory / JOURNAL).read_bytes() == finished, length
 
 

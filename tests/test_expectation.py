@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_bench import HERE, prepare, rows_on
+from on_bench import THIS_CPU, prepare, rows_on
 from recipes import drawn as drawn_case
 
 from numdev.cases import AttentionCase
@@ -176,7 +176,7 @@ def test_real_kernels_err_as_their_claim_predicts(
     boundaries are eight times as dense there."""
     case = training(**fields)
     exact, output = gradients(case), find(name).gradients(case)
-    predicted = emulated_step(case, find(name).claims(case, output, HERE) or {})
+    predicted = emulated_step(case, find(name).claims(case, output, THIS_CPU) or {})
     for tensor, x in predicted.items():
         r, result = getattr(exact, tensor), getattr(output, tensor)
         yardstick = Yardstick(
@@ -204,7 +204,7 @@ def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:
         dv = emulated_step(case, {"preset": "fa2", "dv_partial": value})["dv"]
         errors[value] = float((dv - exact.dv).norm() / exact.dv.norm())
     assert 1.15 < errors["working"] / errors["exact"] < 1.35
-    claim = module.flash_attention_2(case, HERE)
+    claim = module.flash_attention_2(case, THIS_CPU)
     assert recipe_of(claim).sites["dv_partial"] == "working"
 
 

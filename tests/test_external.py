@@ -114,7 +114,7 @@ class Ragged:
         self._plan_info: list[int] = []
 
     def plan(self, rows: Tensor, keys: Tensor, *sizes: int, **passed: Any) -> None:
-        self.rows, self.keys, self.sizes, self.given = rows, keys, sizes, passed
+        self.rows, self.keys, self.sizes, self.passed = rows, keys, sizes, passed
         assert rows.dtype == keys.dtype == torch.int32
         n, group = int(rows[1]), sizes[0] // sizes[1]
         # 4 rows, 2 parts
@@ -125,7 +125,7 @@ class Ragged:
     ) -> tuple[Tensor, ...]:
         assert return_lse
         assert (q.shape[1], k.shape[1], q.shape[2]) == self.sizes[:3]
-        passed, mask, parts = self.given, self.given.get("custom_mask"), []
+        passed, mask, parts = self.passed, self.passed.get("custom_mask"), []
         for (a, b), (c, d) in zip(*(x.unfold(0, 2, 1).tolist() for x in (self.rows, self.keys)),
                                   strict=True):  # fmt: skip
             n, m = b - a, d - c
@@ -144,8 +144,8 @@ class Ragged:
 class Paged(Ragged):
     """Of keys in pages."""
 
-    def plan(self, rows: Tensor, pages: Tensor, *rest: Any, **passed: Any) -> None:
-        self.places, lasts, *sizes, self.size = rest
+    def plan(self, rows: Tensor, pages: Tensor, *sizes_left: Any, **passed: Any) -> None:
+        self.places, lasts, *sizes, self.size = sizes_left
         counts = pages.diff()
         keys = ((counts - 1) * self.size + lasts).cumsum(0)
         self.pages = pages

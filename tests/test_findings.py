@@ -15,7 +15,7 @@ from numdev.gate.thresholds import run_tests
 from numdev.report import DeviationRow, Finding, Standing
 
 
-def found(*rows: DeviationRow) -> tuple[Finding, ...]:
+def of_rows(*rows: DeviationRow) -> tuple[Finding, ...]:
     return findings_of(rows)[0]
 
 
@@ -39,7 +39,9 @@ def test_what_would_have_been_caught() -> None:
 
 def test_a_finding_stands_where_it_is_worst() -> None:
     """Not where it was met first or last."""
-    (finding,) = found(*(row(h, expected_ratio=x) for h, x in enumerate((2.0, 9.0, 3.0))))
+    (finding,) = of_rows(
+        *(row(h, expected_ratio=x) for h, x in enumerate((2.0, 9.0, 3.0)))
+    )
     assert (finding.place.head, finding.observed, finding.count) == (1, 9.0, 3)
     assert "head 1" in finding.details
 
@@ -56,9 +58,9 @@ def test_a_kernel_that_no_rule_applies_to_is_not_judged() -> None:
 def test_gradients_inherit_a_wrong_output() -> None:
     """They are no findings beside it, but are where the output is right."""
     wrong = row(suspicion="the scale is 1", suspicion_cut=50.0, expected_ratio=9.0)
-    (finding,) = found(wrong, row(tensor="dq", expected_ratio=9.0))
+    (finding,) = of_rows(wrong, row(tensor="dq", expected_ratio=9.0))
     assert finding.details.endswith("Its gradients are wrong for the same reason.")
-    assert [f.tensor for f in found(row(), row(tensor="dq", expected_ratio=9.0))] == [
+    assert [f.tensor for f in of_rows(row(), row(tensor="dq", expected_ratio=9.0))] == [
         "dq"
     ]
 
@@ -102,7 +104,7 @@ def test_calls_are_counted_as_what_became_of_them(
     rows = [*(row(call=n) for n in range(3)),
             *(row(None, call=3 + n, status=status, reason=why)
               for n, (status, why) in enumerate(bare))]  # fmt: skip
-    (finding,) = found(*rows)
+    (finding,) = of_rows(*rows)
     assert finding.sentence == words
     assert (finding.count, finding.judged) == (failed or declined, 3 + failed + declined)
     assert finding.severity == ("unmeasured" if failed else "note")
@@ -158,14 +160,14 @@ def test_a_mistake_says_what_correcting_it_removes() -> None:
     wrong = [
         mistaken(h, cause, suspicion_share=x) for h, x in enumerate((0.05, 0.14, 0.9))
     ]
-    (finding,) = found(*wrong)
+    (finding,) = of_rows(*wrong)
     assert finding.sentence == "mine (bfloat16) is wrong in 3 of 3 heads: the scale is 1."
     assert finding.details == (
         "Worst at layer 0 head 0. Correcting it removes 14 % of the rms "
         "error of the median head."
     )
     finer: dict[str, Any] = {"suspicion_format": "float32", "suspicion_cut": 5000.0}
-    (finding,) = found(mistaken(0, cause, suspicion_share=0.14, **finer))
+    (finding,) = of_rows(mistaken(0, cause, suspicion_share=0.14, **finer))
     assert (
         "removes 14 % of the rms error, and at least 99.9 % where the inputs are in"
         in (finding.details)
@@ -180,9 +182,9 @@ def test_what_a_search_promises_of_all_rows(cut: float, words: str) -> None:
     """Nines, of half the cut that was measured; nothing where the error itself shows the
     cause."""
     finer: dict[str, Any] = {"suspicion_format": "float32", "suspicion_cut": cut}
-    (finding,) = found(mistaken(0, ("x",), suspicion_share=0.05, **finer))
+    (finding,) = of_rows(mistaken(0, ("x",), suspicion_share=0.05, **finer))
     assert f"at least {words} where the inputs are in float32" in finding.details
-    (finding,) = found(mistaken(0, ("x",), suspicion_share=0.9, **finer))
+    (finding,) = of_rows(mistaken(0, ("x",), suspicion_share=0.9, **finer))
     assert "at least" not in finding.details
 
 
@@ -204,7 +206,7 @@ def test_instances_of_one_mechanism_are_one_finding() -> None:
         mistaken(1, ("the last 33 keys are dropped", tile.format(64))),
         mistaken(2, ("the last 35 keys are dropped", tile.format(64))),
     ]
-    (finding,) = found(*rows)
+    (finding,) = of_rows(*rows)
     assert (finding.cause, finding.count) == (tile.format(64), 3)
 
 
@@ -212,32 +214,32 @@ def test_alternatives_that_one_call_leaves_open_are_decided_by_another() -> None
     """The first head may be either, the second is one: both are that. Alone, both are
     said."""
     either, one = mistaken(0, ("a",), ("b",)), mistaken(1, ("b",))
-    assert [f.cause for f in found(either, one)] == ["b"]
-    assert [f.cause for f in found(either)] == ["a, or b"]
+    assert [f.cause for f in of_rows(either, one)] == ["b"]
+    assert [f.cause for f in of_rows(either)] == ["a, or b"]
 
 
 def test_what_a_call_shows_goes_before_what_it_is_an_instance_of() -> None:
     """Where both are true of the same heads."""
     rows = [mistaken(h, ("the last key is dropped", "a tile is")) for h in range(2)]
-    assert [f.cause for f in found(*rows)] == ["the last key is dropped"]
+    assert [f.cause for f in of_rows(*rows)] == ["the last key is dropped"]
 
 
 def test_a_cause_that_leaves_the_worst_head_unexplained_comes_after_it() -> None:
     """And is the first where it explains it."""
     small = mistaken(0, ("the scale is 1",), expected_ratio=5.0)
     worst = row(1, expected_ratio=500.0, nulls={"suspicion": "nothing"})
-    assert [f.metric for f in found(small, worst)] == ["expected_ratio", "suspicion"]
+    assert [f.metric for f in of_rows(small, worst)] == ["expected_ratio", "suspicion"]
     large = mistaken(0, ("the scale is 1",), expected_ratio=900.0)
-    first, second = found(large, worst)
+    first, second = of_rows(large, worst)
     assert (first.metric, second.count, second.observed) == ("suspicion", 1, 500.0)
 
 
 def test_heads_that_are_named_do_not_come_again() -> None:
     """In another rule's finding, whose number is that of the heads that are left."""
     rows = [mistaken(h, ("the scale is 1",), expected_ratio=900.0) for h in range(3)]
-    _, rest = found(*rows, row(3, expected_ratio=2.0))
-    assert "error of the output 2.00× expected" in rest.sentence
-    assert rest.details.startswith(
+    _, others = of_rows(*rows, row(3, expected_ratio=2.0))
+    assert "error of the output 2.00× expected" in others.sentence
+    assert others.details.startswith(
         "In 1 of 4 heads, beside 3 of other findings, worst at layer 0 head 3."
     )
 
@@ -246,7 +248,7 @@ def test_an_imprecise_step_is_the_cause_of_what_it_explains() -> None:
     """With its share of the error, in the finding of the rule that is broken."""
     cause = {"imprecision": "P is in e4m3", "imprecision_share": 0.997}
     rows = [row(h, expected_ratio=4.0, **cause) for h in range(3)]
-    (finding,) = found(*rows)
+    (finding,) = of_rows(*rows)
     assert finding.cause == "P is in e4m3"
     assert (
         "Cause: P is in e4m3. That explains 99.7 % of the error in 3 of these heads."
@@ -261,11 +263,11 @@ def test_an_imprecise_step_that_leaves_the_worst_head_is_said_with_its_count() -
         row(0, expected_ratio=9.0),
         *(row(h, expected_ratio=4.0, **cause) for h in (1, 2)),
     ]
-    (finding,) = found(*rows)
+    (finding,) = of_rows(*rows)
     assert finding.details.endswith(
         "That explains 95 % of the error in 2 of these heads, not in the worst."
     )
-    assert found(*rows[:2])[0].cause is None
+    assert of_rows(*rows[:2])[0].cause is None
 
 
 def test_a_place_is_said_where_it_holds() -> None:
@@ -275,9 +277,9 @@ def test_a_place_is_said_where_it_holds() -> None:
         row(h, expected_ratio=9.0, errs_in="row 63", errs_in_of=x)
         for h, x in enumerate(places)
     ]
-    (finding,) = found(*rows, row(2, expected_ratio=5.0))
+    (finding,) = of_rows(*rows, row(2, expected_ratio=5.0))
     assert "It errs in every 64th row from 63 (2 of 3 heads)." in finding.details
-    (finding,) = found(rows[0], row(1, expected_ratio=5.0), row(2, expected_ratio=5.0))
+    (finding,) = of_rows(rows[0], row(1, expected_ratio=5.0), row(2, expected_ratio=5.0))
     assert "It errs in row 63 of the worst head." in finding.details
 
 
@@ -288,19 +290,21 @@ def test_gradients_inherit_a_wrong_output_in_its_own_format_alone() -> None:
         row(format="float16"),
         row(format="float16", tensor="dq", expected_ratio=9.0),
     ]
-    assert [(f.tensor, f.formats) for f in found(wrong, *other)] == [
+    assert [(f.tensor, f.formats) for f in of_rows(wrong, *other)] == [
         ("out", ("bfloat16",)), ("dq", ("float16",))
     ]  # fmt: skip
     both = [{"format": fmt, "tensor": "dq", "suspicion": "dq is 0", "suspicion_cut": 30.0}
             for fmt in ("bfloat16", "float16")]  # fmt: skip
-    assert [(f.tensor, f.formats) for f in found(wrong, other[0], *(row(**x) for x in both))] == [
+    assert [(f.tensor, f.formats) for f in of_rows(wrong, other[0], *(row(**x) for x in both))] == [
         ("out", ("bfloat16",)), ("dq", ("bfloat16", "float16"))
     ]  # fmt: skip
 
 
 def test_the_number_and_the_limit_of_a_finding_are_not_exchanged() -> None:
     """In its fields, as in its sentence."""
-    (finding,) = found(*(row(h, expected_ratio=2.5 if h == 3 else 1.0) for h in range(4)))
+    (finding,) = of_rows(
+        *(row(h, expected_ratio=2.5 if h == 3 else 1.0) for h in range(4))
+    )
     assert (finding.observed, finding.limit, finding.count, finding.judged) == (
         2.5,
         1.1,
@@ -318,16 +322,16 @@ def test_a_finding_says_of_which_head_its_number_is() -> None:
     """The largest of several, or the median one; in how many heads where 20 words allow
     it, else in the details."""
     rows = [row(h, expected_ratio=2.0 + h) for h in range(3)]
-    (of_all,) = found(*rows)
+    (of_all,) = of_rows(*rows)
     assert (
         "in 3 of 3 heads: error of the output up to 4.00× expected (" in of_all.sentence
     )
-    (lengthy,) = found(
+    (lengthy,) = of_rows(
         *(mistaken(h, ("the scale is 1" + " or 2" * 8,)) for h in range(3))
     )
     assert lengthy.sentence.startswith("mine (bfloat16) is wrong: the scale is 1 or 2")
     assert lengthy.details.startswith("In 3 of 3 heads, worst at layer 0 head 0.")
     medians = [row(h, expected_ratio=1.08) for h in range(16)]
-    (typical,) = found(*medians)
+    (typical,) = of_rows(*medians)
     assert "expected in the median of 16 heads (limit" in typical.sentence
     assert typical.details.startswith("In 16 of 16 heads, worst at ")

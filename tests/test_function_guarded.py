@@ -18,13 +18,13 @@ from numdev.operations.function.causes import OtherFunction
 from numdev.studies.audit import guarded_search
 from numdev.studies.audit.guarded_search import RAISED, guarded
 
-FOUND = {"output": OtherFunction(words="it is 0 everywhere", cut=1e300, share=1.0)}
+NAMED = {"output": OtherFunction(words="it is 0 everywhere", cut=1e300, share=1.0)}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="searches in a fork")
 
 
 def ends() -> dict[str, OtherFunction]:
     os.kill(os.getpid(), signal.SIGSEGV)
-    return FOUND
+    return NAMED
 
 
 def raises() -> dict[str, OtherFunction]:
@@ -33,12 +33,12 @@ def raises() -> dict[str, OtherFunction]:
 
 def waits() -> dict[str, OtherFunction]:
     time.sleep(60)
-    return FOUND
+    return NAMED
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_a_search_names_what_it_finds_and_may_raise(device: str) -> None:
-    assert guarded(lambda: FOUND, device) == (FOUND, None)
+    assert guarded(lambda: NAMED, device) == (NAMED, None)
     assert guarded(raises, device) == ({}, RAISED)
 
 

@@ -53,8 +53,8 @@ def test_the_reference_without_a_kernel_judges_and_the_report_names_the_operator
         "x_grad",
         "weight_grad",
     }
-    [said] = [x for x in result.notes if "kernel of" in x]
-    assert said == (
+    [note] = [x for x in result.notes if "kernel of" in x]
+    assert note == (
         "PyTorch has no bfloat16 kernel of third on cpu: there the reference computes in "
         "float32, and rounds once."
     )

@@ -112,9 +112,13 @@ def runner(lines: Iterable[str]) -> list[Command]:
         elif name == "stop-commands":
             stopped = data
         else:
-            known = dict(pair.split("=", 1) for pair in pairs.split(",") if "=" in pair)
+            given_env = dict(
+                pair.split("=", 1) for pair in pairs.split(",") if "=" in pair
+            )
             commands.append(
-                Command(name, {k: unquote(v) for k, v in known.items()}, unquote(data))
+                Command(
+                    name, {k: unquote(v) for k, v in given_env.items()}, unquote(data)
+                )
             )
     assert stopped is None, "commands are still stopped at the end"
     return commands
@@ -167,7 +171,7 @@ def test_a_name_commands_nothing(name: str) -> None:
 
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
-KNOWN = {
+SETTINGS = {
     *("heading", "paragraph", "bullet_list", "list_item", "strong"),
     *("table", "thead", "tbody", "tr", "th", "td", "inline", "text", "text_special"),
 }
@@ -190,14 +194,14 @@ def test_a_summary_is_never_too_long() -> None:
 
 @given(rows())
 @settings(max_examples=100, deadline=None)
-def test_names_begin_no_markup(found: list[DeviationRow]) -> None:
+def test_names_begin_no_markup(accused: list[DeviationRow]) -> None:
     """A summary has its own two headings, a row for each rule, and flat lists."""
-    text = summary(found)
+    text = summary(accused)
     blocks = PARSER.parse(text)
     tokens = [token for block in blocks for token in (block, *(block.children or ()))]
     kinds = {t.type.removesuffix("_open").removesuffix("_close") for t in tokens
              if (t.type, t.content) != ("html_inline", "<!-- -->")}  # fmt: skip
-    assert kinds <= KNOWN
+    assert kinds <= SETTINGS
     headings = [
         tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"
     ]

@@ -166,7 +166,7 @@ def test_a_mean_error_that_chance_makes_is_not_cured() -> None:
     )
 
 
-def said(rows: list[HeadRow], cures: list[CureRow] | None = None) -> str:
+def answer(rows: list[HeadRow], cures: list[CureRow] | None = None) -> str:
     return "\n".join(answer_sentences(rank_heads(rows, cures or ()), rows, cures or ()))
 
 
@@ -208,15 +208,15 @@ PEAKED = {"tied": 0.0, "ones": 0.0}
 def test_the_answer(rows: list[HeadRow], words: tuple[str, ...]) -> None:
     """The first head at fault, whether it begins in forward; else how far the largest
     goes. What is not known is not called harmless."""
-    result = said(rows)
+    result = answer(rows)
     for part in words:
         assert part in result
 
 
 def test_a_peaked_head_begins_in_forward_only_with_a_biased_output() -> None:
     """P is 1 wherever a row attends to one key: without ties that alone is no cause."""
-    assert "It begins in forward" in said([guilty(**PEAKED)])
-    assert "It begins in forward" not in said([guilty(**PEAKED, **STILL)])
+    assert "It begins in forward" in answer([guilty(**PEAKED)])
+    assert "It begins in forward" not in answer([guilty(**PEAKED, **STILL)])
 
 
 def test_the_cure_that_helps_most() -> None:
@@ -226,14 +226,14 @@ def test_the_cure_that_helps_most() -> None:
     left = {"none": 1.0, "delta from dP": 0.02, "O": 0.3, "weak": 0.7}
     rows = [cured(name, head, share) for name, share in left.items()]
     broken = cured("shifted", head, 0.0, nonfinite=4)
-    assert said([head], [*rows, broken]).endswith(
+    assert answer([head], [*rows, broken]).endswith(
         "Best cure on the same inputs: delta from dP leaves 2 % of dW_Q's error; "
         "dW_Q is then "
         "off by 0.074 %, without it by 3.7 %. Below half too: O. NaN or infinity: "
         "shifted."
     )
-    assert "takes half of it away" in said([head], [rows[0], rows[3]])
-    drawn = said(
+    assert "takes half of it away" in answer([head], [rows[0], rows[3]])
+    drawn = answer(
         [head], [rows[0], cured("drawn", head, 2.0, delta_mean=0.0, dw_q_error=0.1)]
     )
     assert "leaves 0 % of delta's mean error; dW_Q is then off by 10 %," in drawn

@@ -336,12 +336,12 @@ def answer(name: str, case: AttentionCase) -> Tensor:
 def assert_known(name: str, case: AttentionCase) -> Tensor:
     """The answer and the reference differ by no more than fp64 arithmetic over kv_len
     terms, and the weight of the other keys (e^-40 each for the coded probes)."""
-    known, exact = answer(name, case), attend(case)
-    assert known.shape == exact.out.shape
+    formula, exact = answer(name, case), attend(case)
+    assert formula.shape == exact.out.shape
     n = case.kv_len
     tolerance = (2 * n * 2**-53 + n * math.exp(-40)) * float(case.v.double().abs().max())
-    assert float((known - exact.out).abs().max()) <= tolerance
-    return known
+    assert float((formula - exact.out).abs().max()) <= tolerance
+    return formula
 
 
 @pytest.mark.parametrize("name", PROBES)
@@ -375,8 +375,8 @@ def test_answers_under_masks(name: str, kind: str) -> None:
     if kind in ("bias", "bias_inf") and name not in ("ones", "one_key"):
         return
     case = probe(name, SQUARE_PROBED, mask=draw_mask(kind, SQUARE_PROBED, seed=0))
-    known, empty = assert_known(name, case), attend(case).empty
-    assert bool((known[empty] == 0).all())
+    formula, empty = assert_known(name, case), attend(case).empty
+    assert bool((formula[empty] == 0).all())
     assert bool(empty.any()) == (kind in ("random", "bias_lowest", "one_empty"))
 
 

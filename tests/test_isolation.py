@@ -154,17 +154,17 @@ def test_runs_begun_ahead_are_as_if_run_when_asked(
     """Each call takes one of them; a call of anything else gets its own answer, whatever
     has begun, and so does one more of the same."""
     other = make_case(dtype=torch.bfloat16, heads=2, q_len=3, kv_len=7, head_dim=4)
-    here, elsewhere = (find("baseline").attend(x) for x in (case, other))
+    at_home, elsewhere = (find("baseline").attend(x) for x in (case, other))
     shared.begin(find("baseline"), case, {}, times=2)
     for _ in range(3):
-        assert same(here, ran(shared, "baseline", case, {}))
+        assert same(at_home, ran(shared, "baseline", case, {}))
     shared.begin(find("baseline"), case, {}, times=2)
     assert same(elsewhere, ran(shared, "baseline", other, {}))
     for name in ("planted:exits", "planted:refuses"):
         shared.begin(find(name), case, {}, times=2)
         for _ in range(2):
             assert ran(shared, name, case, {}) == attempt(find(name), case, {})
-    assert same(here, ran(shared, "baseline", case, {}))
+    assert same(at_home, ran(shared, "baseline", case, {}))
 
 
 @pytest.mark.slow
@@ -182,11 +182,11 @@ def test_a_worker_that_died_between_runs_is_replaced(
         return look(worker)
 
     monkeypatch.setattr(isolation.Worker, "is_spoiled", die_and_look)
-    here = find("baseline").attend(case)
+    at_home = find("baseline").attend(case)
     with Isolated() as isolated:
         isolated.begin(find("baseline"), case, {}, times=2)
         for _ in range(2):
-            assert same(here, ran(isolated, "baseline", case, {}))
+            assert same(at_home, ran(isolated, "baseline", case, {}))
 
 
 def test_a_run_begun_ahead_ends_with_its_limit_and_with_the_block(
@@ -247,10 +247,10 @@ def test_rows_are_those_of_kernels_that_run_here(monkeypatch: pytest.MonkeyPatch
             run_source(planned.source, planned.plan, journal, run, watch)
             return journal.rows("row")
 
-    here = rows(attempt)
+    at_home = rows(attempt)
     assert not events
     with Isolated() as isolated:
-        assert rows(isolated) == here
+        assert rows(isolated) == at_home
     calls = [(case, fmt) for case in ("5", "3") for fmt in ("bfloat16", "float16")]
     runs = [(name, *call) for call in calls for name in names]
     measured = [event for event in events if event[-1] != "float32"]  # to name a mistake
@@ -309,8 +309,8 @@ def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
     try:
         for deterministic in (True, False):
             torch.use_deterministic_algorithms(deterministic)
-            there = ran(shared, "planted:sees", case, {})
-            assert there.ran == repr((torch.get_num_threads(), deterministic))
+            from_worker = ran(shared, "planted:sees", case, {})
+            assert from_worker.ran == repr((torch.get_num_threads(), deterministic))
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -319,20 +319,20 @@ def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
 def test_every_case_crosses_unchanged(shared: Isolated, feature: str) -> None:
     """Each feature of a case arrives as it left: the kernel gives what it gives here."""
     case = make_case(**FEATURES[feature])
-    here = attempt(find("reference"), case, {})
-    there = ran(shared, "reference", case, {})
-    assert isinstance(there, Output), there
-    assert same(here, there)
+    at_home = attempt(find("reference"), case, {})
+    from_worker = ran(shared, "reference", case, {})
+    assert isinstance(from_worker, Output), from_worker
+    assert same(at_home, from_worker)
 
 
 def test_an_output_of_eight_bits_comes_back(
     shared: Isolated, case: AttentionCase
 ) -> None:
-    here = attempt(find("planted:eight_bits"), case, {})
-    there = ran(shared, "planted:eight_bits", case, {})
-    assert isinstance(there, Output), there
-    assert there.out.dtype == torch.float8_e4m3fn
-    assert same(here, there)
+    at_home = attempt(find("planted:eight_bits"), case, {})
+    from_worker = ran(shared, "planted:eight_bits", case, {})
+    assert isinstance(from_worker, Output), from_worker
+    assert from_worker.out.dtype == torch.float8_e4m3fn
+    assert same(at_home, from_worker)
 
 
 def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
@@ -372,5 +372,5 @@ def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     after = ran(shared, "sdpa-flash", case, {}, limit_s=120)
     assert isinstance(after, Output), after
     assert after.out.is_cuda
-    here = find("sdpa-flash").attend(case)
-    assert plain(here.out) == plain(after.out)
+    at_home = find("sdpa-flash").attend(case)
+    assert plain(at_home.out) == plain(after.out)

@@ -85,10 +85,10 @@ def test_a_sound_kernel_has_only_passed_cases() -> None:
 
 @given(rows())
 @settings(max_examples=150, deadline=None)
-def test_it_fails_exactly_where_the_gate_does(found: list[DeviationRow]) -> None:
+def test_it_fails_exactly_where_the_gate_does(drawn_rows: list[DeviationRow]) -> None:
     """Well-formed, with the common shape and counts; failures where a limit is exceeded,
     failures or errors where the exit code is not 0, else none."""
-    judgement, root = judged(found)[0], parsed(found)
+    judgement, root = judged(drawn_rows)[0], parsed(drawn_rows)
     assert shape_is_wrong(root) is None
     assert bool(list(root.iter("failure"))) == (judgement.exit_code == 1)
     bad = [*root.iter("failure"), *root.iter("error")]

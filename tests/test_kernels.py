@@ -462,9 +462,9 @@ def packed_attention(fault: bool) -> Any:
             S = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) * scale
             outs.append(torch.einsum("hqk,khd->qhd", S.softmax(-1), v[keys]))
             lses.append(S.logsumexp(-1))
-        rest = q[int(cu_q[-1]) :]
-        outs.append(rest * (float("nan") if fault else 0.0))
-        lses.append(torch.full((q.shape[1], len(rest)), -math.inf))
+        more = q[int(cu_q[-1]) :]
+        outs.append(more * (float("nan") if fault else 0.0))
+        lses.append(torch.full((q.shape[1], len(more)), -math.inf))
         return torch.cat(outs), torch.cat(lses, dim=1)
 
     return SimpleNamespace(varlen_attn=varlen_attn, AuxRequest=lambda lse: None)

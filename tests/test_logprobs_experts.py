@@ -86,18 +86,18 @@ def test_a_models_own_experts_change_no_bit(mixtral: Mixtral) -> None:
     assert experts is not None
     routing = mixtral.exact.routing(ids, 2)
     assert count_other(experts, routing.experts) == (0, experts.size)
-    own = mixtral.exact.exact_logits(ids)
-    assert torch.equal(mixtral.exact.exact_logits(ids, experts=routing.experts), own)
+    alone = mixtral.exact.exact_logits(ids)
+    assert torch.equal(mixtral.exact.exact_logits(ids, experts=routing.experts), alone)
     nothing = np.full_like(experts, -1)
-    assert torch.equal(mixtral.exact.exact_logits(ids, experts=nothing), own)
+    assert torch.equal(mixtral.exact.exact_logits(ids, experts=nothing), alone)
 
 
 def test_other_experts_are_taken(mixtral: Mixtral) -> None:
     """As transformers computes them where its routers are told to; it casts to float32,
     so that it is 1e-6 off."""
     ids = mixtral.tokens[1]
-    own = mixtral.exact.routing(ids, 2).experts
-    other = (own + 3) % 8
+    alone = mixtral.exact.routing(ids, 2).experts
+    other = (alone + 3) % 8
     plain = mixtral.exact.source.load(torch.float64)
     with choosing(plain, other), torch.no_grad():
         expected = plain(input_ids=torch.from_numpy(ids)[None]).logits[0]
@@ -169,11 +169,11 @@ def test_experts_of_layers_without_a_router_are_left_out(tmp_path: Path) -> None
     assert routing.experts.shape == (12, 1, 1)
     assert (routing.of, routing.layers) == (4, 2)
     every = np.concatenate([np.full((12, 1, 1), -1), routing.experts], axis=1)
-    own = exact.exact_logits(ids)
+    alone = exact.exact_logits(ids)
     for experts in (routing.experts, every):
-        assert torch.equal(exact.exact_logits(ids, experts=experts), own)
+        assert torch.equal(exact.exact_logits(ids, experts=experts), alone)
     others = exact.exact_logits(ids, experts=(routing.experts + 1) % 4)
-    assert not torch.equal(others, own)
+    assert not torch.equal(others, alone)
 
 
 def test_two_sides_alone_say_how_many_experts_differ(mixtral: Mixtral) -> None:

@@ -250,9 +250,11 @@ def test_masses_are_those_of_the_supports_tried() -> None:
     """Of each support tried, and of the kept tokens that were recorded; a temperature
     that is not interpolated is refused."""
     model, ids = ExactModel("demo", device="cpu"), tokens(2048, 6)
-    kept = np.concatenate([[], *([i, 7] for i in ids[1:])]).astype(np.int64)
+    kept_ids = np.concatenate([[], *([i, 7] for i in ids[1:])]).astype(np.int64)
     tried = Support(top_k=5)
-    sequence = record(ids, kept_ids=kept, kept_offsets=np.array([0, 0, 2, 4, 6, 8, 10]))
+    sequence = record(
+        ids, kept_ids=kept_ids, kept_offsets=np.array([0, 0, 2, 4, 6, 8, 10])
+    )
     values = exact_values(model, sequence, Support(), (tried,))
     logprobs = model.exact_logits(ids)[:-1].log_softmax(-1)
     top = logprobs.topk(5).values.logsumexp(-1).numpy()

@@ -226,8 +226,8 @@ def test_the_ratio_of_both_by_hand() -> None:
     left = [0.0, 0.15, 0.0], [0.1, 0.0, 0.0]
     noise = math.sqrt((0.15**2 + 0.1**2) / 2 / 3)  # of each token: as much as is left
     a, b = (
-        errors_of(name, [pair], of_side, rest, [noise] * 3, [noise / 2] * 3)
-        for name, pair, of_side, rest in zip(
+        errors_of(name, [pair], of_side, others, [noise] * 3, [noise / 2] * 3)
+        for name, pair, of_side, others in zip(
             "ab", (pairs[0].a, pairs[0].b), values, left, strict=True
         )
     )

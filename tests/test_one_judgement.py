@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 from loaded import ROOT, load
-from small_reports import KINDS, drawn_rules, made, written_rules
+from small_reports import KINDS, drawn_rules, reports_of_commands, written_rules
 from verdict_runs import called
 
 from numdev.errors import MeasurementError
@@ -36,7 +36,7 @@ DRAWS, MANY = range(10), range(10, 110)  # rule files of a kind
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    return made(tmp_path_factory.mktemp("reports"))
+    return reports_of_commands(tmp_path_factory.mktemp("reports"))
 
 
 # --- judged once ----------------------------------------------------------------------
@@ -71,8 +71,8 @@ def agree(kind: str, report: Report, number: int, folder: Path) -> Outcome | Non
     assert verdict["outcome"] == done.outcome, content
     assert code == verdict["exit_code"] == done.outcome.exit_code
     assert verdict["findings"] == [f.model_dump(mode="json") for f in done.findings]
-    own = judgement_of(done, rules)
-    assert verdict["tests"] == [t.model_dump(mode="json") for t in own.tests]
+    judgement = judgement_of(done, rules)
+    assert verdict["tests"] == [t.model_dump(mode="json") for t in judgement.tests]
     root = ElementTree.parse(folder / "junit.xml").getroot()
     failures, errors = (int(root.get(name, "")) for name in ("failures", "errors"))
     assert (failures > 0) == (done.outcome is Outcome.EXCEEDED)
@@ -208,15 +208,18 @@ CHANGES_NOTHING = {
 def places(data: Any, pattern: str = "") -> list[Place]:
     """Every field and every element of a list, by a pattern without numbers; of rows with
     their role, or the kind of their run."""
-    own: list[Place] = []
+    alterable: list[Place] = []
     if isinstance(data, dict):
         for key, value in data.items():
-            own += [(f"{pattern}.{key}", data, key), *places(value, f"{pattern}.{key}")]
+            alterable += [
+                (f"{pattern}.{key}", data, key),
+                *places(value, f"{pattern}.{key}"),
+            ]
     elif isinstance(data, list):
         for number, value in enumerate(data):
             of = f"{pattern}[{_what(value) if pattern == '.rows' else ''}]"
-            own += [(of, data, number), *places(value, of)]
-    return own
+            alterable += [(of, data, number), *places(value, of)]
+    return alterable
 
 
 def _what(row: dict[str, Any]) -> str:
@@ -256,7 +259,7 @@ def no_pass(report: Report, rng: random.Random, folder: Path) -> str:
     if place[2] == "noise" and place[1].get("tensor") == "lse":
         return ""  # shown: no rule asks that a log-sum-exp repeats
     if not alter(place, how) or any(
-        re.fullmatch(known, name) for known in CHANGES_NOTHING
+        re.fullmatch(harmless, name) for harmless in CHANGES_NOTHING
     ):
         return ""
     if rng.random() < 0.5:
@@ -310,7 +313,8 @@ def test_the_alterations_reach_what_is_judged(
         assert pattern in patterns
         for how in ("twice", "renamed"):
             assert not any(
-                re.fullmatch(known, f"{pattern}: {how}") for known in CHANGES_NOTHING
+                re.fullmatch(harmless, f"{pattern}: {how}")
+                for harmless in CHANGES_NOTHING
             )
     (tmp_path / "report.json").write_bytes(with_digest(json.dumps(data).encode()))
     assert called("gate", tmp_path)[0] == 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from on_bench import HERE
+from on_bench import THIS_CPU
 from torch import Tensor
 
 from numdev.cases import CaseRef
@@ -180,10 +180,10 @@ def audited(kernels: Sequence[Kernel]) -> AuditReport:
         repeats = 2 if role == "kernel" else 1
         task = Task(case=ref, role=role, kernel=kernel.name, format="bfloat16",
                     gradients=True, repeats=repeats)  # fmt: skip
-        rows += measure_task(task, kernel, call, HERE, run, None, RmsNorm()).rows
+        rows += measure_task(task, kernel, call, THIS_CPU, run, None, RmsNorm()).rows
     extent = Extent(units=1, rows=ROWS, width=WIDTH)
     report = AuditReport(
-        provenance=provenance(HERE, {}, "numdev.audit"), request={},
+        provenance=provenance(THIS_CPU, {}, "numdev.audit"), request={},
         summary=AuditSummary(answer=(), kernels=()), rows=tuple(rows),
         plan=PlanRecord(
             kernels=tuple(PlannedKernel(role=r, kernel=k.name, options={}) for r, k in roles),

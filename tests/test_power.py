@@ -13,7 +13,7 @@ import power
 import power_tables
 import pytest
 import torch
-from on_bench import HERE, prepare
+from on_bench import THIS_CPU, prepare
 from planted import CATALOGUE
 from planted.flash import FAULTS
 from recipes import autograd, drawn
@@ -113,7 +113,7 @@ def test_sound_kernels_are_cleared(regime: str, fmt: str) -> None:
         prepare(case, fmt, gradients=True),
         case.rounded_to(format_named(fmt)),
     )
-    place = power.Place(bench=bench, case=rounded, format=fmt, system=HERE, pooled={})
+    place = power.Place(bench=bench, case=rounded, format=fmt, system=THIS_CPU, pooled={})
     units = list(power.sound_units(place))
     assert len(units) == 6
     assert [(u["kernel"], u["why"]) for u in units if u["why"]] == []

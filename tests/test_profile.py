@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_bench import HERE, grouped_step, prepare, task_of
+from on_bench import THIS_CPU, grouped_step, prepare, task_of
 
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.formats import format_named
@@ -67,7 +67,7 @@ def test_errors_are_those_of_the_rows_in_each_bin() -> None:
     bench = prepare(grouped_step(25, is_causal=True), "bfloat16")
     y = bench.yardsticks["out"]
     task = task_of(bench, find("sdpa-flash"))
-    measured = measure_task(task, find("sdpa-flash"), bench, HERE)
+    measured = measure_task(task, find("sdpa-flash"), bench, THIS_CPU)
     (row,) = profile(task, measured, bench)
     error = (measured.output.out.double() - y.reference).norm(dim=-1) / y.term_scale.norm(
         dim=-1

@@ -27,7 +27,7 @@ def plain(q, k, v, is_causal=False):
 def half(q, k, v, is_causal=False):
     return plain(q, k, v, is_causal) / 2
 """
-GIVEN = 'formats="float16", backward=False'
+OPTIONS = 'formats="float16", backward=False'
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +63,11 @@ def test_the_fixture_checks(suite: pytest.Pytester) -> None:
         from kernels_of_mine import half, plain
 
         def test_sound(attention_check):
-            result = attention_check(plain, cases=["full", "causal"], {GIVEN})
+            result = attention_check(plain, cases=["full", "causal"], {OPTIONS})
             assert result.judgement.outcome == "passed"
 
         def test_wrong(attention_check):
-            attention_check(half, cases="full", {GIVEN})
+            attention_check(half, cases="full", {OPTIONS})
         """
     )
     result = run(suite, "-v")
@@ -93,7 +93,7 @@ def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
 
         @pytest.mark.numdev_cases("decode", {{"name": "short", "seq_len": 5}})
         def test_some(attention_check, numdev_case):
-            attention_check(plain, cases=numdev_case, {GIVEN})
+            attention_check(plain, cases=numdev_case, {OPTIONS})
 
         def test_each(numdev_case):
             assert isinstance(numdev_case, str)
@@ -116,8 +116,8 @@ def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
         from kernels_of_mine import plain
 
         def test_it(attention_check):
-            attention_check(plain, cases="decode", thresholds=dict(OWN), {GIVEN})
-            attention_check(plain, cases="decode", {GIVEN})
+            attention_check(plain, cases="decode", thresholds=dict(OWN), {OPTIONS})
+            attention_check(plain, cases="decode", {OPTIONS})
 
         OWN = {{"thresholds": [{{"name": "finite", "metric": "nonfinite", "at_most": 0}}]}}
         """

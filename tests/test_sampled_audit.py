@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gate_rows import judge
-from on_bench import HERE, grouped_step, invoked, prepare, rows_on, task_of
+from on_bench import THIS_CPU, grouped_step, invoked, prepare, rows_on, task_of
 from recipes import drawn
 
 from numdev.cases import AttentionCase
@@ -65,7 +65,7 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
     single keys are."""
     kernel, bench = find("sdpa-flash"), bench_of(heads=[2], gradients=True)
     measured: Any = measure_task(
-        task_of(bench, kernel, sample=SAMPLE), kernel, bench, HERE
+        task_of(bench, kernel, sample=SAMPLE), kernel, bench, THIS_CPU
     )
     rows, select = (
         {(r.tensor, r.head): r for r in measured.rows},
@@ -239,8 +239,8 @@ def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
     for row_index, head in ((DRAWN[25], 3), (outside, 1)):
         kernel, bench = spoiling((1, head, row_index, 0), 9.0), bench_of()
         task = task_of(bench, kernel, sample=SAMPLE)
-        measured = measure_task(task, kernel, bench, HERE)
-        first = examine(task, kernel, measured, bench, HERE)[0]
+        measured = measure_task(task, kernel, bench, THIS_CPU)
+        first = examine(task, kernel, measured, bench, THIS_CPU)[0]
         assert (first.row, first.rows, first.head, first.batch) == (
             row_index,
             200,

@@ -269,7 +269,7 @@ FLEX_FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def there(length: int, regime: str = "normal", **fields: Any) -> AttentionCase:
+def on_cuda(length: int, regime: str = "normal", **fields: Any) -> AttentionCase:
     return drawn(length, regime, device="cuda", **{"batch": 2, "heads": 4, **fields})
 
 
@@ -298,7 +298,7 @@ def test_a_backend_runs_alone_near_the_truth(
 ) -> None:
     """The forced operator and its own backward ran, on whatever thread; only math has no
     lse."""
-    case = there(200, dtype=dtype, is_causal=causal)
+    case = on_cuda(200, dtype=dtype, is_causal=causal)
     result = find(name).gradients(case)
     assert result.ran == BACKENDS[name]
     assert result.ran_backward == (
@@ -319,7 +319,7 @@ def test_backends_round_where_they_claim_to(name: str, shape: Any, regime: str) 
     it or more is the emulation's own: tiles, their order and the splits of small calls
     are right."""
     length, head_dim, causal = shape
-    case = there(length, regime, head_dim=head_dim, is_causal=causal)
+    case = on_cuda(length, regime, head_dim=head_dim, is_causal=causal)
     assert ratios(name, case) == pytest.approx([1.0] * 4, abs=0.05)
     result, exact = find(name).attend(case), attend(case).out
     claim = find(name).claims(case, result, System.probe("cuda")) or {}
@@ -334,7 +334,7 @@ def test_flex_rounds_where_it_claims_to_on_a_gpu(
     dtype: torch.dtype, feature: str
 ) -> None:
     """The fused kernel runs, each head's error within 5 % of what its claim predicts."""
-    case = there(1000, dtype=dtype, **FLEX_FEATURES[feature])
+    case = on_cuda(1000, dtype=dtype, **FLEX_FEATURES[feature])
     result = FLEX.attend(case)
     assert result.ran == "flex_attention, compiled for cuda"
     assert (result.lse.double() - attend(case).lse).abs().max() < 1e-4
@@ -349,7 +349,7 @@ def test_flex_rounds_where_it_claims_to_on_a_gpu(
 @pytest.mark.parametrize("feature", FLEX_FEATURES)
 def test_backward_of_flex_on_a_gpu(feature: str, compiled: bool) -> None:
     """With grouped heads."""
-    case = there(300, kv_heads=2, **FLEX_FEATURES[feature])
+    case = on_cuda(300, kv_heads=2, **FLEX_FEATURES[feature])
     assert_near_the_truth(case, FLEX.gradients(case, compiled=compiled))
 
 

@@ -77,7 +77,7 @@ def tables(nodes: Any) -> list[Table]:
     return [node for node in nodes if isinstance(node, Table)]
 
 
-def told(pairs: Iterable[tuple[str, str]]) -> str:
+def as_lines(pairs: Iterable[tuple[str, str]]) -> str:
     return " | ".join(f"{name}: {text}" for name, text in pairs)
 
 
@@ -85,7 +85,7 @@ def cells(nodes: Any, title: str = "", row: int = 0) -> str:
     """Columns and what stands in them, of the first table with this in its title."""
     table = next(t for t in tables(nodes) if title in t.title)
     texts = (cell.text for cell in table.rows[row].cells)
-    return told(zip((column.title for column in table.columns), texts, strict=True))
+    return as_lines(zip((column.title for column in table.columns), texts, strict=True))
 
 
 def blocks(**summary: Any) -> list[Any]:
@@ -269,12 +269,12 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
         "head: L1H2 | layer's dW_Q off, %: 50 | tied rows, %: 31 | O bias, ulp: +0.104 | "
         "δ error, %: +21 | its t: 20 | dW_Q by δ, %: 38 | conditions: 1 of 3"
     )
-    start, rest = (
+    start, more = (
         "δ error, %: +13 | its t: 15 | dW_Q error, %:",
         "dQ error, %: 17 | O bias, ulp: +0.120",
     )
-    assert cells([cures]).startswith(f"cure: c | {start} 21 | {rest} | NaN/inf: 22")
-    assert cells([kernels]) == f"kernel: k | {start} 42 | {rest}"
+    assert cells([cures]).startswith(f"cure: c | {start} 21 | {more} | NaN/inf: 22")
+    assert cells([kernels]) == f"kernel: k | {start} 42 | {more}"
 
 
 def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:

@@ -133,7 +133,7 @@ def test_bias_is_judged_in_16_bits_only() -> None:
         assert result.kernels[0].biased_heads == biased
 
 
-def said(*rows: DeviationRow, **of: Any) -> str:
+def answer(*rows: DeviationRow, **of: Any) -> str:
     """The verdict on the last row's kernel, which passed, and what is said below it."""
     result, last = summarise(rows), rows[-1]
     fields = {"outcome": "passed", "kernel": last.kernel, "format": last.format, **of}
@@ -150,25 +150,27 @@ def test_a_verdict_has_the_numbers_that_matter() -> None:
         row(0, expected_ratio=1.0),
         row(1, floor_ratio=1.7, expected_ratio=1.02),
     ]
-    assert said(precision(), *rows).startswith(
+    assert answer(precision(), *rows).startswith(
         "PASS  sdpa-flash  bfloat16 median 1.01× expected, 1.60× floor, 0.50× eager; "
         "worst 1.70× floor, layer 0 head 1"
     )
     # Of one head alone there is no median, and no worst
-    text = said(precision(), baseline(), row(0, expected_ratio=1.0))
+    text = answer(precision(), baseline(), row(0, expected_ratio=1.0))
     assert text.startswith(
         "PASS  sdpa-flash  bfloat16 error 1.00× expected, 1.50× floor, 0.50× eager "
     )
-    text = said(row(), outcome="unmeasured", reason="no GPU")
+    text = answer(row(), outcome="unmeasured", reason="no GPU")
     assert text.startswith("NOT JUDGED  sdpa-flash  bfloat16 no GPU ")
     crash = {"rule": "runs", "tensor": "out", "reason": "it raised"}
-    text = said(row(), outcome="unmeasured", **crash)
+    text = answer(row(), outcome="unmeasured", **crash)
     assert text.startswith("CRASHED  sdpa-flash  bfloat16 it raised ")
 
 
 def test_what_overflows_is_said() -> None:
     """An overflow of the format, and of eager attention."""
-    assert said(precision(nonfinite=5), baseline(nonfinite=7), row(nonfinite=9)).endswith(
+    assert answer(
+        precision(nonfinite=5), baseline(nonfinite=7), row(nonfinite=9)
+    ).endswith(
         "bfloat16: Rounding q, k, v to bfloat16 overflows: 5 elements of the exact "
         "result are no "
         "longer finite. bfloat16: Eager attention returns 7 elements that are NaN "
@@ -207,7 +209,7 @@ def test_a_multiple_of_fp64_noise_is_not_said(name: str) -> None:
     head."""
     rows = [precision(), baseline(floor_ratio=1e13)]
     for noisy in ([row(**{name: 1.3e13})], [row(), row(2), row(1, **{name: 1.3e13})]):
-        assert "13" not in said(*rows, *noisy)
+        assert "13" not in answer(*rows, *noisy)
 
 
 def test_planted_faults_are_no_kernels() -> None:
@@ -218,7 +220,7 @@ def test_planted_faults_are_no_kernels() -> None:
 
 def test_in_fp64_nobody_is_closer() -> None:
     """The reference is no more exact than the kernel there, and no ratio is quoted."""
-    text = said(*(created(format="float64") for created in (precision, baseline, row)))
+    text = answer(*(created(format="float64") for created in (precision, baseline, row)))
     assert "max difference 0.02 from the reference, which is float64 too" in text
     assert "floor" not in text
 
@@ -240,7 +242,7 @@ def test_what_a_ratio_is_missing_for(
     """Whose error the difference is (half of eager attention's or less: mostly its own);
     without a ratio its reason: a format that costs nothing, no eager attention, a truth
     of zeros."""
-    assert words in said(*others, row(**changes))
+    assert words in answer(*others, row(**changes))
 
 
 def test_the_table_counts_by_the_rule() -> None:

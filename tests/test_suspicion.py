@@ -15,7 +15,7 @@ import planted
 import pytest
 import torch
 from loaded import load
-from on_bench import HERE, prepare, task_of
+from on_bench import THIS_CPU, prepare, task_of
 from planted import CATALOGUE
 from planted.function import calls_of
 
@@ -139,7 +139,7 @@ def test_what_bfloat16_hides_is_named(function, tensor: str, cause: str | None) 
     case = rates.make(rates.SHAPES["causal"], "normal", "bfloat16", 0)
     bench = prepare(with_drawn_gradient(case, 0), "bfloat16", gradients=True)
     kernel = kernel_of_function("mine", function)
-    rows = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows
+    rows = measure_task(task_of(bench, kernel), kernel, bench, THIS_CPU).rows
     assert {r.suspicion for r in rows if r.tensor == tensor} == {cause}
     assert all(r.suspicion is None for r in rows if r.role != "kernel")
 
@@ -177,7 +177,7 @@ def test_an_error_without_a_name_is_said_to_have_none() -> None:
         "mine", lambda q, k, v: planted.sound(q, k, v)[0] + q.cos()
     )
     for _ in range(2):
-        row = measure_task(task_of(bench, kernel), kernel, bench, HERE).rows[0]
+        row = measure_task(task_of(bench, kernel), kernel, bench, THIS_CPU).rows[0]
         assert row.nulls["suspicion"].startswith("none of the mistakes")
 
 

@@ -143,8 +143,8 @@ def test_every_seed_measures_rows_of_its_own(tmp_path: Path) -> None:
 
 def test_ratios_are_taken_seed_by_seed() -> None:
     """2/1 and 3/6, not the ratio of the means."""
-    known = ((0, "k", 2.0), (1, "k", 3.0), (0, "base", 1.0), (1, "base", 6.0))
-    rows = [row(seed=s, kernel=k, elements=1, max_abs=v) for s, k, v in known]
+    errors = ((0, "k", 2.0), (1, "k", 3.0), (0, "base", 1.0), (1, "base", 6.0))
+    rows = [row(seed=s, kernel=k, elements=1, max_abs=v) for s, k, v in errors]
     result = next(
         c for c in cells(rows, ("max_abs",), ("base", {}), {}) if c.kernel == "k"
     )

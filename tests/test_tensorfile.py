@@ -282,9 +282,9 @@ def paged() -> dict[str, Any]:
     for i, (start, count) in enumerate(zip(begins(KEYS).tolist(), KEYS, strict=False)):
         for page in range(-(-count // PAGE)):
             table[i, page] = place = next(free)
-            held = slice(start + PAGE * page, start + min(count, PAGE * (page + 1)))
+            of_page = slice(start + PAGE * page, start + min(count, PAGE * (page + 1)))
             for n, cache in caches.items():
-                cache[place, : held.stop - held.start] = passed[n][held]
+                cache[place, : of_page.stop - of_page.start] = passed[n][of_page]
     whole = {name: passed[name] for name in ("q", "cu_seqlens_q")}
     lengths = torch.tensor(KEYS, dtype=torch.int32)
     return {**whole, **caches, "seqused_k": lengths, "block_table": table}
@@ -297,12 +297,12 @@ def attention(
     tensors."""
     out = np.zeros((len(q), HEADS, v.shape[-1]))
     for head, i in np.ndindex(HEADS, len(q)):
-        at, own = i + len(k) - len(q), head // (HEADS // KV_HEADS)
+        at, of_sequence = i + len(k) - len(q), head // (HEADS // KV_HEADS)
         seen = slice(
             0 if left is None else max(0, at - left), at + 1 if causal else len(k)
         )
-        weights = np.exp(k[seen, own] @ q[i, head] * scale)
-        out[i, head] = weights @ v[seen, own] / weights.sum()
+        weights = np.exp(k[seen, of_sequence] @ q[i, head] * scale)
+        out[i, head] = weights @ v[seen, of_sequence] / weights.sum()
     return out
 
 
@@ -320,9 +320,12 @@ def test_a_packed_call_is_one_case_a_sequence(
     q, k, v = (whole[n].double().numpy() for n in "qkv")
     rows, keys = begins(QUERIES).tolist(), begins(KEYS).tolist()
     for i, case in zip((0, 1, 3), cases, strict=True):
-        own = (q[rows[i] : rows[i + 1]], *(x[keys[i] : keys[i + 1]] for x in (k, v)))
-        wanted = attention(*own, scale=0.3, left=left, causal=causal)
-        wrong = attention(*own, scale=0.303, left=left, causal=causal)
+        of_sequence = (
+            q[rows[i] : rows[i + 1]],
+            *(x[keys[i] : keys[i + 1]] for x in (k, v)),
+        )
+        wanted = attention(*of_sequence, scale=0.3, left=left, causal=causal)
+        wrong = attention(*of_sequence, scale=0.303, left=left, causal=causal)
         result = attend(case).out[0].transpose(0, 1).numpy()
         np.testing.assert_allclose(result, wanted, rtol=1e-12, atol=1e-13)
         assert not np.allclose(result, wrong, rtol=1e-12, atol=1e-13)

@@ -461,7 +461,7 @@ DRAWING: list[dict[str, Any]] = [
     {"name": "emulated", "compute": "float32", "rounding": "stochastic"},
     {"name": "emulated", "compute": "float32", "delta_sign": "random"},
 ]
-DRAWERS = [{"name": f"drawing {i}", "kernel": given} for i, given in enumerate(DRAWING)]
+DRAWERS = [{"name": f"drawing {i}", "kernel": kernel} for i, kernel in enumerate(DRAWING)]
 
 
 @pytest.mark.parametrize("kinds", [OTHERS[:5], OTHERS[5:], DRAWERS], ids=str)
@@ -712,7 +712,7 @@ ROLES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def told(
+def early_sentence(
     distances: dict[str, dict[int, list[Any]]],
     losses: dict[str, list[list[Any]]] | None = None,
 ) -> tuple[str, ...]:
@@ -755,7 +755,7 @@ def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
     sixteen = {
         step: [(3 if step < 9 else 1) * x for x in values] for step, values in one.items()
     }
-    words = told({"flash": flash, "one": one, "two": one, "sixteen": sixteen})
+    words = early_sentence({"flash": flash, "one": one, "two": one, "sixteen": sixteen})
     mean = (1.1 * 1.0 * 0.9) ** (1 / 3)
     assert words[0] == (
         f"flash: its weights are {mean:.2f} times (0.90 to 1.10, 3 seeds) as far "
@@ -769,7 +769,7 @@ def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
 
 
 def test_without_a_null_a_run_says_the_first_step_alone() -> None:
-    assert told({"flash": {1: [0.02, 0.04], 9: [0.5, 0.5]}}) == (
+    assert early_sentence({"flash": {1: [0.02, 0.04], 9: [0.5, 0.5]}}) == (
         "flash: its weights are 0.028 (0.02 to 0.04, 2 seeds) of their size off the "
         "golden run's "
         "at step 1; with no re-rounding beside it nothing is said of later ones.",
@@ -782,7 +782,9 @@ def test_what_is_lost_comes_first() -> None:
     fine = [[2.0, 2.0, 2.0]] * 3
     lost = [[2.0, None, None], [2.0, 2.0, None], [3.862] * 3]
     losses = {"golden": fine, "one": [[2.0, None, None], *fine[:2]], "flash": lost}
-    words = told({"flash": {1: [1.0, 1.0, 1.0]}, "one": {1: [1.0, 1.0, 1.0]}}, losses)
+    words = early_sentence(
+        {"flash": {1: [1.0, 1.0, 1.0]}, "one": {1: [1.0, 1.0, 1.0]}}, losses
+    )
     assert words[:3] == (
         "flash and one diverged: loss not finite, flash at step 2 in 2 of 3 seeds; golden, "
         "two and sixteen stay finite.",
@@ -813,25 +815,27 @@ def test_a_run_begins_with_its_conclusion() -> None:
     nulls = {"one": one, "two": one, "sixteen": sixteen}
     cases = {
         "No run diverged in 9 steps; flash is 1.10× as far from the golden run as "
-        "re-rounding.": told({"flash": flash, **nulls}, fine),
-        "No run diverged in 9 steps; flash has the golden run's weights, bit for bit.": told(
+        "re-rounding.": early_sentence({"flash": flash, **nulls}, fine),
+        "No run diverged in 9 steps; flash has the golden run's weights, bit for bit.": early_sentence(
             {"flash": {1: [0.0]}}, fine
         ),
         "No run diverged in 9 steps; whether flash does more than chance is open: no run "
-        "is re-rounded.": told({"flash": flash}, fine),
+        "is re-rounded.": early_sentence({"flash": flash}, fine),
         "golden and flash diverged: loss not finite, golden at step 1; one, two and "
-        "sixteen stay finite.": told({}, {name: [[None, None]] for name in fine}),
+        "sixteen stay finite.": early_sentence(
+            {}, {name: [[None, None]] for name in fine}
+        ),
     }
     for sentence, answer in cases.items():
         assert (answer[0], len(sentence.split()) <= WORDS) == (sentence, True)
 
 
 def test_weights_that_are_no_longer_finite_are_not_said_to_be_the_same() -> None:
-    same = told({"flash": {1: [0.0], 2: [0.0]}})
+    same = early_sentence({"flash": {1: [0.0], 2: [0.0]}})
     assert same == (
         "flash: its weights are the golden run's, bit for bit, at every recorded step.",
     )
-    gone = told({"flash": {1: [0.0], 2: [None]}})
+    gone = early_sentence({"flash": {1: [0.0], 2: [None]}})
     assert not any("bit for bit" in sentence for sentence in gone)
 
 

@@ -73,8 +73,8 @@ def test_the_numbers_are_those_of_its_own_step(
         if name != "emulated":
             assert torch.equal(ours, theirs)
         else:
-            apart = (ours.double() - theirs.double()).norm() / theirs.double().norm()
-            assert apart < 0.02 * 2**-9
+            distance = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+            assert distance < 0.02 * 2**-9
 
 
 @pytest.mark.parametrize("name", ["baseline", "sdpa-flash", "emulated", "reference"])
@@ -183,12 +183,13 @@ def deltas(**options: Any) -> tuple[Tensor, Tensor]:
 def test_a_sham_error_is_as_large_and_has_no_sign() -> None:
     """Row by row the error of delta is as large as without it, to fp32's last bits;
     without it the mean is most of its rms, with it none but chance's."""
-    own, even = deltas()
+    random_signs, even = deltas()
     sham, again = deltas(delta_sign="random")
     assert torch.equal(even, again)
-    error, drawn = own - even, sham - even
+    error, drawn = random_signs - even, sham - even
     assert (
-        (drawn.abs() - error.abs()).abs() <= 4 * 2.0**-24 * (own.abs() + error.abs())
+        (drawn.abs() - error.abs()).abs()
+        <= 4 * 2.0**-24 * (random_signs.abs() + error.abs())
     ).all()
     rms = error.square().mean().sqrt()
     assert error.mean().abs() > 0.5 * rms

@@ -13,7 +13,7 @@ from typing import Any
 import planted
 import pytest
 import torch
-from on_bench import HERE, prepare, task_of
+from on_bench import THIS_CPU, prepare, task_of
 from planted import CATALOGUE, designs, flash
 from torch import Tensor
 
@@ -130,14 +130,14 @@ FAULTS = (
 )
 
 
-def grouped(apart: bool, fault: str = "") -> Any:
+def grouped(by_head: bool, fault: str = "") -> Any:
     """A function told of its groups, `planted.sound` in every query head but for the
     fault; dk and dv of each are rounded `apart`, or what they sum is."""
 
     def kernel(
         q: Tensor, k: Any, v: Any, is_causal: bool = False, enable_gqa: bool = False
     ) -> Any:
-        wide = [x if apart else x.float() for x in (k, v)]
+        wide = [x if by_head else x.float() for x in (k, v)]
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in wide)
         return Within.apply(q, k, v, is_causal, fault)
 
@@ -174,36 +174,36 @@ class Within(torch.autograd.Function):
         return dq.to(ctx.low), dk, dv, None, None
 
 
-APART = ", dk and dv of each query head"
+BY_HEAD = ", dk and dv of each query head"
 WIDE = {"name": "wide", "heads": 8, "kv_heads": 2, "seq_len": 256, "causal": True}
 
 
 @pytest.mark.parametrize(("function", "way"), [
-    (grouped(apart=False), "fa2"), (grouped(apart=True), "as fa2 rounds" + APART),
+    (grouped(by_head=False), "fa2"), (grouped(by_head=True), "as fa2 rounds" + BY_HEAD),
     (lambda q, k, v, is_causal=False: planted.wrapper(q, k, v, is_causal=is_causal),
-     "as sdpa-flash rounds on this CPU" + APART),
+     "as sdpa-flash rounds on this CPU" + BY_HEAD),
 ])  # fmt: skip
 @pytest.mark.one_in(3)
 def test_sums_over_a_group_are_held_to_what_they_are(function: Any, way: str) -> None:
     """In fp32 within the kernel, or of the rounded dk and dv of every query head."""
     result = check_attention(function, cases="grouped", seeds=range(3))
     assert way in (ways := claims(result.report.rows))
-    assert all(words.endswith(APART) for words in ways - {"fa2"})
+    assert all(words.endswith(BY_HEAD) for words in ways - {"fa2"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize(
     ("fault", "tensor"),
     [("log-sum-exp in fp16", "dv"), ("dq in bf16 over 8 tiles", "dq")],
 )
 @pytest.mark.one_in(4)
 def test_no_way_to_sum_a_group_excuses_a_fault(
-    apart: bool, fault: str, tensor: str
+    by_head: bool, fault: str, tensor: str
 ) -> None:
     """Neither leaves room for what else is rounded."""
     with pytest.raises(CheckFailed) as caught:
-        check_attention(grouped(apart, fault), cases=WIDE, formats=BF16)
+        check_attention(grouped(by_head, fault), cases=WIDE, formats=BF16)
     assert tensor in {f.tensor for f in caught.value.result.report.findings}
 
 
@@ -261,15 +261,17 @@ def test_only_elements_explain() -> None:
     step = emulated_step(prepared.case, {"preset": "eager"})
     formats = dict.fromkeys(step, prepared.case.format)
 
-    def found(factor: float) -> Likeness | None:
+    def likeness(factor: float) -> Likeness | None:
         exact = {n: getattr(prepared.reference, n) for n in step}
         moved = {n: exact[n] + factor * (step[n].double() - exact[n]) for n in step}
-        return likenesses(Output(**moved), tuple(step), formats, prepared, HERE).get("dv")
+        return likenesses(Output(**moved), tuple(step), formats, prepared, THIS_CPU).get(
+            "dv"
+        )
 
-    own: Any = found(1.0)
-    assert own.words == "as eager rounds"
-    assert own.residual < 1e-6
-    assert [found(factor) for factor in (-1.0, 4.0, 0.0)] == [None] * 3
+    likeness_of: Any = likeness(1.0)
+    assert likeness_of.words == "as eager rounds"
+    assert likeness_of.residual < 1e-6
+    assert [likeness(factor) for factor in (-1.0, 4.0, 0.0)] == [None] * 3
 
 
 def test_worst_rows_are_held_to_the_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +281,10 @@ def test_worst_rows_are_held_to_the_way_too(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(explanations, "NOTABLE", 0.0)
     bench, kernel = bench_of("large-logits"), Kernel(name="mine", function=eager)
     task = task_of(bench, kernel)
-    measured = measure_task(task, kernel, bench, HERE)
+    measured = measure_task(task, kernel, bench, THIS_CPU)
     rows = measured.rows
     assert claims(rows) == {"as eager rounds"}
-    named = examine(task, kernel, measured, bench, HERE)
+    named = examine(task, kernel, measured, bench, THIS_CPU)
     for tensor in ("out", "dq", "dk", "dv"):
         largest = max(r.worst_row or 0.0 for r in rows if r.tensor == tensor)
         result = max(w.ratio or 0.0 for w in named if w.tensor == tensor)

@@ -72,7 +72,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     return run
 
 
-def said(result: WeightsReport) -> str:
+def answer(result: WeightsReport) -> str:
     return "\n".join(result.summary.answer)
 
 
@@ -84,7 +84,7 @@ def test_equal_weights_are_said_to_be_equal(compare: Compare) -> None:
     """Every element equal: one sentence, and no remark."""
     result = compare(state(), state())
     assert (
-        said(result)
+        answer(result)
         == "b.pt equals a.pt: every finite element of the 4 tensors compared (456)."
     )
     assert result.remarks == ()
@@ -98,7 +98,7 @@ def test_weights_in_bfloat16_are_set_beside_a_coarser_cast(compare: Compare) -> 
     assert compare(first, state(1)).totals[0].yardstick == "float8_e4m3fn"
     result = compare({k: x.to(torch.float8_e4m3fn) for k, x in state().items()}, state(1))
     assert result.totals[0].yardstick is None
-    assert "is coarser than how a.pt is stored" in said(result)
+    assert "is coarser than how a.pt is stored" in answer(result)
 
 
 def test_tensors_of_zeros_are_not_equal(compare: Compare) -> None:
@@ -106,18 +106,18 @@ def test_tensors_of_zeros_are_not_equal(compare: Compare) -> None:
     more = {"a.bias": torch.zeros(8), "b.bias": torch.zeros(8)}
     result = compare(state(0, **more), state(1, **more | {"b.bias": torch.ones(8)}))
     assert (result.totals[0].identical, result.totals[0].zeros) == (1, 1)
-    assert "1 of 5 tensors are equal, and 1 more are 0 in both." in said(result)
+    assert "1 of 5 tensors are equal, and 1 more are 0 in both." in answer(result)
     assert [row.tensor for row in result.rows if row.zero] == ["a.bias"]
     assert [row.equal for row in result.rows if row.zero] == [None]
     assert result.totals[0].equal == 8 / 464  # the norm, of all elements but the 8 zeros
     same = compare(state(0, **more), state(0, **more))
     assert same.totals[0].equal == 1.0
-    assert said(same) == (
+    assert answer(same) == (
         "b.pt equals a.pt: every finite element of the 4 tensors compared, and 2 "
         "more are 0 in "
         "both."
     )
-    assert said(compare(more, more)) == (
+    assert answer(compare(more, more)) == (
         "b.pt and a.pt: all 2 tensors are 0 in both, so nothing is compared."
     )
 
@@ -138,9 +138,9 @@ def test_w1_of_two_seeds_is_set_beside_a_cast(
     assert least < quotient < most
     assert (
         f"of the mean difference and {ratio(quotient)}× that of one cast to bfloat16. "
-        in said(result)
+        in answer(result)
     )
-    assert "takes two seeds for one cast" not in said(result)
+    assert "takes two seeds for one cast" not in answer(result)
 
 
 def test_missing_extra_and_reshaped_tensors_are_named(compare: Compare) -> None:
@@ -151,7 +151,7 @@ def test_missing_extra_and_reshaped_tensors_are_named(compare: Compare) -> None:
     assert matters(result, "missing") == [("b.pt", "model.norm.weight")]
     assert matters(result, "extra") == [("b.pt", "more")]
     assert matters(result, "reshaped") == [("b.pt", NAMES[0])]
-    assert "is [4, 16], and [8, 8] in a.pt" in said(result)
+    assert "is [4, 16], and [8, 8] in a.pt" in answer(result)
     assert len(result.rows) == 2
     assert result.damage == ()
 
@@ -161,7 +161,7 @@ def test_nan_weights_are_counted_and_the_rest_is_compared(compare: Compare) -> N
     other = state()
     other[NAMES[1]][3, :2] = float("nan")
     result = compare(state(), other)
-    assert "has 2 NaN or infinite elements of 128" in said(result)
+    assert "has 2 NaN or infinite elements of 128" in answer(result)
     assert result.totals[0].identical == 3
     assert all(row.mean_abs == 0 for row in result.rows)
 
@@ -194,7 +194,7 @@ def test_a_difference_beyond_float64_is_not_zero(compare: Compare) -> None:
     [row] = result.rows
     assert (row.max_abs, row.mean_abs, row.equal) == (None, None, 0.0)
     assert row.nulls["mean_abs"] == "is beyond what float64 holds"
-    assert "not known (is beyond what float64 holds)" in said(result)
+    assert "not known (is beyond what float64 holds)" in answer(result)
 
 
 def test_a_tied_head(compare: Compare) -> None:

@@ -68,10 +68,10 @@ def tensors(run: str, seed: int, step: int) -> dict[str, torch.Tensor]:
     """Normal weights, and a normal difference of the run's size times 1e-3; one bias of
     zeros."""
     same = torch.Generator().manual_seed(100 * seed + step)
-    own = torch.Generator().manual_seed(hash_of(run) + 100 * seed + step)
+    computed = torch.Generator().manual_seed(hash_of(run) + 100 * seed + step)
     created = {}
     for name, shape in NAMES.items():
-        base, gap = (torch.randn(shape, generator=g) for g in (same, own))
+        base, gap = (torch.randn(shape, generator=g) for g in (same, computed))
         size = RUNS[run][2] * (10 if (run, name, step) == ("flash", MOVED, 4) else 1)
         created[name] = (
             torch.zeros(shape) if name.endswith("bias") else base + 1e-3 * size * gap
@@ -129,9 +129,9 @@ def chosen(layer: Any, kind: str) -> list[str]:
     names = []
     for name in NAMES:
         parts = name.split(".")
-        own = int(parts[1]) if parts[0] == "layers" else "none"
+        computed = int(parts[1]) if parts[0] == "layers" else "none"
         what = next(kind for word, kind in KIND.items() if word in parts)
-        if layer in ("all", own) and kind in ("all", what):
+        if layer in ("all", computed) and kind in ("all", what):
             names.append(name)
     return names
 
@@ -191,21 +191,21 @@ def test_standings_are_numpys_and_scipys(measured: WeightsReport, trained: Path)
     not."""
     assert {s.variant for s in measured.standings} == {"flash", "fp32"}
     for s in measured.standings:
-        own = [distances(trained, s, s.variant, seed)[s.metric] for seed in SEEDS]
+        computed = [distances(trained, s, s.variant, seed)[s.metric] for seed in SEEDS]
         nulls = {
             name: [distances(trained, s, name, seed)[s.metric] for seed in SEEDS]
             for name in ("re-rounded 1", "re-rounded 2", "ulp")
         }
-        if own[0] == 0:
+        if computed[0] == 0:
             assert (s.value, s.ratio, s.margin, s.stands_out) == (None, None, None, None)
             continue
         usual = [
             gmean(x)
             for x in zip(nulls["re-rounded 1"], nulls["re-rounded 2"], strict=True)
         ]
-        ratios = [a / b for a, b in zip(own, usual, strict=True)]
-        margin = min(own[i] / max(x[i] for x in nulls.values()) for i in SEEDS)
-        assert (s.value, s.null) == pytest.approx((gmean(own), gmean(usual)))
+        ratios = [a / b for a, b in zip(computed, usual, strict=True)]
+        margin = min(computed[i] / max(x[i] for x in nulls.values()) for i in SEEDS)
+        assert (s.value, s.null) == pytest.approx((gmean(computed), gmean(usual)))
         assert (s.ratio, s.least, s.most) == pytest.approx(
             (gmean(ratios), min(ratios), max(ratios))
         )
@@ -272,10 +272,10 @@ def test_one_metric_over_another_is_said_of_early_steps(
         each = []
         for seed, step in PLACES:
             c = CellLike(layer, kind, step)
-            own, other = (
+            computed, other = (
                 distances(trained, c, n, seed)["mean_w1"] for n in ("flash", "fp32")
             )
-            each.append(own / other)
+            each.append(computed / other)
         ratios.append(gmean(each))
     ends = f"{min(ratios):.2f} to {max(ratios):.2f} in mean W1"
     [sentence] = [s for s in measured.summary.answer if s.startswith("flash over fp32")]

@@ -31,7 +31,7 @@ def rows(**changes: Any) -> list[DeviationRow]:
     ])  # fmt: skip
 
 
-def told(result: list[DeviationRow], **plan: Any) -> AuditReport:
+def audited(result: list[DeviationRow], **plan: Any) -> AuditReport:
     """A report of these rows that was to have all of `rows()`."""
     cases = tuple(case(name, 4, 2) for name in "cd")
     return unjudged(*result).model_copy(
@@ -52,13 +52,13 @@ def without(result: list[DeviationRow], **place: Any) -> list[DeviationRow]:
 
 
 def test_a_whole_report_is_judged() -> None:
-    assert judged(told(rows())) == 0
+    assert judged(audited(rows())) == 0
     without_lse = together([r for r in rows() if r.tensor != "lse"])
-    assert judged(told(without_lse)) == 0, "it need not be returned"
+    assert judged(audited(without_lse)) == 0, "it need not be returned"
     with pytest.raises(
         MeasurementError, match="has no rows for one of out, dq, dk, dv, lse"
     ):
-        judged(told([r for r in rows() if r.tensor != "lse"]))
+        judged(audited([r for r in rows() if r.tensor != "lse"]))
 
 
 @pytest.mark.parametrize(("place", "words"), [
@@ -76,7 +76,7 @@ def test_what_was_planned_and_is_not_there_is_no_pass(
 ) -> None:
     """A head, a tensor, a call, a seed, a kernel: of one, or of all."""
     with pytest.raises(MeasurementError) as error:
-        judged(told(without(rows(), **place)))
+        judged(audited(without(rows(), **place)))
     assert words in str(error.value)
 
 
@@ -86,7 +86,7 @@ def test_what_goes_by_another_name_is_not_there(change: dict[str, Any]) -> None:
     """A rule that leaves the other name out would judge nothing."""
     result = [r.model_copy(update=change) if r.kernel == "b" else r for r in rows()]
     with pytest.raises(MeasurementError, match="inconsistent report: b "):
-        judged(told(result))
+        judged(audited(result))
 
 
 def test_what_was_not_planned_is_refused() -> None:
@@ -98,7 +98,7 @@ def test_what_was_not_planned_is_refused() -> None:
         (row(0, kernel="z"), "were not planned: z"),
     ):
         with pytest.raises(MeasurementError, match=words):
-            judged(told([*rows(), more]))
+            judged(audited([*rows(), more]))
 
 
 def test_a_call_is_measured_whole_or_skipped_whole() -> None:
@@ -107,15 +107,15 @@ def test_a_call_is_measured_whole_or_skipped_whole() -> None:
     skipped = row(None, kernel="a", status="skipped", reason="no")
     less = without(rows(), kernel="a", case="c", seed=0, tensor="out", head=3)
     with pytest.raises(MeasurementError, match="a row too many"):
-        judged(told([*less, skipped]))
+        judged(audited([*less, skipped]))
     at = {"kernel": "a", "case": "c", "seed": 0}
-    assert judged(told([*without(rows(), **at), skipped])) == 0
-    there = lambda r: all(getattr(r, name) == x for name, x in at.items())  # noqa: E731
-    bare = [r for r in rows() if r.tensor in ("out", "lse") or not there(r)]
+    assert judged(audited([*without(rows(), **at), skipped])) == 0
+    is_at = lambda r: all(getattr(r, name) == x for name, x in at.items())  # noqa: E731
+    bare = [r for r in rows() if r.tensor in ("out", "lse") or not is_at(r)]
     bare = [
-        r.model_copy(update={"tensors": ("out", "lse")}) if there(r) else r for r in bare
+        r.model_copy(update={"tensors": ("out", "lse")}) if is_at(r) else r for r in bare
     ]
-    assert judged(told([*bare, skipped.model_copy(update={"tensor": "dq"})])) == 0
+    assert judged(audited([*bare, skipped.model_copy(update={"tensor": "dq"})])) == 0
 
 
 def test_heads_that_were_asked_for() -> None:
@@ -125,9 +125,9 @@ def test_heads_that_were_asked_for() -> None:
         for r in rows()
         if (r.head == 1 if r.tensor in ("dk", "dv") else r.head in (2, 3))
     ]
-    assert judged(told(some, heads=(3,))) == 0
+    assert judged(audited(some, heads=(3,))) == 0
     with pytest.raises(MeasurementError, match="out head 2"):
-        judged(told(without(some, head=2, tensor="out", kernel="b"), heads=(3,)))
+        judged(audited(without(some, head=2, tensor="out", kernel="b"), heads=(3,)))
 
 
 def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
@@ -138,9 +138,9 @@ def test_baselines_of_rows_have_no_gradients_of_keys() -> None:
     ]
     less = [r for r in plain if r.kernel != "b" or r.tensor not in ("dk", "dv")]
     plan = planned(plain, rows=64)
-    assert judged(told(together(less)).model_copy(update={"plan": plan})) == 0
+    assert judged(audited(together(less)).model_copy(update={"plan": plan})) == 0
     with pytest.raises(MeasurementError, match=r"b .* dk head 0"):
-        judged(told(together(less)).model_copy(update={"plan": planned(plain)}))
+        judged(audited(together(less)).model_copy(update={"plan": planned(plain)}))
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -215,7 +215,7 @@ def test_what_was_asked_for_and_skipped(
 ])  # fmt: skip
 def test_a_plan_is_what_was_requested(asked: Any, plan: Any, words: str) -> None:
     """Of each thing that decides which rows there are."""
-    result = told(rows(), **plan).model_copy(update={"request": asked})
+    result = audited(rows(), **plan).model_copy(update={"request": asked})
     with pytest.raises(MeasurementError, match=words):
         judged(result)
 
@@ -226,7 +226,7 @@ def test_a_plan_is_what_was_requested(asked: Any, plan: Any, words: str) -> None
 ])  # fmt: skip
 def test_nothing_is_planned_twice(name: str, words: str) -> None:
     """A kernel that stands there twice would be judged by half of its rows."""
-    result = told(rows())
+    result = audited(rows())
     twice = (*getattr(result.plan, name), getattr(result.plan, name)[0])
     plan = result.plan.model_copy(update={name: twice})
     with pytest.raises(MeasurementError, match=words):

@@ -79,7 +79,7 @@ def check_query(
     signs = case.v[w.batch, w.head // case.group].double()[carriers].sign()
     carried = torch.tensor([P[j] for j in carriers], dtype=torch.float64)
     top, sink = max(S.values()), float(1 - sum(weights.values()))
-    known = [*P.values(), *([] if case.sinks is None else [sink])]
+    summed = [*P.values(), *([] if case.sinks is None else [sink])]
     expected: dict[str, Any] = {
         "sees": len(P),
         "position": sum(j < w.row + case.causal_offset for j in P),
@@ -87,7 +87,9 @@ def check_query(
         "first_key": pytest.approx(P.get(0, 0.0), abs=1e-12),
         "sink": None if case.sinks is None else pytest.approx(sink, abs=1e-12),
         "lse": pytest.approx(float(lse), abs=1e-9),
-        "entropy": pytest.approx(-sum(p * math.log(p) for p in known if p > 0), abs=1e-9),
+        "entropy": pytest.approx(
+            -sum(p * math.log(p) for p in summed if p > 0), abs=1e-9
+        ),
         "tied": sum(top - x <= 1e-12 * max(1.0, abs(top)) for x in S.values()),
         "nearly_tied": sum(top - x <= 1e-3 for x in S.values()),
         "carriers": len(carriers),
@@ -279,7 +281,7 @@ def test_few_rows_tell_of_ties_alone() -> None:
     assert "keys that it sees: 2 (median 3" in described(planted(is_causal=True), 1)
 
 
-def kept(head: int, **changes: Any) -> WorstRow:
+def worst_row(head: int, **changes: Any) -> WorstRow:
     """A row as an audit keeps it, of a sound kernel but for the changes."""
     fields: dict[str, Any] = {
         "case": "c", "source": "s", "module": "m", "layer": 0, "call": 0, "seed": 0, "kernel": "k",
@@ -294,10 +296,15 @@ def test_the_worst_rows_are_shown() -> None:
     """What is not finite first, predicted or not, then by ratio; each row once, three in
     all. What is less than twice what is predicted, or stands beside no prediction, is
     noise."""
-    lost = kept(3, nonfinite=4, error=None, ratio=None, predicted=False)
-    large, limit = kept(1, ratio=30.0), kept(0, ratio=NOTABLE)
-    assert most([kept(5), limit, large, lost]) == (lost, large, limit)
+    lost = worst_row(3, nonfinite=4, error=None, ratio=None, predicted=False)
+    large, limit = worst_row(1, ratio=30.0), worst_row(0, ratio=NOTABLE)
+    assert most([worst_row(5), limit, large, lost]) == (lost, large, limit)
     assert most([large, large.model_copy(update={"kernel": "same"})]) == (large,)
-    assert len(most([kept(h, ratio=9.0) for h in range(5)])) == SHOWN
-    assert most([kept(0), kept(1, ratio=NOTABLE * 0.999), kept(2, ratio=None)]) == ()
-    assert most([kept(0, ratio=50.0, predicted=False)]) == ()
+    assert len(most([worst_row(h, ratio=9.0) for h in range(5)])) == SHOWN
+    assert (
+        most(
+            [worst_row(0), worst_row(1, ratio=NOTABLE * 0.999), worst_row(2, ratio=None)]
+        )
+        == ()
+    )
+    assert most([worst_row(0, ratio=50.0, predicted=False)]) == ()

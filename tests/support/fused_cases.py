@@ -170,7 +170,7 @@ def shaped_cases() -> Iterator[tuple[str, AttentionCase]]:
 LARGE = {**dict(far_cases()), **dict(masked_cases()), **dict(shaped_cases())}
 CASES = {
     **{name: step(**fields, dtype=SINGLE) for name, fields in FEATURES.items()},
-    **{f"large: {name}": made for name, made in LARGE.items()},
+    **{f"large: {name}": case_fields for name, case_fields in LARGE.items()},
 }
 
 

@@ -20,7 +20,7 @@ from numdev.studies.audit.plan import Task
 from numdev.studies.audit.prepared_attention import Bench
 from numdev.system import System
 
-HERE = System.probe("cpu")
+THIS_CPU = System.probe("cpu")
 
 
 def prepare(
@@ -33,7 +33,11 @@ def prepare(
 
 
 def measured_rows(
-    task: Task, kernel: Kernel, case: AttentionCase, system: System = HERE, **fields: Any
+    task: Task,
+    kernel: Kernel,
+    case: AttentionCase,
+    system: System = THIS_CPU,
+    **fields: Any,
 ) -> list[DeviationRow]:
     """The rows of a task; `fields` of it may be changed."""
     return measure_one(dataclasses.replace(task, **fields), kernel, case, system)
@@ -54,7 +58,9 @@ def task_of(bench: Bench, kernel: Kernel, **changes: Any) -> Task:
     )
 
 
-def rows_on(bench: Bench, kernel: Kernel, system: System = HERE, **changes: Any) -> Any:
+def rows_on(
+    bench: Bench, kernel: Kernel, system: System = THIS_CPU, **changes: Any
+) -> Any:
     """The rows of a kernel on a bench; `changes` are fields of its task."""
     return measure_task(task_of(bench, kernel, **changes), kernel, bench, system).rows
 

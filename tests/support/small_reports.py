@@ -39,7 +39,7 @@ AXES_OF_IT = ("repeat", "batch", "neighbours", "decode", "beyond", "hidden")
 KINDS = (*COMMANDS, "check")
 
 
-def made(folder: Path) -> dict[str, Report]:
+def reports_of_commands(folder: Path) -> dict[str, Report]:
     """One report of each, which passes by the rules it was made by."""
     (folder / "sweep.yaml").write_text(SWEEP)
     models.saved("llama", folder)

@@ -183,12 +183,12 @@ def write_places(
     places, start, stop, total, first, last,
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    begin, full, rest, end = tile_range(
+    begin, full, ragged, end = tile_range(
         start, stop, total, first, last, BLOCK, LEFT, RIGHT
     )
     tl.store(places, begin)
     tl.store(places + 1, full)
-    tl.store(places + 2, rest)
+    tl.store(places + 2, ragged)
     tl.store(places + 3, end)
 
 
@@ -209,23 +209,23 @@ def test_ranges_of_tiles_are_exact() -> None:
         places = torch.zeros(4, dtype=torch.int32)
         passed = (start, stop, total, first, last)
         write_places[(1,)](places, *passed, BLOCK=block, LEFT=left, RIGHT=right)
-        begin, full, rest, end = places.tolist()
+        begin, full, ragged, end = places.tolist()
         i, j = torch.arange(start, stop)[None, :], torch.arange(total)[:, None]
         met = torch.ones(total, stop - start, dtype=torch.bool)
         met = met & (j >= i + first) if left else met
         met = met & (j <= i + last) if right else met
-        assert 0 <= begin <= full <= rest, passed
-        assert begin % block == full % block == rest % block == 0, passed
+        assert 0 <= begin <= full <= ragged, passed
+        assert begin % block == full % block == ragged % block == 0, passed
         assert left or begin == full, passed
-        assert met[full:rest].all(), passed
-        assert rest == full or rest <= total, passed
+        assert met[full:ragged].all(), passed
+        assert ragged == full or ragged <= total, passed
         some = met.any(1).nonzero().flatten().tolist()
         if some:
             assert begin == some[0] // block * block, passed
             assert end == some[-1] + 1, passed
             whole = range(0, total // block * block, block)
             full_tiles = [t for t in whole if met[t : t + block].all()]
-            assert list(range(full, rest, block)) == full_tiles, passed
+            assert list(range(full, ragged, block)) == full_tiles, passed
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
