@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import HERE, ROOT, python
+from interpreted import FOLDER, ROOT, python
 from oracles import step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -58,7 +58,7 @@ def test_in_the_interpreter(cases: str, marked: str) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        str(HERE / cases),
+        str(FOLDER / cases),
         "-m",
         marked,
     )
