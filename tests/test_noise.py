@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from numdev.metrics import noise as noises
-from numdev.metrics.checksums import _ODD, checksums
+from numdev.metrics.bit_checksums import _ODD, checksums
 from numdev.metrics.noise import noise
 
 nan, inf = math.nan, math.inf

@@ -26,7 +26,7 @@ from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
-from numdev.metrics.checksums import same
+from numdev.metrics.bit_checksums import same
 from numdev.report import Outcome
 from numdev.studies.audit import explanations, mistake_search
 from numdev.studies.audit.case_measurement import measure_task

@@ -37,7 +37,7 @@ ROUNDING = 1 + 1e-9
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 # What a row may say that it returned; of names, so that this needs no torch.
 FORMAT = re.compile(r"bfloat16|float(16|32|64)|float8_\w+|e\d+m\d+")
-CHECKSUM = re.compile(r"[0-9a-f]{16}")  # of `metrics.checksums`
+CHECKSUM = re.compile(r"[0-9a-f]{16}")  # of `metrics.bit_checksums`
 LEANS = frozenset({"slope", "slope_t", "shift", "shift_t"})  # may be below 0
 SIGNED = frozenset({"bias", "bias_sign", "bias_feature", "bias_size", "bias_t"})
 NUMBERS = FIELDS - {"layer", "seed", "head", "step"}  # of a row

@@ -39,7 +39,7 @@ from numdev.kernels.output import (
     upstream,
     why_not,
 )
-from numdev.kernels.python_files import no_function_named, why_not_imported
+from numdev.kernels.parsed_files import no_function_named, why_not_imported
 from numdev.system import Requirement, System
 
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]

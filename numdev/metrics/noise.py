@@ -23,7 +23,7 @@ from torch import Tensor
 
 from numdev.errors import MeasurementError
 from numdev.formats import all_finite
-from numdev.metrics.checksums import same
+from numdev.metrics.bit_checksums import same
 from numdev.metrics.yardstick import finite, widened
 
 # Elements of one run compared at a time: 128 MiB in fp64, some six times that in all.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from numdev.metrics.checksums import same
+from numdev.metrics.bit_checksums import same
 from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged import FunctionCall, distance, stacked
 from numdev.operations.function.other_numbers import LARGEST_EPS, numbers_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from numdev.errors import UsageError, closest, one_line
 from numdev.exact.dtypes import is_floating
 from numdev.formats import Format, dtype_of, round_to
-from numdev.metrics.checksums import same
+from numdev.metrics.bit_checksums import same
 from numdev.operations.function.trees import Arguments, Values, arguments_of
 
 Make = Callable[[int], Sequence[Arguments]]  # the calls of a seed

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from numdev.cases import strided_as
 from numdev.errors import one_line
 from numdev.exact.dtypes import is_floating
-from numdev.metrics.checksums import same
+from numdev.metrics.bit_checksums import same
 from numdev.operations.function.trees import (
     Arguments,
     Values,

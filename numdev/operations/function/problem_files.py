@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev.errors import UsageError, one_line
-from numdev.kernels.python_files import why_not_imported
+from numdev.kernels.parsed_files import why_not_imported
 from numdev.operations.function.inputs import TRIVIAL
 from numdev.operations.function.trees import Values
 

@@ -293,7 +293,8 @@ class DeviationRow(OfKernel, _OfCall):
     # The preset whose roundings are expected, or the way that explains it
     claim: str | None = None
     noise: float | None = None  # rms difference of repeated runs; 0 is bitwise the same
-    bits: str | None = None  # checksum (metrics.checksums) of all rows, measured or not
+    # Checksum (metrics.bit_checksums) of all rows, measured or not
+    bits: str | None = None
     # What it seems to compute instead: `the causal mask is ignored`
     suspicion: str | None = None
     # How many times smaller that function's residual is

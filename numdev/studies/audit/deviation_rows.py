@@ -15,7 +15,7 @@ from torch import Tensor
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import Format, format_of
 from numdev.kernels import Kernel
-from numdev.metrics.checksums import checksums
+from numdev.metrics.bit_checksums import checksums
 from numdev.metrics.deviation import (
     Deviation,
     Metrics,

@@ -35,7 +35,7 @@ from numdev.cases import AttentionCase, strided_as
 from numdev.errors import MeasurementError, NumdevError, Refused, first_line, one_line
 from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.output import as_output
-from numdev.metrics.checksums import same
+from numdev.metrics.bit_checksums import same
 from numdev.studies.audit.interrupt import noticing
 from numdev.studies.audit.worker_messages import (
     TOKEN_BYTES,

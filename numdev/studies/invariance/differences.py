@@ -15,7 +15,7 @@ from numdev.formats import Format, format_of, round_to, ulp
 from numdev.kernels import Output
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.checksums import bits
+from numdev.metrics.bit_checksums import bits
 from numdev.studies.audit.isolation import Within
 from numdev.studies.audit.plan import Planned
 from numdev.studies.audit.prepared_attention import TERMS

@@ -28,7 +28,7 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules, rules_as_data
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
-from numdev.metrics.checksums import same
+from numdev.metrics.bit_checksums import same
 from numdev.report import Finding, PlannedKernel
 from numdev.sources.case_sources import CheckpointSource, Source, open_source
 from numdev.studies.audit.deviation_rows import options_set
