@@ -472,7 +472,8 @@ ONLY_ASKED = ("compiled",)
 
 
 def _checked_axis(name: str) -> str:
-    """Returns the name of an axis; raises ValueError for an unknown one."""
+    """Returns the name of an axis of invariance, one of AXES; raises ValueError for an
+    unknown one, which names the closest, or all where none is close."""
     if name not in AXES:
         raise ValueError(f"there is no axis {name!r}; {closest(name, AXES)}")
     return name

@@ -196,8 +196,9 @@ def switches() -> Mapping[str, Switch]:
 
 
 def _gpu_fields() -> dict[str, Any]:
-    """Returns the fields of a `System` on the CUDA device, by name: model, compute
-    capability, processors, driver and versions."""
+    """Returns the fields of a `System` on the CUDA device, by name: `device`, model,
+    compute capability, processors, number of devices, and the versions of driver, CUDA
+    and cuDNN, None where one is not known."""
     import torch
 
     cudnn = torch.backends.cudnn.version()

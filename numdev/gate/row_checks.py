@@ -175,7 +175,7 @@ def _request_differences(request: Request, plan: PlanRecord) -> Iterator[str]:
 
 def format_differences(request: Request, planned: Sequence[str]) -> Iterator[str]:
     """Yields a clause where the formats of a request, if it has any, are not those of the
-    plan."""
+    plan in the same order."""
     if "formats" in request and list(request["formats"]) != list(planned):
         yield "the plan has other formats than the request"
 
@@ -302,8 +302,9 @@ def _row_contradiction(row: DeviationRow, floor: DeviationRow) -> str | None:
 
 
 def _beside_contradiction(numbers: BesideReference) -> str | None:
-    """Returns the first thing that cannot be among numbers beside a reference, as a
-    clause; None where all can. Numbers that are None can."""
+    """Returns the first of the numbers that cannot be, as a clause without its subject
+    (`has a slice_luck below 1`): it is too large, negative where only a lean may be, or a
+    luck below 1. None where all can be; numbers that are None can."""
     for name, value in vars(numbers).items():
         if not isinstance(value, float):
             continue

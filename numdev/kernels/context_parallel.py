@@ -99,8 +99,8 @@ def _run_on_ranks(
 ) -> Output:
     """Runs the call on `world` processes and returns its output, with dq, dk and dv where
     `grad_out` is not None. `options` are all of the kernel's. Raises Refused for too few
-    GPUs, lengths that do not divide, and what PyTorch refuses. Log-sum-exps are not
-    returned."""
+    GPUs, lengths that do not divide, and what PyTorch refuses, and MeasurementError as
+    `Ranks.ask`. Log-sum-exps are not returned."""
     world, inner, device = options["world"], options["inner"], case.q.device.type
     # Causal calls are balanced, and no others
     parts = 2 * world if case.is_causal else world
@@ -175,8 +175,8 @@ class Ranks:
     def ask(self, task: RankTask | None, limit_s: float = LIMIT_S) -> Any:
         """Sends a task to every process and returns rank 0's answer, a dict of tensors on
         the CPU or of `refused`. With None it sends nothing and waits until all have
-        started. An exception ends the processes; raises MeasurementError where one fails
-        or dies, or rank 0 does not answer within `limit_s` seconds."""
+        started. An exception ends the processes, as `close`; raises MeasurementError
+        where one fails or dies, or rank 0 does not answer within `limit_s` seconds."""
         try:
             with contextlib.suppress(OSError):  # it is gone, and so it will be found
                 for pipe in self._pipes if task is not None else ():
@@ -198,8 +198,9 @@ class Ranks:
             ) from None
 
     def close(self) -> None:
-        """Kills every process and removes their common folder; the next call starts new
-        ones."""
+        """Kills every process and removes their common folder. This object cannot be used
+        again. `together` forgets all of its groups, so that its next call starts new
+        processes."""
         together.cache_clear()
         for process in self.ranks.processes:
             process.kill()

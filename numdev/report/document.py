@@ -185,9 +185,9 @@ class Document(_Titled):
 
     def shown_in(self, medium: Medium) -> Iterator[Node]:
         """Yields the nodes that a medium shows; `verbose` is a terminal that shows all it
-        can. Figures, a choice of tables and details
-        are nodes of a page alone: elsewhere they become tables, the first table, and what
-        is in them. Tables without a row and lists without an item are left out."""
+        can. Figures, a choice of tables and details are nodes of a page alone: elsewhere
+        they become tables, the first table, and what is in them. Tables without a row and
+        lists without an item are left out."""
         yield from _shown_in(self.blocks, medium)
 
 
@@ -226,8 +226,8 @@ def _shown_in(nodes: Iterable[Node], medium: Medium) -> Iterator[Node]:
 
 
 def item_with_lead(sentence: str) -> Item:
-    """Returns a sentence as an item whose lead is all up to the first `: `; the whole
-    sentence where there is none."""
+    """Returns a sentence as an item: all up to the first `: `, with the colon, is its
+    lead, and what follows its text. Without one, all is lead and the text is empty."""
     lead, colon, text = sentence.partition(": ")
     return Item(text, lead=lead + colon.strip())
 
@@ -250,8 +250,8 @@ def table(
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
     """Returns a table of text and cells; the first of columns that are only named is
-    aligned left, the others right. `standard`: of each row, whether it is only there for
-    comparison; empty: none is."""
+    aligned left, the others right. `standard`: for each row, in order, whether it is only
+    there for comparison (rows beyond it are left out); empty: none is."""
     heads = tuple(
         Column(c, align="right" if i else "left") if isinstance(c, str) else c
         for i, c in enumerate(columns)

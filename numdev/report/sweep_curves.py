@@ -236,7 +236,7 @@ class Grid:
         """Returns the axis of the curves with its ticks in ascending order: logarithmic
         where its numbers are positive and span a factor of 8. Formats stand by
         significant bits at equal distances; other values that are not numbers stand in
-        the order of the file."""
+        the order of the file. Raises UsageError as `x`."""
         values, numbers = self.axes[self.x], _as_numbers(self.axes[self.x])
         scale: Literal["linear", "log", "category"] = "linear" if numbers else "category"
         if self.x == "format":
@@ -271,7 +271,8 @@ class Grid:
     def lines(self, cells: Iterable[CellRow]) -> Lines:
         """Returns the cells as curves along the axis, in the order they came: by (metric,
         place on the other axes, label) the cells by their value on the axis, None for a
-        cell that the axis does not move."""
+        cell that the axis does not move. Where it moves some cells of a curve, the others
+        are left out."""
         values = [None, *self.axis_values]
         cases = {case.name: case for case in self.request.cases}
         lines: Lines = {}

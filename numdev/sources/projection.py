@@ -47,16 +47,19 @@ class Projections:
 
     def record_call(self, ref: CaseRef, running: Sequence[Frame]) -> None:
         """Records that the call `ref` is made while the modules `running` run, the
-        innermost last. It belongs to the modules for which it is the first call."""
+        innermost last, in place of an earlier call of its name. It belongs to the modules
+        for which it is the first call. Counts the call in the frames `running`, in
+        place."""
         new = [frame for frame in reversed(running) if not frame.calls]
         self.frames[ref.case] = [_detached_frame(frame) for frame in new]
         for frame in running:
             frame.calls += 1
 
     def take(self, case: AttentionCase) -> Projection:
-        """Returns the projection of a call that was met, and forgets what was recorded
-        for it. Runs its module again in fp64. Raises MeasurementError where the call has
-        no projection."""
+        """Returns the linear layer that makes the queries of a call (W_Q), and forgets
+        what was recorded for the call, which is looked up by its name. Runs a copy of its
+        module again in fp64. Raises MeasurementError where no layer or several make them,
+        and where nothing is recorded."""
         for frame in self.frames.pop(case.ref.case, ()):
             if any(map(_is_linear, frame.module.modules())):
                 return _projection_of_frame(frame, case)
@@ -80,8 +83,8 @@ Run = tuple[str, nn.Module, Tensor, Tensor]
 def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
     """Runs a copy of the frame's module in fp64, without its hooks, up to the attention
     call. Returns the queries of that call and the linear layers that ran. Raises
-    MeasurementError where the module fails in fp64, makes no call, or makes other queries
-    than the case has."""
+    MeasurementError where the module fails in fp64, makes no call, or makes queries that
+    differ from the case's by more than 100 roundings of the largest."""
     ran: list[Run] = []
     kind = type(frame.module).__name__
     arguments, named = _map_tensors(

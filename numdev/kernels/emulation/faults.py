@@ -144,8 +144,9 @@ def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
 def _times(
     case: AttentionCase, factor: float, *names: str, heads: slice = ALL
 ) -> Planted:
-    """Plants a factor on the results `names` (none: on all), in place, in some heads of
-    queries and of keys alike. Nothing is multiplied before `spoil` runs."""
+    """Plants a factor on the results `names` (none: on all; those that are not there are
+    passed over), in place, in some heads of queries and of keys alike. Nothing is
+    multiplied before `spoil` runs."""
 
     def spoil(results: Results) -> Results:
         """Returns the results, those that are named multiplied in place."""
@@ -161,7 +162,7 @@ def _delta_small(case: AttentionCase, dose: float) -> Planted:
     """Plants dS = P o (dP - (1 - dose) delta). What is missing adds dose scale (P o
     delta) K to dQ, and dose scale (P o delta)ᵀ Q to dK: the output of attention whose
     values are K, and the gradient of these values where that of the output is delta Q.
-    Raises Refused with a soft cap."""
+    With a soft cap `spoil` raises Refused, unless there are no gradients."""
 
     def spoil(results: Results) -> Results:
         """Returns the results with dq and dk as a too small delta makes them; unchanged

@@ -272,10 +272,9 @@ def recipe(preset: str = "fa2", **options: Any) -> Recipe:
     """Returns the preset with some of its parts replaced; a value of None leaves the
     preset's.
 
-    `options` are fields of `Recipe`, and sites by name or together as `sites`. With
-    `memory` the tiles follow FlashAttention-1's rule in every preset. Raises UsageError
-    for an unknown preset, option, format or choice, naming the closest, and for parts
-    that contradict one another."""
+    `options`: as `changed` takes them. With `memory` the tiles follow FlashAttention-1's
+    rule in every preset. Raises UsageError for an unknown preset, option, format or
+    choice, naming the closest, and for parts that contradict one another."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
     return changed(PRESETS[preset], **options)
@@ -284,11 +283,11 @@ def recipe(preset: str = "fa2", **options: Any) -> Recipe:
 def changed(
     start: Recipe, *, sites: Mapping[str, str | None] | None = None, **options: Any
 ) -> Recipe:
-    """Returns the recipe with some of its parts replaced: fields of `Recipe` by name, and
-    sites by name or together as `sites`; a value of None leaves what `start` has. An
-    algorithm, a memory and a softmax bring the tiling and constants that belong to them.
-    Raises UsageError for an unknown option, format or choice, and for parts that
-    contradict one another."""
+    """Returns the recipe with some of its parts replaced: those in FIELDS by name, and
+    sites by name or together as `sites` (the one by name wins); a value of None leaves
+    what `start` has. The algorithm `plain`, a memory and a softmax bring the tiling and
+    constants that belong to them: `tiling` itself is no option. Raises UsageError for an
+    unknown option, format or choice, and for parts that contradict one another."""
     parts = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
     for name, value in parts.items():
         _check(name, value)

@@ -31,13 +31,14 @@ def calls_of(
     *,
     shapes: str = "",
 ) -> Make:
-    """Returns a function that makes the calls of a seed. `source`: a function of inputs;
-    the path of a safetensors file of named arguments, the same single call for every
-    seed; None: one call of normal float32 numbers in the shapes `x=256x1024,w=1024`.
-    `function` gives the arguments in order their names. Raises UsageError for both of
-    them, another path, a file that cannot be read, and without `source` for wrong or no
-    shapes; the function that is returned raises it for a function of inputs that
-    raises."""
+    """Returns a function that makes the calls of a seed. `source`: a function of inputs,
+    as in `_from_function`; the path of a safetensors file of named arguments, the same
+    single call for every seed; None: one call of normal float32 numbers in the shapes
+    `x=256x1024,w=1024`, named as parameters of `function` (a file's names are not
+    checked). `function` gives the arguments in order their names. Raises UsageError for
+    both of them, another path, a file that cannot be read, and without `source` for wrong
+    or no shapes; the function that is returned raises it for a function of inputs that
+    raises, or needs several arguments."""
     if source is not None and shapes:
         raise UsageError(
             "inputs: expected a function, a file or shapes, got two of these"

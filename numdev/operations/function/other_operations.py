@@ -53,15 +53,17 @@ class OperatorCall:
         return operator_argument(self.func, self.args, self.kwargs, name)
 
     def tensor(self, i: int) -> Tensor:
-        """Returns the i-th argument, a tensor."""
+        """Returns the i-th argument, by its place alone, which must be a tensor: it is
+        not checked."""
         return cast(Tensor, self.args[i])
 
     def on(self, *first: object) -> object:
-        """Returns what the operator gives of other first arguments."""
+        """Returns what the operator gives of other first arguments; one that writes into
+        an argument does so at each call."""
         return self.func(*first, *self.args[len(first) :], **self.kwargs)
 
     def result(self) -> object:
-        """Returns what the operator gives."""
+        """Runs the operator again, as `on`, and returns what it gives."""
         return self.on()
 
 
@@ -179,10 +181,12 @@ Cut = Callable[[int], int]
 
 
 def shorter(operation: OperatorCall, cut: Cut, *, counts: bool = True) -> object:
-    """Returns what a sum, product, softmax, norm or convolution gives without some of its
-    terms; NotImplemented for another operation, a transposed or grouped convolution, and
-    where none or all of the terms would go. `counts`: whether a mean divides by the
-    number of those that stay."""
+    """Returns what a matrix product, reduction, softmax, norm or convolution gives
+    without some of its terms; NotImplemented for another operation, a transposed or
+    grouped convolution, and where none or all of the terms would go. `cut`: from their
+    number, how many go, the last ones, or below 0 the first ones. Terms of a softmax that
+    went have the result 0. `counts`: whether the result of `mean` is divided by the
+    number of those that stay; it has no effect on norms."""
     name = operation.name
     if name in PRODUCTS:
         return _shorter_product(operation, cut)
@@ -218,8 +222,8 @@ def _ends(count: int, cut: Cut) -> tuple[int, int] | None:
 
 
 def _shorter_product(operation: OperatorCall, cut: Cut) -> object:
-    """Returns a matrix product without some of its terms; NotImplemented where none would
-    be left out."""
+    """Returns a matrix product without some of its terms; NotImplemented where none or
+    all would be left out."""
     first = 0 if operation.name in ("mm", "bmm") else 1
     x, y = operation.tensor(first), operation.tensor(first + 1)
     ends = _ends(x.shape[-1], cut)
@@ -232,7 +236,8 @@ def _shorter_product(operation: OperatorCall, cut: Cut) -> object:
 def _shorter_reduction(operation: OperatorCall, cut: Cut, *, counts: bool) -> object:
     """Returns a sum, a mean, a maximum, ... without some of its terms: along the last of
     its dimensions, or of the flattened tensor where it goes over all. `counts`: whether a
-    mean divides by those that stay alone. NotImplemented where none would be left out."""
+    mean divides by those that stay alone. NotImplemented where none or all would be left
+    out."""
     x, dims = operation.tensor(0), operation.argument("dim")
     if isinstance(dims, int):
         dims = [dims]
@@ -250,9 +255,10 @@ def _shorter_reduction(operation: OperatorCall, cut: Cut, *, counts: bool) -> ob
 
 
 def divided_by_less(operation: OperatorCall) -> object:
-    """Returns a mean of n numbers that divides by n - 1, a norm whose variance does, or a
-    variance of the other kind (sample for population); NotImplemented for another
-    operation, and for fewer than two numbers."""
+    """Returns a mean of n numbers that divides by n - 1, a norm whose variance does (of a
+    single number it stays), or a variance of the other kind (sample for population);
+    NotImplemented for another operation, for a batch norm that takes running statistics,
+    and for a mean or variance of fewer than two numbers."""
     name = operation.name
     if name in NORMS:
         return normalised(operation, less=1)
@@ -284,7 +290,8 @@ def normalised(
     """Returns the results of a layer, group or batch norm computed otherwise: with
     statistics of fewer places (`cut`), a variance of n - `less`, without taking the mean
     away (not `centred`), or eps added to the root instead of under it (`outside`).
-    NotImplemented for another operation, and where nothing would be cut."""
+    NotImplemented for another operation, for a batch norm that takes running statistics,
+    and where none or all would be cut."""
     if operation.name not in NORMS:
         return NotImplemented
     x = operation.tensor(0)
@@ -396,8 +403,9 @@ MAX_STEPS = 256  # blocks of a sum, above which it is not computed block by bloc
 
 def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object:
     """Returns a sum, a mean or a matrix product whose terms are added up block by block,
-    each sum so far rounded to a format; NotImplemented for another operation, for a sum
-    along several axes or all, and for fewer than two or more than MAX_STEPS blocks."""
+    each sum so far rounded to a format; `beta` and `alpha` of a product count as 1.
+    NotImplemented for another operation, for a sum along several axes or all, and for
+    fewer than two or more than MAX_STEPS blocks."""
     name = operation.name
     if name in PRODUCTS:
         first = 0 if name in ("mm", "bmm") else 1

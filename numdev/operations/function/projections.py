@@ -65,7 +65,8 @@ Read = Callable[[str], object]
 
 def _of_layer_norm(read: Read) -> ProjectedGradient:
     """Returns the gradient of a layer norm's input, or of an RMS norm's, which subtracts
-    no mean; a group is a row."""
+    no mean, from the arguments of PyTorch's backward operator, by name as `read` returns
+    them; a group is a row."""
     back, x, rstd = (cast(Tensor, read(n)) for n in ("grad_out", "input", "rstd"))
     mean, weight = read("mean"), read("weight")
     rows = (rstd.numel(), -1)

@@ -85,8 +85,9 @@ class FunctionReference:
 
     @property
     def inputs(self) -> Values:
-        """Returns the inputs of the call by name: parameters and buffers, then arguments;
-        of a name that both have, the argument."""
+        """Returns the inputs of the call by name, as they were given: parameters and
+        persistent buffers, then arguments (a tensor that comes twice once, by its first
+        name); of a name that both have, the argument."""
         return {**parameters_of_module(self.function), **self.arguments.leaves()}
 
     @cached_property
@@ -239,8 +240,8 @@ class FunctionReference:
 
 
 def parameters_of_module(function: Callable[..., object]) -> Values:
-    """Returns the parameters and buffers by name of a module, or of the one whose
-    `forward` a function is; empty for any other function."""
+    """Returns the parameters and persistent buffers by name of a module, or of the one
+    whose `forward` a function is; empty for any other function."""
     module = module_of_function(function)
     return {} if module is None else dict(module.state_dict())
 

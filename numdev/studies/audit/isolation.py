@@ -180,12 +180,13 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         gradients: bool = False,
         within: Within = contextlib.nullcontext,
     ) -> Output | Failure:
-        """What `attempt` gives for the kernel of this name. The limit is for the task's
-        way there, and again for the kernel, its compilation and the answer, not for the
-        start of a worker. A kernel that fails where another one ran is asked again where
-        none did, so that what one leaves behind costs no other its row. Raises
-        MeasurementError where no worker can be started; any exception, Ctrl-C included,
-        ends the worker first."""
+        """Returns what `attempt` gives for the kernel of this name, or takes a run that
+        `begin` has begun. The limit is for the task's way there, and again for the
+        kernel, its compilation and the answer, not for the start of a worker. A kernel
+        that fails where another one ran is asked again where none did, so that what one
+        leaves behind costs no other its row; one that fails ends the worker. Raises
+        MeasurementError where no worker can be started, and OSError where no process can
+        be; any exception, Ctrl-C included, ends the worker first."""
         call = IsolatedRun(kernel.name, case, dict(options), gradients, within)
         try:
             result, was_shared = self._result_of(call)
@@ -213,8 +214,10 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
     ) -> None:
         """Begins to run a kernel `times` times, one after another, while this process
         goes on: as many calls with the same arguments take what comes of it, as if each
-        had run it. Any other call drops what is left. Does nothing where they have begun.
-        Raises as `_worker_for`."""
+        had run it. Does nothing where the same call has begun and exactly `times` results
+        are left to take; else waits for a run that goes on, and drops what is left. So
+        does any other call. Raises MeasurementError where the worker could not be
+        started, and OSError where no process can be."""
         call = IsolatedRun(
             kernel.name, case, dict(options), gradients, contextlib.nullcontext
         )
@@ -271,7 +274,9 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         return result, begun.is_shared
 
     def close(self) -> None:
-        """Ends the worker, and all that it started; does nothing without one."""
+        """Ends the worker, and all that it started; does nothing without one. Runs that
+        have begun are lost. This object can be used again: the next call starts a
+        worker."""
         worker, self.worker, self._begun = self.worker, None, None
         if worker is not None:
             worker.close()
@@ -373,7 +378,7 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and all that it started, and removes temporary files that it
-        left."""
+        left. This object cannot be used again."""
         self.started.end()
         # Without a process it has its answer; only then is nothing read any more
         self.thread.shutdown(cancel_futures=True)

@@ -433,8 +433,10 @@ MOST = 8
 
 
 def conclude(calls: Sequence[Failing]) -> None:
-    """Writes into the rows of all failing calls what their kernels compute, each kernel's
-    in a format together."""
+    """Finds what the kernels of these calls compute, each kernel's in a format together,
+    and changes the calls' lists of rows in place: rows name a mistake or a coarse step,
+    or are replaced by those measured against a known way of rounding, also of calls that
+    pass."""
     groups = grouped(calls, lambda c: (label(c.runs.task), c.bench.format.name))
     for same in groups.values():
         failing = [call for call in same if call.wrong]

@@ -102,8 +102,8 @@ def run_checks(
 
 
 class Checks:
-    """Each check runs the model another way; one that does not apply says why in its
-    place."""
+    """Each check runs the model another way, and compares within a limit, not bit by bit;
+    one that does not apply says why in its place."""
 
     def __init__(self, subject: Subject, inputs: Inputs, request: EffectsRequest) -> None:
         self.subject, self.inputs, self.request = subject, inputs, request
@@ -197,10 +197,12 @@ class Checks:
         }
 
     def run_exactly(self, inputs: Inputs, **how: Any) -> Exact:
-        """Returns the output of one exact run, and the output of each module of
-        `followed_modules` by name, in the order in which they ended. Before these, under
-        the name BEFORE, is the input of the first layer. `how`: further arguments of the
-        subject's `run_exactly`. Raises MeasurementError where the model returns no
+        """Returns the output of one exact run, and by name the output of each of the
+        `followed_modules` that returned a floating-point tensor (of a tuple, the first):
+        the last one of several calls, in the order in which modules first ended. Before
+        these, under the name BEFORE, is the input of the first layer; it is missing where
+        that comes by keyword or another module ended before. `how`: further arguments of
+        the subject's `run_exactly`. Raises MeasurementError where the model returns no
         floating-point tensor of two axes or more."""
         outs: dict[str, Tensor] = {}
         layers = set(layer_names(self.model))
@@ -227,10 +229,12 @@ class Checks:
         return self.run_exactly(self.inputs)
 
     def compare_runs(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
-        """Returns the check `name`: it holds where two exact runs agree within LIMIT at
-        the positions that count (`counts`, bool [sequences, positions]); else its reason
-        says in which layer they first differ. Raises MeasurementError where shapes
-        differ, no position counts or `one` is not finite."""
+        """Returns the check `name`: it holds where two exact runs agree within LIMIT of
+        the rms of `one` at the positions that count (`counts`, bool [sequences,
+        positions]); else its reason says in which layer they first differ, among the
+        modules that both have in one shape. It does not hold where `other` is not finite
+        there. Raises MeasurementError where the outputs' shapes differ, no position
+        counts or `one` is not finite there."""
 
         def difference(a: Tensor, b: Tensor) -> float:
             """Returns the largest difference over the rms of `a`; 0 for tensors that are
@@ -293,9 +297,10 @@ class Checks:
         )
 
     def check_repeat(self) -> Check:
-        """Returns the check of whether the model gives the same output again. Raises
-        MeasurementError where the exact output is not finite, since NaN does not differ
-        from NaN."""
+        """Returns the check of whether the model gives the same output again: within
+        LIMIT, not bit by bit, and not where positions are padding. Raises
+        MeasurementError where the exact output is not finite there, since NaN does not
+        differ from NaN, and as `compare_runs`."""
         if count_nonfinite_positions(
             self.exact_run[0], unpadded_positions(self.inputs, self.exact_run[0])
         ):
@@ -323,7 +328,8 @@ class Checks:
     def check_own_attention(self, way: str) -> Check:
         """Returns the check of whether the model's own code for attention, `eager` or
         `sdpa`, computes what it asks the attention interface to compute. Raises
-        MeasurementError where the model cannot be switched to it."""
+        MeasurementError where the model cannot be switched to it, and as
+        `compare_runs`."""
         model: Any = self.model
         with attention_override(model, way):
             if model.config._attn_implementation != way:
@@ -331,10 +337,11 @@ class Checks:
             return self.check_against_exact_run(way, attention=None)
 
     def check_causality(self, name: str) -> Check | str:
-        """Returns the check of whether later tokens change nothing before them; or why it
-        does not apply. It applies to a model for text generation, and to one most of
-        whose calls hide later keys. `name`: the input that holds the token ids. Raises
-        what `compare_runs` raises, and MeasurementError where no id would change."""
+        """Returns the check of whether other tokens in the second half of the text change
+        nothing in the first; or why it does not apply. It applies to a model for text
+        generation, and to one most of whose calls, of as many keys as queries, hide later
+        keys. `name`: the input that holds the token ids. Raises what `compare_runs`
+        raises, and MeasurementError where no id would change."""
         hides: list[bool] = []
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -382,10 +389,10 @@ class Checks:
         return changed
 
     def check_mask(self, *, decodes: bool) -> Check | str:
-        """Returns the check of whether tokens that the attention mask hides change
-        nothing at the others; or why it does not apply. `decodes`: the output is about
-        other tokens than `input_ids`. Raises what `compare_runs` raises, and
-        MeasurementError where no id would change."""
+        """Returns the check of whether the first HIDDEN tokens, where the attention mask
+        hides them, change nothing at the others; or why it does not apply. `decodes`: the
+        output is about other tokens than `input_ids`. Raises what `compare_runs` raises,
+        and MeasurementError where no id would change."""
         ids = self.inputs["input_ids"]
         mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
         mask[:, :HIDDEN] = 0
@@ -440,8 +447,9 @@ class Checks:
     def check_compiled(self, name: str, way: str) -> Check:
         """Returns the check of whether torch.compile leaves the model's error as it is.
         `name`: of the check; `way`: which of the model's own codes for attention runs,
-        `eager` or `sdpa`, where it has several. Raises what the model and the compiler
-        raise."""
+        `eager` or `sdpa`, where it has several. What this process compiled before is
+        compiled anew when it is next called. Raises what the model and the compiler
+        raise, and as `compare_with_compiled`."""
         model: nn.Module = self.subject.real
         with torch.no_grad(), attention_override(model, way):
             home = to_model_device(model, self.inputs)

@@ -135,7 +135,8 @@ def with_memory_order(x: Tensor, like: Tensor) -> Tensor:
 
 def select_sequences(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
     """Returns the batch of these sequences of the case, numbered from 0. A number beyond
-    its batch gives a neighbour: a sequence of the case, rolled along its length."""
+    its batch gives a neighbour: a sequence of the case, rolled along its length, and with
+    the other sign every second time around; its mask is not rolled."""
     count = case.q.shape[0]
 
     def one(x: Tensor, index: int) -> Tensor:
@@ -311,8 +312,9 @@ def batch_variants(case: AttentionCase) -> Variants:
 
 
 def order_variants(case: AttentionCase) -> Variants:
-    """Yields two variants in which the first of AROUND sequences stands at two other
-    places of their batch; neighbours are made where the case has fewer."""
+    """Yields two variants of a batch of AROUND sequences: the first of them stands
+    second, then last. Each is compared with the batch in which it stands first.
+    Neighbours are made, as in `select_sequences`, where the case has fewer."""
     base = select_sequences(case, range(AROUND))
     for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
         at = places.index(0)
@@ -504,7 +506,7 @@ def mask_variants(case: AttentionCase) -> Variants:
 
 def stride_variants(case: AttentionCase) -> Variants:
     """Yields the same values in other layouts, and keys and values that all sequences
-    share, with stride 0."""
+    share, with stride 0; not the latter where sequences have masks of their own."""
     alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
     yield from same_call_variants(case, ways=LAYOUTS | (PACKED if alike else {}))
     if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:

@@ -79,8 +79,10 @@ class ResponseTokens:
     def sequence(
         self, record: FileRecord, uid: str | None, settings: RecordedSettings
     ) -> RecordedSequence:
-        """Returns the tokens as a sequence. Raises MeasurementError, with the record's
-        place, for values that are no tokens or no log-probabilities."""
+        """Returns the tokens as a sequence with their alternatives, with -inf for
+        STAND_IN. Those of a response count; where none of these has a log-probability,
+        all that have one. Raises MeasurementError, with the record's place, for values
+        that are no tokens, no numbers, or plus infinity."""
         ids = record.integers_of("token ids", self.ids, None)
         logprobs = record.numbers_of("log-probabilities", self.logprobs, len(ids))
         responses = np.array(self.is_response, np.bool_)
@@ -111,7 +113,9 @@ def is_response(record: FileRecord) -> bool:
 
 def response_sequences(record: FileRecord) -> Sequences:
     """Yields the choices, in order, of a response of vLLM's completions, chat or
-    generate. Raises MeasurementError for a choice without tokens."""
+    generate. Each is named by the first of `custom_id`, `uid`, `id` and `request_id` that
+    is there, and its index where there are several. Raises MeasurementError for a choice
+    without tokens."""
     response, request = _unwrapped(record)
     settings = _settings(record, request)
     names = ("custom_id", "uid")
@@ -156,9 +160,10 @@ def _settings(record: FileRecord, request: FileRecord | None) -> RecordedSetting
 
 
 def _add_prompt(tokens: ResponseTokens, choice: FileRecord, response: FileRecord) -> bool:
-    """Adds the prompt's tokens, with their log-probabilities where they were asked for,
-    and returns whether they were recorded. Raises MeasurementError for values without
-    tokens, and for another number of them."""
+    """Adds the prompt's tokens, with their log-probabilities where they were asked for
+    (null for one that is not among its position's entries), and returns whether they were
+    recorded. Raises MeasurementError for values without tokens, and for another number of
+    them."""
     of_ids = choice if choice.has("prompt_token_ids") else response
     ids = of_ids.get("prompt_token_ids")
     of_values = choice if choice.has("prompt_logprobs") else response

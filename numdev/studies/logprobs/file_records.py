@@ -75,7 +75,8 @@ class FileRecord:
         return self.fields.get(name)
 
     def has(self, *names: str) -> bool:
-        """Whether each of these fields is there, and not null."""
+        """Whether each of these fields is there, and not null. Does not count as asking
+        for it: `read` stays as it is."""
         return all(self.fields.get(name) is not None for name in names)
 
     def error(self, name: str, expected: str, got: str) -> NumdevError:
@@ -88,8 +89,9 @@ class FileRecord:
         return self.record_of(self.get(name), name, suffix)
 
     def record_of(self, value: object, name: str, suffix: str = "") -> FileRecord:
-        """Returns an object, that stands under `name`, as a record. Raises
-        MeasurementError for anything else."""
+        """Returns `value` as a record whose place is this one's with `suffix` added. Its
+        `read` is a set of its own, and empty. Raises MeasurementError, which names the
+        field `name`, where it is no object."""
         if not isinstance(value, Mapping):
             raise self.error(name, "an object", kind_of(value))
         return FileRecord(value, self.place + suffix, self.budget)
@@ -192,9 +194,9 @@ class FileRecord:
     def numbers(
         self, name: str, length: int | None = None, depth: int = 1
     ) -> Numbers | None:
-        """Returns float64 [length], with NaN for null, and minus infinity where it was
-        recorded; None where there is none. Raises MeasurementError for plus infinity and
-        for another length."""
+        """Returns float64 of `depth` dimensions, `length` of its first axis (None: any),
+        with NaN for null, and minus infinity where it was recorded; None where there is
+        none. Raises MeasurementError for plus infinity and for another length."""
         value = self.get(name)
         return None if value is None else self.numbers_of(name, value, length, depth)
 
@@ -267,8 +269,11 @@ class FileRecord:
         types: frozenset[type],
         depth: int,
     ) -> np.ndarray:
-        """Returns lists of lists, or of arrays, as one array. Raises MeasurementError
-        where they are not of one size. An empty list gives an array without elements."""
+        """Returns lists of lists, or arrays, as one array of `depth` (2 or more)
+        dimensions: lists in `dtype`, of elements of `types`; arrays in a dtype that holds
+        them all. Raises MeasurementError where they are not of one size or depth, or of
+        other elements, and beyond the budget. An empty list gives an array without
+        elements."""
         if not values:
             return np.empty((0,) * depth, dtype)
         if not all(isinstance(row, list | tuple) for row in values):

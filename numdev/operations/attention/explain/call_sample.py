@@ -139,7 +139,9 @@ class Probe:
         against the exact result, plainly or with the term scale as the unit, whichever is
         less. `rows`: bool [b, h, rows], the rows that count; None: all. 0 where fewer
         than LEAST_ELEMENTS elements, or fewer than half of the usable ones, can be
-        compared. A residual counts as a rounding floor at least."""
+        compared; a row that is empty in the alternative can only where the output is 0.
+        The residual against the alternative counts as a rounding floor at least, the one
+        against the exact result as it is."""
         usable = self.usable if rows is None else self.usable & rows[..., None]
         none = self.out == 0  # which is what code returns for a row that sees no key
         both = usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
@@ -157,7 +159,8 @@ class Probe:
 
     def share(self, alternative: Reference) -> float:
         """Returns the share of the rms error that goes if the alternative is what should
-        come out; negative where the error grows, 0 where there is none."""
+        come out, over the elements that can be compared, as in `cut` but however few;
+        negative where the error grows, 0 where there is none."""
         none = self.out == 0
         both = (
             self.usable & (~alternative.empty[..., None] | none) & finite(alternative.out)

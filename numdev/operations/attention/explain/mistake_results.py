@@ -301,7 +301,8 @@ def _with_added_row_sum(p: Probe, factor: float) -> Reference:
 
 
 def in_digits(factor: float) -> str:
-    """Returns an estimated factor in the digits that are sure: 11.31, 0.0312, 10000."""
+    """Returns an estimated factor in four significant digits, three below 0.1: 11.31,
+    0.0312, 10000; with an exponent below 1e-4 and from 1e9 on."""
     shown = f"{factor:.4g}" if abs(factor) >= 0.1 else f"{factor:.3g}"
     # The rounded one: 9999.8 and 10000.2 are the same factor in words
     rounded = float(shown)

@@ -96,9 +96,11 @@ def weights(
     progress: Progress = lambda what, done, total: None,
 ) -> records.WeightsReport:
     """Compares every set of weights with the first and returns the report, which the
-    caller writes to `directory`. Raises UsageError, before anything is read, where a set
-    does not exist or the directory is taken (unless `overwrite`), and MeasurementError
-    where no tensor could be compared."""
+    caller writes to `directory`, made here. Raises UsageError, before tensors are read,
+    where a set does not exist or one but the first is given twice, or the directory has
+    the report of another command, or (unless `overwrite`) of another request; and
+    MeasurementError where no tensor could be compared, as with one set, and for an older
+    report that cannot be read."""
     for target in targets[1:]:  # rows are identified by the name of their set
         if targets[1:].count(target) > 1:
             raise UsageError(f"{target}: is given twice", hint="name every set once")
