@@ -132,8 +132,9 @@ class Kernel:
 
     def with_options(self, chosen: Mapping[str, object]) -> dict[str, Any]:
         """Returns all options of the kernel: its defaults, with the `chosen` ones in
-        their place. Raises UsageError for an unknown option or value, and for options
-        that make no sense together."""
+        their place. Raises UsageError for an unknown option, for a value that is none of
+        the option's `values` (any passes where it has none, and a default always), and
+        for options that make no sense together."""
         for name, value in chosen.items():
             if name not in self.options:
                 hint = (
@@ -212,9 +213,10 @@ def kernel(
     The function takes an AttentionCase, and its options as keyword-only parameters with
     defaults (or arbitrary keywords, with `options` their names and defaults); it returns
     an Output, or the tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out and
-    the log-sum-exp [batch, heads, q_len]. Further arguments are the fields of `Kernel`.
-    Raises UsageError for an unknown field, for a name that is taken by another function,
-    and for an option without a default."""
+    the log-sum-exp [batch, heads, q_len]. Further arguments are the fields of `Kernel`. A
+    function of the same module and name, defined anew, replaces the earlier one. Raises
+    UsageError for an unknown field, for a name that is taken by another function, and for
+    an option without a default."""
 
     names = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
     if wrong := sorted(fields.keys() - names):
@@ -319,8 +321,8 @@ def kernel_of_function(name: str, function: Callable[..., object]) -> Kernel:
 def import_callable(path: str, role: str) -> Callable[..., object]:
     """Imports and returns the callable `package.module:name` or `FILE.py:name`. `role`:
     what it is for ("kernel", "model"), which messages name. Adds the current folder to
-    the end of sys.path. Raises UsageError where the import raises anything, or nothing
-    callable has this name."""
+    the end of sys.path. Raises UsageError where the import raises an Exception
+    (SystemExit passes), or nothing callable has this name."""
     module_name, _, attribute = importable_path(path).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

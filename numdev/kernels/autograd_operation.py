@@ -29,8 +29,8 @@ def attend_in_graph(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Returns the kernel's output for the case, [batch, heads, q_len, v_dim], connected
-    by autograd to the case's q, k and v. In both passes random numbers come from
-    `generator`; None leaves the kernel's own seed.
+    by autograd to the case's q, k and v. A kernel that draws random numbers in `training`
+    takes them from `generator` in both passes; None leaves its own seed.
 
     Raises Refused where the kernel declines the case, has no backward pass, or autograd
     cannot follow it, MeasurementError where what it returned is no output of this

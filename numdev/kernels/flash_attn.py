@@ -64,8 +64,8 @@ class Version(NamedTuple):
 
     def attend(self, case: AttentionCase, **options: object) -> Output:
         """Calls the package's `flash_attn_func` and returns out and lse, with the
-        function's name in `ran`. `options` are passed on to it. They are added to, in
-        place. What the package raises passes."""
+        function's name in `ran`. `options` are passed on to it. What the package raises
+        passes."""
         left, right = (
             self.unlimited if x is None else x for x in case.window or (None, None)
         )

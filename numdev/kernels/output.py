@@ -71,9 +71,10 @@ def refuse(*reasons: Reason) -> None:
 def as_output(result: object, case: AttentionCase) -> Output:
     """Returns the result of a kernel function as an Output: an Output, a tensor, or a
     tuple whose first element is the output and whose second, if not None, the
-    log-sum-exp. Attention weights [batch, heads, q_len, kv_len] as the second are
-    dropped, and `not_lse` says so. Raises MeasurementError where a tensor has not the
-    case's shape, is not dense and of floating point, or is on another device."""
+    log-sum-exp; further elements are dropped. Attention weights [batch, heads, q_len,
+    kv_len] as the second are dropped too, and `not_lse` says so. Raises MeasurementError
+    where a tensor has not the case's shape, is not dense and of floating point, or is on
+    another device."""
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
         output = result

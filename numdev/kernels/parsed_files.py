@@ -39,7 +39,8 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 def no_function_named(file: str) -> UsageError:
     """Returns the error for a Python file where one of its functions is expected: it
-    names them. Raises UsageError for a file that is missing, or not valid Python."""
+    names them, or says that there is no such file. Raises UsageError as
+    `functions_in`."""
     if not Path(file).is_file():
         return UsageError(f"{file}: no such file")
     functions = functions_in(Path(file))

@@ -53,8 +53,9 @@ thing)."""
 def adapt(name: str, function: Callable[..., object]) -> Kernel:
     """Returns `function(case, ...)` or `function(q, k, v, ...)` as a Kernel called
     `name`. A function of q, k and v supports what its parameters have names for
-    (`NAMES`); other parameters with defaults are its options. Where it has no parameter
-    for causality or a window, they go into the mask.
+    (`NAMES`); other parameters with defaults are its options, and `*args` and `**kwargs`
+    get nothing. Where it has no parameter for causality or a window, they go into the
+    mask.
 
     Raises UsageError where parameters cannot be read, q, k and v are not the first three,
     or a required one is of unknown meaning."""
@@ -224,10 +225,10 @@ def _call_arguments(
     case: AttentionCase, roles: Roles, required: Collection[str], by_name: bool
 ) -> dict[str, object]:
     """Returns the values of the case by the function's own parameter names. `by_name`:
-    causality and window are passed by their parameters, else as part of the mask. A value
-    that the case does not need is left to the function's default, or for a `required`
-    parameter set to the one in OFF; `causal` is always passed, since some functions are
-    causal by default."""
+    causality and window are passed by their parameters, else as part of the mask; a bool
+    mask goes to a parameter called a bias as 0 and -inf. A value that the case does not
+    need is left to the function's default, or for a `required` parameter set to the one
+    in OFF; `causal` is always passed, since some functions are causal by default."""
     values: dict[str, object] = {
         "scale": case.scale,
         "softcap": case.softcap,

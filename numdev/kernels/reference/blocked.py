@@ -210,7 +210,8 @@ def scores(case: AttentionCase, X: Tensor, rows: Places, keys: Places) -> Tensor
 
 
 def _largest(S: Tensor) -> Tensor:
-    """m [B, H, rows]; -inf in a row without keys, NaN in one with a NaN."""
+    """Returns the largest score of each row, m [B, H, rows]; -inf in a row without keys,
+    NaN in one with a NaN."""
     return S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
 
 
