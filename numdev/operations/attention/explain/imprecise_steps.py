@@ -276,10 +276,11 @@ def imprecision(
 ) -> dict[tuple[str, int], tuple[Loss, float]]:
     """Returns the step that explains a kernel's errors, and the share of them that it
     explains, by tensor and head; nothing for calls of more than MOST_SCORES scores or
-    formats without a dtype. `returned`: whole tensors of the call; `exact`: its
-    reference; `terms`: the term scale by tensor; `wrong`: what to explain, the output
-    alone or gradients, at least one; `hints`: the steps of other calls, which alone are
-    tried; None: all."""
+    formats without a dtype. Of several steps the one that explains most, of those up to
+    the first that explains more than 97 % of some head. `returned`: whole tensors of the
+    call; `exact`: its reference; `terms`: the term scale by tensor; `wrong`: what to
+    explain, the output alone or gradients, at least one; `hints`: the steps of other
+    calls, which alone are tried, all of them; None: all."""
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES or case.working is not None:
         return {}
     S = all_scores(case).float()

@@ -42,10 +42,11 @@ def suspect_gradients(
 ) -> dict[str, Suspicion]:
     """Returns what seems to be computed instead, by name, for those gradients of a
     training step of a small case, and the log-sum-exp, that are far off; nothing for
-    those where that cannot be said. `part`: a phrase on which part of a call this is,
-    appended to causes. `judged`: what the kernel returned of the same inputs in the
-    format that is judged, whose errors have to shrink too. `hints`: causes of other
-    calls, which alone are tried; None: all."""
+    those where that cannot be said. `step`: with dq it must have dk and dv, and the case
+    a grad_out. `part`: a phrase on which part of a call this is, appended to causes.
+    `judged`: what the kernel returned of the same inputs in the format that is judged,
+    whose errors have to shrink too. `hints`: causes of other calls, which alone are
+    tried; None: all."""
     suspicions: dict[str, Suspicion] = {}
     for names in (("lse",), GRADIENTS):
         if getattr(step, names[0]) is not None:
@@ -256,7 +257,8 @@ def _lse_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yields causes of a wrong log-sum-exp alone, each with a function that returns it, 0
-    in rows that see no key; one of them adds the mean error as a constant."""
+    in rows that see no key; one of them adds the mean error as a constant. A row whose
+    exact value is 0 counts as one that sees no key."""
     lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
     seen = lse != 0
     constant = float((returned["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
