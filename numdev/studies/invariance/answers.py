@@ -160,11 +160,11 @@ def answers_clause(
     differing: str = "NOT",
     required: Collection[str] = (),
 ) -> Clause:
-    """Returns the answers of one kernel as a clause of at most WORDS words:
-    `bit-identical: batch (required), chunks and 3 others; NOT: decode`. Axes that were
-    not tried are left out, and one of which a part was tried says so. What serving asks
-    first is named first. `differing`: what the other axes are called; `required`: axes
-    along which the request requires all bits."""
+    """Returns the answers of one kernel as a clause of at most WORDS words, or more where
+    naming one axis on each side takes more: `bit-identical: batch (required), chunks and
+    3 others; NOT: decode`. Axes that were not tried are left out, and one of which a part
+    was tried says so. What serving asks first is named first. `differing`: what the other
+    axes are called; `required`: axes along which the request requires all bits."""
     tried = sorted(
         (answer for answer in answers if answer.answer != "not tried"),
         key=lambda a: FIRST.index(a.axis) if a.axis in FIRST else len(FIRST),

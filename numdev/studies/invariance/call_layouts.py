@@ -144,7 +144,7 @@ def fill_new_memory(case: AttentionCase, *, value: float) -> Iterator[AttentionC
 
 def wrap_kernel(kernel: Kernel, wrap: str) -> Kernel:
     """Returns the kernel with its forward pass in a CUDA graph (`wrap`: `graph`) or
-    compiled (`compiled`)."""
+    compiled (`compiled`); its backward pass stays."""
     run = {"graph": _run_in_graph, "compiled": _run_compiled}[wrap]
     return dataclasses.replace(kernel, function=partial(run, kernel))
 

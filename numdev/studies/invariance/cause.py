@@ -45,8 +45,9 @@ def cause_fields(
 ) -> dict[str, object]:
     """Returns the fields of a row that differs in `out` that say why: `cause`, two
     operators that ran or else two tilings; `closest`, the smallest residual, and `tried`,
-    how many pairs were. Empty where nothing could be tried, as for NaN. What the kernels
-    say of themselves is tried first, then with `search` all candidates."""
+    how many pairs were. Empty where nothing could be tried, as for NaN. Of a variant's
+    calls the first is looked at in which finite rows differ. What the kernels say of
+    themselves is tried first, then with `search` all candidates."""
     if operators := _operator_cause(forms):
         return {"cause": operators}
     calls = () if row.nonfinite else zip(forms.variant.calls, forms.others, strict=True)

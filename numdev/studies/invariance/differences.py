@@ -28,8 +28,9 @@ EXACT = 1e-10  # change of a sum over its terms that fp64 in another order may m
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Returns which elements of two tensors of one shape have other bits, bool; for two
-    dtypes, which have other values."""
+    """Returns which elements of two tensors of one shape have other bits, bool; those of
+    two dtypes are compared in fp64. So 0 and -0 differ, and a NaN does not differ from
+    one of the same bits."""
     if a.dtype != b.dtype:
         a, b = a.double(), b.double()
     return bits(a) != bits(b)
@@ -38,7 +39,8 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 def exact_change(call: VariantCall, base: Reference, variant: Reference) -> float:
     """Returns the largest change of the exact answer of the call's rows against the
     base's, over the terms of its sums. Beyond EXACT it is another answer; infinite where
-    one form alone sees no key."""
+    one form alone sees no key. Tensors that one form lacks, or that the call does not
+    compare, are passed over."""
     counted = call.in_base.select_query_rows(~base.empty)
     if not counted.equal(call.in_call.select_query_rows(~variant.empty)):
         return math.inf
@@ -119,8 +121,9 @@ class Numbers(TypedDict, total=False):
 
 def compare_forms(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
     """Yields (tensor, numbers of its row) for each tensor that the base has, or (tensor,
-    reason) where the variant does not return it; what the variant alone returns is passed
-    over. Rows that see no key are left out, but all keys of dk and dv count."""
+    reason) where the variant does not return it; what the variant alone returns, and dk
+    and dv where no call compares them, are passed over. Rows that see no key are left
+    out, but all keys of dk and dv count."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
         truth = getattr(exact, tensor, None)

@@ -41,9 +41,9 @@ def model_rows(
     axes: Collection[str],
 ) -> Iterator[ModelRow]:
     """Yields a row for the model with a kernel along each of `axes` that it has; with a
-    reason and no numbers where it raises or its output is not finite. `run` gives what
-    the kernel returns for a case, or a Failure; `wider` the model in a wider format, by
-    whose output the errors of both forms are measured."""
+    reason and no numbers where it raises, or its output is not finite or all zero. `run`
+    gives what the kernel returns for a case, or a Failure; `wider` the model in a wider
+    format, by whose output the errors of both forms are measured."""
 
     def kernel(case: AttentionCase) -> Tensor:
         """Returns the kernel's attention of a call. Raises Refused where it gives

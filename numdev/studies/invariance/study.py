@@ -102,10 +102,11 @@ def invariance(
     command: str = "",
 ) -> InvarianceReport:
     """Runs `request` and returns its report, judged by `rules` (None: the default ones).
-    What is measured goes to a journal in `directory`, so that an interrupted run goes on
-    from there; `overwrite` replaces a damaged journal or one of another request. `say`
-    gets notes on the source, `progress` (what, done, total). Raises UsageError for a
-    request that cannot be run, also where no call can be made another way."""
+    What is measured goes to a journal in `directory` (None: in memory alone), so that an
+    interrupted run goes on from there; `overwrite` replaces a damaged journal or one of
+    another request. `say` gets notes on the source, `progress` (what, done, total).
+    Raises UsageError for a request that cannot be run, also where no call can be made
+    another way."""
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
