@@ -225,9 +225,10 @@ class Subject:
     ) -> object:
         """Returns what the model returns, rounded at one site, or at all for "", but
         computed in fp64. Attention rounds as the first of `kernels` that has a rounding
-        model for the call, else as FlashAttention-2. For all sites: `drawn`, a seed, with
-        which every rounding goes up or down at random; `exact`, sites outside attention
-        that are not rounded."""
+        model for the call, else as FlashAttention-2; they are gone through anew for each
+        call, so that an iterator will not do. For all sites: `drawn`, a seed, with which
+        every rounding goes up or down at random; `exact`, sites outside attention that
+        are not rounded."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:

@@ -27,10 +27,10 @@ TINY = 1e-300  # a divisor that is never 0
 
 def main_output(answer: object) -> Tensor:
     """Returns the tensor by which answers of a model are compared, [sequences, positions,
-    width] in fp64: its logits, else its last hidden state, else the first tensor it
-    returns. An output [sequences, width] has one position; further axes between the first
-    and last become positions. Raises MeasurementError where there is no floating-point
-    tensor of two axes or more."""
+    width] in fp64: its logits, else its last hidden state, else the first tensor among
+    its fields, or of a tuple or list its first element. An output [sequences, width] has
+    one position; further axes between the first and last become positions. Raises
+    MeasurementError where that is no floating-point tensor of two axes or more."""
     parts = answer if isinstance(answer, Mapping) else getattr(answer, "__dict__", {})
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
     x: object = next((x for x in named if isinstance(x, Tensor)), answer)
@@ -145,9 +145,9 @@ def score_sequences(
     `by_chance` [sequences, positions]: the `largest_error` that roundings make, by which
     flips are told from near ties; None leaves `unexplained` out. `beside`: the output
     that `from_against` is measured from; None, or one that is not finite, leaves it out.
-    A sequence that is all padding, or has NaN or infinity in `x` or `truth`, has a status
-    and a `reason` in place of numbers, with the entry of `first` on where they came
-    up."""
+    `growth` is empty for fewer than 2 PARTS positions. A sequence that is all padding, or
+    has NaN or infinity in `x` or `truth`, has a status and a `reason` in place of
+    numbers, with the entry of `first` on where they came up."""
     rows: list[Fields] = []
     for i, counts in enumerate(how.counted):
         values, exact = x[i][counts], truth[i][counts]

@@ -111,11 +111,11 @@ def effects(
     rules: Rules | None = None,
 ) -> EffectsReport:
     """Runs `request` and returns its report, judged by `rules` (None: the default ones).
-    What is measured goes to a journal in `directory`, so that an interrupted run goes on
-    from there; `overwrite` replaces a damaged journal or one of another request.
-    `workers`: share the runs among Dask workers; `say` gets notes on the source,
-    `progress` (what, done, total). Raises UsageError for what cannot be run here, and
-    MeasurementError where the model cannot be run exactly."""
+    What is measured goes to a journal in `directory` (None: in memory alone), so that an
+    interrupted run goes on from there; `overwrite` replaces a damaged journal or one of
+    another request. `workers`: share the runs among Dask workers; `say` gets notes on the
+    source, `progress` (what, done, total). Raises UsageError for what cannot be run here,
+    and MeasurementError where the model cannot be run exactly."""
     rules = rules or default_rules()
     check_system(System.probe(request.device).as_dict(), rules)
     sections = ("model", "runs", "checks", "other")
@@ -231,7 +231,9 @@ def _unjudged_report(
 
 
 class EffectsStudy:
-    """An opened request: the model, what it reads, and all ways in which it is to run."""
+    """An opened request: the model, what it reads, and all ways in which it is to run.
+    Raises UsageError for the floor or the reference among its kernels, which always run,
+    and for a request that cannot be opened."""
 
     def __init__(self, request: EffectsRequest, run: Runner) -> None:
         self.request, self.run, self.system = request, run, System.probe(request.device)
@@ -306,7 +308,7 @@ class EffectsStudy:
     def chunks(self) -> list[dict[str, Tensor]]:
         """Returns the inputs in parts, each a dict of tensors by name: as many sequences
         in a part as have a gigabyte of logits in fp64, at least one; of a pipeline one
-        image."""
+        image. A tensor that has not one row for each sequence is whole in every part."""
         inputs, step = self.source.prompt.inputs, 1
         count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
         if isinstance(self.source, CheckpointSource):
@@ -322,9 +324,9 @@ class EffectsStudy:
         self, fmt: Format, number: int, todo: Sequence[int]
     ) -> Iterator[Measured]:
         """Yields (number of a run, its rows) for each run of `todo`, on part `number` of
-        the inputs, in a format. A run that fails has rows with a reason, and so has every
-        run of a model that attends by hand. Raises MeasurementError where the exact run
-        fails."""
+        the inputs, in a format. The runs that others are compared with are made in any
+        case. A run that fails has rows with a reason, and so has every run of a model
+        that attends by hand. Raises MeasurementError where the exact run fails."""
         subject, inputs = self.model_in(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, None)
