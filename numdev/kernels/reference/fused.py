@@ -161,9 +161,10 @@ class _Operands:
 
     @classmethod
     def of(cls, case: AttentionCase) -> _Operands:
-        """Returns the operands of a case, in fp64. A bool mask becomes 0 and -inf, and
-        the lowest number of an additive one -inf; without a mask or positions another
-        tensor stands in their place, which the flags keep from being read."""
+        """Returns the operands of a case, in fp64. No tensor of it may be in float64: q
+        would be scaled in place. A bool mask becomes 0 and -inf, and the lowest number of
+        an additive one -inf; without a mask or positions another tensor stands in their
+        place, which the flags keep from being read."""
         q, k, v = (_padded(x.detach().double()) for x in (case.q, case.k, case.v))
         mask, positions, (low, high) = case.mask, case.positions, key_limits(case)
         strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -207,7 +208,7 @@ class _Operands:
 
 def _padded(x: Tensor) -> Tensor:
     """Returns x contiguous, its last axis padded with zeros to a power of two of 16 or
-    more."""
+    more; x itself where it is so already."""
     more = _width(x) - x.shape[-1]
     return (torch.nn.functional.pad(x, (0, more)) if more else x).contiguous()
 
@@ -494,7 +495,7 @@ def launch(
     *others: object,
     **options: object,
 ) -> None:
-    """Runs a Triton kernel on the device of its tensors, with this grid, arguments and
+    """Runs a Triton kernel on the device of `first`, with this grid, arguments and
     compile-time options. Raises Refused where Triton or its C compiler cannot build it;
     the reason is remembered for these types and options, and not tried again in this
     process. Other exceptions propagate."""
