@@ -92,13 +92,15 @@ def check_beside(
     tolerance = None if power is None else parsed_tolerance(power)
     make = calls_of(inputs, reference, shapes=shapes)
     system = System.probe(device)
+    first = make(seeds[0])
     asked = Asked(
         name=name or (function if isinstance(function, str) else name_of(function)),
         reference=reference,
         make=make,
-        backward=_wants_gradients(make(seeds[0])) if backward is None else backward,
+        backward=_wants_gradients(first) if backward is None else backward,
         seeds=seeds,
         device=system.device,
+        remarks=_unseen(first),
     )
     run = _runner(function, process, backward=asked.backward)
     wanted = [
@@ -364,6 +366,16 @@ def run_format(
 def _wants_gradients(calls: Sequence[Arguments]) -> bool:
     """Whether an argument of one of the calls requires a gradient."""
     return any(x.requires_grad for call in calls for x in call.leaves().values())
+
+
+def _unseen(calls: Sequence[Arguments]) -> list[str]:
+    """Returns sentences on tensors in arguments that numdev does not look into."""
+    names = dict.fromkeys(name for call in calls for name in call.unseen())
+    return [
+        f"Tensors in {name}, a dataclass among the inputs, come as they are: they are "
+        "not rounded, differentiated or tried with other numbers."
+        for name in names
+    ]
 
 
 def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format | None]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from numdev.errors import UsageError
 from numdev.function_check import check_beside
 from numdev.operations.function.judged import FunctionCall
 from numdev.operations.function.reference import FunctionReference
@@ -200,3 +201,106 @@ def test_a_function_that_leaves_the_program_is_told_with_its_code() -> None:
     result = check_beside(leaves, reference=lambda x: x * 2, inputs=rows)
     assert result.verdict == "NOT JUDGED"
     assert "failed in 2 of 2 calls: ended the program (exit code 3)" in result.in_short
+
+
+QUANTIZED = torch._empty_affine_quantized(
+    (3,), scale=0.1, zero_point=0, dtype=torch.qint8
+)
+
+
+@dataclasses.dataclass
+class Pair:
+    total: Tensor
+    parts: tuple[Tensor, ...]
+
+
+def in_a_pair(x: Tensor) -> Pair:
+    return Pair(x.sum(-1), (x.exp(), x * 3))
+
+
+def test_the_fields_of_a_dataclass_are_outputs() -> None:
+    """With their gradients, also where it holds others or tuples."""
+    call = {"reference": in_a_pair, "inputs": rows, "backward": True, "device": "cpu"}
+    sound = check_beside(lambda x: {"p": in_a_pair(x)}["p"], **call)
+    assert sound.passed, sound.in_short
+    names = {row.tensor for row in sound.report.rows}
+    assert names == {"output_total", "output_parts_0", "output_parts_1", "x_grad"}
+    wrong = check_beside(lambda x: Pair(x.sum(-1), (x.exp(), x * 3.1)), **call)
+    assert wrong.verdict == "FAIL"
+    assert wrong.report.findings[0].tensor == "output_parts_1"
+
+
+def test_tensors_in_a_dataclass_among_the_inputs_are_said_to_be_as_they_come() -> None:
+    def inputs(seed: int) -> tuple[Pair, Tensor]:
+        return in_a_pair(rows(seed)[0]), rows(seed + 1)[0]
+
+    def weighted(p: Pair, x: Tensor) -> Tensor:
+        return p.parts[1] * x
+
+    same = {"reference": weighted, "inputs": inputs, "device": "cpu"}
+    result = check_beside(weighted, **same)
+    assert result.passed, result.in_short
+    assert any("Tensors in Pair" in line for line in result.skipped)
+    wrong = check_beside(lambda p, x: p.parts[1] * x * 1.01, **same)
+    assert wrong.verdict == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x: torch.empty(x.shape, device="meta"), "on the device meta"),
+        (lambda x: (x * 2).to_sparse(), "a sparse_coo tensor"),
+        (lambda x: torch.nested.nested_tensor([x * 2, x]), "nested"),
+        (lambda x: torch.empty_quantized(x.shape, QUANTIZED), "quantized"),
+    ],
+)
+def test_an_output_without_a_number_for_each_element_is_named(
+    function: Callable[[Tensor], Tensor], kind: str
+) -> None:
+    """PyTorch raises errors of its own for these, or crashes."""
+    result = check_beside(function, reference=lambda x: x * 2, inputs=rows, device="cpu")
+    assert result.verdict == "NOT JUDGED"
+    assert f"each element, got a tensor that is {kind}" in result.in_short
+
+
+def test_integers_that_no_data_change_judge_nothing() -> None:
+    """A constant is as right as the reference on all data that there are."""
+
+    def places(x: Tensor) -> Tensor:
+        return torch.arange(x.shape[-1]) * (x.shape[0] > 3)
+
+    result = check_beside(places, reference=places, inputs=rows, device="cpu")
+    assert result.verdict == "NOT JUDGED"
+    assert "another seed's data move the result by only 0" in result.in_short
+    largest = check_beside(
+        lambda x: x.argmax(-1), reference=lambda x: x.argmax(-1), inputs=rows
+    )
+    assert largest.passed, largest.in_short
+
+
+@pytest.mark.parametrize("data", [None, "abc", iter([torch.ones(3)])])
+def test_what_cannot_be_arguments_is_refused(data: object) -> None:
+    with pytest.raises(UsageError, match=r"inputs: expected a tensor, .* got "):
+        check_beside(lambda x: x, reference=lambda x: x, inputs=lambda: data)
+
+
+@pytest.mark.parametrize("shape", ["1000000x1000000x1000", "99999999999999999999"])
+def test_a_shape_that_memory_cannot_hold_is_refused(shape: str) -> None:
+    with pytest.raises(UsageError, match=f"expected x to fit into memory, got {shape}"):
+        check_beside(lambda x: x, reference=lambda x: x, shapes=f"x={shape}")
+
+
+def test_results_in_8_bits_are_judged() -> None:
+    """A cast to float8, which PyTorch promotes with no other dtype."""
+
+    def quantised(x: Tensor, scale: float = 2.0) -> Tensor:
+        return (x * scale).to(torch.float8_e4m3fn)
+
+    for function, verdict, words in (
+        (lambda x: quantised(x.double()), "PASS", ""),
+        (lambda x: quantised(x, 2.2), "FAIL", "1.1 times what it should be"),
+        (lambda x: (x * 2).to(torch.float8_e5m2), "FAIL", "it is float8_e5m2, not"),
+    ):
+        result = check_beside(function, reference=quantised, inputs=rows, device="cpu")
+        assert result.verdict == verdict
+        assert words in result.in_short

@@ -194,12 +194,13 @@ def _fastest_element_sums(
     is_floor: bool,
 ) -> ElementSums:
     """Returns the sums over elements by the fastest way: by the Triton kernel for an
-    output on a GPU of more than SMALL elements of which everything counts, if Triton is
-    installed; else by steps of PyTorch. `e`: the expected output or None."""
+    output on a GPU of more than SMALL elements, of 16 bits or more, of which everything
+    counts, if Triton is installed; else by steps of PyTorch. `e`: the expected output or
+    None."""
     if not (counted.is_regular and counted.is_alike):
         masks = counted.rows.usable, counted.beside, counted.compared
         return element_sums(o, e, y, *masks, is_floor=is_floor)
-    if o.is_cuda and HAS_TRITON and o.numel() > SMALL:
+    if o.is_cuda and HAS_TRITON and o.numel() > SMALL and o.itemsize > 1:
         from numdev.metrics import row_sums_triton
 
         return row_sums_triton.element_sums(o, e, y)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -106,9 +106,18 @@ def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
 
 def _drawn(sizes: Mapping[str, tuple[int, ...]], seed: int) -> Arguments:
     """Returns the arguments of one call by name: normal numbers of a seed in these
-    shapes, in PyTorch's default dtype on the CPU."""
+    shapes, in PyTorch's default dtype on the CPU. Raises UsageError for a shape that
+    memory cannot hold."""
     generator = torch.Generator().manual_seed(seed)
-    named = {name: torch.randn(s, generator=generator) for name, s in sizes.items()}
+    named: Values = {}
+    for name, shape in sizes.items():
+        try:
+            named[name] = torch.randn(shape, generator=generator)
+        except (TypeError, RuntimeError, MemoryError) as error:
+            of = "x".join(map(str, shape))
+            raise UsageError(
+                f"shape: expected {name} to fit into memory, got {of}"
+            ) from error
     return Arguments(named=named)
 
 
@@ -119,7 +128,7 @@ def _from_function(
     tuples, else one, also for an empty list. It gets the seed as its parameter `seed` or
     its only one without a default, and PyTorch's generators seeded; these are as before
     afterwards, on CUDA only where it was in use. Raises UsageError where it raises an
-    exception or needs several arguments."""
+    exception, needs several arguments, or returns what cannot be arguments."""
     with torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(seed)
         arguments = _seed_for(make, seed)
@@ -127,6 +136,11 @@ def _from_function(
             data = make(**arguments)
         except Exception as error:
             raise UsageError(f"inputs: the function raised {one_line(error)}") from error
+    if data is None or isinstance(data, str | bytes | Iterator):
+        raise UsageError(
+            "inputs: expected a tensor, a tuple or mapping of arguments, or a list of "
+            f"tuples, got {type(data).__name__}"
+        )
     if isinstance(data, list) and data and all(isinstance(x, tuple) for x in data):
         return [arguments_of(x, function) for x in data]
     return [arguments_of(data, function)]

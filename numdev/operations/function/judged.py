@@ -26,7 +26,7 @@ from numdev.operations.function.trees import Arguments, Values, as_real, is_judg
 from numdev.operations.function.yardstick import Errors, Excess
 from numdev.report import BesideReference
 
-SMALLEST = 1e-300
+SMALLEST, LARGEST = 1e-300, 1e300  # JSON has no infinity
 LARGEST_FOR_CLOSER = 1 << 20  # numbers of a call: above nobody looks closer
 FEW = 16  # elements of a tensor, up to which a call is drawn several times
 DRAWS = 8  # how often then
@@ -109,9 +109,9 @@ class Judge:
     ) -> tuple[BesideReference, dict[str, str]]:
         """Returns the numbers of an implementation's tensor, and by field of
         BesideReference why it is lacking: for `x` None (its form allows no numbers) all
-        fields but `form`, for integers all but `form` and `mismatches`, else one for
-        each group (`slope` also for `slope_t`). `form`: what is wrong with its form, in
-        words; None: nothing."""
+        fields but `form`, for integers all but `form`, `mismatches` and `moved`, else one
+        for each group (`slope` also for `slope_t`). `form`: what is wrong with its form,
+        in words; None: nothing."""
         about = BesideReference(
             form=form, moved=self.moved, conditioning=self.conditioning
         )
@@ -120,7 +120,8 @@ class Judge:
             return about, dict.fromkeys(lacking, "a tensor of another form has no errors")
         if self.errors is None:
             count = self.mismatches(x)
-            why = dict.fromkeys(lacking - {"mismatches"}, "integers are not rounded")
+            judged = {"mismatches"} if self.moved is None else {"mismatches", "moved"}
+            why = dict.fromkeys(lacking - judged, "integers are not rounded")
             return about.model_copy(update={"mismatches": count}), why
         excess = self.errors.beside(x.double())
         nulls = {"mismatches": "no integers", **excess.nulls}
@@ -247,7 +248,9 @@ class FunctionCall:
             rounded=runs,
             errors=errors,
             further=None if self._is_large else self._further_of(name),
-            moved=_distance(name, truth, moved, errors),
+            moved=_distance(name, truth, moved, errors)
+            if errors is not None
+            else _changed(name, truth, moved),
             conditioning=_distance(name, truth, shaken, errors),
         )
 
@@ -390,6 +393,16 @@ def _distance(
     return distance(other, errors)
 
 
+def _changed(name: str, truth: Tensor, others: Sequence[Values]) -> float | None:
+    """Returns LARGEST where other data change an integer of another exact result (by
+    name, one for each draw), 0 where they change none; None without `others`, and where
+    a draw lacks the tensor."""
+    if not others or any(name not in x for x in others):
+        return None
+    other = stacked([x[name] for x in others])
+    return 0.0 if other.equal(truth) else LARGEST
+
+
 def distance(other: Tensor, errors: Errors) -> float:
     """Returns the rms distance of another exact result, of the truth's shape, from the
     truth over the rms error that rounding explains, at most 1e300. Elements that are not
@@ -397,7 +410,7 @@ def distance(other: Tensor, errors: Errors) -> float:
     apart_by = torch.where(errors.usable & other.isfinite(), other - errors.truth, 0.0)
     count = max(1, int(errors.usable.sum()))
     rms: float = (float(apart_by.square().sum()) / count) ** 0.5
-    return min(rms / max(errors.rms, SMALLEST), 1e300)
+    return min(rms / max(errors.rms, SMALLEST), LARGEST)
 
 
 def other_data(arguments: Arguments, others: Sequence[Arguments], seed: int) -> Arguments:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev.cases import strided_as
-from numdev.errors import one_line
+from numdev.errors import MeasurementError, one_line
 from numdev.exact.dtypes import is_floating
 from numdev.metrics.bit_checksums import same
 from numdev.operations.function.trees import (
@@ -130,7 +130,8 @@ def run(
     it was in use. With `cotangents` autograd computes the gradients of all
     floating-point arguments and parameters from the outputs that have one; without,
     gradients are off; where these fail for a function that wrote into its inputs,
-    `backward_error` says why. A module is not copied. Raises what the function raises."""
+    `backward_error` says why. A module is not copied. Raises what the function raises,
+    and MeasurementError for an output whose numbers cannot be read."""
     roots = arguments.copied(gradients=cotangents is not None)
     before = arguments.leaves()
     with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
@@ -140,6 +141,7 @@ def run(
         returned = function(*inputs.positional, **dict(inputs.named))
         _wait(leaves)
         outputs = outputs_of(returned)
+        _check_numbers(outputs)
         written = {
             n: x for n, x in leaves.items() if not same(as_real(x), as_real(before[n]))
         }
@@ -174,6 +176,22 @@ def run(
         strides={name: x.stride() for name, x in outputs.items()},
         devices={name: x.device.type for name, x in outputs.items()},
     )
+
+
+def _check_numbers(outputs: Values) -> None:
+    """Raises MeasurementError for an output that has no memory with a number for each
+    element: on the device meta, sparse, nested or quantized."""
+    for name, x in outputs.items():
+        kinds = {
+            "on the device meta": x.is_meta,
+            "nested": x.is_nested,
+            f"a {str(x.layout).removeprefix('torch.')} tensor": x.layout != torch.strided,
+            "quantized": x.is_quantized,
+        }
+        if kind := next((kind for kind, holds in kinds.items() if holds), None):
+            raise MeasurementError(
+                f"{name}: expected a number for each element, got a tensor that is {kind}"
+            )
 
 
 def _buffers(values: Values) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from numdev.operations.function.trees import (
     Values,
     as_real,
     gradient_name,
+    opened,
     outputs_of,
 )
 
@@ -51,12 +52,12 @@ class _Spread(nn.Module):
     def forward(
         self, positional: Sequence[object], named: Mapping[str, object]
     ) -> object:
-        """Returns what the function returns of these arguments; with `writes` a pair of
-        that and the arguments afterwards, detached."""
+        """Returns what the function returns of these arguments, dataclasses opened; with
+        `writes` a pair of that and the arguments afterwards, detached."""
         if not self.writes:
-            return self.function(*positional, **named)
+            return opened(self.function(*positional, **named))
         tree = tree_map(_writable, (positional, named))
-        output = self.function(*tree[0], **tree[1])
+        output = opened(self.function(*tree[0], **tree[1]))
         return output, tree_map(_detached, tree)
 
 

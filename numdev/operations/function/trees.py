@@ -6,6 +6,7 @@ A report names tensors by an identifier: of an output by itself `output`, of sev
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -59,6 +60,13 @@ class Arguments:
             once.setdefault(id(x), (path, x))
         return _named(once.values())
 
+    def unseen(self) -> list[str]:
+        """Returns the classes of dataclasses among the arguments that hold tensors. These
+        are no `leaves`: they are neither copied nor rounded nor differentiated."""
+        every = (x for _, x in _flat(self.tree, ""))
+        closed = [x for x in every if opened(x) is not x and outputs_of(x)]
+        return list(dict.fromkeys(type(x).__name__ for x in closed))
+
     def mapped(self, change: Callable[[str, Tensor], Tensor]) -> Arguments:
         """Returns arguments with each tensor replaced by `change(name, tensor)`, called
         once for a tensor that stands in several places; anything else is as it is."""
@@ -106,10 +114,23 @@ def parameters_of(function: Callable[..., object]) -> tuple[str, ...]:
 
 def outputs_of(output: object) -> Values:
     """Returns the tensors of what a function returned by name, in order: one that is
-    returned by itself is `output`, one in a tuple, list or mapping has its path in the
-    name (`output_0`, `output_loss`). One that is returned twice has two names, as if it
-    were a copy. Anything else is left out."""
-    return _named(_flat(output, OUTPUT))
+    returned by itself is `output`, one in a tuple, list, mapping or dataclass has its
+    path in the name (`output_0`, `output_loss`). One that is returned twice has two
+    names, as if it were a copy. Anything else is left out."""
+    return _named(_flat(opened(output), OUTPUT))
+
+
+def opened(tree: object) -> object:
+    """Returns a tree with a mapping of its fields in place of each dataclass, into which
+    PyTorch does not look."""
+
+    def fields_of(x: object) -> object:
+        """Returns the fields of a dataclass by name; anything else as it is."""
+        if not dataclasses.is_dataclass(x) or isinstance(x, type):
+            return x
+        return {f.name: opened(getattr(x, f.name)) for f in dataclasses.fields(x)}
+
+    return tree_map(fields_of, tree)
 
 
 def gradient_name(name: str) -> str:

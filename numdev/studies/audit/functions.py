@@ -245,7 +245,7 @@ def run_all(
             why = f"ended the program (exit code {error.code})"
             runs.append(Failure("failed", why))
         except Exception as error:  # it is foreign code
-            runs.append(Failure("failed", one_line(error)))
+            runs.append(Failure("failed", _in_one_line(error)))
     return [x.finished() if isinstance(x, FunctionRun) else x for x in runs]
 
 
@@ -352,7 +352,7 @@ class PreparedFunction:
             term_scale=scale,
             empty=torch.zeros(shape, dtype=torch.bool, device=truth.device),
             format=judge.format,
-            baseline=_floating(in_rows(judge.plain)),
+            baseline=_promoting(in_rows(judge.plain)),
             unrounded=truth,
         )
 
@@ -414,6 +414,13 @@ class Functions:
 def _floating(x: Tensor) -> Tensor:
     """Returns a floating-point tensor as it is, integers and bools in float64."""
     return x if x.is_floating_point() else x.double()
+
+
+def _promoting(x: Tensor) -> Tensor:
+    """Returns a tensor as `_floating` does, and one of 8 bits in float32, which has all
+    of its values: PyTorch promotes it with no other dtype."""
+    x = _floating(x)
+    return x.float() if x.itemsize == 1 else x
 
 
 def in_rows(x: Tensor) -> Tensor:
