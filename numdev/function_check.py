@@ -30,6 +30,7 @@ from numdev.operations.function.problem_files import (
     redrawn_state,
 )
 from numdev.operations.function.process import FunctionProcess, Work
+from numdev.operations.function.reference import parameters_of_module
 from numdev.operations.function.trees import Arguments, outputs_of
 from numdev.report import FunctionReport, Outcome
 from numdev.studies.audit.function_for_script import ScriptTarget
@@ -52,6 +53,10 @@ from numdev.testing import CheckResult, Thresholds, filled_text
 from numdev.yamlfile import validated
 
 NOTHING = "no test could be judged"
+OTHER_STATE = (
+    "ModelNew has parameters of other names or shapes than Model: each has its own, "
+    "drawn with one seed, and no gradients of them are compared."
+)
 
 
 def check_beside(
@@ -165,6 +170,7 @@ def check_problem(
         reference, run, build = _modules(
             solution, read, build, process, backward=backward
         )
+        has_own_state = build.state is None and bool(parameters_of_module(reference))
         asked = Asked(
             name=f"{Path(solution).stem}:{SOLUTION}",
             reference=reference,
@@ -173,6 +179,7 @@ def check_problem(
             backward=backward,
             seeds=seeds,
             device=system.device,
+            remarks=(OTHER_STATE,) if has_own_state else (),
         )
         script = ScriptTarget(file=Path(solution), name=SOLUTION, build=build)
         parts.append(run_format(asked, run, script))

@@ -557,10 +557,12 @@ def test_a_problem_without_its_names_is_told(tmp_path: Path) -> None:
 
 
 def test_other_names_of_parameters_start_from_the_same_seed(tmp_path: Path) -> None:
-    """Then they are no arguments, and keep what they were made with."""
+    """Then they are no arguments, and keep what they were made with, which is said."""
     text = (PROBLEM / "solution.py").read_text().replace("self.up", "self.linear")
     (tmp_path / "renamed.py").write_text(text)
-    assert check_problem(tmp_path / "renamed.py", problem=PROBLEM / "problem.py").passed
+    result = check_problem(tmp_path / "renamed.py", problem=PROBLEM / "problem.py")
+    assert result.passed
+    assert any("parameters of other names" in line for line in result.skipped)
 
 
 def test_a_reference_of_another_state_is_copied_for_each_run(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import function_examples as examples
 import pytest
@@ -12,7 +15,9 @@ from torch import Tensor
 
 from numdev.errors import UsageError
 from numdev.function_check import check_beside
+from numdev.operations.function.definitions import read_definition
 from numdev.operations.function.judged import FunctionCall
+from numdev.operations.function.problem_files import ProblemFile
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import arguments_of
 
@@ -304,3 +309,61 @@ def test_results_in_8_bits_are_judged() -> None:
         result = check_beside(function, reference=quantised, inputs=rows, device="cpu")
         assert result.verdict == verdict
         assert words in result.in_short
+
+
+def test_a_reference_or_inputs_that_end_the_program_are_no_verdict() -> None:
+    """Exit code 0 would be a pass."""
+
+    def leaves(x: object) -> Tensor:
+        raise SystemExit(0)
+
+    result = check_beside(lambda x: x * 2, reference=leaves, inputs=rows, device="cpu")
+    assert result.verdict == "NOT JUDGED"
+    assert "the reference: ended the program (exit code 0)" in result.in_short
+    with pytest.raises(UsageError, match="the function raised SystemExit: 0"):
+        check_beside(lambda x: x, reference=lambda x: x, inputs=leaves, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("3", "expected a list of arguments, got int"),
+        ("{'n': 3}", "expected a list of arguments, got dict"),
+        ("1 / 0", "get_init_inputs raised ZeroDivisionError: division by zero"),
+        ("exit(0)", "get_init_inputs raised SystemExit: 0"),
+    ],
+)
+def test_what_a_problem_makes_its_model_of_is_a_list(
+    tmp_path: Path, body: str, why: str
+) -> None:
+    file = tmp_path / "problem.py"
+    file.write_text(
+        "from torch import nn\nclass Model(nn.Module): pass\n"
+        f"def get_inputs(): return None\ndef get_init_inputs(): return {body}\n"
+    )
+    with pytest.raises(UsageError, match=re.escape(why)):
+        ProblemFile.read(file, "cpu")
+    file.write_text(file.read_text().replace(f"return {body}", "return []"))
+    with pytest.raises(UsageError, match=r"get_inputs: expected a list .* got NoneType"):
+        ProblemFile.read(file, "cpu").inputs()
+
+
+@pytest.mark.parametrize(
+    ("axes", "why"),
+    [
+        ({"m": {"type": "var"}}, "x: expected axes of m, got n"),
+        ({"m": {"type": "var"}, "n": {"type": "const", "value": -4}},
+         "axes.n: expected a positive size, got -4"),
+    ],
+)  # fmt: skip
+def test_axes_of_a_definition_are_its_own_and_positive(
+    tmp_path: Path, axes: dict[str, object], why: str
+) -> None:
+    tensor = {"shape": ["m", "n"], "dtype": "float32"}
+    file = tmp_path / "definition.json"
+    file.write_text(json.dumps({
+        "name": "scale", "axes": axes, "inputs": {"x": tensor}, "outputs": {},
+        "reference": "def run(x): return x",
+    }))  # fmt: skip
+    with pytest.raises(UsageError, match=re.escape(why)):
+        read_definition(file)

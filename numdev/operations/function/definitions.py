@@ -165,8 +165,20 @@ class DefinitionSurroundings(Surroundings):
 
 
 def read_definition(path: Path) -> Definition:
-    """Reads a definition file. Raises UsageError for a file that is none."""
-    return _read(path, Definition)
+    """Reads a definition file. Raises UsageError for a file that is none, an axis of a
+    tensor that it does not define, and a constant one that is not positive."""
+    definition = _read(path, Definition)
+    for axis_name, axis in definition.axes.items():
+        if axis.value is not None and axis.value < 1:
+            what = f"axes.{axis_name}: expected a positive size, got {axis.value}"
+            raise UsageError(f"{path}: {what}")
+    for name, form in {**definition.inputs, **definition.outputs}.items():
+        for axis_name in form.shape or ():
+            if axis_name not in definition.axes:
+                axes = ", ".join(definition.axes)
+                what = f"{name}: expected axes of {axes}, got {axis_name}"
+                raise UsageError(f"{path}: {what}")
+    return definition
 
 
 def read_solution(path: Path) -> Solution:

@@ -134,7 +134,9 @@ def _from_function(
         arguments = _seed_for(make, seed)
         try:
             data = make(**arguments)
-        except Exception as error:
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:
             raise UsageError(f"inputs: the function raised {one_line(error)}") from error
     if data is None or isinstance(data, str | bytes | Iterator):
         raise UsageError(

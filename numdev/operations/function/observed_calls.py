@@ -131,14 +131,15 @@ def run(
     floating-point arguments and parameters from the outputs that have one; without,
     gradients are off; where these fail for a function that wrote into its inputs,
     `backward_error` says why. A module is not copied. Raises what the function raises,
-    and MeasurementError for an output whose numbers cannot be read."""
+    and MeasurementError where it ends the program, and for an output whose numbers cannot
+    be read."""
     roots = arguments.copied(gradients=cotangents is not None)
     before = arguments.leaves()
     with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
         # Autograd lets nobody write into a tensor that requires a gradient itself
         inputs = roots if cotangents is None else roots.mapped(_child)
         leaves = inputs.leaves()
-        returned = function(*inputs.positional, **dict(inputs.named))
+        returned = called(function, inputs.positional, inputs.named)
         _wait(leaves)
         outputs = outputs_of(returned)
         _check_numbers(outputs)
@@ -176,6 +177,20 @@ def run(
         strides={name: x.stride() for name, x in outputs.items()},
         devices={name: x.device.type for name, x in outputs.items()},
     )
+
+
+def called(
+    function: Callable[..., object],
+    positional: Sequence[object],
+    named: Mapping[str, object],
+) -> object:
+    """Returns what foreign code returns of these arguments. Raises what it raises, and
+    MeasurementError where it ends the program: numdev's exit code is its verdict."""
+    try:
+        return function(*positional, **dict(named))
+    except SystemExit as error:
+        why = f"ended the program (exit code {error.code})"
+        raise MeasurementError(why) from error
 
 
 def _check_numbers(outputs: Values) -> None:

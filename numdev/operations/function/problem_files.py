@@ -46,7 +46,7 @@ class ModuleBuild:
             torch.manual_seed(SEED)
             try:
                 module = make(*self.arguments)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise UsageError(f"{_name(make)} raised {one_line(error)}") from error
         if not isinstance(module, nn.Module):
             raise UsageError(f"{_name(make)}: expected a torch.nn.Module")
@@ -69,26 +69,42 @@ class ProblemFile:
     def read(cls, path: Path, device: str) -> ProblemFile:
         """Imports a problem file, calls its `get_init_inputs`, and returns it. Raises
         UsageError for a file that cannot be imported, or lacks a callable `Model`,
-        `get_inputs` or `get_init_inputs`; and whatever `get_init_inputs` raises."""
+        `get_inputs` or `get_init_inputs`, and where the last raises or returns no
+        list."""
         module = module_of(path)
         names = (MODEL, "get_inputs", "get_init_inputs")
         lacking = [name for name in names if not callable(getattr(module, name, None))]
         if lacking:
             raise UsageError(f"{path}: expected {', '.join(names)}, got no {lacking[0]}")
-        with on_device(device):
-            arguments = module.get_init_inputs()
+        try:
+            with on_device(device):
+                arguments = module.get_init_inputs()
+        except (Exception, SystemExit) as error:
+            why = f"get_init_inputs raised {one_line(error)}"
+            raise UsageError(f"{path}: {why}") from error
+        arguments = _listed(arguments, f"{path}: get_init_inputs")
         return cls(
             path=path,
             model=getattr(module, MODEL),
             get_inputs=module.get_inputs,
-            build=ModuleBuild(arguments=tuple(arguments), device=device),
+            build=ModuleBuild(arguments=arguments, device=device),
         )
 
     def inputs(self) -> tuple[object, ...]:
         """Returns the arguments of a call, drawn anew from PyTorch's generators, on the
-        device. Raises whatever `get_inputs` raises."""
+        device. Raises whatever `get_inputs` raises, and UsageError where it returns no
+        list."""
         with on_device(self.build.device):
-            return tuple(self.get_inputs())  # type: ignore[arg-type]
+            return _listed(self.get_inputs(), f"{self.path}: get_inputs")
+
+
+def _listed(arguments: object, what: str) -> tuple[object, ...]:
+    """Returns a list or tuple of arguments as a tuple. Raises UsageError for anything
+    else; `what`: which function returned it."""
+    if not isinstance(arguments, list | tuple):
+        got = type(arguments).__name__
+        raise UsageError(f"{what}: expected a list of arguments, got {got}")
+    return tuple(arguments)
 
 
 def module_of(path: Path) -> ModuleType:

@@ -22,6 +22,7 @@ from numdev.operations.function.observed_calls import (
     OF_COMPILED,
     Cotangents,
     FunctionRun,
+    called,
     private,
     run,
 )
@@ -55,9 +56,9 @@ class _Spread(nn.Module):
         """Returns what the function returns of these arguments, dataclasses opened; with
         `writes` a pair of that and the arguments afterwards, detached."""
         if not self.writes:
-            return opened(self.function(*positional, **named))
+            return opened(called(self.function, positional, named))
         tree = tree_map(_writable, (positional, named))
-        output = opened(self.function(*tree[0], **tree[1]))
+        output = opened(called(self.function, *tree))
         return output, tree_map(_detached, tree)
 
 

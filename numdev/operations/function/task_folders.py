@@ -141,7 +141,7 @@ class ImportedTask:
             torch.manual_seed(seed)
             try:
                 data = self.generate(**named)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 words = f"{GENERATE}({sizes_text(named)}) raised {one_line(error)}"
                 raise UsageError(words) from error
         return Arguments(positional=(data,), names=("data",))

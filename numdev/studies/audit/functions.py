@@ -241,9 +241,6 @@ def run_all(
             runs.append(
                 run(function, drawn.arguments, seed=drawn.seed, cotangents=cotangents)
             )
-        except SystemExit as error:
-            why = f"ended the program (exit code {error.code})"
-            runs.append(Failure("failed", why))
         except Exception as error:  # it is foreign code
             runs.append(Failure("failed", _in_one_line(error)))
     return [x.finished() if isinstance(x, FunctionRun) else x for x in runs]
