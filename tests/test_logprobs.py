@@ -133,6 +133,26 @@ def test_a_temperature_is_told(top: bool) -> None:
     assert run(meant, trainer).outcome is Outcome.PASSED
 
 
+def test_a_temperature_beside_what_each_record_says() -> None:
+    """Records of two temperatures, of which the program has 0.8 times each: named by its
+    ratio, and each record is held to its own when it is undone."""
+    used = ExactModel("demo", device="cpu").source.load(torch.bfloat16)
+    warm = [
+        replace(
+            recorded(used, s.token_ids, Support(0.8 * t)),
+            settings=RecordedSettings(dtype="bfloat16", temperature=t),
+        )
+        for s, t in zip(sound()[1], [0.75, 1.25] * 3, strict=True)
+    ]
+    report = run(warm)
+    (cause,) = report.summary.sides[0].causes
+    dose, words = cause.dose.split(" ", 1)
+    assert float(dose) == pytest.approx(0.8, abs=0.01)
+    assert words == "times what its records say"
+    assert cause.left is not None
+    assert 0.8 < cause.left < 1.3
+
+
 def test_causes_stack() -> None:
     """Two causes of one side are named in the order in which undoing them takes away
     most: base 2 of values that are shifted, a temperature behind a filter."""

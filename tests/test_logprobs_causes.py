@@ -16,6 +16,7 @@ import numdev
 from numdev.config import logprobs_request
 from numdev.errors import UsageError
 from numdev.formats import format_named
+from numdev.studies.logprobs.cause_search import CauseSearch
 from numdev.studies.logprobs.causes import (
     KINDS,
     PAIR_CAUSES,
@@ -39,7 +40,7 @@ from numdev.studies.logprobs.pair_causes import (
 )
 from numdev.studies.logprobs.records import RecordedSequence, RecordedSettings
 from numdev.studies.logprobs.report import CauseRow, LogprobsReport
-from numdev.studies.logprobs.study import CauseSearch, logprobs
+from numdev.studies.logprobs.study import logprobs
 from numdev.studies.logprobs.summary import named_causes
 from numdev.studies.logprobs.truth import ExactModel, ExactValues, Support
 from tests.support import models
@@ -179,9 +180,10 @@ def test_slopes_and_constants_by_hand() -> None:
     x = np.array([[0.0, 1.0], [2.0, 4.0], [1.0, np.nan]])
     y = np.array([[1.0, 3.0], [1.0, 5.0], [np.nan, np.nan]])
     chosen = np.array([3.0, 1.0, np.nan]), np.array([7.0, -1.0, np.nan])
-    product, square = slope_sums(Alternatives(x, y), chosen)
+    product, square, other = slope_sums(Alternatives(x, y), chosen)
     assert product / square == pytest.approx(2)
     assert square == pytest.approx(14 / 3 + 14 / 3)
+    assert other == pytest.approx(4 * square)
     np.testing.assert_allclose(constants(Alternatives(x, y), 2.0), [1, -3, np.nan])
     assert sign_of([np.array([1.0, 2.0]), np.array([-0.1, np.nan])]) == 1
     assert sign_of([np.array([-1.0, 0.1])]) == -1
@@ -239,6 +241,76 @@ def test_a_slope_near_1_of_alternatives_is_no_temperature() -> None:
     near = several("temperature", top_product=100.5, **fields)
     assert not decide(near).named
     assert decide(several("temperature", top_product=110.0, **fields)).named
+
+
+def test_alternatives_that_err_on_both_sides() -> None:
+    """What the reference's own err lowers a slope on them: it names no temperature where
+    the slope the other way round is on the other side of 1, or at it."""
+    fields = {"after": 0.5, "top_square": 100.0, "top_product": 96.0}
+    for other, is_named in ((90.0, True), (95.8, False), (97.0, False)):
+        rows = several("temperature", top_other=other, **fields)
+        assert decide(rows).named is is_named
+
+
+def test_a_cut_of_all_that_roundings_do_not_explain() -> None:
+    """From 2 times the prediction to 1 no error can be cut tenfold; what is above the
+    prediction can. Not with one sequence, nor where one of many makes the cut."""
+    fields = {"before": 4.0, "after": 1.2, "effect": 3.0, "product": 2.9}
+    rows = several("temperature", noise_left=1.0, fitted=True, **fields)
+    assert decide(rows).named
+    assert not decide(rows[:1]).named
+    assert not decide([r.model_copy(update={"after": 1.4}) for r in rows]).named
+    wide = [
+        r.model_copy(update={"after": 0.3, "product": 24.0 * (i == 0)})
+        for i, r in enumerate(rows)
+    ]
+    assert not decide(wide).named
+
+
+def test_a_slope_that_leaves_more_than_it_explains() -> None:
+    """Names nothing: something larger moves the same tokens."""
+    fields = {"before": 20.0, "after": 12.0, "effect": 8.0, "noise_left": 1.0}
+    assert not decide(several("quantised weights", product=8.0, **fields)).named
+    fields |= {"after": 8.5}
+    assert decide(several("quantised weights", product=8.0, **fields)).named
+
+
+def two_hidden(first: float, second: float) -> CauseSearch:
+    """Eight sequences that err by so much of two causes whose effects are alike."""
+    rng, sequences = np.random.default_rng(0), []
+    for number in range(8):
+        n = 60
+        x, y, noise = rng.normal(size=(3, n))
+        a, b = 5 * x, 5 * (0.6 * x + 0.8 * y)
+        exact = np.full(n, -40.0)
+        values = exact + first * a + second * b + noise
+        record = RecordedSequence(np.arange(n), values, np.ones(n, dtype=bool))
+        instead = {("stale weights", "old"): exact + a, ("adapter", "absent"): exact + b}
+        sequences.append(
+            Observed(number, record, values, record.mask, exact,
+                     predicted=np.ones(n), instead=instead)
+        )  # fmt: skip
+    return CauseSearch("a", sequences)
+
+
+def test_causes_that_hide_each_other() -> None:
+    """Alone neither has the slope 1, since a part of the other looks like it; each is
+    named once the other is undone. One alone hides nothing, and so does half of it."""
+    kinds = [KINDS["stale weights"], KINDS["adapter"]]
+    search = two_hidden(1.0, 1.0)
+    alone = search.copied()
+    alone.undo_all(kinds)
+    assert [c.cause for c in named_causes(alone.rows, "a")] == []
+    both = search.undo_hidden(kinds)
+    assert both is not None
+    assert both.at_prediction
+    named = list(named_causes(both.rows, "a"))
+    assert {c.cause for c in named} == {"stale weights", "adapter"}
+    assert all(c.left == pytest.approx(1.0, abs=0.1) for c in named)
+    assert len(both.rows) == 16
+    assert search.rows == []
+    for shares in ((1.0, 0.0), (1.0, 0.4), (0.5, 0.5)):
+        assert two_hidden(*shares).undo_hidden(kinds) is None
 
 
 def observed(top: np.ndarray, logits: np.ndarray, temperature: float = 1.0) -> Observed:

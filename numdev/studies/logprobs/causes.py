@@ -2,10 +2,11 @@
 as functions of arrays, and the rule by which one is named.
 
 A cause has an effect, in nats a token: undone, an error d becomes d - effect. It is named
-where undoing it cuts the squared error tenfold; or, if the effect was computed without
-looking at the errors (the exact model under that cause, less the exact model), where the
-slope of the error on it is 1 within its interval and 0 is far outside. On a side that is
-at its prediction nothing is named. Needs no torch."""
+where undoing it cuts tenfold the squared error, or what that has above the predicted one;
+or, if the effect was computed without looking at the errors (the exact model under that
+cause, less the exact model), where the slope of the error on it is 1 within its interval,
+0 is far outside, and no more is left than it explains. On a side that is at its
+prediction nothing is named. Needs no torch."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ class Effects(NamedTuple):
     counts: Sequence[int] = ()  # tokens with the cause's own sign; by sequence
     fitted: bool = False  # the dose was chosen by the errors themselves
     # Of a temperature, by sequence: sums of which the slope of alternatives is made
-    alternatives: Sequence[tuple[float, float]] = ()
+    alternatives: Sequence[tuple[float, float, float]] = ()
     # float64 [n] each: the predicted error once the cause is undone, where that is other
     predicted: Sequence[np.ndarray] = ()
 
@@ -229,8 +230,11 @@ def temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     assert beta is not None
     first = sequences[0].support
     assert first is not None
-    dose, fitted = f"{first.temperature / beta:.3g}", of_alternatives is None
-    tops = () if fitted else tuple(map(_alternatives, sequences))
+    several = len({s.support.temperature for s in sequences if s.support}) > 1
+    dose = f"{1 / beta:.3g} times what its records say"
+    dose = dose if several else f"{first.temperature / beta:.3g}"
+    fitted = of_alternatives is None
+    tops = () if fitted else tuple((*_alternatives(s), 0.0) for s in sequences)
     return [Effects(dose, effects, scale=beta, fitted=fitted, alternatives=tops)]
 
 
@@ -326,6 +330,8 @@ def _chosen_slope(sequences: Sequences, errors: Errors) -> float | None:
 
     temperatures = [s.support.temperature for s in sequences if s.support is not None]
     low, high = math.log(max(temperatures) / 3.9), math.log(min(temperatures) / 0.26)
+    if low >= high:  # they lie too far from each other
+        return None
     tries = np.linspace(low, high, 23)
     best = int(np.argmin([squares(x) for x in tries]))
     if best in (0, len(tries) - 1):
@@ -603,7 +609,7 @@ def _rows(
     undone keeps its error, or has none where the cause is known by such tokens."""
     rows = []
     counts = effects.counts or [0] * len(sequences)
-    tops = effects.alternatives or [(0.0, 0.0)] * len(sequences)
+    tops = effects.alternatives or [(0.0, 0.0, 0.0)] * len(sequences)
     parts = zip(sequences, errors, effects.effects, noise, counts, tops, strict=True)
     for i, (seen, d, effect, square, count, top) in enumerate(parts):
         finite = np.isfinite(d)
@@ -631,6 +637,7 @@ def _rows(
                 fitted=effects.fitted,
                 top_product=top[0],
                 top_square=top[1],
+                top_other=top[2],
                 stage=stage,
             )
         )
@@ -678,10 +685,20 @@ def decide(rows: Sequence[CauseRow]) -> Decision:
         return Decision(whole and explained, cut)
     if effect <= RESOLVED * noise or tokens < FEWEST_TOKENS:
         return Decision(False, cut)
-    slope, of_alternatives = _slope(rows), _slope_of_alternatives(rows)
-    if of_alternatives is not None and not _is_other(of_alternatives, LEAST_TEMPERATURE):
+    slope = _slope(rows)
+    of_tops = [_slope_of_alternatives(rows), _slope_of_the_other(rows)]
+    tops = [each for each in of_tops if each is not None]
+    if not all(_is_other(each, LEAST_TEMPERATURE) for each in tops):
         return Decision(False, cut, slope)
-    if cut >= TENFOLD or (cut > 1 and _has_other_slope(of_alternatives)):
+    if len({each.mean > 1 for each in tops}) > 1:
+        return Decision(False, cut, slope)
+    if cut > 1 and tops and all(map(_has_other_slope, tops)):
+        return Decision(True, cut, slope)
+    # A cut that one sequence alone makes says nothing: its slope may be 0.
+    low = slope.low if slope is not None else None
+    if cut >= TENFOLD and (low is None or low > 0):
+        return Decision(True, cut, slope)
+    if cut >= LEAST_CUT and low is not None and low > 0 and _takes_the_excess(rows):
         return Decision(True, cut, slope)
     # Without a prediction, two sound sides share noise with what is taken from both.
     by_slope = kind.by_slope and noise > 0 and not any(row.fitted for row in rows)
@@ -689,7 +706,25 @@ def decide(rows: Sequence[CauseRow]) -> Decision:
     if by_slope and kind.in_part and 1 / AT_PREDICTION**2 <= size <= AT_PREDICTION**2:
         by_sign = count == tokens  # as the grid of a head's logits
         return Decision(by_sign or (cut >= LEAST_CUT and _is_far(slope)), cut, slope)
-    return Decision(by_slope and cut >= LEAST_CUT and _is_one(slope), cut, slope)
+    by_slope = by_slope and cut >= LEAST_CUT and _is_one(slope)
+    return Decision(by_slope and _excess(rows)[1] <= effect, cut, slope)
+
+
+def _excess(rows: Sequence[CauseRow]) -> tuple[float, float]:
+    """Returns what the squared error has above the predicted one, and what it has once
+    the cause is undone."""
+    before, after, noise, left = (
+        math.fsum(getattr(row, name) for row in rows)
+        for name in ("before", "after", "noise", "noise_left")
+    )
+    return before - noise, after - left
+
+
+def _takes_the_excess(rows: Sequence[CauseRow]) -> bool:
+    """Whether undoing a cause cuts tenfold what the squared error has above the predicted
+    one; False where none is predicted."""
+    before, after = _excess(rows)
+    return any(row.noise for row in rows) and after <= before / TENFOLD
 
 
 def _slope(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
@@ -706,17 +741,27 @@ def _slope_of_alternatives(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
     return jackknife(sums, lambda s: s["product"] / s["square"], CONFIDENCE)
 
 
+def _slope_of_the_other(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
+    """Returns the same slope where it is the other side's alternatives that err: what is
+    erred in those that a slope is taken on lowers it, so that the true one lies between
+    the two. None where they do not err."""
+    sums = [{"product": row.top_product, "square": row.top_other} for row in rows]
+    if not any(each["square"] for each in sums):
+        return None
+    return jackknife(sums, lambda s: s["square"] / s["product"], CONFIDENCE)
+
+
 def _is_other(slope: SequenceEstimate, least: float) -> bool:
     """Whether a slope of alternatives is off 1 by more than `least`."""
     return abs(slope.mean - 1) > least
 
 
-def _has_other_slope(slope: SequenceEstimate | None) -> bool:
+def _has_other_slope(slope: SequenceEstimate) -> bool:
     """Whether the recorded alternatives have a slope on the exact ones that is not 1, FAR
     beyond its interval: another temperature, whatever else is wrong, since a filter or a
     constant adds the same to all alternatives of a position. False without an
     interval."""
-    if slope is None or slope.low is None or slope.high is None:
+    if slope.low is None or slope.high is None:
         return False
     half = (slope.high - slope.low) / 2
     return _is_other(slope, max(LEAST_TEMPERATURE, FAR / 2.576 * half))

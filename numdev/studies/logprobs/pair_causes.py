@@ -46,10 +46,10 @@ def shared_alternatives(pair: SequencePair) -> Alternatives | None:
 
 def slope_sums(
     alternatives: Alternatives, chosen: tuple[np.ndarray, np.ndarray]
-) -> tuple[float, float]:
-    """Returns the sums of x times y and of x squared over alternatives and chosen tokens,
-    each less its mean over those of a position; `chosen`: x and y of the tokens, float64
-    [n] each."""
+) -> tuple[float, float, float]:
+    """Returns the sums of x times y, of x squared and of y squared over alternatives and
+    chosen tokens, each less its mean over those of a position; `chosen`: x and y of the
+    tokens, float64 [n] each."""
     tokens = [np.where(np.isfinite(sum(chosen)), c, np.nan)[:, None] for c in chosen]
     x = np.concatenate([alternatives.x, tokens[0]], axis=1)
     y = np.concatenate([alternatives.y, tokens[1]], axis=1)
@@ -57,7 +57,11 @@ def slope_sums(
     count = np.maximum(1, valid.sum(axis=1, keepdims=True))
     x, y = (np.where(valid, z, 0.0) for z in (x, y))
     x, y = (z - z.sum(axis=1, keepdims=True) / count for z in (x, y))
-    return float((x * y)[valid].sum()), float((x * x)[valid].sum())
+    return (
+        float((x * y)[valid].sum()),
+        float((x * x)[valid].sum()),
+        float((y * y)[valid].sum()),
+    )
 
 
 def constants(alternatives: Alternatives, slope: float) -> np.ndarray:

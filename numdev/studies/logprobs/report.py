@@ -135,6 +135,7 @@ class CauseRow(Record):
     # Of a temperature with recorded alternatives: sums that their slope is made of
     top_product: float = 0.0
     top_square: float = 0.0
+    top_other: float = 0.0  # of the side's own alternatives, where both err
     stage: int = 0  # how many causes were undone before
 
 

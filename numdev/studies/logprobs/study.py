@@ -23,7 +23,8 @@ from numdev.report import Provenance
 from numdev.report.number_text import percent, ratio, si
 from numdev.sources.checkpoint import load_tokenizer
 from numdev.studies.logprobs import causes
-from numdev.studies.logprobs.causes import CauseKind, Observed, Rerouted
+from numdev.studies.logprobs.cause_search import CauseSearch
+from numdev.studies.logprobs.causes import Observed, Rerouted
 from numdev.studies.logprobs.costs import (
     HALF,
     HEAD,
@@ -72,9 +73,6 @@ from numdev.studies.logprobs.truth import (
 from numdev.system import System
 
 Progress = Callable[[str, int, int], None]
-# Sequences held to another temperature
-AtTemperature = Callable[[Sequence[Observed], float], list[Observed]]
-MOST_CAUSES = 4  # undone one after the other
 NO_TOKENS = "no token of it counts and has a value"
 # Why a cause was not looked for, where no dose of it could be tried
 NEEDS = {
@@ -403,20 +401,26 @@ class LogprobsStudy:
         else:
             search.sequences = self.with_instead(search.sequences)
             untested |= self.why_not_rerouted(search.sequences)
+        begun = search.copied()
         search.undo_all(later)
+        if not search.at_prediction:
+            search = begun.undo_hidden(later) or search
         done = {row.cause for row in search.rows}
         for name in causes.KINDS.keys() - done:
             untested.setdefault(name, NEEDS.get(name, "it could not be tried"))
         return search, dict(sorted(untested.items()))
 
     def at_temperature(
-        self, sequences: Sequence[Observed], temperature: float
+        self, sequences: Sequence[Observed], beta: float
     ) -> list[Observed]:
-        """Returns sequences held to another temperature of all tokens, with all that is
-        known of the exact model there."""
+        """Returns sequences held to their temperature over `beta`, of all tokens, with
+        all that is known of the exact model there."""
         assert self.model is not None
-        support, moved = Support(temperature=temperature), []
+        moved = []
         for seen in sequences:
+            meant = 1.0 if seen.support is None else seen.support.temperature
+            temperature = float(f"{meant / beta:.3g}")  # as the cause is called
+            support = Support(temperature=temperature)
             others = seen.exact.log_mass if seen.exact is not None else ()
             tried = [other._replace(temperature=temperature) for other in others]
             exact = exact_values(self.model, seen.record, support, tried)
@@ -799,95 +803,3 @@ def pair_row(number: int, p: np.ndarray, q: np.ndarray, study: LogprobsStudy) ->
         "largest_probability": float(np.abs(np.exp(p) - np.exp(q)).max()),
     }
     return row.model_copy(update=numbers)
-
-
-class CauseSearch:
-    """Looks for causes on one side, and undoes those that are named, the one that takes
-    away most first."""
-
-    def __init__(
-        self, side: str, sequences: list[Observed],
-        at_temperature: AtTemperature | None = None,
-    ) -> None:  # fmt: skip
-        self.side, self.sequences = side, sequences
-        self.at_temperature = at_temperature
-        self.errors = [seen.errors for seen in sequences]
-        self.scale = 1.0  # by which causes undone so far multiply the format's errors
-        self.rows: list[CauseRow] = []
-        self.stage = 0
-
-    @property
-    def noise(self) -> list[float]:
-        """Returns by sequence the sum of the predicted error's square over tokens that
-        still count; 0 where none is predicted."""
-        return [
-            0.0
-            if seen.predicted is None
-            else float((seen.predicted[np.isfinite(d)] ** 2).sum()) * self.scale**2
-            for seen, d in zip(self.sequences, self.errors, strict=True)
-        ]
-
-    @property
-    def at_prediction(self) -> bool:
-        """Whether the error is at most AT_PREDICTION times the predicted one, rms."""
-        square = sum(float(np.nansum(d**2)) for d in self.errors)
-        return square <= causes.AT_PREDICTION**2 * sum(self.noise)
-
-    def undo_all(self, kinds: list[CauseKind]) -> None:
-        """Adds the rows of every kind that can be tried, each once: of one that is named
-        as it was when it was undone, of all others as they are in the end."""
-        kinds = list(kinds)
-        for _ in range(MOST_CAUSES):
-            tried = self._tried(kinds)
-            named = [t for t in tried if causes.decide(t[1]).named]
-            if not named:
-                break
-            # Those that are known by single tokens last: others may explain these.
-            kind, rows, effects = max(
-                named, key=lambda t: (not t[0].counted, causes.decide(t[1]).cut)
-            )
-            self.rows += rows
-            self._undo(kind, effects)
-            self.scale *= effects.scale
-            if kind.in_part:  # what is left of it is noise from here on
-                squares = sum(float(np.nansum(d**2)) for d in self.errors)
-                self.scale *= max(1.0, math.sqrt(squares / sum(self.noise)))
-            self.stage += 1
-            kinds.remove(kind)
-        self.rows += [row for _, rows, _ in self._tried(kinds) for row in rows]
-
-    def _undo(self, kind: CauseKind, effects: causes.Effects) -> None:
-        """Undoes a cause: a temperature by holding the side to it from here on, any other
-        by taking its effect off the values."""
-        if kind.name == "temperature" and self.at_temperature is not None:
-            at = float(effects.dose)
-            self.sequences = self.at_temperature(self.sequences, at)
-            lost = [np.isnan(d) for d in self.errors]
-            errors = [seen.values - seen.reference for seen in self.sequences]
-            self.errors = [
-                np.where(gone, np.nan, d) for gone, d in zip(lost, errors, strict=True)
-            ]
-            return
-        self.errors = causes.undone(self.errors, effects)
-        predicted: Sequence[np.ndarray | None] = effects.predicted
-        predicted = predicted or [seen.predicted for seen in self.sequences]
-        parts = zip(self.sequences, effects.effects, predicted, strict=True)
-        with np.errstate(invalid="ignore"):  # minus infinity less itself
-            self.sequences = [
-                dataclasses.replace(seen, values=seen.values - effect, predicted=noise)
-                for seen, effect, noise in parts
-            ]
-
-    def _tried(
-        self, kinds: Sequence[CauseKind]
-    ) -> list[tuple[CauseKind, list[CauseRow], causes.Effects]]:
-        """Returns (kind, its rows, its effects) for every kind that can be tried, in
-        order. Nothing is undone."""
-        results = []
-        for kind in kinds:
-            tried = causes.cause_rows(
-                self.side, kind, self.sequences, self.errors, self.noise, self.stage
-            )
-            if tried is not None:
-                results.append((kind, *tried))
-        return results

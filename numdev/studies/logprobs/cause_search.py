@@ -1,0 +1,213 @@
+"""The search for causes on one side: which are named, in which order they are undone,
+and which hide each other. What a cause is and when it is named stands in `causes`. Needs
+no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+
+import numpy as np
+
+from numdev.studies.logprobs.causes import (
+    AT_PREDICTION,
+    LEAST_CUT,
+    CauseKind,
+    Effects,
+    Observed,
+    cause_rows,
+    decide,
+    undone,
+)
+from numdev.studies.logprobs.report import CauseRow
+
+# Sequences held to their temperature over another number
+AtTemperature = Callable[[Sequence[Observed], float], list[Observed]]
+MOST_CAUSES = 4  # undone one after the other
+MOST_TRIED = 3  # undone on trial, to see what they hide
+
+
+class CauseSearch:
+    """Looks for causes on one side, and undoes those that are named, the one that takes
+    away most first."""
+
+    def __init__(
+        self, side: str, sequences: list[Observed],
+        at_temperature: AtTemperature | None = None,
+    ) -> None:  # fmt: skip
+        self.side, self.sequences = side, sequences
+        self.at_temperature = at_temperature
+        self.errors = [seen.errors for seen in sequences]
+        self.scale = 1.0  # by which causes undone so far multiply the format's errors
+        self.rows: list[CauseRow] = []
+        self.stage = 0
+
+    @property
+    def noise(self) -> list[float]:
+        """Returns by sequence the sum of the predicted error's square over tokens that
+        still count; 0 where none is predicted."""
+        return [
+            0.0
+            if seen.predicted is None
+            else float((seen.predicted[np.isfinite(d)] ** 2).sum()) * self.scale**2
+            for seen, d in zip(self.sequences, self.errors, strict=True)
+        ]
+
+    @property
+    def at_prediction(self) -> bool:
+        """Whether the error is at most AT_PREDICTION times the predicted one, rms."""
+        square = sum(float(np.nansum(d**2)) for d in self.errors)
+        return square <= AT_PREDICTION**2 * sum(self.noise)
+
+    def undo_all(self, kinds: list[CauseKind]) -> None:
+        """Adds the rows of every kind that can be tried, each once: of one that is named
+        as it was when it was undone, of all others as they are in the end."""
+        kinds = list(kinds)
+        for _ in range(MOST_CAUSES):
+            tried = self._tried(kinds)
+            named = [t for t in tried if decide(t[1]).named]
+            if not named:
+                break
+            # Those that are known by single tokens last: others may explain these.
+            kind, rows, effects = max(
+                named, key=lambda t: (not t[0].counted, decide(t[1]).cut)
+            )
+            self.rows += rows
+            self._undo(kind, effects)
+            kinds.remove(kind)
+        self.rows += [row for _, rows, _ in self._tried(kinds) for row in rows]
+
+    def copied(self) -> CauseSearch:
+        """Returns a search that goes on from this one, and leaves it as it is."""
+        other = copy(self)
+        other.rows = list(self.rows)
+        return other
+
+    def undo_hidden(self, kinds: list[CauseKind]) -> CauseSearch | None:
+        """Returns this search with causes undone that hide each other, each of which is
+        named once the others are undone; None where there are none."""
+        for kind, effects in self._on_trial(kinds):
+            undone_both = self._undone_with(kind, effects, kinds)
+            if undone_both is not None:
+                search, refined = undone_both  # its dose, now that others are undone
+                again = self._undone_with(kind, refined, kinds)
+                return again[0] if again is not None else search
+        return None
+
+    def _undone_with(
+        self, kind: CauseKind, effects: Effects, kinds: Sequence[CauseKind]
+    ) -> tuple[CauseSearch, Effects] | None:
+        """Returns this search with a cause undone and those that are named then, and the
+        effects of this one once they are undone; None where none is named, or then not
+        this one."""
+        trial = self.copied()
+        trial._undo(kind, effects)
+        trial.undo_all([other for other in kinds if other is not kind])
+        if trial.stage == self.stage + 1:
+            return None
+        last = trial._with(self, kind, effects)
+        for _, rows, refined in last._tried([kind]):
+            if decide(rows).named:
+                last._undo(kind, refined)
+                last.rows += [*rows, *trial.rows[len(self.rows) :]]
+                last.stage = trial.stage
+                return last, refined
+        return None
+
+    def _on_trial(
+        self, kinds: Sequence[CauseKind]
+    ) -> Iterator[tuple[CauseKind, Effects]]:
+        """Yields the causes that may hide others, with their effects, the one that takes
+        away most first: those that are not named; then a temperature as it is once the
+        first of the others is undone."""
+        tried = [
+            (decide(rows), kind, effects)
+            for kind, rows, effects in self._tried(kinds)
+            if kind.by_slope and not kind.in_part
+        ]
+        tried = [each for each in tried if each[0].cut >= LEAST_CUT]
+        tried.sort(key=lambda each: each[0].cut, reverse=True)
+        hidden = [each for each in tried if not each[0].named]
+        for _, kind, effects in hidden[:MOST_TRIED]:
+            yield kind, effects
+        for _, kind, effects in tried[:1]:
+            trial = self.copied()
+            trial._undo(kind, effects)
+            warm = [other for other in kinds if other.name == "temperature" != kind.name]
+            for other, rows, then in trial._tried(warm):
+                if decide(rows).cut >= LEAST_CUT:
+                    yield other, then
+
+    def _with(
+        self, before: CauseSearch, kind: CauseKind, effects: Effects
+    ) -> CauseSearch:
+        """Returns a search as it was before a cause was undone on trial, with all others
+        undone that this one has since named."""
+        last = before.copied()
+        last.scale = self.scale / effects.scale
+        pairs = zip(before.sequences, self.sequences, effects.effects, strict=True)
+        last.sequences = [
+            dataclasses.replace(
+                seen,
+                values=now.values + (0.0 if self._is_held_to(kind) else effect),
+                predicted=seen.predicted if effects.predicted else now.predicted,
+            )
+            for seen, now, effect in pairs
+        ]
+        errors = [seen.errors for seen in last.sequences]
+        last.errors = [
+            np.where(np.isnan(now), np.nan, d)
+            for d, now in zip(errors, self.errors, strict=True)
+        ]
+        return last
+
+    def _is_held_to(self, kind: CauseKind) -> bool:
+        """Whether a cause is undone by holding the side to it, not by its effect."""
+        return kind.name == "temperature" and self.at_temperature is not None
+
+    def _undo(self, kind: CauseKind, effects: Effects) -> None:
+        """Undoes a cause, and makes what is left of it noise."""
+        self._take_off(kind, effects)
+        self.scale *= effects.scale
+        if kind.in_part:  # what is left of it is noise from here on
+            squares = sum(float(np.nansum(d**2)) for d in self.errors)
+            self.scale *= max(1.0, math.sqrt(squares / sum(self.noise)))
+        self.stage += 1
+
+    def _take_off(self, kind: CauseKind, effects: Effects) -> None:
+        """Undoes a cause: a temperature by holding the side to it from here on, any other
+        by taking its effect off the values."""
+        if self._is_held_to(kind):
+            assert self.at_temperature is not None
+            self.sequences = self.at_temperature(self.sequences, effects.scale)
+            lost = [np.isnan(d) for d in self.errors]
+            errors = [seen.values - seen.reference for seen in self.sequences]
+            self.errors = [
+                np.where(gone, np.nan, d) for gone, d in zip(lost, errors, strict=True)
+            ]
+            return
+        self.errors = undone(self.errors, effects)
+        predicted: Sequence[np.ndarray | None] = effects.predicted
+        predicted = predicted or [seen.predicted for seen in self.sequences]
+        parts = zip(self.sequences, effects.effects, predicted, strict=True)
+        with np.errstate(invalid="ignore"):  # minus infinity less itself
+            self.sequences = [
+                dataclasses.replace(seen, values=seen.values - effect, predicted=noise)
+                for seen, effect, noise in parts
+            ]
+
+    def _tried(
+        self, kinds: Sequence[CauseKind]
+    ) -> list[tuple[CauseKind, list[CauseRow], Effects]]:
+        """Returns (kind, its rows, its effects) for every kind that can be tried, in
+        order. Nothing is undone."""
+        results = []
+        for kind in kinds:
+            tried = cause_rows(
+                self.side, kind, self.sequences, self.errors, self.noise, self.stage
+            )
+            if tried is not None:
+                results.append((kind, *tried))
+        return results
