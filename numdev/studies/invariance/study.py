@@ -122,13 +122,12 @@ def invariance(
         say(note)
     asked = request.model_dump(mode="json") | {"formats": [fmt.name for fmt in formats]}
     described = describe(source)
-    runs = (
-        Isolated(request.time_limit)
-        if request.isolate
-        else contextlib.nullcontext(attempt)
-    )
+    isolated = Isolated(request.time_limit) if request.isolate else None
     head = header(asked, system, kernels, described)
-    with Journal.open(directory, head, overwrite=overwrite) as journal, runs as run:
+    with (
+        Journal.open(directory, head, overwrite=overwrite) as journal,
+        isolated or contextlib.nullcontext(attempt) as run,
+    ):
         study = InvarianceStudy(
             kernels, axes, system, run, watch, backward=request.backward
         )
