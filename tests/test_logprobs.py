@@ -21,7 +21,7 @@ from numdev.studies.logprobs.records import RecordedSequence, RecordedSettings
 from numdev.studies.logprobs.report import CauseRow, LogprobsReport, PairRow
 from numdev.studies.logprobs.statistics import dashboard, jackknife, pair_sums
 from numdev.studies.logprobs.study import logprobs
-from numdev.studies.logprobs.truth import ExactModel, Support
+from numdev.studies.logprobs.truth import ExactModel, Support, exact_values
 from tests.support.logprob_records import changed, drawn_tokens, joined, recorded, side
 
 COUNT, LENGTH = 6, 48
@@ -288,6 +288,64 @@ def test_mixed_weights_and_few_tokens_are_not_judged() -> None:
     short = [replace(s, mask=np.arange(LENGTH) < 20) for s in rollout]
     assert verdicts(run(short))["rollout"] is Outcome.NOT_JUDGED
     assert verdicts(run(rollout[:2]))["rollout"] is Outcome.NOT_JUDGED
+
+
+INVENTED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
+    "appended": (
+        lambda x: np.append(x[:-1], -0.001 - 0.01 * abs(x[-1])),
+        "the last token of a sequence",
+    ),
+    "filled in": (
+        lambda x: np.where(np.arange(len(x)) % 16 == 9, -9999.0, x),
+        "tokens with the value -9999",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INVENTED)
+def test_values_that_nobody_computed(name: str) -> None:
+    """An end that was appended with some value, and a stand-in: named, with a model and
+    beside the other side; without these tokens the side is at its prediction."""
+    change, dose = INVENTED[name]
+    rollout, trainer = sound()
+    ends = [replace(s, top_ids=None, top_logprobs=None) for s in rollout]
+    if name == "appended":  # a token that was not sampled, and is far from likely
+        ends = [
+            replace(s, token_ids=np.append(s.token_ids[:-1], 2047 - i))
+            for i, s in enumerate(ends)
+        ]
+        used = ExactModel("demo", device="cpu").source.load(torch.bfloat16)
+        ends = trainer = [recorded(used, s.token_ids) for s in ends]
+    off = [changed(s, change) for s in ends]
+    report = run(off, trainer)
+    (cause,) = report.summary.sides[0].causes
+    assert (cause.cause, cause.dose) == ("invented values", dose)
+    assert cause.left is not None
+    assert cause.left < 1.3
+    assert named(report, "trainer") == []
+    beside = run(off, trainer, model=None)
+    assert [c.cause for c in beside.summary.pair_causes] == ["invented values"]
+    few = run([*off[:2], *ends[2:]], trainer)
+    if name == "appended":  # two ends may be chance
+        assert named(few) == []
+
+
+def test_a_mean_ratio_is_the_mass_that_a_filter_keeps() -> None:
+    """Of tokens that the filtered side sampled: the mean of exp(exact - filtered) is the
+    mean mass that the filter keeps, exactly so token by token."""
+    model, at = ExactModel("demo", device="cpu"), Support(top_p=0.8)
+    tokens = drawn_tokens(model.source.load(torch.float32), COUNT, LENGTH, support=at)
+    ratios, masses = [], []
+    for ids in tokens:
+        record = RecordedSequence(ids, np.zeros(LENGTH), np.ones(LENGTH, dtype=bool))
+        full = exact_values(model, record, Support(), [at])
+        filtered = exact_values(model, record, at)
+        inside = np.isfinite(filtered.logprobs)  # but for a token at the filter's edge
+        assert inside.sum() >= LENGTH - 2
+        ratios.append(np.exp(full.logprobs - filtered.logprobs)[inside])
+        masses.append(np.exp(full.log_mass[at])[inside])
+    np.testing.assert_allclose(np.concatenate(ratios), np.concatenate(masses), rtol=1e-9)
+    assert 0.8 < np.concatenate(masses).mean() < 0.95
 
 
 ONE = {  # what half of the records say, the other half, and what is said of it

@@ -56,6 +56,13 @@ class CauseSearch:
         ]
 
     @property
+    def left(self) -> float:
+        """Returns the squared error that is left over the predicted one; infinite where
+        none is predicted."""
+        square, noise = sum(float(np.nansum(d**2)) for d in self.errors), sum(self.noise)
+        return square / noise if noise else math.inf
+
+    @property
     def at_prediction(self) -> bool:
         """Whether the error is at most AT_PREDICTION times the predicted one, rms."""
         square = sum(float(np.nansum(d**2)) for d in self.errors)
@@ -88,6 +95,18 @@ class CauseSearch:
     def undo_hidden(self, kinds: list[CauseKind]) -> CauseSearch | None:
         """Returns this search with causes undone that hide each other, each of which is
         named once the others are undone; None where there are none."""
+        best = self._undone_together(kinds)
+        plain = self._without_alternatives()
+        if plain is not None and (best is None or not best.at_prediction):
+            # Alternatives are of the other causes too, which are not undone in them.
+            other = plain.undo_hidden(kinds)
+            both = [search for search in (best, other) if search is not None]
+            best = min(both, key=lambda search: search.left, default=None)
+        return best
+
+    def _undone_together(self, kinds: list[CauseKind]) -> CauseSearch | None:
+        """Returns this search with the first two causes or more undone that are named
+        together; None where there are none."""
         for kind, effects in self._on_trial(kinds):
             undone_both = self._undone_with(kind, effects, kinds)
             if undone_both is not None:
@@ -95,6 +114,21 @@ class CauseSearch:
                 again = self._undone_with(kind, refined, kinds)
                 return again[0] if again is not None else search
         return None
+
+    def _without_alternatives(self) -> CauseSearch | None:
+        """Returns this search as if no alternatives had been recorded; None where none
+        were."""
+        if all(seen.record.top_logprobs is None for seen in self.sequences):
+            return None
+        other = self.copied()
+        other.sequences = [
+            dataclasses.replace(
+                seen,
+                record=dataclasses.replace(seen.record, top_ids=None, top_logprobs=None),
+            )
+            for seen in self.sequences
+        ]
+        return other
 
     def _undone_with(
         self, kind: CauseKind, effects: Effects, kinds: Sequence[CauseKind]

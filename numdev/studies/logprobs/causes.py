@@ -43,6 +43,7 @@ AT_PREDICTION = 1.5  # rms over predicted up to which nothing is named
 FEWEST_TOKENS = 32  # for a cause by the values' own form
 ALIGNED = 5.0  # times as well as the tokens' own values do others fit that are shifted
 WELL = 0.2  # of the variance that such a line leaves, at most; the tokens' own, at least
+FEWEST_DROPPED = 3  # tokens, by whose value or place a cause is known
 FORCED = -0.1  # an exact log-probability below which a recorded 0 is no rounding
 LN2, LN10 = math.log(2), math.log(10)
 PADDINGS = (8, 64, 128, 256)  # multiples that vocabularies are padded to
@@ -121,6 +122,7 @@ class CauseKind(NamedTuple):
     counted: bool = False  # named by its own sign, wherever a token has it
     stage: int = 1  # those of stage 0 are undone before others are looked for
     is_size: bool = False  # known by its size alone: it cannot be undone
+    drops: bool = False  # tokens without a value once it is undone count no more
     # It rounds to few bits: the format's noise turns some of its roundings over, so that
     # it is undone in part, and known by its size too
     in_part: bool = False
@@ -178,6 +180,42 @@ def forced(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
         signs.append(sign)
     effects = [np.where(sign, np.nan, 0.0) for sign in signs]
     return [Effects("", effects, counts=[int(sign.sum()) for sign in signs])]
+
+
+def invented(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
+    """Returns the effects of tokens whose value no program computed: the last ones of
+    sequences, as an end of sequence that was appended, and those of one and the same
+    value, which was filled in. They are far off, and few; undone they have no value. A 0
+    is a forced token's."""
+    every = np.concatenate([np.abs(d[np.isfinite(d)]) for d in errors])
+    limit = max(-FORCED, TENFOLD * float(np.median(every))) if len(every) else math.inf
+    with np.errstate(invalid="ignore"):
+        far = [np.abs(d) > limit for d in errors]
+    last = []
+    for d, is_far in zip(errors, far, strict=True):
+        sign = np.zeros_like(is_far)
+        at = np.flatnonzero(np.isfinite(d))[-1:]
+        sign[at] = is_far[at]
+        last.append(sign)
+    tried = {"the last token of a sequence": last}
+    recorded = [[s.values for s in sequences]]
+    if sequences[0].exact is None:  # the other side's may be the ones
+        recorded.append([s.reference for s in sequences])
+    for of_side in recorded:
+        values = np.concatenate([x[at] for x, at in zip(of_side, far, strict=True)])
+        names, times = np.unique(values[values != 0], return_counts=True)
+        if len(names):
+            name = float(names[times.argmax()])
+            fits = [at & (x == name) for x, at in zip(of_side, far, strict=True)]
+            tried[f"tokens with the value {name:.6g}"] = fits
+    return [
+        Effects(
+            dose,
+            [np.where(sign, np.nan, 0.0) for sign in signs],
+            counts=[int(sign.sum()) for sign in signs],
+        )
+        for dose, signs in tried.items()
+    ]
 
 
 def other_base(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
@@ -524,11 +562,18 @@ def _with_grid(effects: Effects, sequences: Sequences) -> Effects:
     return effects._replace(counts=counts)
 
 
+_INVENTED = CauseKind(
+    "invented values",
+    "{dose}: forced, appended or filled in, with a value that was not computed",
+    invented,
+    drops=True,
+)
 _STRUCTURAL = (
     CauseKind("shift", "values belong to the neighbouring token ({dose})", shifted,
               counted=True, stage=0),
     CauseKind("forced tokens", "tokens with the log-probability 0 count: forced, of the "
               "prompt or of a tool", forced, counted=True),
+    _INVENTED,
     CauseKind("other base", "values are {dose}", other_base, stage=0),
 )  # fmt: skip
 _OF_THE_DISTRIBUTION = (
@@ -613,7 +658,8 @@ def _rows(
     parts = zip(sequences, errors, effects.effects, noise, counts, tops, strict=True)
     for i, (seen, d, effect, square, count, top) in enumerate(parts):
         finite = np.isfinite(d)
-        lost = d if kind.counted else 0.0  # of a token that has no value then
+        drops = kind.counted or kind.drops
+        lost = d if drops else 0.0  # of a token that has no value then
         change = np.where(np.isfinite(effect), effect, lost)[finite]
         errors_left = d[finite] if kind.is_size else d[finite] - change
         before, after = _squares(d[finite]), _squares(errors_left)
@@ -685,6 +731,8 @@ def decide(rows: Sequence[CauseRow]) -> Decision:
         return Decision(whole and explained, cut)
     if effect <= RESOLVED * noise or tokens < FEWEST_TOKENS:
         return Decision(False, cut)
+    if kind.drops:
+        return Decision(count >= FEWEST_DROPPED and cut >= TENFOLD, cut)
     slope = _slope(rows)
     of_tops = [_slope_of_alternatives(rows), _slope_of_the_other(rows)]
     tops = [each for each in of_tops if each is not None]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
+from unicodedata import category
 
 import numpy as np
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 LARGEST_ID = 2**31 - 1  # of a token; no vocabulary is that large
 LEAST_BUDGET = 1 << 25  # bytes that any file may come to
 BYTES_PER_BYTE = 100  # and how many times its size a larger one may
+LARGEST_VALUE = 1e100  # of a log-probability: its square must be a number too
 BYTES_PER_SEQUENCE = 2000  # of Python's objects for one, beside its arrays
 SHOWN = 40  # characters of a value in a message
 REALS: frozenset[type] = frozenset([float, int, type(None)])
@@ -107,24 +109,28 @@ class FileRecord:
 
     def text(self, name: str) -> str | None:
         """Returns a text, or a whole number in digits; None where there is none or it is
-        empty. Raises MeasurementError for another type."""
+        empty. Raises MeasurementError for another type, and for a text with control codes
+        or half of a surrogate pair."""
         value = self.get(name)
         if value is None or isinstance(value, str):
+            if value and any(category(x) in ("Cc", "Cs") for x in value):
+                raise self.error(name, "a text without control codes", _shown(value))
             return value or None
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.error(name, "a text or a whole number", _shown(value))
         return _digits(value)
 
-    def number(self, name: str) -> float | None:
-        """Returns a finite number, at least 0, also from a list or array of one; None
-        where there is none. Raises MeasurementError for anything else, NaN and true among
-        them."""
+    def number(self, name: str, most: float = sys.float_info.max) -> float | None:
+        """Returns a finite number from 0 to `most`, also from a list or array of one;
+        None where there is none. Raises MeasurementError for anything else, NaN and true
+        among them."""
         value = _scalar(self.get(name))
         if value is None:
             return None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= cast(float, value) <= sys.float_info.max:
-            raise self.error(name, "a number of at least 0", _shown(value))
+        if not is_number or not 0 <= cast(float, value) <= most:
+            to = f"from 0 to {most:g}" if most < sys.float_info.max else "of at least 0"
+            raise self.error(name, f"a number {to}", _shown(value))
         return float(cast(float, value))
 
     def whole(self, name: str, least: int = 0, most: int = 2**62) -> int | None:
@@ -218,6 +224,11 @@ class FileRecord:
         if x.size and np.isposinf(x).any():
             at = int(np.argmax(np.isposinf(x)))
             raise self.error(f"{name}[{at}]", "a finite number, -inf or null", "inf")
+        is_large = np.isfinite(x) & (np.abs(x) > LARGEST_VALUE)
+        if is_large.any():
+            at = int(np.argmax(is_large))
+            wanted = f"at most {LARGEST_VALUE:g} in size, -inf or null"
+            raise self.error(f"{name}[{at}]", wanted, f"{x.reshape(-1)[at]:g}")
         return x
 
     def flags(self, name: str, length: int | None = None) -> Flags | None:

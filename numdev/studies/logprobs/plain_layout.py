@@ -23,6 +23,8 @@ Sequences = Iterator[tuple[str, RecordedSequence]]  # with a side's name; "" is 
 ROLLOUT, TRAINER = "rollout", "trainer"
 LENGTHS = ("lengths", "input_lengths")
 OFFSETS = ("offsets", "cu_seqlens")
+MODES = ("raw_logprobs", "processed_logprobs")
+HOTTEST = 1e6  # a temperature at which all tokens are alike
 LARGEST = 2**62  # of whole numbers that are no tokens
 
 
@@ -194,15 +196,19 @@ def settings_of(
     MeasurementError for a field of another type or range."""
     versions = versions_of(record, "weights_version")
     texts = {n: record.text(n) for n in ("dtype", "head", "logprobs_mode", "engine")}
+    if (mode := texts["logprobs_mode"]) is not None and mode not in MODES:
+        raise record.error("logprobs_mode", " or ".join(MODES), repr(mode[:40]))
     says = RecordedSettings(
         **texts,
-        temperature=record.number("temperature"),
-        top_p=record.number("top_p"),
+        temperature=record.number("temperature", most=HOTTEST),
+        top_p=record.number("top_p", most=1.0),
         top_k=record.whole("top_k", least=-1),
-        min_p=record.number("min_p"),
+        min_p=record.number("min_p", most=1.0),
         weights_version=versions[0] if len(versions) == 1 else None,
         step=record.whole("step"),
     )
+    if says.top_p == 0:
+        raise record.error("top_p", "a number above 0, at most 1", "0")
     # What is None in one record may be said in the other
     changes = {name: value for name, value in vars(says).items() if value is not None}
     return replace(default or RecordedSettings(), **changes)

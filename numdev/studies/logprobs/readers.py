@@ -46,6 +46,7 @@ from numdev.studies.logprobs.trainer_layouts import (
 )
 
 STABLE = "STABLE"  # the file that prime-rl writes into a step's folder when it is whole
+ALIKE = 0.01  # of a value's size, up to which two records of it are the same
 SHOWN = 6  # field names in a message or note
 HINT = "numdev.dump_logprobs writes what this command reads"
 
@@ -209,6 +210,7 @@ def _notes(layout: str, sequences: Sequence[RecordedSequence]) -> Iterator[str]:
         )
     if cut := sum(not sequence.has_prompt for sequence in sequences):
         yield f"{cut} of {len(sequences)} sequences have no prompt."
+    yield from _contradictions(sequences)
     if mixed := sum(len(sequence.weights_versions) > 1 for sequence in sequences):
         yield (
             f"{mixed} of {len(sequences)} sequences were sampled under several versions "
@@ -219,6 +221,73 @@ def _notes(layout: str, sequences: Sequence[RecordedSequence]) -> Iterator[str]:
             "The file does not have the sampling temperature; prime-rl applies it on "
             "both sides."
         )
+
+
+def _contradictions(sequences: Sequence[RecordedSequence]) -> Iterator[str]:
+    """Yields sentences on what records say of one token twice, and not alike: its value
+    among its alternatives, their probabilities, whether a filter left it, and positions
+    that do not count up from 0."""
+    words = {
+        "another log-probability among their alternatives": _other_among_alternatives,
+        "alternatives of more probability than 1": _too_probable,
+        "a filter that left other tokens alone (kept_ids)": _not_left,
+    }
+    for what, count_of in words.items():
+        if count := sum(map(count_of, sequences)):
+            yield f"{count} tokens have {what}."
+    if count := sum(map(_counts_otherwise, sequences)):
+        yield (
+            f"{count} of {len(sequences)} sequences have position_ids that do not count "
+            "up by 1 from 0: a model is asked with such that do."
+        )
+
+
+def _other_among_alternatives(x: RecordedSequence) -> int:
+    """Returns how many tokens stand among their alternatives with another value, by more
+    than storing in 16 bits changes."""
+    if x.top_ids is None or x.top_logprobs is None:
+        return 0
+    same = (x.top_ids == x.token_ids[:, None]) & np.isfinite(x.top_logprobs)
+    value = np.where(np.isfinite(x.logprobs), x.logprobs, np.nan)[:, None]
+    slack = ALIKE * np.maximum(1.0, np.abs(value))
+    with np.errstate(invalid="ignore"):
+        return int((same & (np.abs(x.top_logprobs - value) > slack)).any(axis=1).sum())
+
+
+def _too_probable(x: RecordedSequence) -> int:
+    """Returns how many tokens have alternatives whose probabilities sum to more than
+    1."""
+    if x.top_logprobs is None:
+        return 0
+    with np.errstate(over="ignore"):
+        total = np.exp(np.nan_to_num(x.top_logprobs, nan=-np.inf)).sum(axis=1)
+    return int((total > 1 + ALIKE).sum())
+
+
+def _not_left(x: RecordedSequence) -> int:
+    """Returns how many tokens that count are not among those that their filter left; a
+    token without such is none."""
+    if x.kept_ids is None or x.kept_offsets is None:
+        return 0
+    at = np.repeat(np.arange(len(x)), np.diff(x.kept_offsets))
+    is_left = np.zeros(len(x), np.bool_)
+    is_left[at[x.kept_ids == x.token_ids[at]]] = True
+    return int((x.mask & ~is_left & (np.diff(x.kept_offsets) > 0)).sum())
+
+
+def _counts_otherwise(x: RecordedSequence) -> bool:
+    """Whether recorded positions are not 0, 1, 2 ... in each sequence of a pack."""
+    if x.position_ids is None:
+        return False
+    counted = np.arange(len(x))
+    if x.sequence_lengths is not None:
+        starts = np.cumsum(x.sequence_lengths) - x.sequence_lengths
+        counted -= np.repeat(starts, x.sequence_lengths)
+    else:
+        is_start = x.position_ids == 0
+        is_start[0] = True
+        counted -= np.maximum.accumulate(np.where(is_start, counted, 0))
+    return not np.array_equal(counted, x.position_ids)
 
 
 def _counts(sequence: RecordedSequence) -> tuple[int, int, int, int]:

@@ -20,25 +20,38 @@ USUAL = (
     *(Support(top_k=k) for k in (10, 20, 40, 50, 100)),
     *(Support(min_p=p) for p in (0.01, 0.05, 0.1)),
 )
+LONGEST_NAME = 40  # characters of what a record says, in a sentence
+COLDEST = 1e-4  # a temperature below which servers take the likeliest token
 
 
 def support_of(record: RecordedSequence, request: LogprobsRequest) -> Support:
     """Returns what a record's values are meant to be under: the temperature that it says,
     else the request's, else 1; and a filter only where the request says one, or the
     record says that its values are processed. Values that it says are raw are at
-    temperature 1, of all tokens."""
-    says = record.settings
-    if says.logprobs_mode is not None and says.logprobs_mode.startswith("raw"):
+    temperature 1, of all tokens; so are greedy ones, below COLDEST."""
+    mode = record.settings.logprobs_mode
+    if mode == "raw_logprobs":
         return Support()
-    asked = Support(
-        request.temperature or 1.0, request.top_p, request.top_k, request.min_p
-    )
-    processed = (says.logprobs_mode or "").startswith("processed")
+    says, temperature = _filter_of(record), record.settings.temperature
+    if mode != "processed_logprobs":
+        says = Support()
+    greedy = 1.0 if temperature is not None and temperature < COLDEST else None
     return Support(
-        temperature=says.temperature or asked.temperature,
-        top_p=asked.top_p or (says.top_p if processed else None),
-        top_k=asked.top_k or (says.top_k if processed else None),
-        min_p=asked.min_p or (says.min_p if processed else None),
+        temperature=greedy or temperature or request.temperature or 1.0,
+        top_p=request.top_p or says.top_p,
+        top_k=request.top_k or says.top_k,
+        min_p=request.min_p or says.min_p,
+    )
+
+
+def _filter_of(record: RecordedSequence) -> Support:
+    """Returns the filter that a record says, at temperature 1: what leaves all tokens, as
+    a top_k of -1 or a top_p of 1, is none."""
+    p, k, m = (getattr(record.settings, name) for name in ("top_p", "top_k", "min_p"))
+    return Support(
+        top_p=p if p is not None and p < 1 else None,
+        top_k=k if k is not None and k > 0 else None,
+        min_p=m or None,
     )
 
 
@@ -52,11 +65,7 @@ def supports_tried(
     temperatures = {support.temperature for support in meant}
     if len(temperatures) != 1:
         return []
-    of_records = [
-        Support(1.0, r.settings.top_p, r.settings.top_k, r.settings.min_p)
-        for r in records
-    ]
-    filters = dict.fromkeys((*of_records, *meant, *USUAL))
+    filters = dict.fromkeys((*map(_filter_of, records), *meant, *USUAL))
     (temperature,) = temperatures
     return list(
         dict.fromkeys(
@@ -127,7 +136,7 @@ def settings_remarks(
     in, and on formats whose roundings cannot be predicted. `records`: of each side."""
     for side, of_side in zip(sides, records, strict=True):
         if engines := side.several.get("engine"):
-            listed = ", ".join(engines)
+            listed = ", ".join(name[:LONGEST_NAME] for name in engines)
             yield (
                 f"{side.name}: its records are of {len(engines)} engines ({listed}), "
                 "and judged together."
@@ -135,8 +144,16 @@ def settings_remarks(
         names = {r.settings.dtype for r in of_side} | {r.settings.head for r in of_side}
         for name in sorted(x for x in names if x and format_name(x) not in FORMATS):
             yield (
-                f"{side.name}: roundings to {name!r}, which it says, are not predicted: "
+                f"{side.name}: roundings to {name[:LONGEST_NAME]!r}, which it says, are "
+                "not predicted: "
                 f"it is held to {side.recipe}."
+            )
+        says = [r.settings.temperature for r in of_side]
+        greedy = [t for t in says if t is not None and t < COLDEST]
+        if greedy:
+            yield (
+                f"{side.name}: {len(greedy)} of {len(of_side)} records say temperature "
+                f"{greedy[0]:g}: they are held to temperature 1."
             )
     if len(sides) < 2:
         return

@@ -69,6 +69,7 @@ from numdev.studies.logprobs.truth import (
     exact_values,
     other_experts,
     predicted_errors,
+    segments_of,
 )
 from numdev.system import System
 
@@ -404,7 +405,9 @@ class LogprobsStudy:
         begun = search.copied()
         search.undo_all(later)
         if not search.at_prediction:
-            search = begun.undo_hidden(later) or search
+            hidden = begun.undo_hidden(later)
+            both = [search] if hidden is None else [search, hidden]
+            search = min(both, key=lambda each: each.left)
         done = {row.cause for row in search.rows}
         for name in causes.KINDS.keys() - done:
             untested.setdefault(name, NEEDS.get(name, "it could not be tried"))
@@ -494,8 +497,7 @@ class LogprobsStudy:
         if self.previous is not None:
             values = exact_instead(self.previous, record, support)
             instead["stale weights", self.previous.name] = values
-        lengths = record.sequence_lengths
-        is_pack = lengths is not None and len(lengths) > 1
+        is_pack = len(segments_of(record)) > 1
         if is_pack and len(record) <= self.model.most_positions:
             together = exact_instead(self.model, record, support, as_one=True)
             onward = exact_instead(self.model, record, support, continued=True)

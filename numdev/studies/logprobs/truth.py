@@ -490,11 +490,26 @@ def exact_values(
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
         logits = model.exact_logits(ids)
+        _check_alternatives(sequence, logits.shape[-1])
         values.logprobs[part] = token_logprobs(logits, ids, support)
         for where, rows in next_logits(logits, len(ids)):
             at = slice(part.start + where.start, part.start + where.stop)
             _fill_values(values, sequence, at, rows, support)
     return values
+
+
+def _check_alternatives(sequence: RecordedSequence, vocabulary: int) -> None:
+    """Raises MeasurementError for an alternative, or a token that a filter left, that the
+    model has no token for."""
+    every = {"top_ids": sequence.top_ids, "kept_ids": sequence.kept_ids}
+    for name, ids in every.items():
+        largest = 0 if ids is None else int(ids.max(initial=0))
+        if largest >= vocabulary:
+            what = f"expected token ids below {vocabulary:,}, got {largest:,}"
+            raise MeasurementError(
+                f"{sequence.place}: {name}: {what}",
+                hint="is it the model that was sampled?",
+            )
 
 
 def _without_values(sequence: RecordedSequence, others: Sequence[Support]) -> ExactValues:
@@ -541,7 +556,7 @@ def _fill_values(
         assert sequence.kept_offsets is not None
         for row, i in enumerate(range(at.start, at.stop)):
             begin, end = sequence.kept_offsets[i : i + 2]
-            kept_ids = torch.from_numpy(sequence.kept_ids[begin:end].copy())
+            kept_ids = torch.from_numpy(np.unique(sequence.kept_ids[begin:end]))
             if len(kept_ids):
                 chosen = scaled[row, kept_ids.to(scaled.device)]
                 values.recorded_mass[i] = float(chosen.logsumexp(dim=0))

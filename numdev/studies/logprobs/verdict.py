@@ -46,6 +46,7 @@ ONE = {
     "head": ("have heads in", "formats", "noise is predicted with one"),
 }
 MOST_NAMES = 4  # of versions or formats in a sentence
+LONGEST_NAME = 40  # characters of one
 NO_MODEL = "no model: which side is off is not told (--model)"
 
 
@@ -167,7 +168,7 @@ def _why_not_one(side: PlannedSide) -> str:
         verb, of, what = ONE[name]
         values = side.several[name]
         more = ", …" if len(values) > MOST_NAMES else ""
-        listed = ", ".join(values[:MOST_NAMES]) + more
+        listed = ", ".join(x[:LONGEST_NAME] for x in values[:MOST_NAMES]) + more
         return f"its records {verb} {len(values)} {of} ({listed}), and {what}"
     return ""
 
