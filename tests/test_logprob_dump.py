@@ -85,7 +85,11 @@ def test_both_sides_of_one_call(tmp_path: Path) -> None:
             MeasurementError,
             "expected whole numbers",
         ),
-        ({"logprobs": [-1], "temperature": -1}, MeasurementError, "at least 0, got -1"),
+        (
+            {"logprobs": [-1], "temperature": -1},
+            MeasurementError,
+            "from 0 to 1e\\+06, got -1",
+        ),
         (
             {"logprobs": [-1], "path": "x.pt"},
             UsageError,

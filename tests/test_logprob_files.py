@@ -427,3 +427,49 @@ def test_a_path_of_another_kind_is_a_usage_error(
         (tmp_path / name).write_bytes(b"\x80\x04.")
     with pytest.raises(UsageError, match=message):
         read_sides(tmp_path / name)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, object], str]] = {
+    "value": (
+        {"top_ids": [[], [2, 9], [3]], "top_logprobs": [[], [-0.7, -2.0], [-0.251]]},
+        "1 tokens have another log-probability among their alternatives.",
+    ),
+    "probability": (
+        {"top_ids": [[], [8, 9], [7]], "top_logprobs": [[], [-0.5, -0.6], [0.5]]},
+        "2 tokens have alternatives of more probability than 1.",
+    ),
+    "filter": (
+        {"kept_ids": [[], [8, 9], [3, 7]]},
+        "1 tokens have a filter that left other tokens alone (kept_ids).",
+    ),
+    "positions": (
+        {"position_ids": [0, 2, 4]},
+        "1 of 1 sequences have position_ids that do not count up by 1 from 0: a model is "
+        "asked with such that do.",
+    ),
+    "positions of a pack": (
+        {"position_ids": [0, 1, 2], "seq_lens": [2, 1]},
+        "1 of 1 sequences have position_ids that do not count up by 1 from 0: a model is "
+        "asked with such that do.",
+    ),
+}
+AGREEING: dict[str, object] = {
+    "top_ids": [[], [2, 9], [3]],
+    "top_logprobs": [[], [-0.5, -2.0], [-0.251]],
+    "kept_ids": [[], [2], [3, 7]],
+    "position_ids": [0, 1, 0],
+    "seq_lens": [2, 1],
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_what_a_record_says_twice_and_not_alike(tmp_path: Path, name: str) -> None:
+    """Is counted and said, and nothing of a record that agrees with itself."""
+    fields, note = CONTRADICTIONS[name]
+    path = tmp_path / "a.jsonl"
+    record = {"token_ids": [1, 2, 3], "logprobs": [None, -0.5, -0.25]}
+    first = "1 of 3 counted tokens have no log-probability."
+    path.write_text(json.dumps(record | fields))
+    assert read_sides(path)[0].notes == (first, note)
+    path.write_text(json.dumps(record | AGREEING))
+    assert read_sides(path)[0].notes == (first,)

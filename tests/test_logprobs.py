@@ -428,6 +428,36 @@ def test_tokens_of_another_model_are_refused() -> None:
         logprobs(request, [side("rollout", sound()[0])])
 
 
+def test_ids_beside_the_tokens_are_checked_too() -> None:
+    """Alternatives and kept tokens beyond the vocabulary are refused, with the record."""
+    rollout = [replace(s, place="a.jsonl line 1") for s in sound()[0]]
+    every = np.arange(LENGTH + 1)
+    words = "expected token ids below 2,048, got 9,999"
+    for name, fields in {
+        "top_ids": {"top_ids": np.full((LENGTH, 4), 9999)},
+        "kept_ids": {"kept_ids": np.full(LENGTH, 9999), "kept_offsets": every},
+    }.items():
+        with pytest.raises(MeasurementError, match=f"a.jsonl line 1: {name}: {words}"):
+            run([replace(s, **fields) for s in rollout])
+
+
+NEUTRAL: dict[str, dict[str, object]] = {
+    "all tokens": {"top_k": -1, "top_p": 1.0, "min_p": 0.0},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_settings_that_leave_all_tokens_as_they_are(name: str) -> None:
+    """Are no filter and no temperature; a greedy one is said."""
+    says = {"logprobs_mode": "processed_logprobs", **NEUTRAL[name]}
+    report = run(said(sound()[0], says))
+    assert report.plan.sides[0].support == "temperature 1, all tokens"
+    assert report.outcome is Outcome.PASSED
+    greedy = "rollout: 6 of 6 records say temperature 0: they are held to temperature 1."
+    assert (greedy in report.remarks) is (name == "greedy")
+
+
 def test_the_numbers_of_dashboards() -> None:
     """A table that a person can check: ratios 2, 1/2 and 1, of probabilities 0.5."""
     q = np.log([0.25, 0.5, 0.5])

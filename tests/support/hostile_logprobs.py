@@ -55,7 +55,7 @@ BAD_IDS = [
 ]
 BAD_FIELDS: dict[str, list[object]] = {
     "token_ids": [*NO_NUMBERS, [], [1], [1, 2], [1, 2, 3, 4], *BAD_IDS],
-    "logprobs": [*NO_NUMBERS, *BAD_LENGTHS, [0, 0, "x"], [0, 0, True], [0, 0, HUGE**12], [0, 0, []]],
+    "logprobs": [*NO_NUMBERS, *BAD_LENGTHS, [0, 0, "x"], [0, 0, True], [0, 0, HUGE**12], [0, 0, []], [0, 0, 1e101], [0, 0, "NaN"]],
     "mask": [*NO_NUMBERS, *BAD_LENGTHS, [0, 1, 2], [0, 1, 0.5], [0, 1, None], [0, 1, -1], [0, 1, HUGE]],
     "entropy": [*NO_NUMBERS, *BAD_LENGTHS],
     "position_ids": [*BAD_LENGTHS, [0, 1, -2], [0, 1, 2**63], [0, 1, 1.5]],
@@ -63,14 +63,16 @@ BAD_FIELDS: dict[str, list[object]] = {
     "pack_ids": [[0, 1], "x", [0, 0, 0.5]],
     "sequence_lengths": [[1, 1], [4], [0, 3], [-1, 4], [HUGE]],
     "routed_experts": [[1, 2, 3], [[[1]], [[2]]], [[[1]], [[2]], [[3, 4]]], [[["x"]]] * 3, [[[-2]]] * 3],
-    "temperature": [-0.5, "hot", [0.5, 0.6], {"t": 1}, HUGE**12, True],
-    "top_p": [-1, "x"],
+    "temperature": [-0.5, "hot", [0.5, 0.6], {"t": 1}, HUGE, HUGE**12, True],
+    "top_p": [-1, 0, 1.5, "x"],
     "top_k": [0.5, -2, HUGE, "x"],
-    "min_p": [-1, []],
+    "min_p": [-1, 2, []],
+    "logprobs_mode": ["raw_logits", "processed", 5],
+    "engine": ["a\x1b[31m", "\ud800", "two\nlines"],
     "uid": [0.5, [1], {}, True],
     "weights_version": [0.5, [0.5], {"v": 1}],
     "step": [-1, 1.5, HUGE],
-    "dtype": [["bfloat16"], 0.5],
+    "dtype": [["bfloat16"], 0.5, "\0"],
     "rollout_logprobs": [[0]],
 }  # fmt: skip
 BAD_RECORDS: dict[str, dict[str, object]] = {
