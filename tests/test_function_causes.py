@@ -334,3 +334,43 @@ def test_an_argument_with_gaps_in_its_memory_has_no_other_order() -> None:
     words = [each.words for each in references_of_other_inputs(of)]
     assert words
     assert not [x for x in words if "contiguous" in x]
+
+
+def exp_in_place(x: Tensor, w: Tensor) -> Tensor:
+    y = x.exp()
+    y.mul_(w)
+    y.add_(x)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda x, w: x.exp() * w, "add is left out"),
+        (lambda x, w: x.exp() + x, "w is taken for 1"),  # mul is left out
+        (lambda x, w: x.exp() * w + 2 * x, None),  # added twice
+        (lambda x, w: exp_in_place(x, w.where(w > 0, 0.0)), None),
+    ],
+)
+def test_operations_in_place_run_once_and_can_be_left_out(
+    wrong: Function, words: str | None
+) -> None:
+    named = cause(exp_in_place, wrong, *drawn((24, 32), (24, 32)))
+    if words is None:
+        assert named is None or "left out" not in named
+    else:
+        assert named == words
+
+
+def test_blocks_of_a_product_keep_its_factors() -> None:
+    def reference(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
+        return torch.addmm(c, x, y, beta=0.5, alpha=2.0)
+
+    def wrong(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
+        total = torch.zeros_like(c)
+        for a, b in zip(x.split(16, -1), y.split(16, -2), strict=True):
+            total = round_to(total + a @ b, FORMATS["float16"])
+        return 2 * total + 0.5 * c
+
+    words = "sums are accumulated in float16, 16 terms at a time"
+    assert cause(reference, wrong, *drawn((24, 96), (96, 24), (24, 24))) == words

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -63,8 +64,21 @@ class OperatorCall:
         return self.func(*first, *self.args[len(first) :], **self.kwargs)
 
     def result(self) -> object:
-        """Runs the operator again, as `on`, and returns what it gives."""
+        """Returns what the operator gives of its arguments. It runs once: what it writes
+        is written once, however often one asks."""
+        return self._result
+
+    @cached_property
+    def _result(self) -> object:
         return self.on()
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether the operator writes into its first argument, which it returns, as
+        `add_` does."""
+        schema = self.func._schema
+        info = schema.arguments[0].alias_info if self.args else None
+        return len(schema.returns) == 1 and info is not None and bool(info.is_write)
 
 
 Change = Callable[[OperatorCall], object]
@@ -72,7 +86,8 @@ Change = Callable[[OperatorCall], object]
 
 
 class OtherOperations(TorchDispatchMode):
-    """A mode in which `change` may put something else in place of each operation."""
+    """A mode in which `change` may put something else in place of each operation; of one
+    that writes into its first argument, it is written there."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,7 +107,12 @@ class OtherOperations(TorchDispatchMode):
     ) -> object:
         operation = OperatorCall(func, args, kwargs or {})
         other = self.change(operation)
-        return operation.result() if other is NotImplemented else other
+        if other is NotImplemented:
+            return operation.result()
+        if operation.is_writer and other is not args[0]:
+            # Its caller looks at the tensor that is written, not at what comes back
+            return operation.tensor(0).copy_(cast(Tensor, other))
+        return other
 
 
 class Notes:
@@ -161,13 +181,17 @@ def with_argument(
 
 def left_out(operation: OperatorCall, argument: int = 0) -> object:
     """Returns a copy of an argument (by its place) of an operation in place of its
-    result, cast to its dtype; NotImplemented for a view, and for an operation that makes
-    no floating-point tensor of the argument's shape."""
+    result, cast to its dtype, and the first argument of one that writes there as it is;
+    NotImplemented for a view, and for an operation that makes no floating-point tensor of
+    the argument's shape."""
     if operation.func.is_view or len(operation.args) <= argument:
         return NotImplemented
     x = operation.args[argument]
     if not is_floating(x):
         return NotImplemented
+    if operation.is_writer:
+        target = operation.tensor(0)
+        return x if x.shape == target.shape else NotImplemented
     like = operation.result()
     if not is_floating(like) or like.shape != x.shape or like is x:
         return NotImplemented
@@ -403,9 +427,8 @@ MAX_STEPS = 256  # blocks of a sum, above which it is not computed block by bloc
 
 def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object:
     """Returns a sum, a mean or a matrix product whose terms are added up block by block,
-    each sum so far rounded to a format; `beta` and `alpha` of a product count as 1.
-    NotImplemented for another operation, for a sum along several axes or all, and for
-    fewer than two or more than MAX_STEPS blocks."""
+    each sum so far rounded to a format. NotImplemented for another operation, for a sum
+    along several axes or all, and for fewer than two or more than MAX_STEPS blocks."""
     name = operation.name
     if name in PRODUCTS:
         first = 0 if name in ("mm", "bmm") else 1
@@ -414,7 +437,11 @@ def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object
         if not 1 < math.ceil(x.shape[-1] / block) <= MAX_STEPS:
             return NotImplemented
         total = _running_sum([a @ b for a, b in pairs], fmt)
-        return total if not first else total + operation.tensor(0)
+        if not first:
+            return total
+        alpha = cast(float, operation.argument("alpha"))
+        beta = cast(float, operation.argument("beta"))
+        return alpha * total + beta * operation.tensor(0)
     dims = operation.argument("dim") if name in ("sum", "mean") else None
     if not isinstance(dims, Sequence) or len(dims) != 1:
         return NotImplemented
