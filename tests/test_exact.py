@@ -419,6 +419,25 @@ def test_running_statistics_are_written_in_training_alone(
     assert torch.equal(mean.exact, expected if training else third)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: z * z.conj(),
+        lambda z: z.conj().imag * 2,
+        lambda z: z[:, None].mH @ z[:, None],
+        lambda z: torch.vdot(z, z),
+        lambda z: z * z.conj().resolve_conj(),
+        lambda z: z * torch.ones(5, dtype=torch.complex64).mul(1j).conj(),
+    ],
+)
+def test_a_lazy_conjugate_is_computed(function: Callable[[Tensor], Tensor]) -> None:
+    """It is a view with a bit, which kernels below a dispatch mode do not read."""
+    z = torch.randn(5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    for x in (z, z.conj()):
+        out, wide = evaluate(function, x).output, function(x.to(torch.complex128))
+        torch.testing.assert_close(widened(out), wide.resolve_conj().resolve_neg())
+
+
 def test_complex_numbers_are_rounded_part_by_part() -> None:
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
 

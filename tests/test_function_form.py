@@ -367,3 +367,20 @@ def test_axes_of_a_definition_are_its_own_and_positive(
     }))  # fmt: skip
     with pytest.raises(UsageError, match=re.escape(why)):
         read_definition(file)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_function_without_its_conjugate_is_another_one(dtype: torch.dtype) -> None:
+    """Forward and backward, where PyTorch's conjugates are views with a bit."""
+
+    def inputs(seed: int) -> tuple[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randn(24, 40, dtype=dtype, generator=generator),)
+
+    def spectrum(z: Tensor) -> Tensor:
+        return z * z.conj() * (1 + 2j)
+
+    same = {"reference": spectrum, "inputs": inputs, "backward": True, "device": "cpu"}
+    sound = check_beside(lambda z: z.conj() * z * (1 + 2j), **same)
+    assert sound.passed, sound.in_short
+    assert check_beside(lambda z: z * z * (1 + 2j), **same).verdict == "FAIL"

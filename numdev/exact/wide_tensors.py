@@ -73,8 +73,10 @@ class Wide(Tensor):
     @staticmethod
     def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Wide:
         """Returns a `Wide` tensor under `dtype` of float64 (or complex128) values of any
-        shape, with which it shares storage. `is_weight`: whether it is a stored
-        parameter, which may not be rounded yet."""
+        shape, with which it shares storage, but for lazy conjugates and negatives, which
+        are computed. `is_weight`: whether it is a stored parameter, which may not be
+        rounded yet."""
+        values = _without_lazy_bits(values)
         wide: Wide = Tensor._make_wrapper_subclass(
             Wide,
             values.shape,
@@ -358,6 +360,16 @@ class _Call:
             raise unsupported_error(
                 self.func, f"numdev has no format for {dtype}"
             ) from error
+
+
+def _without_lazy_bits(values: Tensor) -> Tensor:
+    """Returns a tensor in whose memory its values are: a conjugate, or the imaginary part
+    of one, is a view with a bit that no kernel below a dispatch mode reads."""
+    if values.is_conj():
+        values = torch.conj_physical(values.conj())
+    if values.is_neg():
+        values = torch.neg(torch._neg_view(values))
+    return values
 
 
 def check_readable(tree: object) -> None:

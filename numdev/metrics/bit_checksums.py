@@ -58,5 +58,8 @@ def same(x: Tensor, y: Tensor) -> bool:
 
 def bits(x: Tensor) -> Tensor:
     """Returns the bit patterns of a tensor's elements as integers of their size (uint8
-    for one byte, else signed), sharing the tensor's memory."""
-    return x.detach().view(_BITS[x.element_size()])
+    for one byte, else signed), sharing the tensor's memory; of complex ones those of
+    their parts, [..., 2]. A lazy conjugate is computed."""
+    x = x.detach()
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
+    return x.view(_BITS[x.element_size()])
