@@ -245,8 +245,8 @@ class Programs:
         layers = {name: (m, axis) for name, m, axis in linear_layers(model)}
         for name, delta in read_adapter(adapter_of(self.subject)).deltas.items():
             module, axis = layers[name]
-            own = delta if axis == 1 else delta.T
-            merged = module.weight.data.double() + times * own
+            change = delta if axis == 1 else delta.T
+            merged = module.weight.data.double() + times * change
             module.weight.data = merged.to(grid or torch.float32).float()
         model = model.to(getattr(torch, dtype))
         model.set_attn_implementation(self.subject.attention)
@@ -332,10 +332,10 @@ def in_formats(programs: Programs) -> Iterator[Planted]:
     """Yields programs with fewer bits than they say, in the head or in what is stored, and
     with rows of padding."""
 
-    def by(dtype: str, head: str | None = None, said: str | None = None) -> Records:
+    def by(dtype: str, head: str | None = None, stated: str | None = None) -> Records:
         """What a program in a format, with a head in another, records; it may say that
         its head is in a third."""
-        settings = RecordedSettings(dtype=dtype, head=said)
+        settings = RecordedSettings(dtype=dtype, head=stated)
         model = partial(programs.with_head, dtype, head)
         return programs.by(model, settings=settings)
 
@@ -352,7 +352,7 @@ def in_formats(programs: Programs) -> Iterator[Planted]:
     name = "float16 with a head in bfloat16"
     yield Planted(name, narrow, partial(by, "float16", "bfloat16"))
     name, wide = "bfloat16, a head in float32 is said", ("logits in 16 bits",)
-    yield Planted(name, wide, partial(by, "bfloat16", said="float32"))
+    yield Planted(name, wide, partial(by, "bfloat16", stated="float32"))
     both, name = (*narrow, *stored), "a head in bfloat16 + stored"
     yield Planted(name, both, partial(cast, "float32", "bfloat16"))
     if padding := -programs.subject.exact.vocabulary % 64:
@@ -484,20 +484,20 @@ def in_pairs(programs: Programs) -> Iterator[Planted]:
     """Yields programs that are off in two ways: the format, the cache, weights or an
     adapter beside a temperature or a filter, and what is stored or packed beside a
     temperature."""
-    said = {name: RecordedSettings(dtype=name) for name in ("float16", "float32")}
+    formats = {name: RecordedSettings(dtype=name) for name in ("float16", "float32")}
     cache_model = partial(programs.with_cache, "float16", "e4m3 cache")
     head = partial(programs.with_head, "float32", "bfloat16")
     absent = partial(programs.adapted, 0, None, "bfloat16")
     int4 = partial(programs.mistaken, "quantised weights", "int4")
     adapter = {"adapter": adapter_of(programs.subject)}
     table = [
-        ("a head in bfloat16", "narrow head", head, said["float32"], {}),
+        ("a head in bfloat16", "narrow head", head, formats["float32"], {}),
         ("int4 weights", "quantised weights", int4, BFLOAT16, {}),
         ("adapter absent", "adapter", absent, BFLOAT16, adapter),
     ]
     if programs.subject.name != "gemma2":
         named = ("e4m3 cache, float16", "quantised cache")
-        table.append((*named, cache_model, said["float16"], {}))
+        table.append((*named, cache_model, formats["float16"], {}))
     warm, cut = Support(0.7), Support(top_p=0.8)
     for name, cause, model, settings, flags in table:
         for support, second in ((warm, "temperature"), (cut, "truncated support")):
@@ -507,7 +507,7 @@ def in_pairs(programs: Programs) -> Iterator[Planted]:
     if programs.top:
         return
     both, wide = ("stored in 16 bits", "temperature"), partial(programs.loaded, "float32")
-    records = partial(programs.altered, to_bfloat16, warm, wide, said["float32"])
+    records = partial(programs.altered, to_bfloat16, warm, wide, formats["float32"])
     yield Planted("float32 stored in bfloat16 + temperature 0.7", both, records)
     both, records = ("packing", "temperature"), partial(together, programs, warm)
     yield Planted("a pack sees all of itself + temperature 0.7", both, records)

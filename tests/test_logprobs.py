@@ -373,7 +373,7 @@ ONE = {  # what half of the records say, the other half, and what is said of it
 }
 
 
-def said(
+def with_settings(
     records: list[RecordedSequence], *says: dict[str, object]
 ) -> list[RecordedSequence]:
     """The records with settings, by turns."""
@@ -389,13 +389,15 @@ def test_a_side_of_two_kinds_is_not_judged(name: str) -> None:
     its records say. Nor is it accused."""
     rollout, trainer = sound()
     first, second, words = ONE[name]
-    report = run(said(rollout, first, second), trainer)
+    report = run(with_settings(rollout, first, second), trainer)
     assert verdicts(report)["rollout"] is Outcome.NOT_JUDGED
     assert verdicts(report)["trainer"] is Outcome.PASSED
     assert words in str(report.verdicts[0].reason)
     off = [changed(s, lambda x: x + 0.7 * np.sin(np.arange(len(x)))) for s in rollout]
-    assert verdicts(run(said(off, first, second)))["rollout"] is Outcome.NOT_JUDGED
-    alike = said(rollout, first)
+    assert (
+        verdicts(run(with_settings(off, first, second)))["rollout"] is Outcome.NOT_JUDGED
+    )
+    alike = with_settings(rollout, first)
     assert verdicts(run(alike))["rollout"] is not Outcome.NOT_JUDGED
 
 
@@ -403,9 +405,11 @@ def test_what_sides_say_of_themselves_is_compared() -> None:
     """Steps of one version are one; engines are judged together, and said; so are a
     format that is not predicted, other versions of both sides, and other supports."""
     rollout, trainer = sound()
-    of_steps = said(rollout, {"weights_version": "3", "step": 7, "engine": "x"},
+    of_steps = with_settings(rollout, {"weights_version": "3", "step": 7, "engine": "x"},
                     {"weights_version": "3", "step": 8, "engine": "y"})  # fmt: skip
-    other = said(trainer, {"weights_version": "4", "dtype": "fp8", "temperature": 1.25})
+    other = with_settings(
+        trainer, {"weights_version": "4", "dtype": "fp8", "temperature": 1.25}
+    )
     report = run(of_steps, other)
     assert verdicts(report)["rollout"] is Outcome.PASSED
     assert report.remarks[:4] == (
@@ -451,7 +455,7 @@ NEUTRAL: dict[str, dict[str, object]] = {
 def test_settings_that_leave_all_tokens_as_they_are(name: str) -> None:
     """Are no filter and no temperature; a greedy one is said."""
     says = {"logprobs_mode": "processed_logprobs", **NEUTRAL[name]}
-    report = run(said(sound()[0], says))
+    report = run(with_settings(sound()[0], says))
     assert report.plan.sides[0].support == "temperature 1, all tokens"
     assert report.outcome is Outcome.PASSED
     greedy = "rollout: 6 of 6 records say temperature 0: they are held to temperature 1."
