@@ -438,6 +438,13 @@ def test_a_lazy_conjugate_is_computed(function: Callable[[Tensor], Tensor]) -> N
         torch.testing.assert_close(widened(out), wide.resolve_conj().resolve_neg())
 
 
+def test_a_write_into_a_lazy_conjugate_is_refused() -> None:
+    """PyTorch carries it into the original."""
+    z = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(Unsupported, match="it writes into a lazy conjugate"):
+        evaluate(lambda z: z.conj().mul_(2) + z, z)
+
+
 def test_complex_numbers_are_rounded_part_by_part() -> None:
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
 

@@ -68,6 +68,7 @@ class Wide(Tensor):
 
     exact: Tensor
     is_weight: bool
+    is_apart: bool  # from the tensor that it is a conjugate of, as PyTorch's is not
     refusal: str = ""
 
     @staticmethod
@@ -76,7 +77,8 @@ class Wide(Tensor):
         shape, with which it shares storage, but for lazy conjugates and negatives, which
         are computed. `is_weight`: whether it is a stored parameter, which may not be
         rounded yet."""
-        values = _without_lazy_bits(values)
+        computed = _without_lazy_bits(values)
+        is_apart, values = computed is not values, computed
         wide: Wide = Tensor._make_wrapper_subclass(
             Wide,
             values.shape,
@@ -85,7 +87,7 @@ class Wide(Tensor):
             dtype=dtype,
             device=values.device,
         )
-        wide.exact, wide.is_weight = values, is_weight
+        wide.exact, wide.is_weight, wide.is_apart = values, is_weight, is_apart
         return wide
 
     __torch_function__ = NO_OVERRIDE  # type: ignore[assignment]
@@ -253,6 +255,8 @@ class _Call:
         `FREE` may then be read only in a backward pass. Raises Unsupported where the
         operator cannot compute in fp64."""
         for target in self.targets:
+            if isinstance(target, Wide) and target.is_apart:
+                raise unsupported_error(self.func, "it writes into a lazy conjugate")
             values = widened(target)
             self.wide_targets[id(target)], self.stands_for[id(values)] = values, target
         args, kwargs = tree_map(self._read_leaf, self._arguments_with_read_numbers())
