@@ -11,7 +11,7 @@ prediction nothing is named. Needs no torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -117,7 +117,7 @@ class CauseKind(NamedTuple):
 
     name: str
     words: str  # in a sentence on a side; {dose} stands for its dose
-    find: Callable[[Sequences, Errors], Sequence[Effects]]  # one for each dose tried
+    find: Callable[[Sequences, Errors], Iterable[Effects]]  # one for each dose tried
     by_slope: bool = False  # the effect does not depend on the errors
     counted: bool = False  # named by its own sign, wherever a token has it
     stage: int = 1  # those of stage 0 are undone before others are looked for
@@ -218,8 +218,8 @@ def invented(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     ]
 
 
-def other_base(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns the effects of probabilities in place of their logarithms, of logarithms
+def other_base(sequences: Sequences, errors: Errors) -> Iterator[Effects]:
+    """Yields the effects of probabilities in place of their logarithms, of logarithms
     with another sign, and of those to the bases 2 and 10. Beside another side, which may
     itself be the one that has them, also the inverse of each. `sequences`: at least
     one."""
@@ -240,12 +240,10 @@ def other_base(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
             "to the base e, the other side's to the base 2": lambda v: v / LN2,
             "to the base e, the other side's to the base 10": lambda v: v / LN10,
         }
-    tried = []
     for name, form in forms.items():
         with np.errstate(invalid="ignore", over="ignore"):  # of minus infinity
             effects = [seen.values - form(seen.values) for seen in sequences]
-        tried.append(Effects(name, effects))
-    return tried
+        yield Effects(name, effects)
 
 
 def temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
@@ -631,14 +629,12 @@ def cause_rows(
     squared error, and its effects; None where no dose of it can be tried. `noise`: by
     sequence the sum of the predicted error's square; `before`: how many causes are
     undone already."""
-    tried = kind.find(sequences, errors)
-    if not tried:
-        return None
-    each = [
-        _rows(side, kind, sequences, errors, noise, effects, before) for effects in tried
-    ]
-    best = min(range(len(each)), key=lambda i: _left(each[i]))
-    return each[best], tried[best]
+    best = None
+    for effects in kind.find(sequences, errors):  # one dose in memory after the other
+        rows = _rows(side, kind, sequences, errors, noise, effects, before)
+        if best is None or _left(rows) < _left(best[0]):
+            best = rows, effects
+    return best
 
 
 def _left(rows: Sequence[CauseRow]) -> float:
