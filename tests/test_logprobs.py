@@ -253,7 +253,7 @@ def test_a_copy_and_other_tokens_are_no_pass() -> None:
     assert "copy of the other" in str(report.verdicts[0].reason)
     sides = side("rollout", rollout), side("trainer", rollout)
     pairs = joined(*sides)
-    cut = np.arange(4, LENGTH - 2)
+    cut = slice(4, LENGTH - 2)
     other = replace(pairs.pairs[0], at_a=cut, at_b=cut)
     request = logprobs_request(["both.jsonl"], {"model": "demo", "device": "cpu"})
     report = logprobs(request, sides, replace(pairs, pairs=(other, *pairs.pairs[1:])))

@@ -160,7 +160,7 @@ def changed(
 
 def joined(a: Side, b: Side) -> Joined:
     """Pairs in order, of sequences with the same tokens."""
-    every = (np.arange(len(x)) for x in a.sequences)
+    every = (slice(0, len(x)) for x in a.sequences)
     pairs = [
         SequencePair(x, y, at, at, "uid")
         for x, y, at in zip(a.sequences, b.sequences, every, strict=True)

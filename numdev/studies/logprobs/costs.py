@@ -133,8 +133,9 @@ def _paired(
         first, second = a.sequences[i], b.sequences[j]
         both = np.isfinite(a.left[i])[pair.at_a] & np.isfinite(b.left[j])[pair.at_b]
         both &= first.counts[pair.at_a] & second.counts[pair.at_b]
-        at_a, at_b = pair.at_a[both], pair.at_b[both]
-        if not len(at_a):
+        at = np.flatnonzero(both)
+        at_a, at_b = pair.at_a.start + at, pair.at_b.start + at
+        if not len(at):
             continue
         squares = {}
         for fix in (ROUNDINGS, *a.predicted, *b.predicted):

@@ -28,6 +28,7 @@ from numdev.studies.logprobs.records import (
     RecordedSequence,
     SequencePair,
     Side,
+    length_of,
 )
 
 Number = TypeVar("Number", bound=np.generic)
@@ -131,7 +132,7 @@ class _Unpaired:
                     self.ambiguous.add(i)
                     continue
                 _, shared = _shared(self.a[i], self.b[j])
-                if len(shared) == min(len(self.a[i]), len(self.b[j])):
+                if length_of(shared) == min(len(self.a[i]), len(self.b[j])):
                     pairs[i] = self._paired(i, j, "token_ids")
         self.ambiguous &= self.a.keys()
         return pairs
@@ -141,7 +142,7 @@ class _Unpaired:
         pairs = {}
         for i in [i for i in self.a if i in self.b]:
             x, y = self.a[i], self.b[i]
-            shared = len(_shared(x, y)[0])
+            shared = length_of(_shared(x, y)[0])
             if shared >= max(LEAST_SHARED * min(len(x), len(y)), 1):
                 pairs[i] = self._paired(i, i, "order")
         return pairs
@@ -213,31 +214,31 @@ def _same_bytes(x: bytes, y: bytes) -> int:
     return int(differ.argmax()) if differ.any() else m
 
 
-def _shared(x: RecordedSequence, y: RecordedSequence) -> tuple[Integers, Integers]:
-    """Returns where two sequences have the same tokens, int64 [m] in each. Where one has
-    no prompt, all of it at its place in the other, else nothing."""
+def _shared(x: RecordedSequence, y: RecordedSequence) -> tuple[slice, slice]:
+    """Returns where in each two sequences have the same tokens. Where one has no prompt,
+    all of it at its place in the other, else nothing."""
     if x.has_prompt == y.has_prompt:
         return shared_run(x.token_ids, y.token_ids)
     response, whole = (y, x) if x.has_prompt else (x, y)
     start = _part_of(response.token_ids, whole.token_ids)
     m = 0 if start is None else len(response)
-    inner, outer = np.arange(m), np.arange(start or 0, (start or 0) + m)
+    inner, outer = slice(0, m), slice(start or 0, (start or 0) + m)
     return (outer, inner) if x.has_prompt else (inner, outer)
 
 
-def shared_run(x: Integers, y: Integers) -> tuple[Integers, Integers]:
-    """Returns where two runs of tokens are the same, int64 [m] in each: where one is a
-    part of the other, all of it, at the beginning if it is there; else from their
-    beginning to the first difference, since after it the same token has another
-    context."""
+def shared_run(x: Integers, y: Integers) -> tuple[slice, slice]:
+    """Returns where in each two runs of tokens are the same: where one is a part of the
+    other, all of it, at the beginning if it is there; else from their beginning to the
+    first difference, since after it the same token has another context."""
     m = min(len(x), len(y))
     differ = np.flatnonzero(x[:m] != y[:m])
     if not len(differ):
-        return np.arange(m), np.arange(m)
+        return slice(0, m), slice(0, m)
     start = _part_of(x, y) if len(x) < len(y) else _part_of(y, x)
     if start is None:
-        return np.arange(differ[0]), np.arange(differ[0])
-    inner, outer = np.arange(m), np.arange(start, start + m)
+        beginning = slice(0, int(differ[0]))
+        return beginning, beginning
+    inner, outer = slice(0, m), slice(start, start + m)
     return (inner, outer) if len(x) < len(y) else (outer, inner)
 
 
@@ -265,20 +266,20 @@ def _with_prompts(pair: SequencePair) -> SequencePair:
     and then all its tokens are shared; as it is else."""
     a, b = pair.a, pair.b
     if _lacks_prompt_of(a, b, pair.at_a, pair.at_b):
-        a = _completed(a, b.token_ids[: pair.at_b[0]])
-        return replace(pair, a=a, at_a=np.arange(len(a)), at_b=np.arange(len(a)))
+        a = _completed(a, b.token_ids[: pair.at_b.start])
+        return replace(pair, a=a, at_a=slice(0, len(a)), at_b=slice(0, len(a)))
     if _lacks_prompt_of(b, a, pair.at_b, pair.at_a):
-        b = _completed(b, a.token_ids[: pair.at_a[0]])
-        return replace(pair, b=b, at_a=np.arange(len(b)), at_b=np.arange(len(b)))
+        b = _completed(b, a.token_ids[: pair.at_a.start])
+        return replace(pair, b=b, at_a=slice(0, len(b)), at_b=slice(0, len(b)))
     return pair
 
 
 def _lacks_prompt_of(
-    x: RecordedSequence, y: RecordedSequence, at_x: Integers, at_y: Integers
+    x: RecordedSequence, y: RecordedSequence, at_x: slice, at_y: slice
 ) -> bool:
     """Whether x has no prompt, all of it is in y, and y has tokens before it."""
-    is_part = not x.has_prompt and len(at_x) == len(x) and y.has_prompt
-    return is_part and at_y[0] > 0 and x.position_ids is None and x.turn is None
+    is_part = not x.has_prompt and length_of(at_x) == len(x) and y.has_prompt
+    return is_part and at_y.start > 0 and x.position_ids is None and x.turn is None
 
 
 def _completed(x: RecordedSequence, prompt: Integers) -> RecordedSequence:

@@ -94,30 +94,40 @@ class Side:
     notes: tuple[str, ...] = ()
 
 
+def length_of(run: slice) -> int:
+    """Returns how many positions a slice has, which must have a beginning and an end."""
+    return int(run.stop - run.start)
+
+
 @dataclass(frozen=True, eq=False)
 class SequencePair:
     """One sequence as both sides recorded it.
 
-    `at_a` and `at_b`, int64 [m], are the positions in each that are the same token: one
-    run without gaps, `a.token_ids[at_a]` equals `b.token_ids[at_b]`. Where `is_equal`,
-    that is the whole of both; else one side was cut, has the response alone, or has other
-    tokens."""
+    `at_a` and `at_b` are where in each the tokens are the same: one run without gaps of m
+    tokens, `a.token_ids[at_a]` equals `b.token_ids[at_b]`. Where `is_equal`, that is the
+    whole of both; else one side was cut, has the response alone, or has other tokens.
+    What is taken of a side at it is a view, no copy."""
 
     a: RecordedSequence
     b: RecordedSequence
-    at_a: Integers  # [m]
-    at_b: Integers  # [m]
+    at_a: slice
+    at_b: slice
     joined_by: Joining
+
+    @property
+    def shared(self) -> int:
+        """Returns m, the number of shared tokens."""
+        return length_of(self.at_a)
 
     @cached_property
     def is_equal(self) -> bool:
         """Whether both sides have the same tokens from the first to the last."""
-        return len(self.a) == len(self.at_a) == len(self.b)
+        return len(self.a) == self.shared == len(self.b)
 
     @cached_property
     def unshared(self) -> tuple[int, int]:
         """How many tokens of a, and of b, are not among the shared ones."""
-        return len(self.a) - len(self.at_a), len(self.b) - len(self.at_b)
+        return len(self.a) - self.shared, len(self.b) - self.shared
 
     @cached_property
     def is_cut(self) -> bool:
