@@ -7,8 +7,8 @@
     python scripts/mutate.py --rest gate           what no hinted test sees, against all others too
     python scripts/mutate.py --tests 'tests/test_*.py'     other tests than those hinted
 
-Each fault gets a copy of the tree and a pytest of its own, which ends at the first test
-that fails: the working tree is never touched. A test that hangs notices, too. Prints each
+Each fault gets a copy of the tree, compiled files included, and a pytest of its own, which
+ends at the first test that fails: the working tree is never touched. A test that hangs notices, too. Prints each
 fault with the test that caught it, and a table by area. The exit code is 0 where every
 fault was caught.
 """
@@ -39,7 +39,6 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = shutil.ignore_patterns(
     *(
-        "__pycache__",
         ".git",
         ".venv",
         ".*_cache",
