@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditConfig, Choice
 from numdev.errors import UsageError
+from numdev.kernels import find
 from numdev.sources.capture import Captured
 from numdev.sources.case_sources import ConfigSource, Drawn
 from numdev.studies.audit import dask_workers
@@ -24,6 +25,7 @@ from numdev.studies.audit.isolation import Isolated, attempt, torch_settings
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import (
     Plan,
+    Task,
     header,
     plan_controls,
     plan_formats,
@@ -102,6 +104,17 @@ def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r'pip install "numdev\[dask\]"'):
         cluster_of(1, None)
+
+
+def test_a_worker_runs_the_kernel_that_is_asked_for() -> None:
+    """By its name and its source, and no other in its place."""
+    case = CaseRef(case="a")
+    for name in ("sdpa-math", "baseline"):
+        task = Task(case=case, role="kernel", kernel=name, format="bfloat16")
+        sources = {name: find(name).made_from}
+        assert dask_workers._plan_task(task, sources).kernel == find(name)
+        with pytest.raises(UsageError, match="different source"):
+            dask_workers._plan_task(task, {name: "another"})
 
 
 def test_threads_are_shared_out_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

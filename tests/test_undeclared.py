@@ -254,6 +254,16 @@ def test_steps_of_all_maxima_are_those_of_each(tile: int | None, name: str) -> N
                 assert same(getattr(step, tensor), getattr(alone, tensor)), maximum
 
 
+def test_ways_share_what_is_theirs_alone() -> None:
+    """What ran last is taken for another maximum, and never for another tile."""
+    case = bench_of("causal").case
+    last: dict[object, Any] = {}
+    for tile, maximum in ((4, "a"), (4, "b"), (None, "b"), (4, "b")):
+        way = OnlineSoftmax(tile, maximum)
+        assert same(explanations._shared_output(way, last, case).out, way(case)), tile
+        assert len(last) == 1
+
+
 def test_only_elements_explain() -> None:
     """Errors of a way's size but another sign, or twice as large, are not its own; its
     own are."""
