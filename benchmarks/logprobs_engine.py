@@ -164,7 +164,7 @@ class Run:
         return float(reward.mean())
 
     def record(
-        self, name: str, server: nn.Module, temperature: float, *, said: bool
+        self, name: str, server: nn.Module, temperature: float, *, is_declared: bool
     ) -> list[str]:
         """Samples from the server, and records both sides; their files."""
         answers = self.serve(server, self.prompts, temperature, self.tokens)
@@ -172,7 +172,7 @@ class Run:
         for file in files:
             file.unlink(missing_ok=True)
         trainer = self.in_bfloat16()
-        warm = {"temperature": temperature} if said else {}
+        warm = {"temperature": temperature} if is_declared else {}
         for uid, answer in enumerate(answers):
             ids = torch.tensor([answer.token_ids], device=DEVICE)
             with torch.no_grad():
@@ -236,12 +236,14 @@ class Experiment:
 
     def judge(
         self, name: str, server: nn.Module, expected: list[str],
-        temperature: float = 1.0, *, said: bool = False,
+        temperature: float = 1.0, *, is_declared: bool = False,
     ) -> None:  # fmt: skip
         """Records both sides, the trainer as it is now, and judges them."""
         current = self.run.folder / "current"
         self.run.master.save_pretrained(current)
-        files = self.run.record(name.replace(" ", "_"), server, temperature, said=said)
+        files = self.run.record(
+            name.replace(" ", "_"), server, temperature, is_declared=is_declared
+        )
         report = numdev.logprobs(
             *files, model=str(current), sequences=self.options.judged,
             previous=self.previous if Path(self.previous).exists() else None,
@@ -273,7 +275,7 @@ def main() -> int:
     model = experiment.run.in_bfloat16()
     experiment.judge("stale", stale, ["stale weights"])
     experiment.judge("temperature", model, ["temperature"], 0.7)
-    experiment.judge("temperature said", model, [], 0.7, said=True)
+    experiment.judge("temperature said", model, [], 0.7, is_declared=True)
     return 0 if all(experiment.results) else 1
 
 

@@ -374,3 +374,10 @@ def test_blocks_of_a_product_keep_its_factors() -> None:
 
     words = "sums are accumulated in float16, 16 terms at a time"
     assert cause(reference, wrong, *drawn((24, 96), (96, 24), (24, 24))) == words
+
+
+def test_few_numbers_are_explained_by_luck() -> None:
+    """One number fits seven of nearly one size; eight are enough to tell."""
+    for count, words in ((7, None), (8, "it is 1.37 times what it should be")):
+        x = torch.linspace(1, 2, count)
+        assert cause(lambda x: x.sin(), lambda x: 1.37 * x.sin(), x) == words

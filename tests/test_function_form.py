@@ -41,8 +41,8 @@ def test_a_reference_in_float64_says_what_is_exact(form: torch.dtype) -> None:
     """A kernel returns the format of the call, or float64, and is held to that."""
     result = check_beside(sums_in(form), reference=sums_of, inputs=rows)
     assert result.passed, result.in_short
-    said = any("output is float32, not float64" in note for note in result.notes)
-    assert said == (form == torch.float32)
+    is_noted = any("output is float32, not float64" in note for note in result.notes)
+    assert is_noted == (form == torch.float32)
 
 
 def test_in_place_of_float64_it_errs_as_its_own_dtype_may() -> None:

@@ -49,13 +49,13 @@ sys.meta_path = [Bare() if finder is PathFinder else finder for finder in sys.me
 sys.path[:0] = {path!r}
 answers = []
 for script in {scripts!r}:
-    said, code = io.StringIO(), None
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    printed, code = io.StringIO(), None
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as stop:
             code = stop.code
-    answers.append((code, said.getvalue()))
+    answers.append((code, printed.getvalue()))
 print(json.dumps(answers))
 """
 BLOCKED = ("numdev", "numpy", "safetensors", "scipy", "jinja2")
