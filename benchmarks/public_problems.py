@@ -171,15 +171,16 @@ def tried(path: Path) -> None:
         module.Model(*module.get_init_inputs())(*module.get_inputs())
 
 
-def bench_of(path: Path, fmt: str) -> tuple[Bench, torch.nn.Module]:
+def bench_of(path: Path, fmt: str, device: str) -> tuple[Bench, torch.nn.Module]:
     """The calls of a problem in a format, as `numdev check --problem` makes them."""
-    read = ProblemFile.read(path, "cpu")
+    read = ProblemFile.read(path, device)
     plain = read.build.module(read.model)
     build: ModuleBuild = replace(
         read.build, dtype=dtype_of(format_named(fmt)), state=redrawn_state(plain)[0]
     )
     model = build.module(read.model)
-    return Bench.of(model, read.inputs, fmt=fmt, seed=0, backward=True), model
+    bench = Bench.of(model, read.inputs, fmt=fmt, seed=0, backward=True, device=device)
+    return bench, model
 
 
 @dataclass(kw_only=True)
@@ -204,10 +205,10 @@ class Row:
     all_seconds: float = 0.0
 
 
-def judged_problem(path: Path, row: Row, fmt: str, *, compiled: bool) -> None:
+def judged_problem(path: Path, row: Row, job: Job) -> None:
     """Fills in everything about one problem in one format."""
     begin = time.process_time()
-    bench, model = bench_of(path, fmt)
+    bench, model = bench_of(path, job.format, job.device)
     judged = list(bench.judged(bench.plain()))
     outputs = [x for x in judged if x.tensor in bench.plain()[0].outputs]
     row.gradients = len({x.tensor for x in judged}) - len({x.tensor for x in outputs})
@@ -226,7 +227,7 @@ def judged_problem(path: Path, row: Row, fmt: str, *, compiled: bool) -> None:
         row.wrong += 1
         row.passed += bench.passes_allclose(runs, TOLERANCE)
         row.missed += [] if bench.outputs_break(runs) else [words]
-    if compiled:
+    if job.compiled:
         torch._dynamo.reset()
         try:
             runs = bench.runs_of(torch.compile(private(model)))
@@ -243,6 +244,7 @@ class Job:
 
     path: Path
     format: str
+    device: str
     compiled: bool
     trace: bool
 
@@ -257,7 +259,7 @@ class Job:
         with tempfile.TemporaryDirectory() as name:
             try:
                 small, row.halvings = shrunk(self.path, Path(name))
-                judged_problem(small, row, self.format, compiled=self.compiled)
+                judged_problem(small, row, self)
             except Exception as error:
                 row.why = f"{type(error).__name__}: {one_line(error)}"
                 if self.trace:
@@ -341,6 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--format", default="bfloat16")
+    parser.add_argument("--device", default="cpu", help="where they run: cpu, cuda")
     parser.add_argument("--every", type=int, default=1, help="every N-th problem")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", default="", help="problems whose path has this in it")
@@ -356,6 +359,7 @@ def main() -> None:
         Job(
             path=path,
             format=asked.format,
+            device=asked.device,
             compiled=bool(asked.compiled) and i % asked.compiled == 0,
             trace=asked.trace,
         )
@@ -370,7 +374,7 @@ def main() -> None:
         for row in rows_of(jobs, asked.jobs, asked.seconds):
             rows.append(row)
             print(line(row), flush=True)
-    print(f"\n{asked.format}, {len(rows)} of {len(jobs)} files")
+    print(f"\n{asked.format} on {asked.device}, {len(rows)} of {len(jobs)} files")
     for words, count in counts_of(rows).items():
         print(f"- {words}: {count}")
     taken = [row for row in rows if not row.why]

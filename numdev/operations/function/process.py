@@ -109,10 +109,11 @@ class FunctionProcess:
         same. Raises MeasurementError for arguments that cannot be pickled, too."""
         if self._fate:
             raise MeasurementError(self._fate)
-        message = _packed(work)
+        messages = _packed(work)
         until = time.monotonic() + self.limit_s
         try:
-            _write(self._to, message)
+            for message in messages:
+                _write(self._to, message)
             header = self._read_header(until)
             if header and "usage" in header[0]:
                 raise UsageError(str(header[0]["usage"]))
@@ -228,29 +229,31 @@ class FunctionProcess:
         return b"".join(parts)
 
 
-def _packed(work: Work) -> bytes:
-    """Returns a task as bytes: its surroundings apart, since arguments may be of classes
-    that are only found there. Raises MeasurementError for arguments that cannot be
-    pickled."""
-    inner, outer = io.BytesIO(), io.BytesIO()
+def _packed(work: Work) -> list[bytes]:
+    """Returns a task as two messages: its surroundings first, since arguments may be of
+    classes that are only found there. Raises MeasurementError for arguments that cannot
+    be pickled."""
+    packed = []
     try:
-        torch.save(work, inner)
-        torch.save((work.surroundings, inner.getvalue()), outer)
+        for part in (work.surroundings, work):
+            stream = io.BytesIO()
+            torch.save(part, stream)
+            packed.append(stream.getvalue())
     except Exception as error:  # of foreign objects
         why = f"cannot be given the arguments ({one_line(error)})"
         raise MeasurementError(f"the function's process {why}") from error
-    return outer.getvalue()
+    return packed
 
 
-def _answered(run: RunWork, message: bytes) -> Message:
+def _answered(run: RunWork, surroundings: bytes, packed: bytes) -> Message:
     """Returns the header and the tensors that answer a task, which is unpacked and run in
     its surroundings. A UsageError of the run is an answer; anything else is raised."""
-    around, inner = torch.load(io.BytesIO(message), weights_only=False)
+    around = torch.load(io.BytesIO(surroundings), weights_only=False)
     with contextlib.ExitStack() as stack:
         if around is not None:
             stack.enter_context(around.entered())
         with around.on_its_device() if around is not None else contextlib.nullcontext():
-            work = torch.load(io.BytesIO(inner), weights_only=False)
+            work = torch.load(io.BytesIO(packed), weights_only=False)
         try:
             return _as_message(run(work))
         except UsageError as error:
@@ -311,8 +314,9 @@ def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
         with contextlib.suppress(OSError):  # it has one already
             os.setsid()
         os.dup2(2, 1)  # what a foreign function prints
-        for message in _messages(task):
-            header, tensors = _answered(run, message)
+        messages = _messages(task)
+        for surroundings in messages:
+            header, tensors = _answered(run, surroundings, next(messages))
             text = json.dumps(header).encode()
             os.write(answer, struct.pack("<q", len(text)))
             _write_all(answer, text)
