@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from numdev.exact.wide_tensors import widened
+import numdev
+from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import FORMATS, round_to
 from numdev.operations.function.causes import causes_of
 from numdev.operations.function.other_operations import truncated
 from numdev.operations.function.other_references import references_of_other_inputs
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import arguments_of
+from numdev.report.number_text import three
 
 Function = Callable[..., Tensor]
 
@@ -162,6 +165,57 @@ def test_coarser_sums_and_factors_are_named(
     is compared rounded too."""
     arguments = drawn((32, 256), (256, 48), dtype=dtype)
     assert cause(torch.matmul, wrong, *arguments) == words
+
+
+class ReadInTF32(torch.autograd.Function):
+    """A convolution as cuDNN computes it in float32 where TF32 is allowed."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, w: Tensor) -> Tensor:
+        factors = [first_bits(x, 19), first_bits(w, 19)]
+        context.save_for_backward(*factors)
+        return F.conv1d(*factors)
+
+    @staticmethod
+    def backward(context: Any, back: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = context.saved_tensors
+        back = first_bits(back, 19)
+        return (
+            torch.nn.grad.conv1d_input(x.shape, w, back),
+            torch.nn.grad.conv1d_weight(x, w.shape, back),
+        )
+
+
+def coarse_convolution(x: Tensor, w: Tensor) -> Tensor:
+    """A reference that PyTorch runs coarser than its operations explain."""
+    return F.conv1d(x, w) if isinstance(x, Wide) else ReadInTF32.apply(x, w)
+
+
+def test_what_the_reference_itself_errs_by_is_named() -> None:
+    """On an H200 the convolutions of a reference in float32 erred by up to 68,000 times
+    what their operations explain, and the report said no more than that."""
+    checked = numdev.check(
+        F.conv1d,
+        reference=coarse_convolution,
+        inputs=lambda seed: tuple(drawn((2, 8, 40), (6, 8, 3))),
+        formats="float32",
+        seeds=0,
+        backward=True,
+    )
+    rows = [row for row in checked.report.rows if row.role == "baseline"]
+    words = "the factors of products are cut to tf32"
+    assert {row.suspicion for row in rows} == {words}
+    assert {row.tensor for row in rows} == {
+        "output", "x_grad", "w_grad"
+    }  # fmt: skip
+    errors = [
+        row.beside_reference.predicted_ratio for row in rows if row.beside_reference
+    ]
+    assert (
+        f"The reference errs in output, x_grad and w_grad by up to "
+        f"{three(max(x or 0 for x in errors))}× what its operations explain"
+    ) in " ".join(checked.notes)
+    assert checked.passed
 
 
 @pytest.mark.gpu

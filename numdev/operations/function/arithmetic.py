@@ -65,12 +65,28 @@ NORMS = frozenset(
 # nothing of other results. That of a float32 number is within 104 of 0.
 LARGEST_LOGARITHM = 1e4
 LOGARITHMS = frozenset(("_log_softmax", "logcumsumexp", "_logcumsumexp"))
-# What adds up, and into what no other operator has a shape of its own.
+# What adds up, and whose terms nobody has looked at.
 SCATTERED = frozenset(
-    """embedding_dense_backward index_add scatter_add scatter_reduce index_put
-    _index_put_impl max_pool2d_with_indices_backward upsample_bilinear2d_backward
-    upsample_nearest2d_backward avg_pool2d_backward nll_loss_forward mse_loss nll_loss2d
+    """scatter_reduce index_put _index_put_impl nll_loss_forward mse_loss nll_loss2d
     nll_loss2d_forward""".split()  # noqa: SIM905
+)
+# Linear in their first argument, the gradient that comes back; weights are at most 1.
+SPREAD_GRADIENTS = frozenset(
+    """embedding_dense_backward max_pool2d_with_indices_backward
+    max_pool3d_with_indices_backward upsample_nearest1d_backward
+    upsample_nearest2d_backward upsample_nearest3d_backward upsample_linear1d_backward
+    upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
+    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
+    col2im""".split()  # noqa: SIM905
+)
+AVERAGES = frozenset(
+    ("avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
+     "_adaptive_avg_pool3d")
+)  # fmt: skip
+AVERAGED_GRADIENTS = frozenset(
+    """avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward
+    _adaptive_avg_pool3d_backward""".split()  # noqa: SIM905
 )
 
 
@@ -354,13 +370,49 @@ def _pooled(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
     elements, padding included, or of an adaptive operator the input's elements for each
     result."""
     x = cast(Tensor, widened(args[0]))
-    size = cast(Sequence[int], args[1])
-    if "adaptive" in func.overloadpacket.__name__:
-        count = max(1.0, x.numel() / values.numel())
-    else:
-        dims = x.ndim - 2
-        count = float(math.prod(size if len(size) == dims else [size[0]] * dims))
+    count = max(1.0, _window(func, args, x, values))
     return Terms(count, func(x.square(), *args[1:]) / count)
+
+
+def _spread(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Returns the terms of the gradient of an operator that picks, repeats or
+    interpolates: what comes back to each place. Weights below 1 count as 1 in the
+    squares, which makes these too large."""
+    back, *others = map(widened, args)
+    back = cast(Tensor, back)
+    count = func(torch.ones_like(back), *others)
+    return Terms(count.clamp_min(1), func(back.square(), *others))
+
+
+def _averaged(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Returns the terms of the gradient of averages over windows: of each window that
+    has a place, what comes back divided by the window's elements, as many as all
+    together have on average."""
+    back, *others = map(widened, args)
+    back, x = cast(Tensor, back), cast(Tensor, others[0])
+    shares = func(torch.ones_like(back), *others)
+    size = max(1.0, _window(func, args, x, back))
+    return Terms((shares * size).clamp_min(1), func(back.square(), *others) / size)
+
+
+def _window(func: OpOverload, args: Arguments, x: Tensor, averages: Tensor) -> float:
+    """Returns of how many elements an average is: the window's, padding included; of an
+    adaptive operator the elements of the input `x` for each of the averages."""
+    if "adaptive" in func.overloadpacket.__name__:
+        return x.numel() / averages.numel()
+    names = [parameter.name for parameter in func._schema.arguments]
+    size = cast(Sequence[int], args[names.index("kernel_size")])
+    dims = int(func.overloadpacket.__name__.removesuffix("_backward")[-2])
+    return float(math.prod(size if len(size) == dims else [size[0]] * dims))
+
+
+def _added_at(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Returns the terms of values that are added into places of a tensor: what was
+    there, and each one added there. `args`: the tensor, an axis, places, values."""
+    x, axis, places, added = map(widened, args[:4])
+    x, added = cast(Tensor, x), cast(Tensor, added)
+    count = func(torch.ones_like(x), axis, places, torch.ones_like(added))
+    return Terms(count, func(x.square(), axis, places, added.square()))
 
 
 TERMS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
@@ -370,9 +422,8 @@ TERMS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _product(1)),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys(
-        ("avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
-         "_adaptive_avg_pool3d"),
-        _pooled,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(AVERAGES, _pooled),
+    **dict.fromkeys(SPREAD_GRADIENTS, _spread),
+    **dict.fromkeys(AVERAGED_GRADIENTS, _averaged),
+    **dict.fromkeys(("index_add", "scatter_add"), _added_at),
+}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, one_line
 from numdev.exact.rounding import values_format
 from numdev.formats import Format, round_to
 from numdev.operations.function.other_numbers import (
@@ -28,6 +28,7 @@ from numdev.operations.function.other_numbers import (
     numbers_of,
 )
 from numdev.operations.function.other_references import (
+    OtherReference,
     other_references,
     references_of_other_inputs,
     simplest_references,
@@ -133,6 +134,7 @@ class Search:
         self.explained: set[str] = set()  # of which nothing more could be explained
         self.effects: set[str] = set()  # whose best may be the effect of another function
         size = sum(x.numel() for x in reference.arguments.leaves().values())
+        self.raised: list[str] = []  # what could not be computed, and why
         self.tries = max(LEAST_TRIES, WORK // max(size, 1))
         self.until = time.process_time() + SECONDS
 
@@ -181,6 +183,16 @@ class Search:
         for name in self.wrong:
             self.consider(name, words, values.get(name))
 
+    def run(self, other: OtherReference) -> None:
+        """Computes another function and takes its results as alternatives. Where it
+        raises an exception, that is noted in `raised`."""
+        try:
+            results = other.results()
+        except Exception as error:  # the reference is foreign, and this no run of its own
+            self.raised.append(f"`{other.words}` ({one_line(error)})")
+            return
+        self.consider_all(other.words, results)
+
     def fit(self, number: NumberInUse) -> None:
         """Takes the number that explains an output best in place of one of the
         reference's, where another one is promising."""
@@ -204,28 +216,33 @@ def causes_of(
     in which fewer than LEAST_ERRING numbers err. To explain one it must leave at most a
     tenth of its rms error. `outputs`: an implementation's, of the shapes of the
     reference's; `earlier`: the exact results of a call before, may be empty. Runs the
-    reference many times, for SECONDS of CPU; raises MeasurementError where until then
-    nothing explains any, and what the reference raises on the call's own arguments, if
-    its exact result is not there yet."""
+    reference many times, for at most SECONDS of CPU. Raises MeasurementError where
+    nothing explains any output and the search ended early, or could not compute some
+    functions; and what the reference raises on the call's own arguments."""
     search = Search(reference, outputs)
-    for words, results in simplest_references(reference):
+    for other in simplest_references(reference):
         if not search.is_late:
-            search.consider_all(words, results())
+            search.run(other)
     for name, wrong in search.wrong.items():
         floor = search.floors[name]
-        for other in other_results(name, wrong.values, reference, earlier, floor):
-            search.consider(name, other.words, other.values, is_effect=other.is_effect)
+        for result in other_results(name, wrong.values, reference, earlier, floor):
+            search.consider(name, result.words, result.values, is_effect=result.is_effect)
     if search.effects:
-        for words, results in references_of_other_inputs(reference):
+        for other in references_of_other_inputs(reference):
             if search.spend():
-                search.consider_all(words, results())
+                search.run(other)
     for number in numbers_of(reference):
         if not search.is_over:
             search.fit(number)
-    for words, results in other_references(reference):
+    for other in other_references(reference):
         if search.is_over or not search.spend():
             break
-        search.consider_all(words, results())
+        search.run(other)
     if search.is_late and not search.best:
         raise MeasurementError(f"the search ended after {SECONDS:g} s of CPU")
+    if search.raised and not search.best:
+        raise MeasurementError(
+            f"{len(search.raised)} of the functions that numdev tries could not be "
+            f"computed here, the first {search.raised[0]}"
+        )
     return search.best

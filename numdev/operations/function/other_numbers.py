@@ -90,12 +90,12 @@ class NumberInUse:
 
     def results(self, other: float) -> Values:
         """Returns the exact results with another number in its place, by name; empty
-        where the reference raises."""
-        if self.default_of is not None:
-            operator, name = self.default_of
-            change = partial(with_argument, operator=operator, name=name, value=other)
-            return changed(self.reference, lambda: change)
+        where the reference raises, since some numbers are none for it."""
         try:
+            if self.default_of is not None:
+                operator, name = self.default_of
+                change = partial(with_argument, operator=operator, name=name, value=other)
+                return changed(self.reference, lambda: change)
             return self.reference.computed(OtherNumber(self.value, other))
         except Exception:  # the reference is foreign, and this is no run of its own
             return {}

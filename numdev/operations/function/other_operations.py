@@ -403,8 +403,11 @@ def narrow_factors(
     narrowed: Callable[[Tensor, Format], Tensor] = rounded,
 ) -> object:
     """Returns a matrix product or convolution with these of its factors (0: left, 1:
-    right) rounded to a format, or cut; NotImplemented for another operation."""
-    if operation.name not in PRODUCTS and operation.name != "convolution":
+    right) rounded to a format, or cut; with both, a convolution's gradients too, which
+    are products of three. NotImplemented for another operation."""
+    if operation.name == "convolution_backward" and len(which) == 2:
+        which = (0, 1, 2)  # the output's gradient, input, weight
+    elif operation.name not in PRODUCTS and operation.name != "convolution":
         return NotImplemented
     first = 1 if operation.name in ("addmm", "baddbmm") else 0
     args = list(operation.args)
@@ -428,7 +431,8 @@ MAX_STEPS = 256  # blocks of a sum, above which it is not computed block by bloc
 def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object:
     """Returns a sum, a mean or a matrix product whose terms are added up block by block,
     each sum so far rounded to a format. NotImplemented for another operation, for a sum
-    along several axes or all, and for fewer than two or more than MAX_STEPS blocks."""
+    of integers, along several axes or all, and for fewer than two or more than MAX_STEPS
+    blocks."""
     name = operation.name
     if name in PRODUCTS:
         first = 0 if name in ("mm", "bmm") else 1
@@ -446,7 +450,8 @@ def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object
     if not isinstance(dims, Sequence) or len(dims) != 1:
         return NotImplemented
     x, dim = operation.tensor(0), dims[0]
-    if not 1 < math.ceil(x.shape[dim] / block) <= MAX_STEPS:
+    is_split = 1 < math.ceil(x.shape[dim] / block) <= MAX_STEPS
+    if not is_split or not is_floating(x):
         return NotImplemented
     parts = [part.sum(dim, keepdim=True) for part in x.split(block, dim)]
     total = _running_sum(parts, fmt)

@@ -6,6 +6,7 @@ less and cost less come first, since only as many are tried as the inputs' size 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -48,7 +49,7 @@ ADDED = (1.0, -1.0)  # to an argument: a weight that is stored less 1
 
 class OtherReference(NamedTuple):
     """A function in words, and what computes its results: by name, empty where it has
-    none."""
+    none. That raises what the reference raises as this function."""
 
     words: str
     results: Callable[[], Values]
@@ -80,12 +81,9 @@ def other_references(reference: FunctionReference) -> Iterator[OtherReference]:
 
 
 def changed(reference: FunctionReference, make: Callable[[], Change]) -> Values:
-    """Returns the exact results of the reference with other operations, by name; empty
-    where it raises. `make`: makes the change for this run."""
-    try:
-        return reference.computed(UNROUNDED, within=OtherOperations(make()))
-    except Exception:  # the reference is foreign, and this is no run of its own
-        return {}
+    """Returns the exact results of the reference with other operations, by name. `make`:
+    makes the change for this run. Raises what the reference raises with it."""
+    return reference.computed(UNROUNDED, within=OtherOperations(make()))
 
 
 def _with(reference: FunctionReference, change: Change) -> Callable[[], Values]:
@@ -98,8 +96,15 @@ def calls_of_operators(reference: FunctionReference) -> Mapping[str, int]:
     """Returns how often the reference calls each operator that makes floating-point
     tensors, by name; empty where it raises."""
     notes = Notes()
-    changed(reference, lambda: notes)
+    with contextlib.suppress(Exception):  # the reference is foreign
+        changed(reference, lambda: notes)
     return notes.calls
+
+
+def exactly(reference: FunctionReference, arguments: Arguments) -> Values:
+    """Returns the exact results of the reference on other arguments, by name. Raises what
+    the reference raises on them."""
+    return reference.computed(UNROUNDED, arguments)
 
 
 # --- other arguments ------------------------------------------------------------------
@@ -111,13 +116,13 @@ def references_of_other_inputs(reference: FunctionReference) -> Iterator[OtherRe
     arguments = reference.arguments
     for fault in faults_of_inputs(arguments):
         wrong = fault.applied(arguments)
-        yield OtherReference(fault.words, partial(reference.computed_exactly, wrong))
+        yield OtherReference(fault.words, partial(exactly, reference, wrong))
     leaves = arguments.leaves()
     for name, x in leaves.items():
         yield from _without_strides(reference, name, x)
         for words, other in _other_values(name, x):
             wrong = arguments.mapped(partial(_replaced, values={name: other}))
-            yield OtherReference(words, partial(reference.computed_exactly, wrong))
+            yield OtherReference(words, partial(exactly, reference, wrong))
     names = list(leaves)
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
@@ -127,7 +132,7 @@ def references_of_other_inputs(reference: FunctionReference) -> Iterator[OtherRe
                 wrong = arguments.mapped(partial(_replaced, values=swap))
                 yield OtherReference(
                     f"{first} and {second} are exchanged",
-                    partial(reference.computed_exactly, wrong),
+                    partial(exactly, reference, wrong),
                 )
 
 
@@ -150,11 +155,11 @@ def _without_strides(
             n: torch.as_strided(y.contiguous(), y.shape, x.stride()).contiguous()
             if y.shape == x.shape
             else y
-            for n, y in reference.computed_exactly(wrong).items()
+            for n, y in exactly(reference, wrong).items()
         }
 
     words = f"{name} is read as if it were contiguous"
-    yield OtherReference(words, partial(reference.computed_exactly, wrong))
+    yield OtherReference(words, partial(exactly, reference, wrong))
     yield OtherReference(f"{words}, and the result is written so", written)
 
 
@@ -203,11 +208,9 @@ def _of_other_parameters(reference: FunctionReference) -> Iterator[OtherReferenc
 
 
 def _of_function(reference: FunctionReference, other: Callable[..., object]) -> Values:
-    """Returns the exact results of another function on the reference's call, by name;
-    empty where it raises."""
-    return dataclasses.replace(reference, function=other).computed_exactly(
-        reference.arguments
-    )
+    """Returns the exact results of another function on the reference's call, by name.
+    Raises what it raises."""
+    return dataclasses.replace(reference, function=other).computed(UNROUNDED)
 
 
 def _of_other_options(reference: FunctionReference) -> Iterator[OtherReference]:
@@ -217,7 +220,7 @@ def _of_other_options(reference: FunctionReference) -> Iterator[OtherReference]:
         for other in _other_options(value):
             words = f"{name} is {other} in place of {value}"
             wrong = with_option(reference.arguments, name, other)
-            yield OtherReference(words, partial(reference.computed_exactly, wrong))
+            yield OtherReference(words, partial(exactly, reference, wrong))
 
 
 def options_of(reference: FunctionReference) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from numdev.gate.findings import findings_in
+from numdev.gate.findings import findings_in, joined_words
 from numdev.gate.judgement import Judgement, Statement, Test
 from numdev.gate.row_checks import check_whole
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
@@ -156,8 +156,8 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
     NARROW times that; nothing where none of these holds. Rows that are not `ok` do not
     count."""
     ok = [row for row in rows if row.status == "ok"]
+    yield from _of_reference([row for row in ok if row.role == "baseline"])
     for tensor, of_tensor in grouped(ok, lambda row: row.tensor).items():
-        yield from _of_reference(tensor, of_tensor)
         kernels = [row for row in of_tensor if row.role == "kernel"]
         numbers = [row.beside_reference for row in kernels if row.beside_reference]
         layouts = dict.fromkeys(x.layout for x in numbers if x.layout)
@@ -177,23 +177,31 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
             )
 
 
-def _of_reference(tensor: str, rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields a sentence on a reference that errs in a tensor by more than
-    MOSTLY_EXPLAINED times what its operations explain, in its worst call; nothing where
-    it errs by at most that."""
-    plain = [row for row in rows if row.role == "baseline" and row.beside_reference]
-    ratios = {_own_ratio(row): row for row in plain}
-    worst = max(ratios, default=0.0)
-    if worst <= MOSTLY_EXPLAINED:
-        return
-    sentence = (
-        f"The reference errs in {tensor} by {three(worst)}× what its operations explain, "
-        f"as PyTorch runs it here ({ratios[worst].case})"
-    )
-    numbers = ratios[worst].beside_reference
-    if numbers is not None and (numbers.yardstick or 1.0) < 1.0:
-        sentence += "; it is no yardstick"
-    yield f"{sentence}."
+def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
+    """Yields a sentence on the tensors in which the reference errs by more than
+    MOSTLY_EXPLAINED times what its operations explain, one for those of one cause; with
+    the largest error of any call. Nothing where it errs by at most that. `rows`: of the
+    reference as PyTorch runs it."""
+    of_tensors = grouped(rows, lambda row: row.tensor)
+    worst = {name: max(each, key=_own_ratio) for name, each in of_tensors.items()}
+    far = [row for row in worst.values() if _own_ratio(row) > MOSTLY_EXPLAINED]
+    alike = grouped(far, lambda row: (row.suspicion, _is_yardstick(row)))
+    for (cause, is_yardstick), each in alike.items():
+        largest = max(each, key=_own_ratio)
+        up_to = "up to " if len(each) > 1 else ""
+        sentence = (
+            f"The reference errs in {joined_words(row.tensor for row in each)} by {up_to}"
+            f"{three(_own_ratio(largest))}× what its operations explain, as PyTorch runs "
+            f"it here ({largest.case})"
+        )
+        sentence += f": {cause}" if cause else ""
+        yield sentence + ("." if is_yardstick else "; it is no yardstick.")
+
+
+def _is_yardstick(row: DeviationRow) -> bool:
+    """Whether the reference's own error leaves it a yardstick, by its row."""
+    numbers = row.beside_reference
+    return numbers is None or (numbers.yardstick or 1.0) >= 1.0
 
 
 def _own_ratio(row: DeviationRow) -> float:

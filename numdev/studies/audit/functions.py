@@ -76,7 +76,7 @@ from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_for_script import ScriptTarget
 from numdev.studies.audit.function_power import power_of, tolerance_power
 from numdev.studies.audit.guarded_search import (
-    RAISED,
+    GIVEN_UP,
     Named,
     guarded,
     guarded_data,
@@ -98,6 +98,9 @@ ROLES: tuple[tuple[Role, str], ...] = (
 LARGEST_FOR_DRAWS = 1 << 22  # numbers of the inputs, above which a call is drawn once
 STRIDE = 1000  # from the seed of one draw to the next one's
 Runs = Sequence[FunctionRun | Failure]
+Rows = list[DeviationRow]
+Tensors = Mapping[str, Tensor | None]  # None: of another form than the reference's
+Forms = Mapping[str, str]  # in words
 RunAll = Callable[[Sequence["Draw"]], Runs]
 
 
@@ -451,7 +454,8 @@ def rows_of(
             case=ref, role=role, kernel=name, format=fmt.name, gradients=asked.backward
         )
 
-    every = [task(role, name) for role, name in ROLES] + [task("kernel", asked.name)]
+    beside = [task(role, name) for role, name in ROLES]
+    audited = task("kernel", asked.name)
     try:
         with watch("reference"):
             prepared_call = PreparedFunction(call=call, format=fmt, watch=watch)
@@ -459,35 +463,47 @@ def rows_of(
     except Exception as error:  # it may be foreign code
         # No failure of the function, and no pass
         why = Failure("skipped", f"the reference: {_in_one_line(error)}")
-        yield from (bare_row(each, why) for each in every)
+        yield from (bare_row(each, why) for each in (*beside, audited))
         return
-    for each in every[:-1]:
-        kernel = Kernel(name=each.kernel, function=_nothing, claims=no_claim)
-        for row in measure_task(
-            each, kernel, prepared_call, system, _never, None, Functions()
-        ).rows:
-            yield _with_numbers_beside_reference(
-                row, judges, _values_of(each.role, judges), {}
-            )
+    for each in beside:
+        values = _values_of(each.role, judges)
+        rows = _measured(each, prepared_call, values, {}, system, _never)
+        with watch("names"):
+            yield from _named_reference(rows, call.draws[0])
     failed = next((x for x in runs if isinstance(x, Failure)), None)
     if failed is not None:
-        yield bare_row(every[-1], failed, next(iter(judges)))
+        yield bare_row(audited, failed, next(iter(judges)))
         return
     ran = [x for x in runs if isinstance(x, FunctionRun)]
     tensors, wrong = call.tensors_of(ran)
     whole = {n: judges[n].floor if x is None else x for n, x in tensors.items()}
     output = prepared_call.as_output({n: in_rows(x) for n, x in whole.items()})
-    kernel = Kernel(name=asked.name, function=_nothing, claims=no_claim)
+    rows = _measured(audited, prepared_call, tensors, wrong, system, _giving(output))
+    rows = [_with_layout(row, call.other_forms(ran)) for row in rows]
+    with watch("names"):
+        yield from _named(rows, call, ran[0], earlier, run)
+
+
+def _measured(
+    task: Task,
+    prepared_call: PreparedFunction,
+    tensors: Tensors,
+    forms: Forms,
+    system: System,
+    runner: Runner,
+) -> Rows:
+    """Returns the rows of a task, with the numbers of its `tensors` beside the reference.
+    `forms`: why a tensor is of another form, by its name; `runner`: returns the output,
+    or raises where the role has none."""
+    kernel = Kernel(name=task.kernel, function=_nothing, claims=no_claim)
     measured = measure_task(
-        every[-1], kernel, prepared_call, system, _giving(output), None, Functions()
+        task, kernel, prepared_call, system, runner, None, Functions()
     )
-    completed = [
-        _with_numbers_beside_reference(row, judges, tensors, wrong)
+    judges = prepared_call.call.judges
+    return [
+        _with_numbers_beside_reference(row, judges, tensors, forms)
         for row in measured.rows
     ]
-    completed = [_with_layout(row, call.other_forms(ran)) for row in completed]
-    with watch("names"):
-        yield from _named(completed, call, ran[0], earlier, run)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -509,7 +525,7 @@ def _named(
     far = [row.tensor for row in rows if _is_far_off(row)]
     causes, why = _causes(call.draws[0], ran, far, earlier)
     # What took too long, or ended its process, does so in float32 too
-    again = why in (None, RAISED)
+    again = not (why or "").startswith(GIVEN_UP)
     unnamed = [name for name in far if name not in causes and again]
     finer, _ = _causes_in_float32(call.draws[0], run, unnamed) if unnamed else ({}, None)
     for row in rows:
@@ -526,6 +542,23 @@ def _named(
         else:
             fields["suspicion_format"] = "float32"
         yield row.model_copy(update=fields)
+
+
+def _named_reference(rows: Rows, reference: FunctionReference) -> Rows:
+    """Returns rows with what PyTorch computes in place of the reference, in those of the
+    reference as PyTorch runs it that err by more than FAR_OFF times what its operations
+    explain, where another function explains that. Other rows come as they are."""
+    ratios = {
+        row.tensor: row.beside_reference.predicted_ratio or 0.0
+        for row in rows
+        if row.role == "baseline" and row.beside_reference is not None
+    }
+    far = [name for name, ratio in ratios.items() if ratio > FAR_OFF]
+    causes, _ = _causes(reference, reference.plain, far, {}) if far else ({}, None)
+    named = {
+        name: {"suspicion": x.words, "suspicion_cut": x.cut} for name, x in causes.items()
+    }
+    return [row.model_copy(update=named.get(row.tensor, {})) for row in rows]
 
 
 def _with_place(row: DeviationRow, call: FunctionCall, ran: FunctionRun) -> DeviationRow:
@@ -604,8 +637,8 @@ def _values_of(role: str, judges: Mapping[str, Judge]) -> dict[str, Tensor | Non
 def _with_numbers_beside_reference(
     row: DeviationRow,
     judges: Mapping[str, Judge],
-    tensors: Mapping[str, Tensor | None],
-    wrong: Mapping[str, str],
+    tensors: Tensors,
+    wrong: Forms,
 ) -> DeviationRow:
     """Returns a row of status `ok` with its numbers beside the reference; `nulls` grow
     by theirs, `nonfinite` is counted anew, and `overflow` where there is any. Where

@@ -29,6 +29,7 @@ LIMIT_S = 300.0  # beyond the search's own time: where one run does not end
 Named = Mapping[str, OtherFunction]  # by tensor
 Search = Callable[[], Named]
 RAISED = "the reference does not run again"
+GIVEN_UP = "the search"  # what begins so took too long, or ended its process
 
 
 def guarded(search: Search, device: str) -> tuple[Named, str | None]:
@@ -84,9 +85,9 @@ def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
     try:
         text = _read(answer, time.monotonic() + LIMIT_S)
         if text is None:
-            return None, f"the search took more than {LIMIT_S:g} s"
+            return None, f"{GIVEN_UP} took more than {LIMIT_S:g} s"
         if not text:
-            return None, f"the search ended its process{ending_of(pid)}"
+            return None, f"{GIVEN_UP} ended its process{ending_of(pid)}"
         data, why = json.loads(text)
         return data, why
     finally:
