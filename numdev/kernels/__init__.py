@@ -56,17 +56,20 @@ Claims = Callable[[AttentionCase, "Output", System], Claim]
 
 
 def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str, object]:
-    """Returns FlashAttention-2's recipe as options of `emulated`, with the query heads of
-    a group summed before dk and dv are cast: the claim of a kernel that makes none."""
+    """Returns FlashAttention-2's recipe as options of `emulated`: `preset` is `fa2`.
+    Where several query heads share a kv head, `group_sum` is `running`: their dk and dv
+    are summed before the cast. It is the claim of a kernel that makes none. `output` and
+    `system` are not read."""
     return {"preset": "fa2", **({"group_sum": "running"} if case.group > 1 else {})}
 
 
 def like_fa2_with_repeated_kv(
     case: AttentionCase, output: Output, system: System
 ) -> Claim:
-    """Returns FlashAttention-2's recipe as options of `emulated`, for a function that
-    gets k and v repeated for each query head: autograd then casts each head's dk and dv
-    before it sums a group."""
+    """Returns FlashAttention-2's recipe as options of `emulated`: `preset` is `fa2` and
+    nothing more. It is the claim for a function that gets k and v repeated for each query
+    head: autograd then casts dk and dv of each query head before it sums those of a
+    group. No argument is read."""
     return {"preset": "fa2"}
 
 
@@ -127,14 +130,17 @@ class Kernel:
         return self.claims not in (like_fa2, like_fa2_with_repeated_kv)
 
     def missing(self, system: System) -> str | None:
-        """Returns why it cannot run on `system`, as a sentence; None where it can."""
+        """Returns why the kernel cannot run on `system`, as a sentence: the reason that
+        its plugin could not be loaded, else a requirement that the system does not meet.
+        None where it can."""
         return self.broken or self.requires.missing(system)
 
     def with_options(self, chosen: Mapping[str, object]) -> dict[str, Any]:
-        """Returns all options of the kernel: its defaults, with the `chosen` ones in
-        their place. Raises UsageError for an unknown option, for a value that is none of
-        the option's `values` (any passes where it has none, and a default always), and
-        for options that make no sense together."""
+        """Returns all options of the kernel: its defaults, replaced by those in `chosen`.
+        Raises UsageError for an unknown option; for a value that the option's entry in
+        `values` excludes; and for options that make no sense together. An entry is the
+        permitted values, or the least integer. A default always passes, and so does any
+        value of an option without an entry. Types count: True is not 1."""
         for name, value in chosen.items():
             if name not in self.options:
                 hint = (
@@ -162,15 +168,18 @@ class Kernel:
         """Runs the kernel on a case and returns its output, checked against the case's
         shapes. Options left out have their defaults; they are not checked (`with_options`
         does that). Raises Refused where the kernel declines the case, MeasurementError
-        where it returns no output of it."""
+        where what the function returned is no output of the case (`as_output`), and
+        whatever the function raises."""
         self.accept(case)
         return as_output(self.function(case, **{**self.options, **options}), case)
 
     def gradients(self, case: AttentionCase, **options: object) -> Output:
-        """Runs one training step and returns out and, if the kernel has it, lse of the
-        forward pass, and dq, dk and dv for `case.grad_out`. Raises UsageError without a
-        grad_out, Refused without a backward pass or where the case is declined,
-        MeasurementError where a gradient is missing or has another shape."""
+        """Runs forward and backward once, for the gradient `case.grad_out` of the output.
+        Returns the Output with out, dq, dk, dv and, if the kernel has it, lse; out and
+        lse are those of the forward pass. Raises UsageError without a grad_out; Refused
+        where the kernel has no backward pass, or declines the case; MeasurementError
+        where a gradient is missing or has another shape than its input; and whatever the
+        function raises."""
         upstream(case)
         if self.backward is None:
             raise Refused("no backward pass")
@@ -185,8 +194,9 @@ class Kernel:
         return output
 
     def accept(self, case: AttentionCase) -> None:
-        """Raises Refused for a case that the kernel cannot run: a format without a dtype
-        of torch's, some rows of a call, or what its own `supports` declines."""
+        """Raises Refused for a case that the kernel cannot run: its format has no dtype
+        of torch's, it is some rows of a call, or `supports` gives a reason against it.
+        Returns None for any other."""
         part = case.positions is not None and not self.any_rows
         reason = why_not(
             (
@@ -215,8 +225,10 @@ def kernel(
     an Output, or the tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out and
     the log-sum-exp [batch, heads, q_len]. Further arguments are the fields of `Kernel`. A
     function of the same module and name, defined anew, replaces the earlier one. Raises
-    UsageError for an unknown field, for a name that is taken by another function, and for
-    an option without a default."""
+    UsageError for an unknown field, and for a `name` or `options` of another type. The
+    decorator raises UsageError for a field of another type, for what is no function, a
+    name that another function has, an option without a default, and a second positional
+    parameter; ValueError where Python cannot tell the function's parameters."""
 
     names = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
     if wrong := sorted(fields.keys() - names):
@@ -228,7 +240,7 @@ def kernel(
 
     def register(function: Function) -> Function:
         """Adds the function to the registry and returns it. Raises UsageError for what is
-        no function, and for a name that another function has."""
+        no function, a name that another function has, and as `options_of`."""
         expect("function", function, Callable[..., object])
         taken = _registry.get(name)
         if taken is not None and _full_name(taken.function) != _full_name(function):
@@ -252,8 +264,9 @@ def kernel(
 
 def all_kernels() -> dict[str, Kernel]:
     """Returns every registered kernel by name: the built-in ones in the order of
-    `BUILT_IN`, then those of entry points. A plugin that cannot be loaded is listed under
-    its entry point's name, with the reason in `broken`."""
+    `BUILT_IN`, then others in the order in which they were registered. Last comes, under
+    the name of its entry point, each plugin that cannot be loaded: a kernel with the
+    reason in `broken`."""
     broken = load_all()
     # Whatever happened to be imported first: the order is shown to people.
     place = {f"numdev.kernels.{module}": i for i, module in enumerate(BUILT_IN)}
@@ -266,9 +279,10 @@ def all_kernels() -> dict[str, Kernel]:
 
 @functools.cache
 def load_all() -> tuple[Kernel, ...]:
-    """Imports the built-in modules and the entry points which registers their kernels;
-    what Python has imported is not imported again. Returns a `broken` kernel for each
-    plugin that raises when it is loaded; its exception goes no further."""
+    """Imports the built-in modules and loads the entry points of the group
+    `numdev.kernels`, which registers their kernels. Later calls do nothing and return the
+    same tuple. Returns a `broken` kernel for each plugin that raises an exception, which
+    is not passed on."""
     for module in BUILT_IN:
         importlib.import_module(f"numdev.kernels.{module}")
     broken = []
@@ -289,10 +303,10 @@ def load_all() -> tuple[Kernel, ...]:
 
 
 def find(name: str) -> Kernel:
-    """Returns the registered kernel `name`; for `package.module:function` or
-    `FILE.py:function`, that function as a kernel. Raises UsageError for an unknown name,
-    a plugin that could not be loaded, and a function that cannot be imported or
-    adapted."""
+    """Returns the registered kernel `name`. A name `package.module:function` or
+    `FILE.py:function` is imported, and its function returned as a kernel
+    (`kernel_of_function`). Raises UsageError for an unknown name, a plugin that could not
+    be loaded, and a function that cannot be imported or adapted."""
     if ":" in name or name.endswith(".py"):
         name = importable_path(name)
         return kernel_of_function(name, import_callable(name, "kernel"))
@@ -309,9 +323,10 @@ def find(name: str) -> Kernel:
 
 
 def kernel_of_function(name: str, function: Callable[..., object]) -> Kernel:
-    """Returns the kernel that was registered with this function; else the function as a
-    kernel called `name`, adapted by the names of its parameters (`plain.adapt`). Raises
-    UsageError where it cannot be adapted."""
+    """Returns the kernel that was registered with this function. Where there is none, the
+    function becomes a kernel called `name`, by the names of its parameters
+    (`plain_functions.adapt`); it is not registered. Raises UsageError where it cannot be
+    adapted."""
     from numdev.kernels.plain_functions import adapt
 
     registered = (k for k in _registry.values() if k.function is function)
@@ -321,8 +336,9 @@ def kernel_of_function(name: str, function: Callable[..., object]) -> Kernel:
 def import_callable(path: str, role: str) -> Callable[..., object]:
     """Imports and returns the callable `package.module:name` or `FILE.py:name`. `role`:
     what it is for ("kernel", "model"), which messages name. Adds the current folder to
-    the end of sys.path. Raises UsageError where the import raises an Exception
-    (SystemExit passes), or nothing callable has this name."""
+    the end of sys.path, and a file's (`importable_path`). Raises UsageError as
+    `importable_path`, where the import raises an Exception (SystemExit passes), and where
+    nothing callable has this name."""
     module_name, _, attribute = importable_path(path).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -344,8 +360,10 @@ def import_callable(path: str, role: str) -> Callable[..., object]:
 
 
 def _import_error(error: Exception, module: str, purpose: str) -> UsageError:
-    """Returns the UsageError that an exception becomes which an import raised, with a
-    hint for a missing module. `purpose`: what the module is imported for."""
+    """Returns the UsageError for an exception that an import raised, with a hint where a
+    module is missing. `module`: what was imported; `purpose`: what it was for, as the
+    message says it (`the kernel 'a.b:f'`). The message of a SyntaxError is the file, line
+    and text."""
     why = why_not_imported(error)
     if isinstance(error, SyntaxError):
         return UsageError(why)
@@ -358,10 +376,10 @@ def _import_error(error: Exception, module: str, purpose: str) -> UsageError:
 
 
 def importable_path(path: str) -> str:
-    """Returns `FILE.py:name` as `package.module:name`; anything else as it is. Adds the
-    folder of the file's package to the end of sys.path. Raises UsageError where there is
-    no such file, for a file without the name of a function, and where Python finds
-    another module of that name."""
+    """Returns `FILE.py:name` as `package.module:name`; a path whose part before `:` does
+    not end in `.py` as it is. Adds the folder of the file's outermost package, or the
+    file's own, to the end of sys.path. Raises UsageError for a file that does not exist,
+    a file without `:name`, and where Python finds another module of that name."""
     file, _, attribute = path.partition(":")
     if not file.endswith(".py"):
         return path
@@ -388,9 +406,10 @@ def importable_path(path: str) -> str:
 
 def options_of(function: Callable[..., object]) -> dict[str, object]:
     """Returns the options of a kernel function, its keyword-only parameters, with their
-    defaults. Raises UsageError for an option without a default, since what is not asked
-    for must still be recorded, and for a second positional parameter, which no request
-    could set."""
+    defaults. Empty where there are none. Raises UsageError for an option without a
+    default, since what is not asked for must still be recorded, and for a second
+    positional parameter, which no request could set; ValueError where Python cannot tell
+    the parameters, as of some built-in functions."""
     parameters = inspect.signature(function).parameters.values()
     by_position = [p.name for p in parameters if p.kind in POSITIONAL]
     if len(by_position) > 1:
@@ -411,9 +430,9 @@ def options_of(function: Callable[..., object]) -> dict[str, object]:
 
 
 def fingerprint(*functions: Callable[..., object]) -> str:
-    """Returns 16 hex digits, a SHA-256 of the whole files that define these functions;
-    for a function without a file (in a notebook) of its source, else of its module and
-    name."""
+    """Returns the first 16 hex digits of the SHA-256 of the whole files that define these
+    functions, in their order, the same file once. A function without a file (in a
+    notebook) counts by its source, else by its module and name."""
 
     def source(function: Callable[..., object]) -> bytes:
         """Returns what is hashed of one function: its file, else its source, else its

@@ -29,12 +29,13 @@ def attend_in_graph(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Returns the kernel's output for the case, [batch, heads, q_len, v_dim], connected
-    by autograd to the case's q, k and v. A kernel that draws random numbers in `training`
-    takes them from `generator` in both passes; None leaves its own seed.
+    by autograd to the case's q, k and v. `options`: they take the place of the kernel's
+    defaults, and are not checked. A kernel that draws random numbers in `training` takes
+    them from `generator` in both passes; None: from its own seed.
 
-    Raises Refused where the kernel declines the case, has no backward pass, or autograd
-    cannot follow it, MeasurementError where what it returned is no output of this
-    case."""
+    Raises Refused where the kernel declines the case, has no backward pass, or returns no
+    autograd graph although q requires gradients. Raises MeasurementError where what the
+    kernel returned is no output of this case; what `training` returns is not checked."""
     kernel.accept(case)
     if kernel.backward is None:
         raise Refused("no backward pass")
@@ -48,8 +49,8 @@ def attend_in_graph(
         else:
 
             def whole_step(case: AttentionCase, dO: Tensor) -> tuple[Tensor | None, ...]:
-                """Returns dq, dk and dv for dO from the kernel's whole training step,
-                which computes forward again."""
+                """Returns dq, dk and dv for the output's gradient dO, from the kernel's
+                forward and backward on the case: forward is computed again."""
                 done = kernel.gradients(dataclasses.replace(case, grad_out=dO), **options)
                 return done.dq, done.dk, done.dv
 
@@ -66,16 +67,18 @@ def attend_with_gradients_of(
     behind: Kernel,
     behind_options: Options,
 ) -> Tensor:
-    """Returns the output of `kernel`, [batch, heads, q_len, v_dim], whose gradients are
-    those of the kernel `behind`, computed from its own forward pass. Raises Refused where
-    either declines the case or `behind` has no backward pass."""
+    """Returns the output of `kernel`, [batch, heads, q_len, v_dim], connected by autograd
+    to the case's q, k and v. The gradients are those of the kernel `behind`, which runs
+    its own forward and backward in the backward pass. Raises Refused where either
+    declines the case or `behind` has no backward pass, MeasurementError where what a
+    kernel returned is no output of the case."""
     behind.accept(case)
     if behind.backward is None:
         raise Refused(f"{behind.name} has no backward")
 
     def trained(case: AttentionCase, dO: Tensor) -> tuple[Tensor, ...]:
-        """Returns dq, dk and dv for dO from the kernel `behind`, which runs forward
-        again."""
+        """Returns dq, dk and dv for the output's gradient dO, from forward and backward
+        of the kernel `behind`."""
         q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
         with torch.enable_grad():
             out = attend_in_graph(
@@ -89,8 +92,9 @@ def attend_with_gradients_of(
 def _apply_step(
     kernel: Kernel, case: AttentionCase, options: Options, behind: Callable[..., object]
 ) -> Tensor:
-    """Returns the kernel's output as one autograd operation; `behind(case, dO)` returns
-    its gradients dq, dk and dv."""
+    """Returns the kernel's output [batch, heads, q_len, v_dim] as one operation of
+    autograd's graph, with autocast off. `behind(case, dO)` returns its gradients dq, dk
+    and dv, and is called in the backward pass."""
     with torch.autocast(case.q.device.type, enabled=False):
         out: Tensor = _Step.apply(  # type: ignore[no-untyped-call]
             case.q, case.k, case.v, case, lambda c: kernel.attend(c, **options), behind
@@ -112,8 +116,8 @@ class _Step(torch.autograd.Function):
         run: Callable[[AttentionCase], Output],
         behind: object,
     ) -> Tensor:
-        """Returns the output of `run` on the case without a graph, and stores what
-        backward needs in `ctx`."""
+        """Returns the tensor out of `run(case)`, without a graph, and stores what
+        backward needs in `ctx`. `behind`: called in backward with the case and dO."""
         ctx.save_for_backward(q, k, v)
         ctx.behind = behind
         ctx.case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())

@@ -35,8 +35,9 @@ from numdev.kernels.tiled_softmax import TiledSoftmax
 def baseline(case: AttentionCase) -> Output:
     """Plain attention as eager model code does it, every product in the working format.
 
-    Returns out alone, in the case's dtype; softmax is in float32 at least. Rows that see
-    no key are 0. NaN and infinity propagate as PyTorch has it."""
+    Returns out alone, in the case's dtype. Scores are in it too; the softmax is in
+    float32, in float64 for a float64 case. Rows that see no key are 0. NaN and infinity
+    propagate as in PyTorch. Memory is O(q_len · kv_len)."""
     dtype = case.q.dtype
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     k, v = repeat_kv(case)
@@ -71,9 +72,11 @@ def _plain_attention(
     case: AttentionCase, wide: tuple[bool, bool, bool], *, sums_wide: bool = False
 ) -> Tensor:
     """Returns plain attention's output [B, H, q_len, v_dim] in the case's dtype. `wide`
-    has three flags: whether the product Q Kᵀ, the softmax and the product P V are in
-    fp32. `sums_wide`, with all three alone: gradients of k and v are summed over a group
-    of query heads before they are rounded."""
+    has three flags: whether the product Q Kᵀ, the softmax, and the product P V are in
+    fp32. `sums_wide`: k and v are cast to fp32 before they are repeated, so that their
+    gradients are summed over a group of query heads before they are rounded; only where
+    all three flags are True. A row that sees no key is not 0 here: all its keys count
+    alike."""
     dtype, (scores, softmax, product) = case.q.dtype, wide
     k, v = repeat_kv(case, wide=sums_wide)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
@@ -84,9 +87,10 @@ def _plain_attention(
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """An online softmax over tiles of `tile` keys (None: one tile of all): P is cast for
-    its product, and O divided by l at the end. Called with a case it returns the output
-    [B, H, q_len, v_dim], in the case's dtype; rows that see no key are 0."""
+    """An online softmax over tiles of `tile` keys (None: one tile of all keys), in fp32.
+    P is cast to the case's dtype for its product with V, and O is divided by the row's
+    sum l at the end. Called with a case it returns the output [B, H, q_len, v_dim], in
+    the case's dtype, in autograd's graph; rows that see no key are 0."""
 
     tile: int | None
     maximum: str  # of MAXIMUM: how gradients go through the maximum, or not
@@ -105,9 +109,11 @@ class OnlineSoftmax:
         return self._add_tiles(case, parts, maxima, v)
 
     def steps(self, case: AttentionCase) -> dict[str, Output]:
-        """Returns by name of MAXIMUM the output with its gradients: what `differentiate`
-        returns of each, bit for bit. Only what a maximum adds to the gradient of the
-        scores differs. Raises UsageError for a case without a grad_out."""
+        """Returns one Output for each key of MAXIMUM, in its order: the output with dq,
+        dk and dv, bit for bit as `differentiate` gives them for the softmax with that
+        `maximum`. `self.maximum` is not read. `out` and `dv` are the same in all: only
+        what the maximum adds to the gradient of the scores differs. Raises UsageError for
+        a case without a grad_out."""
         q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
         with torch.enable_grad():
             case = dataclasses.replace(case, q=q, k=k, v=v)
@@ -142,8 +148,9 @@ class OnlineSoftmax:
         maxima: Sequence[Tensor],
         v: Tensor,
     ) -> Tensor:
-        """Returns the output. `parts`: the scores of each tile's keys; `maxima`: the
-        largest of each row, [B, H, q_len, 1]; v has as many heads as q."""
+        """Returns the output [B, H, q_len, v_dim] in the case's dtype. For each tile,
+        `parts` has the scores of its keys [B, H, q_len, keys], and `maxima` their largest
+        in each row, [B, H, q_len, 1]. v has as many heads as q."""
         m = self._first_maximum(case, parts[0])
         l, O = torch.zeros_like(m), m.new_zeros(*m.shape[:3], v.shape[-1])
         values = v.float().split(parts[0].shape[-1], dim=2)
@@ -158,7 +165,7 @@ class OnlineSoftmax:
 
     def _first_maximum(self, case: AttentionCase, S: Tensor) -> Tensor:
         """Returns the maximum before the first tile, [B, H, q_len, 1], in the dtype of
-        scores S."""
+        the scores S: -1e30, or with `from_sink` each head's sink where that is larger."""
         m = S.new_full((*S.shape[:3], 1), HIDDEN)
         if not self.from_sink:
             return m
@@ -167,16 +174,18 @@ class OnlineSoftmax:
 
 
 def _largest(part: Tensor, function: str) -> Tensor:
-    """Returns the largest score of each row, [B, H, rows, 1], by the function of
-    PyTorch's that has this name: `max`, else `amax`."""
+    """Returns the largest score of each row, [B, H, rows, 1]. `function`: `max` takes it
+    by `torch.max`, whose gradient goes to one score; any other name by `torch.amax`,
+    whose gradient is shared by equal scores."""
     if function == "max":
         return part.max(dim=-1, keepdim=True).values
     return part.amax(dim=-1, keepdim=True)
 
 
 def _append_sinks(case: AttentionCase, S: Tensor) -> Tensor:
-    """Returns the scores with each head's sink appended as one more key, [B, H, rows,
-    keys + 1]; unchanged for a case without sinks."""
+    """Returns the scores [B, H, rows, keys] with each head's sink, in their dtype,
+    appended as one more key, [B, H, rows, keys + 1]; unchanged for a case without
+    sinks."""
     if case.sinks is None:
         return S
     sink = case.sinks.to(S.dtype)[None, :, None, None].expand(*S.shape[:3], 1)
@@ -192,9 +201,10 @@ def repeat_kv(case: AttentionCase, *, wide: bool = False) -> list[Tensor]:
 
 
 def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
-    """Returns the scores S [B, H, q_len, kv_len] of q and of k, which has as many heads:
-    scaled, soft-capped, with the additive mask. Hidden keys score -1e30, or the lowest
-    number of a narrower dtype, so that no row becomes NaN."""
+    """Returns the scores S [B, H, q_len, kv_len] of q and k, which have the same number
+    of heads: scaled, soft-capped, then with the additive mask. Causality, window and mask
+    are the case's. A hidden key scores -1e30, or in float16 the lowest number, so that no
+    row becomes NaN."""
     S = q @ k.mT * case.scale
     S = S if case.softcap is None else case.softcap * (S / case.softcap).tanh()
     mask = explicit_mask(case)
@@ -246,10 +256,12 @@ WAYS: Mapping[str, Way] = {
 
 
 def written_ways(case: AttentionCase) -> dict[str, Way]:
-    """Returns all ways in which a call may be written in PyTorch, by what is said of a
-    kernel that rounds so: WAYS, and where query heads share keys those that have k and v
-    in fp32 before they repeat them; where there are sinks those whose maximum is of the
-    sink too."""
+    """Returns all ways in which a call may be written in PyTorch, the likeliest first. A
+    key says how a kernel rounds that is written so; the value is a function from a case
+    to the output [B, H, q_len, v_dim]. The first ways are WAYS. Where query heads share
+    keys, ways follow that cast k and v to fp32 before they repeat them. Where there are
+    sinks, ways follow whose first maximum is the sink; where there is both, ways with
+    both come last."""
     ways = dict(WAYS)
     grouped, sunk = case.group > 1, case.sinks is not None
     if grouped:
@@ -269,8 +281,8 @@ def written_ways(case: AttentionCase) -> dict[str, Way]:
 def _varied(
     words: str, *, sums_wide: bool = False, from_sink: bool = False
 ) -> dict[str, Way]:
-    """Returns the online softmaxes with these options, which `words` name after their own
-    words."""
+    """Returns all online softmaxes of WAYS with these options set, by name. A name is the
+    one in WAYS with `words` behind it."""
     return {
         f"{name}{words}": OnlineSoftmax(way.tile, way.maximum, sums_wide, from_sink)
         for name, way in _ONLINE.items()

@@ -98,9 +98,10 @@ def _run_on_ranks(
     case: AttentionCase, options: Mapping[str, Any], grad_out: Tensor | None
 ) -> Output:
     """Runs the call on `world` processes and returns its output, with dq, dk and dv where
-    `grad_out` is not None. `options` are all of the kernel's. Raises Refused for too few
-    GPUs, lengths that do not divide, and what PyTorch refuses, and MeasurementError as
-    `Ranks.ask`. Log-sum-exps are not returned."""
+    `grad_out` is not None; the log-sum-exp is None. `options` are all of the kernel's.
+    Raises Refused for too few GPUs, an `inner` that the device does not have, lengths
+    that do not divide, and what PyTorch refuses; MeasurementError as `Ranks.ask`; OSError
+    where no process can be started."""
     world, inner, device = options["world"], options["inner"], case.q.device.type
     # Causal calls are balanced, and no others
     parts = 2 * world if case.is_causal else world
@@ -157,8 +158,10 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 class Ranks:
-    """A group of `world` processes that wait for tasks, each with a device of its own
-    where devices are CUDA's. Raises MeasurementError where they cannot be started."""
+    """A group of `world` processes that wait for tasks, started when this is made; each
+    has a device of its own where `device` is `cuda`. Raises MeasurementError where they
+    do not start within START_S seconds, OSError where no process can be started. They end
+    with this process."""
 
     def __init__(self, world: int, device: str) -> None:
         self.world = world
@@ -173,10 +176,12 @@ class Ranks:
         self.ask(None, START_S)
 
     def ask(self, task: RankTask | None, limit_s: float = LIMIT_S) -> Any:
-        """Sends a task to every process and returns rank 0's answer, a dict of tensors on
-        the CPU or of `refused`. With None it sends nothing and waits until all have
-        started. An exception ends the processes, as `close`; raises MeasurementError
-        where one fails or dies, or rank 0 does not answer within `limit_s` seconds."""
+        """Sends a task to every process and returns rank 0's answer, a dict: `out` and,
+        for a task with `grad_out`, `dq`, `dk` and `dv`, on the CPU; or `refused` alone,
+        with PyTorch's reason. With None it sends nothing, waits until all have started,
+        and returns an empty dict. An exception ends the processes, as `close`; raises
+        MeasurementError where one fails or dies, or rank 0 does not answer within
+        `limit_s` seconds."""
         try:
             with contextlib.suppress(OSError):  # it is gone, and so it will be found
                 for pipe in self._pipes if task is not None else ():
@@ -220,9 +225,10 @@ def run_rank(
     number: int, world: int, device: str, store: str, pipes: Sequence[Connection]
 ) -> None:
     """Runs one process of the group, number `number` of `world`, on a `device` of this
-    type: computes the tasks that it reads from its end of `pipes` until the other end is
-    closed. Rank 0 sends each answer back. `store`: a file through which the processes
-    find each other."""
+    type (`cuda` or `cpu`): computes the tasks that it reads from its end of `pipes` until
+    the other end is closed. Rank 0 sends an empty answer when it is ready, then each
+    task's answer. `store`: a file through which the processes find each other. What
+    stderr gets is dropped. An exception ends the process."""
     # Groups are not taken apart: others may be gone
     Finalize(None, os._exit, (1,), exitpriority=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -246,9 +252,10 @@ def run_rank(
 
 
 def _answer_of_rank(task: RankTask, mesh: DeviceMesh) -> dict[str, object]:
-    """Returns the whole output and, where the task has a `grad_out`, the gradients, by
-    name and on the CPU; `{"refused": reason}` where PyTorch has no kernel for the call.
-    Every rank must call it."""
+    """Computes this rank's part of a call and returns the whole result, on the CPU: `out`
+    and, where the task has a `grad_out`, `dq`, `dk` and `dv`. Returns `{"refused":
+    reason}` where PyTorch has no kernel for the call; any other exception passes. Every
+    rank must call it."""
     from torch.distributed.tensor.experimental import _attention as cp
 
     cp._cp_options.enable_load_balance = task["is_causal"]

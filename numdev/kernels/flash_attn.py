@@ -87,11 +87,11 @@ class Version(NamedTuple):
     def claims(
         self, case: AttentionCase, output: Output, system: System
     ) -> Mapping[str, object] | None:
-        """Returns how this version says it rounds, as options of `emulated`: version 2 as
-        PyTorch's copy of it; version 4 on Blackwell as the preset `fa4`; else
-        FlashAttention-2 with a group summed in fp32 (`dk_accum` in their sources). None
-        with a soft cap, whose tanh is the GPU's approximate one: it is off by 2^-11, more
-        than rounding P makes of such scores."""
+        """Returns how this version rounds, as options of `emulated`. Version 2: as
+        PyTorch's copy of it. Version 4 on Blackwell (compute capability 10 or 11): the
+        preset `fa4`. Any other: `like_fa2`, whose group is summed in fp32 (`dk_accum` in
+        their sources). None with a soft cap, whose tanh is the GPU's approximate one: it
+        is off by 2^-11, more than rounding P makes of such scores."""
         if case.softcap is not None:
             return None
         if self.number == 2:

@@ -53,11 +53,11 @@ def _limits(case: AttentionCase) -> Iterator[Reason]:
 
 
 def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
-    """Returns FlashAttention-2's recipe as options of `emulated`; for the backend `fa2`
-    with l summed from the rounded P, and with a split's O in the working format
-    (`prefill.cuh`: `m16k16_rowsum`, `tmp_v`). None for another backend, for a soft cap,
-    whose tanh is approximate, and for more splits than one pass merges, which rounds
-    again (`cascade.cuh`: `threadblock_sync_state`)."""
+    """Returns how FlashInfer rounds, as options of `emulated`. Backend `fa3`:
+    FlashAttention-2's recipe. Backend `fa2`: that with l summed from the rounded P, and
+    each split's O in the working format (`prefill.cuh`: `m16k16_rowsum`, `tmp_v`). None
+    for another backend; with a soft cap, whose tanh is approximate; and for more splits
+    than one pass merges, which rounds again (`cascade.cuh`: `threadblock_sync_state`)."""
     did = output.did or {}
     if case.softcap is not None or did.get("backend") not in ("fa2", "fa3"):
         return None

@@ -70,8 +70,10 @@ def _check(options: Mapping[str, object]) -> None:
 def _claims(
     case: AttentionCase, output: Output, system: System
 ) -> Mapping[str, object] | None:
-    """Returns what the FlexAttention that ran rounds like, in both passes, as options of
-    `emulated`; None with PRESCALE_QK, which no emulation covers."""
+    """Returns how the FlexAttention that ran rounds, in both passes, as options of
+    `emulated`. None where `output.did` has PRESCALE_QK on CUDA, which no emulation
+    covers. `output`: of `flex`, whose `did` has `compiled`, `device` and the options that
+    were set."""
     did, d = output.did or {}, case.q.shape[-1]
     # Scores in fp32 from widened inputs, P rounded for its product
     if not did["compiled"]:
@@ -107,7 +109,8 @@ def _claims(
 
 def _runs_decoding_kernel(case: AttentionCase) -> bool:
     """Whether CUDA runs FlexAttention's kernel for decoding: fewer than 128 queries, and
-    a group that is a power of two; not with a group and a mask that differs by head."""
+    a power of two of query heads to a kv head. It does not where a bool mask differs by
+    head and several query heads share a kv head."""
     mask = _four_axes(case.mask, bool_mask=True)
     by_head = mask is not None and mask.shape[1] > 1 and case.group > 1
     return case.q_len < SHORT and case.group & (case.group - 1) == 0 and not by_head
@@ -126,10 +129,11 @@ def _runs_decoding_kernel(case: AttentionCase) -> bool:
 def flex(case: AttentionCase, *, compiled: bool, **options: object) -> Output:
     """PyTorch's FlexAttention, compiled into one kernel.
 
-    `compiled` False runs it eagerly. Other options are PyTorch's `kernel_options`; None
-    leaves PyTorch's own. Returns out, and lse except from the compiled CPU kernel. Raises
-    Refused for what PyTorch cannot run, MeasurementError where it ran eagerly and should
-    not."""
+    `compiled` False runs it eagerly. The other options, `block_n` and `prescale_qk`, are
+    PyTorch's `kernel_options`; None leaves PyTorch's choice. Returns out, and lse except
+    from the compiled CPU kernel; `did` has `compiled`, `device` and the options that were
+    set. Raises Refused for what PyTorch cannot run, MeasurementError where it ran eagerly
+    and should not."""
     asked = {name.upper(): x for name, x in options.items() if x is not None}
     device, on_cuda = case.q.device.type, case.q.is_cuda
     float64 = compiled and case.q.dtype == torch.float64
@@ -177,9 +181,9 @@ def flex(case: AttentionCase, *, compiled: bool, **options: object) -> Output:
 def _run_flex(
     *qkv: Tensor, with_lse: bool, **arguments: object
 ) -> tuple[Tensor, Tensor | None, bool]:
-    """Runs FlexAttention on q, k and v and returns the output, the log-sum-exp (None
-    without `with_lse`), and whether this call was compiled: a constant that the compiler
-    sets."""
+    """Runs FlexAttention on q, k and v with these `arguments` of `flex_attention`.
+    Returns the output, the log-sum-exp (None without `with_lse`), and whether this call
+    was compiled: a constant that the compiler sets."""
     attend: Callable[..., Any] = flex_attention
     compiled = torch.compiler.is_dynamo_compiling()
     if not with_lse:

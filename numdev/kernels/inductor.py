@@ -102,8 +102,9 @@ SPELLINGS: Mapping[str, Callable[..., Tensor]] = {
 def inductor(case: AttentionCase, *, spelling: str) -> Output:
     """The textbook's attention, compiled, in one of its public spellings.
 
-    `spelling`: a key of SPELLINGS. Returns out alone. Every shape is compiled for itself,
-    which takes seconds."""
+    `spelling`: `matmul`, `divided`, `scaled-q`, `float32`, `einsum` or `by-hand`. Returns
+    out alone; rows that see no key may be NaN. Every shape is compiled for itself, which
+    takes seconds. Raises KeyError for another spelling, and what the compiler raises."""
     from torch._dynamo import config
 
     mask = explicit_mask(case)
@@ -116,6 +117,6 @@ def inductor(case: AttentionCase, *, spelling: str) -> Output:
 
 @functools.cache
 def _compiled(spelling: str) -> Callable[..., Tensor]:
-    """Returns the function of this spelling, compiled; the same one in every call of a
-    process."""
+    """Returns the function of this spelling, a key of SPELLINGS, compiled; the same one
+    in every call of a process. Raises KeyError for another name."""
     return torch.compile(SPELLINGS[spelling], fullgraph=True, dynamic=False)

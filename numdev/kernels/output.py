@@ -69,12 +69,12 @@ def refuse(*reasons: Reason) -> None:
 
 
 def as_output(result: object, case: AttentionCase) -> Output:
-    """Returns the result of a kernel function as an Output: an Output, a tensor, or a
-    tuple whose first element is the output and whose second, if not None, the
-    log-sum-exp; further elements are dropped. Attention weights [batch, heads, q_len,
-    kv_len] as the second are dropped too, and `not_lse` says so. Raises MeasurementError
-    where a tensor has not the case's shape, is not dense and of floating point, or is on
-    another device."""
+    """Returns the result of a kernel function as an Output. It may be an Output; a
+    tensor; or a tuple of the output and the log-sum-exp or None, whose further elements
+    are dropped. A second element of the shape of attention weights [batch, heads, q_len,
+    kv_len] is dropped too: `not_lse` then says so. Raises MeasurementError where a tensor
+    of the Output does not have the shape that the case asks for, is not dense, is not of
+    floating point, or is on another device; and for a result of another type."""
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
         output = result
@@ -118,8 +118,8 @@ def _check(what: str, x: object, shape: tuple[int, ...], case: AttentionCase) ->
 
 
 def upstream(case: AttentionCase) -> Tensor:
-    """Returns the case's gradient of the output, [batch, heads, q_len, v_dim]. Raises
-    UsageError for a case without one."""
+    """Returns `case.grad_out`, the gradient of the loss by the output, [batch, heads,
+    q_len, v_dim]. Raises UsageError for a case without one."""
     if case.grad_out is None:
         what = f"attention case {case.ref.case!r}: gradients need a grad_out, got none"
         raise UsageError(what, hint="use a random one, or take it from the model's loss")
@@ -127,8 +127,9 @@ def upstream(case: AttentionCase) -> Tensor:
 
 
 def upstream_in(case: AttentionCase, dtype: torch.dtype) -> Tensor:
-    """Returns the gradient of the output, [batch, heads, q_len, v_dim], in this dtype,
-    rounded once where it is narrower. Raises UsageError for a case without one."""
+    """Returns `case.grad_out`, the gradient of the loss by the output, [batch, heads,
+    q_len, v_dim], in `dtype`, rounded once where that is narrower. Raises UsageError for
+    a case without one, and for a dtype of no format."""
     dO = upstream(case)
     return dO if dO.dtype == dtype else round_to(dO, format_of(dtype)).to(dtype)
 
@@ -140,8 +141,11 @@ def pull_back(
     *,
     retain_graph: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradient of every leaf, for those of the outputs in `upstream`, of
-    which there is at least one; 0 where no output depends on a leaf."""
+    """Returns the gradient of each leaf, in their order: the sum over the outputs of what
+    `upstream`, each output's gradient, gives it. 0 where no output depends on a leaf.
+    `outputs`: at least one, as many as `upstream` (else ValueError), of the same shapes.
+    `retain_graph`: keep the graph for another call. Raises RuntimeError where no output
+    is in an autograd graph."""
     # As products: to be given gradients, torch imports sympy, which takes a second.
     products = ((x * dx).sum() for x, dx in zip(outputs, upstream, strict=True))
     return torch.autograd.grad(
@@ -159,10 +163,11 @@ def differentiate(
     *,
     during_backward: AbstractContextManager[object] | None = None,
 ) -> Output:
-    """Runs a kernel function and returns its output with the gradients dq, dk and dv that
-    autograd computes for `case.grad_out`, brought to the output's dtype.
-    `during_backward` is entered for the backward pass. The gradient of an input that the
-    output does not depend on is 0. Raises Refused where the output has no autograd graph,
+    """Runs a kernel function on the case and returns its output, without a graph, with
+    dq, dk and dv as autograd computes them. Autograd begins with `case.grad_out` rounded
+    to the output's dtype; the gradients have the dtypes of q, k and v, and are 0 for an
+    input that the output does not depend on. `during_backward` is entered for the
+    backward pass alone. Raises Refused where the output has no autograd graph,
     MeasurementError for what is no output of the case, UsageError without a grad_out, and
     whatever the function raises."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]

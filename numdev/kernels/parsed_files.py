@@ -15,8 +15,9 @@ MOST_NAMED = 8  # functions of a file that a message names
 
 def functions_in(file: Path) -> list[str]:
     """Returns the public functions that a file defines at its top level, in its order,
-    each with the names of its parameters: `attend(q, k, v)`. Raises UsageError for a file
-    that cannot be read, and for what is not valid Python."""
+    each with the names of its parameters: `attend(q, k, *, scale)`. Names that begin with
+    an underscore are left out. Raises UsageError for a file that cannot be read, and for
+    what is not valid Python."""
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except OSError as error:
@@ -29,7 +30,8 @@ def functions_in(file: Path) -> list[str]:
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Returns a function's name with the names of its parameters."""
+    """Returns a function's name with the names of its parameters, without defaults and
+    types: `attend(q, k, *, scale, **options)`."""
     a = function.args
     stars = [f"*{a.vararg.arg}"] if a.vararg else ["*"] if a.kwonlyargs else []
     named = [*(x.arg for x in (*a.posonlyargs, *a.args)), *stars]
@@ -54,8 +56,9 @@ def no_function_named(file: str) -> UsageError:
 
 
 def why_not_imported(error: BaseException) -> str:
-    """Returns why Python cannot import a file: of a SyntaxError its file, line and text;
-    of another exception its message, and the last line of a file that raised it."""
+    """Returns why Python cannot import a file. Of a SyntaxError: `a.py, line 3: not valid
+    Python (invalid syntax): x = = 1`. Of any other exception: its message in one line,
+    and in brackets the file and line that raised it, if outside numdev and importlib."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         text = f": {error.text.strip()}" if error.text else ""
         where = f"{_shown(error.filename)}, line {error.lineno}"
@@ -67,7 +70,8 @@ def why_not_imported(error: BaseException) -> str:
 
 
 def _is_foreign(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of neither numdev nor importlib."""
+    """Whether a frame's file lies outside numdev's package, and in no folder called
+    `importlib`."""
     path = Path(frame.filename)
     return path.parent.name != "importlib" and not path.is_relative_to(
         Path(__file__).parent.parent
@@ -75,6 +79,7 @@ def _is_foreign(frame: traceback.FrameSummary) -> bool:
 
 
 def _shown(filename: str) -> str:
-    """Returns a path as it is from the current folder, where it lies below that."""
+    """Returns a path relative to the current folder where it lies below that; any other
+    as it is."""
     path, folder = Path(filename), Path(os.getcwd())
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else filename

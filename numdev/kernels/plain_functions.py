@@ -81,9 +81,10 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
     required = {p.name for p in named.values() if p.default is p.empty}
 
     def run(case: AttentionCase, **options: object) -> object:
-        """Calls the function on a case and returns what it returns. With causality and a
-        mask, the function is tried with both; if it raises, whatever it is, it gets one
-        mask that has both."""
+        """Calls the function on a case and returns what it returns. Where the case has a
+        mask and is causal or windowed, the function is tried with both arguments. If it
+        raises an Exception, it is called again with one mask that has causality and
+        window in it."""
         k, v = (case.k, case.v) if roles["gqa"] else repeat_kv(case)
         by_name = _positions_by_name(case, roles)
         if by_name and case.mask is not None and case.restricts_positions:
@@ -112,8 +113,9 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
 
 
 def _roles(names: Container[str]) -> dict[str, str | None]:
-    """Returns for each meaning in NAMES (`causal`, `scale`, `mask`, ...) the first of its
-    spellings that is among `names`; None where none is."""
+    """Returns, for each meaning in NAMES (`causal`, `scale`, `mask`, `window`, `softcap`,
+    `sinks`, `gqa`), the first of its spellings that is among `names`; None where `names`
+    has no spelling of it."""
     return {
         role: next((way for way in ways if way in names), None)
         for role, ways in NAMES.items()
@@ -147,8 +149,9 @@ def _refuse_misfits(
 
 
 def parameters_by_role(function: Callable[..., object]) -> dict[str, str]:
-    """Returns a plain function's own parameter names by their meaning, a key of NAMES;
-    meanings without a parameter are left out."""
+    """Returns the names of a plain function's parameters by their meaning, a key of
+    NAMES: `{"causal": "is_causal"}`. Meanings without a parameter are left out. Raises
+    ValueError or TypeError where Python cannot tell the parameters."""
     roles = _roles(inspect.signature(function).parameters)
     return {role: name for role, name in roles.items() if name}
 
@@ -156,8 +159,9 @@ def parameters_by_role(function: Callable[..., object]) -> dict[str, str]:
 def untested_parameters(
     function: Callable[..., object], cases: Collection[CaseRecord]
 ) -> list[str]:
-    """Returns the names of a plain function's parameters of known meaning whose value
-    none of these cases needs to set, so that they were never tested."""
+    """Returns the names of a plain function's parameters of a meaning in NAMES whose
+    value none of these cases needs to set, so that they were never tested. All of them
+    without cases. Raises as `parameters_by_role`."""
     needed = set(itertools.chain.from_iterable(map(_needed_roles, cases)))
     return [
         name for role, name in parameters_by_role(function).items() if role not in needed
@@ -166,8 +170,8 @@ def untested_parameters(
 
 def _needed_roles(case: CaseRecord) -> Iterator[str]:
     """Yields the meanings (keys of NAMES) that a function must have a parameter for, or
-    it computes something else than this case. A scale is needed where it is not 1 /
-    sqrt(head_dim)."""
+    it computes something else than this case. `scale` is needed where it is not 1 /
+    sqrt(head_dim); `causal` only without a causal offset, and `mask` with one."""
     if case.is_causal and not case.causal_offset:
         yield "causal"
     if not math.isclose(case.scale, case.head_dim**-0.5):
@@ -196,8 +200,9 @@ def _positions_by_name(case: AttentionCase, roles: Roles) -> bool:
 
 
 def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
-    """Returns what the case needs and the function has no parameter for, as a sentence;
-    None where it can run. `roles`: meaning to parameter name."""
+    """Returns what the case needs and the function has no parameter for, as a sentence:
+    `the function takes no window: no parameter is named window_size or window`. None
+    where it can run. `roles`: for each meaning in NAMES the parameter's name, or None."""
     by_mask = case.restricts_positions and not _positions_by_name(case, roles)
     by_mask = (by_mask or case.mask is not None) and not roles["mask"]
     masked, windowed = case.mask is not None, case.window is not None

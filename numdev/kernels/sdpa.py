@@ -56,8 +56,9 @@ Claim = Mapping[str, Any]
 
 
 class OperatorLog(TorchDispatchMode):
-    """A mode that lists in `ran` the operators that run in it, and stores in `returned`
-    what the last fused attention operator returned."""
+    """A mode that lists in `ran` the names of the operators that run in it, in their
+    order, and stores in `returned` what the last fused attention operator (of FUSED)
+    returned; None where none ran."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,9 +92,9 @@ class OperatorLog(TorchDispatchMode):
 
 
 def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
-    """Returns the `attn_mask` and `is_causal` of an SDPA call: no mask and True where
-    plain top-left causality is all that the case has, else one mask that holds everything
-    (None: nothing is hidden or added) and False."""
+    """Returns the `attn_mask` and `is_causal` of an SDPA call: None and True where
+    causality from the top left is all that the case has. Else one mask with all that the
+    case hides or adds (None where it is nothing), and False."""
     by_flag = (
         case.is_causal
         and case.mask is None
@@ -132,10 +133,11 @@ def _call_sdpa(case: AttentionCase) -> Tensor:
 
 
 def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
-    """Runs one SDPA call with this backend alone (None: PyTorch's choice) and returns
-    out, lse where the operator returned one of the rows' shape, and the operator that
-    ran. Raises Refused with PyTorch's reasons where no backend takes the case,
-    MeasurementError where another backend ran than the forced one."""
+    """Runs one SDPA call with this backend alone (None: PyTorch's choice). Returns out;
+    lse where the operator returned one of shape [batch, heads, q_len], else None; and the
+    name of the operator in `ran` and `did["operator"]`. Raises Refused with PyTorch's
+    reasons where no backend takes the case, MeasurementError where another backend ran
+    than the forced one."""
     with (
         warnings.catch_warnings(record=True) as caught,
         forced_backend(backend),
@@ -172,9 +174,9 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
 
 def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
     """Runs forward and backward of one SDPA call with this backend alone (None: PyTorch's
-    choice) and returns out, lse and gradients. Raises Refused where no backend takes the
-    case, and MeasurementError where an operator of another backend ran, forward or
-    backward, than of the forced one."""
+    choice) and returns out, lse (or None), dq, dk and dv. Raises Refused where no backend
+    takes the case; MeasurementError where an operator of another backend than the forced
+    one ran, forward or backward; UsageError without a grad_out."""
     log = OperatorLog()
     done = differentiate(lambda c: _attend(c, backend), case, during_backward=log)
     forward = (done.ran or "").partition(" ")[0]
@@ -188,9 +190,9 @@ def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
 
 
 def _operator_in_words(operator: str) -> str:
-    """Returns an operator's name as evidence of what ran. A flash operator has the
-    implementation that was activated in its place behind it:
-    `_scaled_dot_product_flash_attention (FA4)`."""
+    """Returns an operator's name as evidence of what ran. Where another implementation is
+    active in place of PyTorch's FlashAttention, a flash operator's name is followed by
+    it: `_scaled_dot_product_flash_attention (FA4)`."""
     active = current_flash_attention_impl()
     flash = FUSED.get(operator.removesuffix("_backward")) == SDPBackend.FLASH_ATTENTION
     return f"{operator} ({active})" if active and flash else operator
@@ -200,9 +202,9 @@ def _operator_in_words(operator: str) -> str:
 
 
 def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
-    """Returns how an SDPA operator (by its name, or `math`) rounds on this case, forward
-    and backward, as options of `emulated`; FlashAttention-2's recipe for an unknown
-    operator."""
+    """Returns how an SDPA operator rounds on this case, forward and backward, as options
+    of `emulated`. `operator`: its name, or `math`. Any other name gives `{"preset":
+    "fa2"}`."""
     match operator:
         case "math":  # 16-bit inputs are computed with in fp32, a group's sums included
             casts = ("out", "dq_out", "dk_out", "dv_out")
@@ -222,10 +224,11 @@ def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
 
 
 def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
-    """Returns how PyTorch's flash kernel for CPUs rounds, as options of `emulated`. Its
-    backward pass adds every tile to the gradients in the working format, in the tiles of
-    forward, and goes from one query head of a group to the next. There exp is the exact
-    one."""
+    """Returns how PyTorch's flash kernel for CPUs rounds, as options of `emulated`.
+    Forward has PyTorch's fast exp on a CPU with AVX2 or AVX-512, where there are at least
+    as many keys as lanes. Backward has the exact exp; it adds every tile to the gradients
+    in the working format, in forward's tiles, and goes from one query head of a group to
+    the next."""
     lanes = max(
         (n for name, n in FAST_EXP.items() if name in system.cpu_capability), default=0
     )
@@ -253,7 +256,7 @@ def _num_splits(case: AttentionCase, tile: int, processors: int) -> int:
     """Returns how many parts the keys are divided into, by FlashAttention-2's
     `num_splits_heuristic`: 1 where blocks of 64 rows keep 80 % of the GPU busy, else the
     fewest parts that use it at least 85 % as well as the best number does. `tile`: keys
-    of a tile; `processors`: of the GPU."""
+    of a tile; `processors`: of the GPU, at least 1."""
     work = case.q.shape[0] * case.heads * -(-case.q_len // 64)
     # The query heads of a group become its rows
     if case.q_len == 1 and case.window is None:
@@ -279,7 +282,7 @@ def _num_splits(case: AttentionCase, tile: int, processors: int) -> int:
 
 def _register(name: str, summary: str, requires: Requirement = NOTHING) -> None:
     """Registers one kernel of this module under `name`, with the backend that
-    `backend_of` gives it."""
+    `backend_of` gives it. `summary`: its description, one sentence."""
     backend = backend_of(name)
 
     def attend(case: AttentionCase) -> Output:

@@ -70,7 +70,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """How partial results become one."""
+    """How partial results, each the output of a softmax over some of the keys, become
+    one."""
 
     order: str
     """`simultaneous`: all at once; `tree`: neighbours, then their results, and so on; any
@@ -102,10 +103,10 @@ class Merge:
 
 
 def merge_parts(parts: Sequence[State], how: Merge) -> State:
-    """Returns one State (O, L) for one or more parts, merged as `how` says: O [B, H,
-    rows, v_dim] in the dtype of its arithmetic (with `promoted`, as torch promotes), L
-    [B, H, rows] in that dtype. A single part is not rounded. Rows without keys in a part
-    (L = -inf) take nothing from it."""
+    """Returns one State (O, L) for one or more parts, merged as `how` says. O [B, H,
+    rows, v_dim] and L [B, H, rows] are in the dtype of its arithmetic; with `promoted`
+    (but not with the order `simultaneous`) O is as torch promotes. A single part is not
+    rounded. A part adds nothing to rows where its L is -inf, whatever its O has."""
     keep = how.format == "promoted" and how.order != "simultaneous"
     states = []
     for O, L in parts:
@@ -135,8 +136,9 @@ def merge_parts(parts: Sequence[State], how: Merge) -> State:
 
 
 def _merge_pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
-    """Returns the State of two merged, by the logistic form of the merge; `store` rounds
-    the new O. A part with L = -inf changes nothing."""
+    """Returns the State (O, L) of the two parts a and b, merged by the logistic form of
+    the merge; `store` rounds the new O. Where the L of one part is -inf, the result is
+    the other part's."""
     (O, L), (O_b, L_b) = a, b
     nothing = torch.isneginf(L_b)
     weight = torch.sigmoid(L_b - L)[..., None]
@@ -150,9 +152,10 @@ def _merge_pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
 
 def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
     """Returns the steps that cover a case, each (rows, keys), in the order in which they
-    are merged; steps in which no query sees a key are left out. `order`: `zigzag` or
-    `ring`; of any other every row meets all parts of the keys in turn. Raises Refused
-    where `zigzag` cannot take the case."""
+    are merged; steps in which no query sees a key by position are left out. `order`: with
+    `ring`, rows are divided as keys are, and part r begins with the keys of shard r; with
+    `zigzag` a shard is two chunks, one from each end; with any other name all rows meet
+    the shards of keys in turn. Raises Refused where `zigzag` cannot take the case."""
     zigzag, ring = order == "zigzag", order in ("zigzag", "ring")
     if zigzag:
         plain = case.mask is None and case.window is None and case.causal_offset == 0
@@ -185,15 +188,16 @@ def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
 
 
 def chunks(length: int, number: int) -> list[slice]:
-    """Returns at most `number` ranges of equal length that cover [0, length); the last
-    may be shorter."""
+    """Returns at most `number` ranges of equal length that cover [0, length), ascending;
+    the last may be shorter. Both arguments are at least 1."""
     size = -(-length // number)
     return [slice(at, min(at + size, length)) for at in range(0, length, size)]
 
 
 def step_case(case: AttentionCase, step: Step) -> AttentionCase:
-    """Returns the case of one step: its rows against its keys, with mask, causality and
-    grad_out cut to them, and without sinks, which are added at the merge."""
+    """Returns the case of one step: its rows and its keys, with mask and grad_out cut to
+    these. It is causal only where causality hides one of these keys. It has no sinks,
+    which are added at the merge."""
     rows, keys = step
     hides = case.is_causal and keys[-1].stop - 1 > rows[0].start + case.causal_offset
     by_position = hides or case.window is not None
@@ -248,9 +252,10 @@ def claims(
     case: AttentionCase, output: Output, system: System
 ) -> Mapping[str, object] | None:
     """Returns how the merged shards round, as options of `emulated`; for a single shard
-    the inner kernel's claim. None where no emulation covers it: a running result stored
-    in a narrow format between two merges, gradients added up in one, a rounded difference
-    (`promoted`), and `zigzag`, whose shards are two chunks each.
+    (`output.did` has no `shards`) the claim of the operator that ran. None where no
+    emulation covers it: a running result stored in a narrow format between two merges,
+    gradients added up in one, a rounded difference (`promoted`), and `zigzag`, whose
+    shards are two chunks each.
 
     A recipe has splits of the keys, merged in full precision: each split's O is rounded
     at `merge` as it is handed over, its dQ at `dq_partial`; where queries are divided too
@@ -283,7 +288,8 @@ def claims(
 
 
 def describe_shards(did: Mapping[str, object], each: str) -> str:
-    """Returns in words how shards were computed and merged. `did` has `shards`, `order`,
+    """Returns in words how shards were computed and merged: `2 shards, ring, merged in
+    float32, handed over in working, each by OPERATOR`. `did` has `shards`, `order`,
     `merge_format` and `partial_format`; `each` is the operator of one shard."""
     return (
         f"{did['shards']} shards, {did['order']}, merged in {did['merge_format']}, "
@@ -304,9 +310,10 @@ def sharded(case: AttentionCase, **options: object) -> Output:
     """Attention over shards of the keys, merged as ring attention and flash-decoding
     merge.
 
-    Options: `shards`, and VALUES. One shard is the inner kernel itself. Returns out and
-    lse of the whole call. Raises Refused where the order or the inner kernel cannot take
-    the case, MeasurementError where the inner kernel returns no log-sum-exp."""
+    Options: `shards`, and VALUES. One shard is the inner kernel's call. Returns out and
+    lse of the whole call, and in `did` the options and, as `each`, the inner kernel's
+    `did`. Raises Refused where the order or the inner kernel cannot take the case,
+    MeasurementError where the inner kernel returns no log-sum-exp."""
     return _run_shards(case, options, with_gradients=False)
 
 
@@ -395,9 +402,10 @@ def _cast_to_working(x: Tensor, case: AttentionCase) -> Tensor:
 def _backward_shard(
     inner: str, case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]
 ) -> Gradients:
-    """Returns dq, dk and dv that come through the keys of one shard (`case`), from the O
-    and L of all keys. `casts`: formats of the emulation's sites. Raises Refused where the
-    inner kernel has no such backward pass."""
+    """Returns the parts of dq, dk and dv that come through the keys of one shard
+    (`case`), from the O and L of all keys for the case's rows. `casts`: for `emulated`,
+    formats of its sites; other kernels ignore them. `case` has a grad_out. Raises Refused
+    where the inner kernel has no such backward pass."""
     # What has no key anywhere has scores of -inf: any finite L then gives P = 0, and not
     # NaN.
     L = L.masked_fill(torch.isneginf(L), 0.0)

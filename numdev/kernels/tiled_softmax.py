@@ -17,7 +17,9 @@ from torch import Tensor
 
 
 class TiledSoftmax:
-    """The forward pass: `m`, `l` and `O` are those after the last tile."""
+    """An online softmax over tiles of keys, computed when this is made. After the last
+    tile, `m` is the maximum and `l` the sum [B, H, rows, 1], and `O` [B, H, rows,
+    features] the product with V, not yet divided by l; all in float32."""
 
     def __init__(
         self, S: Tensor, V: Tensor, m: Tensor, tile: int, dtype: torch.dtype
@@ -47,9 +49,10 @@ class TiledSoftmax:
     def gradients(
         self, dO: Tensor, dl: Tensor, dm: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of the scores with all maxima constant, of V, and of each
-        tile's maximum [B, H, rows, tiles]. `dO`, `dl` and `dm`: those of O, l and m after
-        the last tile, of m only where something else depends on it."""
+        """Returns three gradients: of the scores with all maxima constant [B, H, rows,
+        keys], of V [B, H, keys, features], and of each tile's maximum [B, H, rows,
+        tiles]. `dO`, `dl` and `dm` are the gradients of O, l and m after the last tile;
+        `dm` is None where nothing else depends on m."""
         dV: list[Tensor] = []
         by_key: list[Tensor] = []  # of P, through O
         by_tile: list[Tensor] = []  # of a, through O
@@ -69,9 +72,10 @@ class TiledSoftmax:
         return dS, torch.cat(dV[::-1], dim=2), dm_of_tiles
 
     def through_maxima(self, dm: Tensor, function: str) -> Tensor:
-        """Returns the gradient of the scores through the maxima of tiles, of gradients
-        `dm` [B, H, rows, tiles], by the function of PyTorch's that takes a maximum: `max`
-        gives all to the first of equal scores, `amax` shares it."""
+        """Returns what the gradients `dm` of the tiles' maxima [B, H, rows, tiles] add to
+        the gradient of the scores, [B, H, rows, keys]. `function`: `max` gives all to the
+        first of equal scores in a tile; any other name shares it equally among them, as
+        `torch.amax` does."""
         if function == "max":
             starts = torch.arange(0, self.keys, self.tile, device=dm.device)
             return torch.zeros_like(self.P).scatter_(-1, self.place + starts, dm)
@@ -80,9 +84,10 @@ class TiledSoftmax:
         return self._by_key(dm / counts) * is_largest
 
     def _gradients_of_maxima(self, dS: Tensor, da: Tensor, dm: Tensor | None) -> Tensor:
-        """Returns the gradient of each tile's maximum, [B, H, rows, tiles]. `da`, of this
-        shape: that of m_{t-1} - m_t. What comes to a running maximum is added up in
-        autograd's order."""
+        """Returns the gradient of each tile's maximum, [B, H, rows, tiles]. `dS` is the
+        gradient of the scores with maxima constant; `da`, [B, H, rows, tiles], that of
+        m_{t-1} - m_t; `dm` that of m after the last tile, or None. What comes to a
+        running maximum is added up in autograd's order."""
         before = self.met[..., :-1]
         # Two equal maxima have a half each
         share = torch.where(before == self.largest, 0.5, 1.0)
@@ -98,8 +103,8 @@ class TiledSoftmax:
         return every.masked_fill_(before > self.largest, 0.0)
 
     def _by_tile(self, x: Tensor, value: float) -> Tensor:
-        """Returns numbers of keys [B, H, rows, keys] as [B, H, rows, tiles, tile], filled
-        up with `value`."""
+        """Returns numbers of keys [B, H, rows, keys] as [B, H, rows, tiles, tile]; the
+        last tile is filled up with `value`."""
         padded = torch.nn.functional.pad(x, (0, -self.keys % self.tile), value=value)
         tiles: Tensor = padded.unflatten(-1, (-1, self.tile))
         return tiles

@@ -54,11 +54,11 @@ WITHOUT_EFFECT = frozenset(
 
 
 class Enough(Exception):
-    """No call of interest follows, and the run ends here."""
+    """Raised to end a run after the last call of interest."""
 
 
 class Unseen(MeasurementError):
-    """Attention ran in the model without a call that numdev could see."""
+    """Raised where attention ran in a model without a call that numdev could see."""
 
 
 class _Abandoned(BaseException):
@@ -67,9 +67,10 @@ class _Abandoned(BaseException):
 
 def items_from_run(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     """Yields each item that `run(hand_over)` passes to `hand_over`. A model has to be run
-    for its calls to be met, so `run` works in a thread, with the CUDA device, grad mode
-    and context variables of this one; exactly one side runs at any time. What it raises
-    is raised here; if this generator is closed early, the run ends at its next item."""
+    for its calls to be met, so `run` works in a thread; exactly one side runs at any
+    time. The thread has the CUDA device, grad mode and context variables of this one.
+    What `run` raises is raised here. Where this generator is closed early, the run ends
+    at the next item."""
     # Or how the run ended
     arrived: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
@@ -129,16 +130,20 @@ def capture(
     on_met: OnMet | None = None,
 ) -> tuple[int, tuple[str, ...]]:
     """Runs `model(**inputs)` once, calling `on_call` at every attention call, whose case
-    shares its tensors with the model. Returns the number of calls, and the names of the
-    cases whose gradient is drawn since the model's loss has no usable one.
+    shares its tensors with the model. A tensor that `on_call` returns replaces the call's
+    output, but with the loss's gradients it does not. Returns the number of calls, and
+    the names of the cases whose gradient is drawn since the model's loss has no usable
+    one.
 
-    With `generate` the model writes that many tokens after the first. With `upstream`
-    cases have grad_out: where it is that of the model's loss, `on_call` runs after the
-    backward pass, in the same order. `on_met`: called with every call's name and the
-    running modules. `source`: the model's name in the cases' names. Raises
-    MeasurementError for a call that is no function of its inputs (dropout) or has an
-    argument numdev does not know, for inputs the model fails on, and for attention that
-    was not seen."""
+    `generate`: how many tokens the model writes after the first; None: one forward pass.
+    With `upstream` cases have grad_out: where it is that of the model's loss, `on_call`
+    runs after the backward pass, in the same order. `on_met`: called with every call's
+    name and the running modules, the innermost last. `source`: the model's name in the
+    cases' names.
+
+    Raises MeasurementError for a call that is no function of its inputs (dropout) or has
+    an argument numdev does not know, for inputs the model fails on, and for attention
+    that was not seen."""
     step = TrainingStep(upstream) if upstream and upstream.loss else None
     watch = Watch(model, source=source, generates=generate is not None, on_met=on_met)
 
@@ -172,11 +177,12 @@ def capture(
 def capture_run(
     run: Callable[[], T], watch: Watch, on_call: OnCall, step: TrainingStep | None = None
 ) -> T | None:
-    """Returns what `run` returns, with `on_call` called at every attention call that the
-    watched model makes in it; with `step` these are held for their gradients instead.
-    Calls of other models (text encoders, a VAE) are left alone. None where the run was
-    ended by Enough. Whatever else `run` raises, except numdev's own errors, becomes a
-    MeasurementError that names the model."""
+    """Returns what `run` returns; None where it was ended by Enough. `on_call` is called
+    at every attention call that the watched model makes in it. With `step` calls are
+    stored there for their gradients instead, and `on_call` is not called. Calls of other
+    models (text encoders, a VAE) are left alone. Whatever else `run` raises, except
+    numdev's own errors, becomes a MeasurementError that names the model. Raises Unseen
+    for attention that was not seen."""
     named = naming(type(watch.model).__name__, "failed on its inputs", HINT)
     with (
         named,
@@ -193,8 +199,8 @@ def run_with_answers(
 ) -> T:
     """Returns what `run` returns when the result of every attention call that the model
     makes in it is `answer(case)`, [batch, heads, q_len, v_dim]. Raises MeasurementError
-    for a call that numdev cannot audit, and for attention that was not seen; what `run`
-    raises passes."""
+    for a call that numdev cannot audit, and Unseen for attention that was not seen; what
+    `run` and `answer` raise passes."""
     watch = Watch(model, source="")
     with (
         attention_override(model),
@@ -205,9 +211,9 @@ def run_with_answers(
 
 
 def first_call(run: Callable[[], object]) -> AttentionCase | None:
-    """Returns the first attention call that `run` makes, connected to the graph that made
-    its tensors; `run` ends there. None where it makes none; what it raises before passes
-    unchanged."""
+    """Returns the first attention call that `run` makes, its tensors still in their
+    autograd graph; `run` ends there. None where it makes none. What it raises before
+    passes unchanged."""
     calls: list[AttentionCase] = []
 
     def end(case: AttentionCase) -> None:
@@ -255,8 +261,8 @@ def _owns_projections(module: nn.Module) -> bool:
 
 
 def unaudited_modules(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
-    """Yields (layer or None, name, module) of the modules of a model that mix tokens
-    without a softmax."""
+    """Yields (layer or None, name, module) of the outermost modules of a model that mix
+    tokens without a softmax, in the model's order. The layer is that of `layer_of`."""
     for name, module in outermost_mixers(model, _owns_projections):
         yield layer_of(module, name), name, module
 
@@ -317,9 +323,10 @@ class Watch:
         step: Callable[[], int | None] = lambda: None,
         on_met: OnMet | None = None,
     ) -> None:
-        """`step`: asked at every call for the denoising step it belongs to, where there
-        are any. `on_met`: told of every call as it is made, and of the modules that
-        run."""
+        """`source`: the model's name in the calls' names. `generates`: whether the model
+        writes text, so that calls have a phase. `step`: asked at every call for the
+        denoising step that it belongs to, or None. `on_met`: called with the name of
+        every call as it is made, and the modules that run, the innermost last."""
         self.model, self.source, self.generates = model, source, generates
         self.step, self.on_met = step, on_met
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
@@ -332,10 +339,11 @@ class Watch:
 
     @contextmanager
     def watching(self, *, begun: bool = False) -> Iterator[None]:
-        """Enters a context in which to run the model. Raises Unseen at its end unless
-        every run of every owner of projections made a call. `begun`: the model runs
-        already, in this thread: its own hooks are left alone, for PyTorch iterates over
-        them, and what other threads run is ignored."""
+        """Enters a context in which to run the model. At its end it raises Unseen where
+        no call was made, or where a module that owns projections, or a mixer that
+        computed a softmax, ran more often than it made calls; not where the model itself
+        raised. `begun`: the model runs already, in this thread: its own hooks are left
+        alone, for PyTorch iterates over them, and what other threads run is ignored."""
         thread = threading.get_ident()
         modules = [m for m in self.modules if not (begun and m is self.model)]
         if begun:
@@ -385,9 +393,10 @@ class Watch:
 
     def next_call(self) -> CaseRef:
         """Returns the name of the attention call that the innermost running module is
-        making, and counts it as one of the innermost module with projections. Calls
-        `on_met`. A module must be running. Without a layer's number in its name `layer`
-        is how many modules called before it."""
+        making, `MODULE#CALL`, with `/prefill`, `/decode` or `/stepN` behind it where
+        there are such. Counts it as a call of the innermost running module that attends.
+        Calls `on_met`. A module must be running. `layer` is the module's number
+        (`layer_of`), else how many modules called before it."""
         inside_out = [frame.module for frame in reversed(self.running)]
         module, name = inside_out[0], self.modules[inside_out[0]]
         owner = next((m for m in inside_out if m in self.owners | self.softmaxes), module)
@@ -418,8 +427,8 @@ class Watch:
 
 
 class Layers:
-    """A selection of calls by their layer, which remembers the layers that it met.
-    `asked` None: all are chosen."""
+    """A selection of calls by their layer, which records the layers that it met. `asked`:
+    the numbers of the layers that are chosen; None: all, also calls without a layer."""
 
     def __init__(self, asked: Sequence[int] | None) -> None:
         self.asked, self.met = asked, set[int | None]()
@@ -431,9 +440,10 @@ class Layers:
         return self.asked is None or layer in self.asked
 
     def notes(self, target: str | None) -> tuple[str, ...]:
-        """Returns a tuple of one note on the layers that were asked for and made no call,
-        empty where each did; for use when all calls were met. Raises UsageError, naming
-        `target`, where calls were met, and none in any of these layers."""
+        """Returns a tuple of one note on the layers that were asked for and made no call;
+        empty where each did. Call it when all calls were met. Raises UsageError, which
+        names `target`, where calls were met and none of them is in a layer that was asked
+        for."""
         lacking = sorted(set(self.asked or ()) - self.met)
         if not lacking:
             return ()
@@ -501,11 +511,12 @@ class _Interceptor(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Returns the output of an SDPA call, having handed it over as a case, with the
-        soft cap, sinks and window that the model passed beside it. What `on_call`
-        returns, if anything, is the output; with a training step the call is held for its
-        gradient instead. Raises MeasurementError for dropout and for a call that makes no
-        case."""
+        """Returns the output of an SDPA call, having passed it to `on_call` as a case,
+        with the soft cap, sinks and window that the model passed beside it. A tensor that
+        `on_call` returns is the output. With a training step, `on_call` is not called:
+        the call is stored there for its gradient. The arguments are SDPA's. Raises
+        MeasurementError for dropout, for a window that the mask does not show, and for a
+        call that makes no case."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
         if dropout_p > 0:
             what = f"{ref.module}: attention with dropout {dropout_p} is random"
@@ -551,12 +562,14 @@ class _Interceptor(TorchFunctionMode):
     def _meet_multi_head(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> object:
-        """Returns what `multi_head_attention_forward` returns, its SDPA call met. It
-        calls SDPA by the name in its own module, where this mode sees nothing, so it is
-        run from a copy in which that name is ours. Where weights are asked for (the
-        default) it multiplies by hand: then the call is met in a run without, which
-        computes the same function, and the model gets the answer of its own run (with
-        gradients the met call's, for gradients must pass through it)."""
+        """Returns what `multi_head_attention_forward` returns, its SDPA call met. That
+        function calls SDPA by the name in its own module, where this mode sees nothing.
+        So it is run from a copy in which the name is `_meet_sdpa`.
+
+        Where weights are asked for (the default) it multiplies by hand. Then the call is
+        met in a second run without weights, which computes the same function. The model
+        gets the answer of the run with weights; with gradients it gets the met call's
+        output, for gradients must pass through it."""
         original, met = (
             F.multi_head_attention_forward,
             multi_head_calling(self._meet_sdpa),
@@ -585,11 +598,11 @@ def multi_head_calling(
 def _window_of_call(
     ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
 ) -> Window | None:
-    """Returns the window (left, right) of `size` keys, the query's own included; None for
-    no size, and for one that hides nothing. `offset`: kv_len - q_len. SDPA takes a window
-    by its mask alone: raises MeasurementError where the mask does not hide what the
-    window hides. The right side is 0 where the mask hides all later keys, else as wide as
-    the left."""
+    """Returns the window (left, right) of `size` keys, the query's key included. None for
+    no size, and for one that hides nothing. The right side is 0 where the mask hides all
+    later keys, else as wide as the left. `offset`: kv_len - q_len. Raises
+    MeasurementError where the mask does not hide what the window hides, since SDPA takes
+    a window by its mask alone."""
     q_len = q.shape[-2]
     if size is None or size >= q_len + offset:
         return None
@@ -610,8 +623,9 @@ def _window_of_call(
 
 def attention_implementation(model_class: Any) -> str:
     """Returns the `attn_implementation` under which this transformers class can be
-    captured: numdev's function, registered here with SDPA's mask function (without one no
-    mask would be passed), else `sdpa` or `eager`, whichever the class supports."""
+    captured: `numdev` where it can be set, else `sdpa` or `eager`, whichever the class
+    supports. Registers numdev's function with transformers under that name, with SDPA's
+    mask function; without one no mask would be passed."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
@@ -624,9 +638,10 @@ def attention_implementation(model_class: Any) -> str:
 
 @contextmanager
 def attention_override(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
-    """Enters a context in which a model of transformers calls numdev's attention
-    function, or the one registered as `implementation`, whatever it was loaded with;
-    without effect on another model. Restored at the end."""
+    """Enters a context in which a model of transformers calls the attention function that
+    is registered as `implementation`, whatever it was loaded with. It has no effect on
+    another model, and on a class whose implementation cannot be set. Restored at the
+    end."""
     whole: Any = next(
         (m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")), None
     )
@@ -656,10 +671,10 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> object:
-    """Returns transformers' own SDPA result: the function that numdev registers with
-    transformers, whose SDPA call is met together with the soft cap, sinks and window that
-    the model passed. It works outside of a capture, too. Raises MeasurementError for an
-    argument that numdev does not know."""
+    """Returns transformers' SDPA result. numdev registers this function with
+    transformers: its SDPA call is met together with the soft cap, sinks and window that
+    the model passed. Keys that a sparse model chose become a mask. It works outside of a
+    capture, too. Raises MeasurementError for an argument that numdev does not know."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -710,7 +725,7 @@ def chosen_keys(
     """Returns which keys the model chose, bool [batch, 1 or heads, q_len, kv_len].
     `indices`: for each query the numbers of keys [batch, q_len, chosen], or of `blocks`
     of keys for each group of heads [batch, groups, q_len, chosen]; a number below 0 is
-    none."""
+    none. The size of a block is that of `module.indexer`."""
     size = 1
     if blocks:
         size = cast(Any, module).indexer.block_size
@@ -746,8 +761,10 @@ def _hide_others(mask: Tensor | None, shown: Tensor) -> Tensor:
 def run_in_parts(
     model: nn.Module, inputs: Mapping[str, Tensor], ends: Iterable[int]
 ) -> Iterator[object]:
-    """Yields what a model returns for each part of its `input_ids`, up to each of `ends`,
-    read with a cache. An `attention_mask` is given to each part up to its end."""
+    """Yields what a model returns for each part of its `input_ids`, read with a cache. A
+    part begins where the one before ended, the first at 0, and ends at the next of
+    `ends`, which ascend. An `attention_mask` is passed to each part up to its end; other
+    inputs are ignored. Raises KeyError without `input_ids`, and what the model raises."""
     ids, mask, past, start = inputs["input_ids"], inputs.get("attention_mask"), None, 0
     takes = signature(model.forward).parameters
     # The states of a model without attention are no keys and values.
@@ -762,9 +779,10 @@ def run_in_parts(
 
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
-    """Runs the prefill and `steps` decode passes, with a cache: greedy and without the
-    end token, so that inputs determine the calls; by transformers' common `generate`
-    (Whisper's own splits audio)."""
+    """Runs the prefill and `steps` decode passes, with a cache, and returns nothing. It
+    is greedy and without the end token, so that inputs determine the calls. It calls
+    transformers' common `generate` (Whisper's own splits audio), and raises what that
+    raises."""
     import transformers
 
     text = cast(Any, model).config.get_text_config(decoder=True)

@@ -154,18 +154,19 @@ class StoredCase:
 
     @property
     def upstream_from(self) -> str:
-        """Returns where its grad_out comes from, in words: what its header says, else the
-        file, else a seed; empty where it has none."""
+        """Returns where the case's grad_out comes from, in words: what its header says,
+        else `stored in the file`, or for a drawn one its seed. Empty where it has
+        none."""
         if "grad_out" in self.tensors:
             return self.call.grad_out or "stored in the file"
         return "" if self.upstream is None else drawn_origin(self.upstream)
 
     def load(self) -> AttentionCase:
-        """Reads the tensors and returns the case, with a drawn grad_out where one is
-        wanted and not stored. Raises MeasurementError where the file can no longer be
-        read or lacks a tensor that it had when it was opened (other changes are not
-        noticed), UsageError, naming file and call, where they do not fit together or the
-        header."""
+        """Reads the tensors and returns the case, on `device`. With `upstream`, a case
+        without a stored grad_out gets a drawn one. Raises MeasurementError where the file
+        can no longer be read, or lacks a tensor that it had when it was opened; other
+        changes are not noticed. Raises UsageError, which names file and call, where the
+        tensors do not fit together, or do not fit the header."""
         changed = storage.naming(
             self.path, "cannot be read", "was it changed during the audit?"
         )
@@ -219,9 +220,9 @@ class StoredCase:
         return with_drawn_gradient(case, self.upstream)
 
     def _with_case_axes(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns a view of a stored tensor with its axes in a case's order; unchanged
-        without a layout for it, and for a wrong number of axes, which the case
-        refuses."""
+        """Returns a view of a stored tensor with its axes in the order that a case has. A
+        tensor without a layout is returned unchanged. So is one whose number of axes is
+        not that of its layout: making the case raises for it."""
         layout, all_but = self.call.layout, ("mask", "sinks")
         by_name = (
             layout
@@ -239,14 +240,14 @@ class StoredCase:
         )
 
     def _call_error(self, what: str, hint: str) -> UsageError:
-        """Returns (does not raise) the error `file: call: what` with a hint."""
+        """Returns (does not raise) the error `FILE: call INDEX: what`, with a hint."""
         return UsageError(f"{self.path}: call {self.index}: {what}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFile:
-    """An opened captured-tensor file, or directory of such files; all its headers are
-    read."""
+    """An opened captured-tensor file, or directory of such files; all headers are read,
+    no tensor is kept."""
 
     path: Path
     files: tuple[Path, ...]
@@ -254,8 +255,9 @@ class CaseFile:
     versions: Mapping[str, str]  # as the first file has them
 
     def identity(self) -> str:
-        """Returns the SHA-256 of the file, 64 hex digits; for a directory, over the names
-        and contents of its files."""
+        """Returns 64 hex digits: of a file the SHA-256 of its content; of a directory a
+        SHA-256 over the names and contents of its files. Reads all of them. Raises
+        OSError for a file that cannot be read."""
         return (
             storage.sha256(self.path)
             if self.path.is_file()
@@ -264,9 +266,10 @@ class CaseFile:
 
 
 def holds_cases(path: Path) -> bool:
-    """Whether this is a captured-tensor file (by its header), or a directory of such
-    files without a config.json. Raises MeasurementError for a damaged safetensors
-    file."""
+    """Whether a path is a captured-tensor file, by the key `numdev` in its header; or a
+    directory with `cases.json` or such a file, but without config.json. False for a path
+    that does not exist. Raises MeasurementError for a damaged safetensors file, OSError
+    for one that cannot be read."""
     if path.is_dir():
         if (path / "config.json").exists():
             return False
@@ -280,9 +283,9 @@ def holds_cases(path: Path) -> bool:
 
 
 def headerless_hint(path: Path) -> str:
-    """Returns how to give the header to a safetensors file, or to those of a directory,
-    whose tensors are named as those of calls (`q`, `0.k`) and whose header is missing;
-    empty for any other path, and for a damaged file."""
+    """Returns a hint on how to write the header of a safetensors file that has none and
+    whose tensors are named as those of calls are (`q`, `0.k`). Of a directory its first
+    safetensors file is looked at. Empty for any other path, and for a damaged file."""
     for file in sorted(path.glob("*.safetensors"))[:1] if path.is_dir() else (path,):
         with contextlib.suppress(NumdevError, OSError):
             if file.suffix != ".safetensors":
@@ -300,10 +303,11 @@ def headerless_hint(path: Path) -> str:
 def open_cases(
     path: Path, *, device: str = "cpu", upstream: int | None = None
 ) -> CaseFile:
-    """Opens a captured-tensor file or a directory of them, and checks every call; loads
-    no tensor. Calls are later loaded onto `device`; with the seed `upstream` one without
-    grad_out is loaded with a drawn one. Raises UsageError, naming file and call, for what
-    is not as docs/inputs.md has it, and MeasurementError for a damaged file."""
+    """Opens a captured-tensor file or a directory of them, one that `holds_cases`, and
+    checks every call; keeps no tensor. Calls are later loaded onto `device`. `upstream`:
+    the seed of a drawn grad_out for calls without a stored one; None: they get none.
+    Raises UsageError, which names file and call, for what is not as docs/inputs.md has
+    it, and for two calls of one name; MeasurementError for a damaged or missing file."""
     files: tuple[Path, ...] = (path,)
     if path.is_dir() and not (path / INDEX).is_file():
         files = tuple(sorted(path.glob("*.safetensors")))
@@ -387,9 +391,9 @@ def write_cases(
     axes: Sequence[Mapping[str, object]] | None = None,
 ) -> None:
     """Writes cases to one captured-tensor file, whole or not at all: unrounded, each
-    tensor with its axes in the order they have in memory. `axes`: every case's place on a
-    grid; None: no grid. A file there is replaced. Raises MeasurementError or OSError
-    where it cannot be written."""
+    tensor with its axes in the order they have in memory. A file there is replaced.
+    `axes`: the place of each case on a grid, as many as cases; None: no grid. Raises
+    MeasurementError or OSError where it cannot be written."""
     tensors, calls = {}, []
     for index, case in enumerate(cases):
         layout: dict[str, str] = {}
@@ -427,8 +431,9 @@ def write_cases(
 @checked
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     """Writes cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded,
-    whole or not at all. Raises UsageError for a name that does not end in `.safetensors`,
-    for no case, and for two of one name; MeasurementError where it cannot be written."""
+    whole or not at all. A file there is replaced. Raises UsageError for a name that does
+    not end in `.safetensors`, for no case, and for two of one name; MeasurementError or
+    OSError where it cannot be written, as in a folder that does not exist."""
     path, names = Path(path), {case.ref.case for case in cases}
     if path.suffix != ".safetensors":
         raise UsageError(f"{path}: expected a name that ends in .safetensors")
@@ -444,8 +449,10 @@ Add = Callable[[AttentionCase, Mapping[str, object]], None]
 def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     """Enters a context that yields a function of (case, its place on a grid), which
     writes one more case. The directory appears at the end, whole; after an exception, or
-    without a case, it does not. Raises UsageError where the directory exists (with
-    `overwrite`: and holds no saved cases), or cannot be written to."""
+    without a case, it does not. `overwrite`: saved cases that are there are replaced.
+    Raises UsageError where the directory exists (with `overwrite`: where it is no
+    directory of saved cases), or its parent cannot be written to; OSError where writing
+    fails later."""
     if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
         raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
     names = list[str]()
@@ -476,8 +483,8 @@ def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
 
 
 def storage_order(tensor: Tensor) -> list[int]:
-    """Returns the axes from slowest to fastest, as a dense copy has them: by PyTorch's
-    own rule."""
+    """Returns the numbers of the axes from slowest to fastest, as a dense copy has them,
+    by PyTorch's rule. Axes of one stride are in their own order."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))
 
@@ -508,16 +515,16 @@ def varlen_cases(
     call: int = 0,
     source: str = "",
 ) -> list[AttentionCase]:
-    """Returns one case for each sequence of a packed call that has rows, in copies on the
+    """Returns a case for each sequence of a packed call that has queries, copied to the
     CPU.
 
     q is [tokens, heads, head_dim], packed by `cu_seqlens_q`; k and v likewise by
     `cu_seqlens_k`, or paged ([pages, page_size, kv_heads, dim]): then `block_table`
     [sequences, pages] names the pages of each and `seqused_k` [sequences] how many keys
-    count. Causality and `window_size` (left, right; -1 is no limit) align at the last
-    key; `softcap` 0 is none. Cases are `MODULE#CALL/seqI`, their phase decode for one
-    query before more than one key, else prefill. Raises UsageError for what does not fit
-    together."""
+    count. Scale None is 1 / sqrt(head_dim). Causality and `window_size` (left, right;
+    below 0: no limit) align at the last key; `softcap` 0 is none. Cases are
+    `MODULE#CALL/seqI`, in phase decode for one query before several keys, else prefill.
+    Raises UsageError for what does not fit together, and for no keys."""
     places = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -603,8 +610,8 @@ class _Packing:
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yields (number, queries, keys, values) of each sequence that has queries,
-        [length, heads, dim]. Raises UsageError where there are fewer keys than are to
-        count."""
+        [length, heads, dim]. Raises UsageError where there are fewer keys than `counts`
+        says."""
         for i, (start, end) in enumerate(itertools.pairwise(self.rows)):
             if start == end:
                 continue
@@ -628,9 +635,10 @@ def _refuse_misshapen(
     places: Mapping[str, Tensor | None],
     sinks: Tensor | None,
 ) -> None:
-    """Raises UsageError for tensors that are not dense, are empty, or have other axes,
-    and for `places` (cu_seqlens_q and so on, by name; None: absent) that hold no
-    integers."""
+    """Raises UsageError for tensors that are not dense, have another number of axes, or
+    have an axis of length 0 behind the first. Raises it too for `places` that hold no
+    integers: `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k` and `block_table`, each a tensor
+    or None."""
     paged = places["block_table"] is not None
     for name, x, axes in (("q", q, 3), ("k", k, 3 + paged), ("v", v, 3 + paged)):
         dense = x.layout is torch.strided and not x.is_meta
@@ -670,8 +678,9 @@ def _refuse_no_integers(name: str, x: Tensor, axes: int) -> None:
 
 
 def _sequence_starts(places: Tensor, name: str, tokens: float) -> list[int]:
-    """Returns where sequences begin, and the last one ends, as ints. Raises UsageError
-    unless they ascend from 0 to at most `tokens`; `name` is for the message."""
+    """Returns the numbers of `places` as ints: where each sequence begins, and last where
+    the last one ends. Raises UsageError unless they begin with 0, ascend (equal ones may
+    follow each other) and end at `tokens` at most. `name` is for the message."""
     numbers = [int(x) for x in places]
     ascends = numbers == sorted(numbers) and numbers[:1] == [0] and numbers[-1] <= tokens
     if not ascends:
@@ -682,8 +691,10 @@ def _sequence_starts(places: Tensor, name: str, tokens: float) -> list[int]:
 
 
 def _gather_pages(cache: Tensor, pages: Tensor, count: int) -> Tensor:
-    """Returns the first `count` keys of the pages, [count, kv_heads, dim]; fewer where
-    pages lack. Raises UsageError for a page that is not in the cache."""
+    """Returns the first `count` keys or values of a sequence, [count, kv_heads, dim], as
+    a copy; fewer where it has too few pages. `cache` [pages, page_size, kv_heads, dim];
+    `pages`: the numbers of the sequence's pages, in order. Raises UsageError for a page
+    that is not in the cache."""
     size = cache.shape[1]
     needed = pages[: -(-count // size)].long().to(cache.device)
     if bool(((needed < 0) | (needed >= len(cache))).any()):

@@ -89,7 +89,7 @@ class Source(Protocol):
         return iter(self.cases)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of the model's stored weights; none where there is no
+        """Yields name and tensor of the model's stored weights; nothing where there is no
         model."""
         return iter(())
 
@@ -97,10 +97,12 @@ class Source(Protocol):
 def open_source(
     request: AuditRequest, system: System, *, projections: bool = False
 ) -> Source:
-    """Opens and checks the source that the request names, with nothing measured. Its
-    cases carry grad_out where the request is for gradients; with `projections`, those of
-    a running model know the linear layer of their queries. Raises UsageError for an
-    option without meaning for this source, and whatever opening it raises."""
+    """Returns the source that the request names, opened and checked, with nothing
+    measured: cases of a configuration, a diffusers pipeline, captured tensors, or a
+    model, told by the target in this order. Cases carry grad_out where the request is for
+    gradients. With `projections`, cases of a running model have the linear layer of their
+    queries. Raises UsageError for an option without meaning for this source, and whatever
+    opening it raises."""
     if request.cases:
         refuse_options(request, "a configuration", ("layers", *FOR_MODELS))
         how = {"gradients": bool(request.backward)}
@@ -117,8 +119,8 @@ def open_source(
 
 
 def refuse_options(request: Any, kind: str, meaningless: Collection[str]) -> None:
-    """Raises UsageError if any of the fields `meaningless` of the request is not at its
-    default. `kind`: what the target is, in words."""
+    """Raises UsageError if one of the request's fields named in `meaningless` is not at
+    its default; the message names the option. `kind`: what the target is, in words."""
     for name in meaningless:
         if getattr(request, name) != type(request).model_fields[name].default:
             what = f"{name!r} does not apply: {request.target} is {kind}"
@@ -126,8 +128,8 @@ def refuse_options(request: Any, kind: str, meaningless: Collection[str]) -> Non
 
 
 def _checkpoint_path(request: AuditRequest) -> Path:
-    """Returns the path of the request's checkpoint, that of the bundled one for
-    `demo`."""
+    """Returns the path of the request's checkpoint; for `demo` that of the bundled
+    one."""
     return (
         demo_checkpoint()
         if request.checkpoint == "demo"
@@ -154,14 +156,15 @@ class Drawn:
 
     @property
     def axes(self) -> dict[str, object]:
-        """Returns the cell of the configuration's grid that the case is."""
+        """Returns the case's place on the configuration's grid, by axis; empty without a
+        grid."""
         return dict(self.config.axes)
 
     def load(self) -> AttentionCase:
         """Returns the case with tensors drawn in fp32, on `device`, from the seed and the
-        name of the grid's entry: cells that differ only in how attention is computed
-        share their inputs. Raises UsageError for values that its regime cannot draw
-        with."""
+        name of the configuration's entry (`config.entry`). So cells of its grid that
+        differ only in how attention is computed share their inputs. Raises UsageError for
+        values that its regime cannot draw with."""
         config, inputs = self.config, self.config.inputs
         shapes = Shapes(
             batch=config.batch,
@@ -236,7 +239,8 @@ class ConfigSource(Source):
 
 class TensorFileSource(Source):
     """Cases in captured-tensor files, with a drawn grad_out where gradients are asked for
-    and none is stored. Raises what `open_cases` raises."""
+    and none is stored. Raises what `open_cases` raises, and UsageError where no case is
+    in a layer that was asked for."""
 
     def __init__(self, request: AuditRequest, system: System) -> None:
         seed = request.seed if request.backward else None
@@ -271,7 +275,8 @@ class TensorFileSource(Source):
 
 class CallsSource(Source):
     """Attention calls in memory, with a drawn grad_out where gradients are asked for and
-    a call has none. Raises UsageError for two calls of one name."""
+    a call has none. Raises UsageError for two calls of one name, for an option that only
+    models have, and where no call is in a layer that was asked for."""
 
     def __init__(
         self, request: AuditRequest, system: System, *, calls: Sequence[AttentionCase]
@@ -316,8 +321,9 @@ class CallsSource(Source):
 
 class CheckpointSource(Source):
     """The attention calls of a model: of one forward pass, a generation, or with
-    gradients of one training step. It loads the model when it is made, and runs it when
-    it is iterated; then `notes` also says which calls the loss does not reach. Raises
+    gradients of one training step. It loads the model when it is made, and runs it each
+    time it is iterated. Iterating adds to `notes`, such as which calls the loss does not
+    reach. `in_memory`: a model in memory, in place of the request's checkpoint. Raises
     UsageError for options that exclude each other, MeasurementError for weights that
     cannot be loaded."""
 
@@ -364,9 +370,9 @@ class CheckpointSource(Source):
     def _load_model(
         self, opened: stored.Checkpoint | stored.StateDict | stored.InMemory
     ) -> nn.Module:
-        """Returns the model of opened weights, in the request's `model_dtype`; with
-        `stream`, one that can run only within `Streamed.running`, and sets
-        `self.streamed`."""
+        """Returns the model of opened weights, in the request's `model_dtype`. With
+        `stream` it is one that can run only within `Streamed.running`, and
+        `self.streamed` is set. A model in memory is returned as it is."""
         dtype = dtype_of(format_named(self.request.model_dtype))
         if self.request.stream and isinstance(opened, stored.Checkpoint):
             deferred = opened.deferred_model(dtype=dtype)
@@ -410,8 +416,9 @@ class CheckpointSource(Source):
             yield f"Upstream gradients: {self.upstream.describe()}{mode}."
 
     def describe(self) -> dict[str, object]:
-        """Returns what a report says of the source: the checkpoint's name and hash, the
-        model and its prompt. Waits until the weights are hashed."""
+        """Returns what a report says of the source, by its field names: the checkpoint's
+        name and hash, the model and its prompt. Waits until the weights are hashed;
+        raises OSError where a file of them cannot be read."""
         described: dict[str, object] = {"checkpoint": self.checkpoint.name}
         if self.streamed:
             described["streamed"] = "layer by layer"
@@ -430,9 +437,10 @@ class CheckpointSource(Source):
         return described
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """Returns the model once more, in another format; with deferred weights where it
-        is streamed. A model in memory is returned as it is. Raises UsageError and
-        MeasurementError where the weights cannot be read again."""
+        """Returns the model once more, its weights in `dtype`; with deferred weights
+        where it is streamed. A model in memory is returned as it is, whatever `dtype`
+        says. Raises UsageError and MeasurementError where the weights cannot be read
+        again."""
         if self.streamed and isinstance(self.checkpoint, stored.Checkpoint):
             return self.checkpoint.deferred_model(dtype=dtype)
         return self.checkpoint.load_model(dtype=dtype, device=self.device)
@@ -451,8 +459,9 @@ class CheckpointSource(Source):
 
     def _run(self, handle: Callable[[Located], None]) -> None:
         """Runs the model and calls `handle` with every call of the chosen layers; adds to
-        `self.notes`. A streamed run ends with the last wanted layer where each runs
-        once."""
+        `self.notes`. A streamed run ends with the last wanted layer where every layer
+        runs once. Raises as `capture`, and UsageError where calls were met and none is in
+        a chosen layer."""
         projections, layers = Projections(), capturing.Layers(self.request.layers)
         numbers, ends = set(self.numbers), False
         # A streamed run ends with its last call, so that no later weight is read: unless
@@ -491,8 +500,8 @@ class CheckpointSource(Source):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of the stored weights of the chosen layers, and of those
-        outside of any numbered layer; all where no layers are chosen or they have no
-        numbers."""
+        that are in no numbered layer. Yields all where no layers are chosen, or the
+        model's attention modules have no numbers."""
         asked = self.request.layers if self.numbers else None
         for name, tensor in self.checkpoint.tensors():
             layer = re.search(r"(?:^|\.)(\d+)\.", name)
@@ -503,8 +512,8 @@ class CheckpointSource(Source):
         """Opens the request's weights without loading them: a Hugging Face directory as a
         Checkpoint; a file, or a directory of bare weights, as a StateDict with the
         factory `model`. Raises UsageError for a factory where the directory names its
-        model itself, and for `stream` with a factory, MeasurementError for an unfinished
-        distributed checkpoint."""
+        model itself, and for `stream` with a factory; MeasurementError for an unfinished
+        distributed checkpoint; and as `open_state_dict` and `open_checkpoint`."""
         path, request = _checkpoint_path(self.request), self.request
         refuse_unfinished(path)
         is_container = path.is_dir() and container_at(path) is not None

@@ -86,7 +86,8 @@ POSITIONS_AFTER_PADDING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """The stored weights of a model, opened and not loaded."""
+    """The stored weights of a model, opened and not loaded. `config`: the stored
+    configuration, empty where there is none."""
 
     path: Path
     name: str
@@ -107,7 +108,7 @@ class StoredWeights:
 
     @property
     def vocab_size(self) -> int | None:
-        """Returns how many token ids the model knows; None where the config does not
+        """Returns how many token ids the model has; None where the config does not
         say."""
         return first_positive(self.config, "vocab_size")
 
@@ -121,27 +122,29 @@ class StoredWeights:
         return limit
 
     def start_identity(self) -> Callable[[], str]:
-        """Begins to hash the files in threads, and returns a function that waits for the
-        64 hex digits that identify the weights by the names and contents of their
-        files."""
+        """Begins to hash the files in threads. Returns a function that waits for the 64
+        hex digits that identify the weights by the names and contents of their files. It
+        raises OSError for a file that cannot be read, and may be called again."""
         return storage.start_identity(self.files)
 
     def identity(self) -> str:
         """Returns the 64 hex digits that identify the weights by the names and contents
-        of their files. Reads all of them; raises OSError for one that cannot be read."""
+        of their files. Reads all files; raises OSError for a file that cannot be read."""
         return self.start_identity()()
 
     def describe(self) -> dict[str, object]:
-        """Returns what a report says of the weights beside their name and identity:
-        `prefix_removed` and `auto_map`, each only where there is something to say."""
+        """Returns what a report says of the weights beside their name and identity. Keys,
+        each only where it applies: `prefix_removed`, the prefix that was taken off all
+        names; `auto_map` (`not run`), for code that is stored with the weights."""
         code = "not run" if self.config.get("auto_map") else ""
         nesting = "".join(container.nesting for container in self.containers)
         details = {"prefix_removed": nesting + self.prefix, "auto_map": code}
         return {name: text for name, text in details.items() if text}
 
     def fitted(self, model: nn.Module) -> Self:
-        """Returns the weights under this model's names: with the common prefix put back
-        where all names of the model have it."""
+        """Returns the weights under this model's names: where all names in the model's
+        state dict begin with the prefix that was taken off, it is put back. Else returns
+        them as they are."""
         if self.prefix and all(
             name.startswith(self.prefix) for name in model.state_dict()
         ):
@@ -150,9 +153,10 @@ class StoredWeights:
 
     def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yields name and value of every stored tensor, one at a time in file order, in
-        its stored format. Tied ones, which share storage as only a pickle can hold them,
-        come once, or with `tied` by each name. Raises MeasurementError for one that is no
-        array, and for weights that are no real numbers."""
+        its stored format. Tied tensors share storage, as only a pickle can hold them:
+        they come once, by the first name, or with `tied` by each name. Raises
+        MeasurementError for a damaged file, for a tensor that is no dense array, and for
+        weights that are no real numbers."""
         for container in self.containers:
             seen = set()
             for stored in container.tensors():
@@ -176,7 +180,7 @@ class Checkpoint(StoredWeights):
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
         """Returns transformers' model in eval mode on this device, its weights cast to
         `dtype`, its attention open to capture. Raises MeasurementError for an unknown
-        architecture, and for weights that do not fit it."""
+        architecture, for weights that do not fit it, and for damaged files."""
         return self._build_model(dict(self.tensors(tied=True)), dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
@@ -259,9 +263,9 @@ class Checkpoint(StoredWeights):
     def _refuse_larger(
         self, cls: Any, config: object, state: Mapping[str, Tensor]
     ) -> None:
-        """Raises MeasurementError for a model with over twice as many parameters (and
-        2^20) as the stored weights `state` have values: it would fill the memory before
-        it does not fit. A class that cannot be built empty passes."""
+        """Raises MeasurementError for a model with more than 2 n + 2^20 parameters, where
+        n is the number of values in the stored weights `state`: it would fill the memory
+        before it does not fit. A class that cannot be built empty passes."""
         stored, needs = sum(x.numel() for x in state.values()), 0
         with quiet(), suppress(Exception), META:
             needs = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
@@ -274,8 +278,10 @@ class Checkpoint(StoredWeights):
 
     def _even_out_blocks(self, state: dict[str, Tensor]) -> None:
         """Gives each row and column of a quantised weight a scale of its own where its
-        blocks are not of one size, in place: transformers would divide it into equal
-        ones."""
+        blocks are not of one size: transformers would divide the weight into equal
+        blocks. Replaces these entries of `state` (`NAME_scale_inv`). Does nothing without
+        `weight_block_size` in the config. Raises KeyError for a scale without its
+        weight."""
         quantisation: Any = self.config.get("quantization_config") or {}
         block = quantisation.get("weight_block_size")
         for name in [n for n in state if block and n.endswith("_scale_inv")]:
@@ -341,8 +347,9 @@ class Checkpoint(StoredWeights):
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """Returns transformers' tokenizer in a directory; None where there are no files of
-    one. Raises MeasurementError for files that cannot be read."""
+    """Returns transformers' tokenizer in a directory; None where no file there has a
+    tokenizer's name (TOKENIZER_FILES). Raises MeasurementError for files that cannot be
+    read."""
     if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     for pattern in TOKENIZER_FILES:
@@ -358,8 +365,8 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens the Hugging Face checkpoint in a directory without loading its weights.
-    Raises UsageError where there is none, or no weights, MeasurementError where it is
-    damaged."""
+    Raises UsageError where it has no config.json or no weights; MeasurementError where a
+    file is damaged or missing, and for a config that is not transformers'."""
     stored = path / "config.json"
     if not stored.is_file():
         refuse_directory(path)
@@ -406,10 +413,11 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:
-    """Whether a stored tensor `key` without a place in the model changes nothing: the
-    model computes it (a buffer, a causal mask), or was built without its part (a pooler).
-    Any other one inside a numbered layer means a missing layer, or a part of the
-    attention that would silently not be applied: False."""
+    """Whether a stored tensor `key` without a place in the model changes nothing. True
+    for what the model computes (a buffer, a causal mask), and for a part that the model
+    was built without (a pooler). False for any other, and for all else inside a numbered
+    layer: that would be a missing layer, or a part of the attention that is silently not
+    applied."""
     if key.endswith(".masked_bias") or key in dict(model.named_buffers()):
         return True
     parts = key.split(".")[:-1]
@@ -418,8 +426,8 @@ def _may_be_left_over(key: str, model: nn.Module) -> bool:
 
 
 def first_positive(config: Mapping[str, object], *names: str) -> int | None:
-    """Returns the first value under these keys that is an int above 0, in `config` or its
-    `text_config`; None where there is none."""
+    """Returns the first value that is an int above 0: under these keys of `config`, in
+    their order, then of its `text_config`. None where no key has one."""
     text = config.get("text_config")
     places = (config, text if isinstance(text, Mapping) else {})
     sizes = (place.get(name) for place in places for name in names)
@@ -436,8 +444,8 @@ class StateDict(StoredWeights):
     build: Callable[..., object]
 
     def describe(self) -> dict[str, object]:
-        """Returns what a report says of the weights: the factory's name and a hash of its
-        source, beside what all weights have."""
+        """Returns what a report says of the weights: `model`, the factory's name;
+        `model_made_from`, a hash of its source; and what all weights have."""
         build = self.build
         made_from = (
             vars(build).get("__init__", build) if isinstance(build, type) else build
@@ -463,9 +471,10 @@ class StateDict(StoredWeights):
         return model.to(device).eval()
 
     def _build_model(self) -> nn.Module:
-        """Returns what the factory builds, without argument or, where it requires one and
-        there is a stored configuration, of that. Raises UsageError where it is no module,
-        MeasurementError where the factory raises or exits."""
+        """Returns what the factory builds. It is called with the stored configuration, a
+        dict, where it requires an argument and there is a configuration; else without
+        argument. Raises UsageError where it returns no module, MeasurementError where it
+        raises or exits."""
         try:
             parameters = inspect.signature(self.build).parameters.values()
             takes = any(
@@ -485,9 +494,9 @@ class StateDict(StoredWeights):
         return model
 
     def _check_fit(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Raises MeasurementError unless the stored weights are the model's own, name by
-        name and shape by shape. A tied weight may have one of its names, and a buffer
-        that is computed be left over."""
+        """Raises MeasurementError unless the stored weights `state` are those of the
+        model, name by name and shape by shape. Of tied weights one name is enough, and a
+        stored buffer may be one that the model does not store."""
         expected = {
             name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)
         }
@@ -512,9 +521,11 @@ class StateDict(StoredWeights):
 
 def open_state_dict(path: Path, factory: str | None) -> StateDict:
     """Opens the weights at `path`, and imports the factory `package.module:name` of their
-    model. Its config is what the file holds beside its tensors, else a config.json beside
-    it, else empty. Raises UsageError where there are none or no factory, MeasurementError
-    for a file that is damaged or holds none."""
+    model. The config is what the file holds beside its tensors, under the first key of
+    CONFIGS; for a kind of file that holds tensors alone it is a config.json in the same
+    directory; else it is empty. Raises UsageError where `path` holds no weights, or the
+    factory is None or cannot be imported; MeasurementError for a file that is damaged or
+    holds no tensor."""
     if not is_weights(path):
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         got = file_format(path)
@@ -571,10 +582,10 @@ def read_to_device(stored: StoredTensor, device: torch.device) -> Tensor:
 
 
 class Deferred(Tensor):
-    """A tensor without values, which `make(device)` computes. Out-of-place operations on
-    it give another such tensor, whose values are computed by the same operations.
-    `sealed`: if not empty, the name of the weight whose place it holds; then every
-    operation on it raises MeasurementError, as does any in-place one."""
+    """A tensor without values, which `make(device)` computes. An out-of-place operation
+    on it gives another `Deferred`, whose values are computed by the same operations. An
+    in-place operation raises MeasurementError. `sealed`: empty, or the name of the weight
+    whose place it holds; then every operation on it raises MeasurementError."""
 
     make: Callable[[torch.device], Tensor]  # the tensor itself, on a device
     sealed: str
@@ -647,7 +658,8 @@ Slot = tuple[dict[str, object], str, Deferred, Deferred]
 
 class Streamed:
     """A model on `device` whose weights are read when a layer runs and dropped after it.
-    It must be run within `running`."""
+    It must be run within `running`. Making it changes `model` in place: its deferred
+    weights are replaced by tensors that raise when they are used."""
 
     def __init__(self, model: nn.Module, *, device: str) -> None:
         self.model, self.device = model, torch.empty(0, device=device).device
@@ -687,7 +699,7 @@ class Streamed:
 
     def running(self) -> AbstractContextManager[None]:
         """Returns a context in which each layer reads its weights before it runs, and
-        drops them afterwards."""
+        drops them afterwards, also where it raises."""
 
         def enter(unit: nn.Module, *_: object) -> None:
             """Fills in the weights of a layer that is about to run."""
@@ -703,8 +715,9 @@ class Streamed:
     def replace(
         self, module: nn.Module, name: str, change: Callable[[Tensor], Tensor]
     ) -> bool:
-        """Replaces a weight that stays on disk by what `change` makes of it, whenever it
-        is read. Returns whether the module has such a weight of this name."""
+        """Replaces a weight that stays on disk by what `change` returns for it, each time
+        it is read. `name`: that of the parameter in `module`. Returns whether the module
+        has such a weight; False also for one that is in memory."""
         for slots in self.units.values():
             for i, (places, leaf, weight, empty) in enumerate(slots):
                 if places is module.__dict__["_parameters"] and leaf == name:
@@ -731,7 +744,7 @@ def _changed_on(
     change: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Tensor:
-    """Returns a changed weight on a device."""
+    """Returns `change(make(device))`: a weight, read onto the device and changed."""
     return change(make(device))
 
 
@@ -750,8 +763,8 @@ def _streamed_units(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class InMemory:
-    """A model that somebody has in memory, in place of opened weights, and the inputs
-    that it is run on."""
+    """A model that a caller has in memory, in place of opened weights, and the inputs
+    that it is run on, by the names of its arguments."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
@@ -781,8 +794,8 @@ class InMemory:
         return self.identity
 
     def identity(self) -> str:
-        """Returns 64 hex digits, SHA-256 over the names and values of its parameters and
-        buffers."""
+        """Returns 64 hex digits, SHA-256 over the names and values of the model's
+        parameters and buffers. Copies each to the CPU."""
         return digest_of({**dict(self.tensors()), **dict(self.model.named_buffers())})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -799,8 +812,9 @@ class InMemory:
 
 
 def digest_of(tensors: Mapping[str, object]) -> str:
-    """Returns 64 hex digits, SHA-256 over names, formats, shapes and values, in the order
-    of names; of what is no tensor over its repr."""
+    """Returns 64 hex digits, a SHA-256 over tensors in the order of their names: over
+    name, dtype, shape and values of each, wherever it is stored. What is no tensor counts
+    by its repr."""
     whole = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         if isinstance(x, Tensor):

@@ -34,8 +34,9 @@ SHARDS = (".safetensors", ".bin")  # what transformers names in an index
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a container: its shape (none of a nested one), and how to read it as it
-    is stored, on the CPU. Reading raises MeasurementError, naming the file."""
+    """A tensor in a container: its name, its shape (empty for a nested one), and `read`,
+    which returns it as it is stored, on the CPU. `read` may be called again; it raises
+    MeasurementError, which names the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class StoredTensor:
 
 
 class Container(Protocol):
-    """Tensors by name, in a file or a directory. It is made of a path alone: nothing is
+    """Tensors by name, in a file or a directory. It is made from a path alone: nothing is
     opened before its tensors, its files or its nesting are asked for."""
 
     suffixes: ClassVar[tuple[str, ...]]
@@ -70,21 +71,22 @@ class Container(Protocol):
 
     @property
     def nesting(self) -> str:
-        """Returns the keys that stood before all its names, each with a dot, and were
-        taken off; empty for none."""
+        """Returns the keys that stood before all names and were taken off, each with a
+        dot (`app.model.`); empty where no key was."""
 
     @classmethod
     def holds(cls, path: Path) -> bool:
-        """Whether a path is of this kind, told by names alone."""
+        """Whether a path is of this kind, by its name, or of a directory by the names in
+        it; nothing is opened."""
 
     def tensors(self) -> Iterator[StoredTensor]:
         """Yields every tensor, in the order in which they are stored. Raises
         MeasurementError for a container that is damaged."""
 
     def beside(self) -> Mapping[str, object] | None:
-        """Returns whatever a file holds, by key, the tensors' dicts included (a training
-        script's configuration is read from it); None for a kind that holds nothing but
-        tensors."""
+        """Returns whatever a file holds, by key, the tensors' dicts included: a training
+        script's configuration is read from it. None for a kind of file that holds nothing
+        but tensors."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,10 @@ class TorchFile(_File):
     is_joined: ClassVar[bool] = False
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Yields the tensors of the first state dict under a key of NESTED, else of the
-        file's own dict. Reads the whole file. Raises MeasurementError for a damaged file,
-        one with Python objects other than tensors, and one that holds no state dict."""
+        """Yields the tensors of the first state dict under a key of NESTED, in its order,
+        else of the file's dict itself. Reads the whole file. Values that are no tensors
+        are passed over. Raises MeasurementError for a damaged file, one with Python
+        objects other than tensors, and one that holds no state dict."""
         content = read_pickle(self.path)
         for state in (*(content.get(key) for key in NESTED), content):
             named = state.items() if isinstance(state, dict) else ()
@@ -257,9 +260,9 @@ def is_weights(path: Path) -> bool:
 
 
 def containers_at(path: Path, *, lack: bool = False) -> tuple[Container, ...]:
-    """Returns the container at a path that `is_weights`, or those that an index names.
-    Raises MeasurementError for a damaged index, and for a missing file of one unless
-    `lack`."""
+    """Returns the weights at a path that `is_weights`: the container itself, or those
+    that an index names. Raises MeasurementError for a damaged index, and for a missing
+    file of one; with `lack` a missing file passes."""
     container = container_at(path)
     return shards_of_index(path, lack=lack) if container is None else (container,)
 
@@ -281,8 +284,9 @@ def containers_of_model(
 
 def shards_of_index(index: Path, *, lack: bool = False) -> tuple[Container, ...]:
     """Returns the files that an index names as containers, each once, sorted by name.
-    Raises MeasurementError where it has no weight_map, names a file elsewhere, or, unless
-    `lack`, one that is missing."""
+    Raises MeasurementError where the index is missing, is no JSON, has no weight_map, or
+    names a file in another directory or without a suffix of SHARDS; and for a missing
+    file, which passes with `lack`."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise MeasurementError(f"{index}: has no weight_map", hint=FETCH)

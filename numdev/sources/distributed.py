@@ -57,7 +57,8 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTensor:
-    """A tensor of a distributed checkpoint; its values are read when asked for."""
+    """A tensor of a distributed checkpoint; its values are read by `read`, each time from
+    disk."""
 
     directory: Path
     name: str
@@ -125,9 +126,9 @@ def open_distributed(
 
 
 def _leading_keys(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the keys that lead to the model's weights: the path up to and with the
-    first key of NESTED, then `app`, in that order, that stands before the last key of any
-    path; empty where none does."""
+    """Returns the keys that lead to the model's weights. The keys of NESTED, then `app`,
+    are looked for in this order: the first that stands before the last key of a path
+    gives that path up to and with it. Empty where no key does."""
     for key in (*NESTED, "app"):
         for path in paths:
             if key in path[:-1]:
@@ -219,6 +220,10 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Reads a checkpoint's metadata. It builds a `_Record` in place of each of torch's
+    objects, and refuses every name that metadata does not use. `path`: named in
+    errors."""
+
     def __init__(self, path: Path, file: BinaryIO) -> None:
         super().__init__(file)
         self._path, self._records = path, dict[str, type[_Record]]()

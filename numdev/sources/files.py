@@ -49,7 +49,8 @@ def read_json(
 ) -> dict[str, Any]:
     """Returns the JSON object in a file. `made_of` replaces each object in it, the
     innermost first. Raises MeasurementError for a missing file, invalid JSON, another
-    value than an object, and a pointer of git-lfs."""
+    value than an object, and a pointer of git-lfs; OSError for a file of at most 1024
+    bytes that cannot be opened."""
     refuse_pointer(path)
     with naming(path, "is not valid JSON"):
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=made_of)
@@ -59,8 +60,10 @@ def read_json(
 
 
 def open_safetensors(path: Path) -> Any:
-    """Opens a safetensors file, to be used as a context. Raises MeasurementError where
-    its header is damaged or does not match the file's length."""
+    """Opens a safetensors file, to be used as a context, with its tensors on the CPU.
+    Raises MeasurementError where it is missing, or its header is damaged or does not
+    match the file's length; OSError for a file of at most 1024 bytes that cannot be
+    opened."""
     refuse_pointer(path)
     with naming(path, "is not a whole safetensors file"):
         return safe_open(path, framework="pt")
@@ -77,7 +80,7 @@ def read_pickle(path: Path) -> dict[Any, Any]:
 def unpickled(path: Path) -> object:
     """Returns what torch.save wrote, of tensors and plain values, mapped where the file
     is a zip archive. Nothing else is unpickled: raises MeasurementError for any other
-    object, and for a damaged or compressed file."""
+    object, and for a missing, damaged or compressed file."""
     refuse_pointer(path)
     try:  # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
         if mapped := zipfile.is_zipfile(path):
@@ -123,8 +126,8 @@ def checked_tensor(path: Path, name: str, x: Tensor) -> Tensor:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """Returns the prefix, made of those in PREFIXES in any order, that all names have;
-    empty for none. `names`: at least one."""
+    """Returns the prefix that all names have and that is made of those in PREFIXES, in
+    any order: `_orig_mod.module.`; empty where they have none. `names`: at least one."""
     taken = ""
     while prefix := next(
         (p for p in PREFIXES if all(n.startswith(taken + p) for n in names)), None
@@ -134,15 +137,16 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def identity(files: Iterable[Path]) -> str:
-    """Returns 64 hex digits: SHA-256 over the names of files and the SHA-256 of their
-    pieces of 64 MiB. Raises OSError for a file that cannot be read."""
+    """Returns 64 hex digits: SHA-256 over the names of the files (without folders) and
+    the SHA-256 of their pieces of 64 MiB, in the order of `files`. Raises OSError for a
+    file that cannot be read."""
     return start_identity(files)()
 
 
 def start_identity(files: Iterable[Path]) -> Callable[[], str]:
-    """Begins to hash these files in threads and returns a function that waits for the
-    result, the string that `identity` returns. A file that cannot be read raises OSError
-    only then."""
+    """Begins to hash these files in threads. Returns a function that waits for the
+    result, the string that `identity` returns; it may be called again. A file that cannot
+    be read raises OSError only there."""
     sizes = {path: path.stat().st_size if path.exists() else 0 for path in files}
     pieces = [
         (path, start)
@@ -174,7 +178,8 @@ def _piece_digest(path: Path, start: int) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file's content, 64 hex digits."""
+    """Returns the SHA-256 of a file's content, 64 hex digits. Raises OSError where it
+    cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -215,8 +220,9 @@ def naming(
     passing: type[Exception] = NumdevError,
 ) -> Iterator[None]:
     """Enters a context that turns whatever is raised in it, even what is no `Exception`,
-    into a MeasurementError `of: what: the error in one line` with this hint. numdev's own
-    errors, those of the type `passing`, and interrupts pass unchanged."""
+    into a MeasurementError `of: what: the error in one line`. `hint`: the error's hint;
+    None: no hint. numdev's errors (NumdevError), those of the type `passing`,
+    KeyboardInterrupt and GeneratorExit pass unchanged."""
     try:
         yield
     except (NumdevError, passing, KeyboardInterrupt, GeneratorExit):
@@ -259,6 +265,6 @@ def quiet(*others: ModuleType) -> Iterator[None]:
 
 def some(names: Sequence[str], shown: int = 4) -> str:
     """Returns the first `shown` names, and how many more there are: `a, b, c, d and 7
-    more`."""
+    more`. Empty for no name."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

@@ -33,8 +33,8 @@ NOISE = 0.5
 
 @dataclass(frozen=True)
 class Draws:
-    """The numbers of one case. A shape is [batch, heads, ...]; one name always gives one
-    draw."""
+    """The random numbers of one case. A shape is [batch, heads, ...]; the same seed,
+    label, name and shape always give the same numbers."""
 
     seed: int
     # Cases of one audit have different labels, and with them different numbers
@@ -115,8 +115,8 @@ class Shapes:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors drawn for one attention call: `q, k, v = inputs` are those of its
-    forward pass."""
+    """The tensors drawn for one attention call, fp32, on the CPU: `q, k, v = inputs` are
+    those of its forward pass."""
 
     q: Tensor
     k: Tensor
@@ -151,7 +151,7 @@ def outliers(
     shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: float = 100.0
 ) -> Inputs:
     """Draws N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as
-    activations have."""
+    activations have. Raises ValueError for a `variance` below 0."""
     deviation = math.sqrt(variance)
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -184,7 +184,8 @@ def ties(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
     """Draws inputs whose first `count` keys are equal and score higher than all others by
-    about `strength`; V is negative there. Raises ValueError for a `count` below 1."""
+    about `strength`; V is negative there. With more than kv_len all keys are equal.
+    Raises ValueError for a `count` below 1."""
     if count < 1:
         raise ValueError("count must be at least 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
@@ -232,8 +233,9 @@ def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
 def far_below(
     shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0
 ) -> Inputs:
-    """Draws inputs whose log-sum-exp is about `lse` in every row: feature 0 of every
-    query is `q`, and that of every key such that their product makes it so."""
+    """Draws inputs whose log-sum-exp is about `lse` in every row. Feature 0 of every
+    query is `q`; that of every key is one number, which brings all scores down to what
+    `lse` needs. Raises ZeroDivisionError for a `q` of 0."""
     queries, keys, values = standard_normal(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
     score = lse - math.log(shapes.kv_len) - 0.5
@@ -263,7 +265,8 @@ def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) ->
 
 def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
     """Draws K and V of rank `rank`: sums of that many outer products of N(0, 1), of
-    variance 1; q is N(0, 1)."""
+    variance 1; q is N(0, 1). With `rank` 0 all of K and V is NaN. Raises ValueError for
+    one below 0."""
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns one tensor of the regime."""
@@ -280,8 +283,8 @@ def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
 
 
 def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
-    """Draws N(0, 1) entries; the tokens of a head are correlated, `rho` between any
-    two."""
+    """Draws N(0, 1) entries; the tokens of a head are correlated, `rho` between any two.
+    Raises ValueError for a `rho` outside of [0, 1]."""
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns one tensor of the regime."""
@@ -365,9 +368,9 @@ def _significands(name: str, shape: tuple[int, ...], bits: int, draws: Draws) ->
 
 
 def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor:
-    """Returns -1 everywhere for `sign` 1, 1 everywhere for -1, either at random (stream
-    `name`) for 0, fp32: in `biased_rounding` sign 1 means negative numbers. Raises
-    ValueError for another sign."""
+    """Returns -1 everywhere for `sign` 1, and 1 everywhere for -1, fp32: in
+    `biased_rounding` sign 1 means negative numbers. For 0 each is -1 or 1, at random
+    (stream `name`). Raises ValueError for another sign."""
     if sign not in (-1, 0, 1):
         raise ValueError("a sign is 1, 0 or -1")
     if sign:
@@ -403,13 +406,15 @@ def uniform(shapes: Shapes, draws: Draws) -> Inputs:
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Draws inputs in which one key of every query, drawn among those that a causal mask
-    shows it, scores higher than all others by `margin` or more."""
+    shows it, scores higher than all others by `margin` or more. Raises ValueError for a
+    `margin` that is not above 0."""
     return _sign_coded(shapes, draws, 1, margin)
 
 
 def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Draws inputs in which two equal keys of every query, half the length apart, score
-    higher than all others by `margin` or more: the output is the mean of two values."""
+    higher than all others by `margin` or more: the output is the mean of two values.
+    Raises ValueError for a `margin` that is not above 0."""
     return _sign_coded(shapes, draws, 2, margin)
 
 
@@ -496,9 +501,10 @@ def draw(
     gradients: bool = False,
 ) -> Inputs:
     """Returns the inputs of the regime `name`, fp32, on the CPU; `label` gives cases of
-    one audit different draws. With `gradients` also grad_out, which changes no q, k or v:
-    the regime's own, else N(0, 1). Raises UsageError for an unknown regime or parameter,
-    and values it cannot draw with."""
+    one audit different draws. With `gradients` also grad_out, the regime's, else N(0, 1);
+    it changes no q, k or v. Raises UsageError for an unknown regime or parameter, and for
+    values that the regime cannot draw with; OverflowError for a number beyond the range
+    of a float."""
     regime, draws = checked_regime(name, options), Draws(seed, label)
     try:
         inputs = regime(shapes, draws, **options)
@@ -513,9 +519,11 @@ def draw(
 
 
 def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:
-    """Returns the mask called `kind` (docs/hazards.md), on the CPU: it broadcasts to
-    [batch, heads, q_len, kv_len]; bool (True: seen), or additive in fp32. An unknown kind
-    is drawn as `bias_inf`. `seed` and `label` pick the random stream."""
+    """Returns a mask on the CPU that broadcasts to [batch, heads, q_len, kv_len]. Bool
+    (True: seen) for the kinds `padding`, `one_empty`, `all_true`, `causal`, `random` and
+    `mostly_masked`; additive, fp32, for `bias`, `bias_lowest` and `bias_inf`
+    (docs/hazards.md). Another kind is drawn as `bias_inf`. `seed` and `label` pick the
+    random stream."""
     draws, rows, keys = (
         Draws(seed, label),
         torch.arange(shapes.q_len),

@@ -68,9 +68,11 @@ def is_pipeline(path: Path) -> bool:
 
 class PipelineSource:
     """The attention calls of a diffusion pipeline's denoiser, at every denoising step or
-    chosen ones; gradients are drawn, for a pipeline has no loss. Raises UsageError
-    without diffusers, for code of its own and for a request that has no meaning for it;
-    MeasurementError for a damaged index, unknown classes, and weights that do not fit."""
+    chosen ones; gradients are drawn, for a pipeline has no loss. It loads the pipeline
+    when it is made, and runs it each time it is iterated. Raises UsageError without
+    diffusers, for a part that is no class of diffusers or transformers, and for a request
+    that has no meaning for it; MeasurementError for a damaged index, unknown classes, and
+    weights that do not fit."""
 
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
@@ -123,8 +125,9 @@ class PipelineSource:
             self.notes += (f"Upstream gradients: {drawn_origin(request.seed)}.",)
 
     def describe(self) -> dict[str, object]:
-        """Returns what a report says of the source: the pipeline's name and hash, its
-        denoiser and its prompt. Reads all of its files for the hash."""
+        """Returns what a report says of the source, by its field names: the pipeline's
+        name and hash, its denoiser and its prompt. Reads all of its files for the
+        hash."""
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
         described: dict[str, object] = {
             "checkpoint": name_of(self.path),
@@ -201,9 +204,10 @@ class PipelineSource:
 
     def _read_prompts(self) -> tuple[dict[str, list[str] | list[int]], str]:
         """Returns what images are made of, as arguments of the pipeline's call, and the
-        same in words: the lines of text files, in turn; else drawn words of its
-        tokenizer, or drawn classes. Raises UsageError where the pipeline needs anything
-        else, and for a text without a line."""
+        same in words. The arguments are `prompt`, the lines of text files in turn, or
+        without text drawn words of the pipeline's tokenizer; else `class_labels`, drawn.
+        There are as many as `sequences`. Raises UsageError where the pipeline needs
+        anything else, and for texts without a line."""
         takes = inspect.signature(type(self.pipeline).__call__).parameters
         count, seed = self.request.sequences, self.request.seed
         needed = [
@@ -253,8 +257,10 @@ class PipelineSource:
         return {"class_labels": labels}, f"{count} images of random classes, seed {seed}"
 
     def _run(self, handle: Callable[[capturing.Captured], None]) -> None:
-        """Runs the pipeline and calls `handle` with the calls of chosen steps and layers;
-        latents are drawn on the CPU for every device. Adds to `self.notes`."""
+        """Runs the pipeline and calls `handle` once with each call of the chosen steps
+        and layers; latents are drawn on the CPU for every device. Adds to `self.notes`.
+        Ends after the last step that is wanted. Raises as `capture_run`, and UsageError
+        where calls were met and none is in a chosen layer."""
         scheduler, wanted, now = self.pipeline.scheduler, self.request.steps, 0
         own_step = scheduler.step
         layers, seed = capturing.Layers(self.request.layers), self.request.seed
@@ -316,7 +322,7 @@ class Picture:
 
 
 class Painter(nn.Module):
-    """The models of a pipeline, run from the numbers of prompts."""
+    """The models of a pipeline as one module, run from the numbers of prompts."""
 
     def __init__(self, source: PipelineSource) -> None:
         super().__init__()
@@ -327,8 +333,9 @@ class Painter(nn.Module):
 
     def forward(self, number: Tensor) -> Picture:
         """Returns the denoised latents and the decoded image of the prompts with these
-        numbers, int64 [images]. The noise depends on the first number. Raises
-        MeasurementError where the pipeline fails."""
+        numbers (their places in the source's prompts, from 0), int64 [images], at least
+        one. The noise depends on the seed and the first number. The scheduler and the VAE
+        are changed while it runs. Raises MeasurementError where the pipeline fails."""
         scheduler, vae, chosen = (
             self.pipeline.scheduler,
             self.pipeline.vae,
@@ -406,8 +413,8 @@ class _Noise(TorchFunctionMode):
 
 
 class PictureSource:
-    """An opened pipeline in the place of a checkpoint: its model is a `Painter`. Raises
-    UsageError for a pipeline without a VAE."""
+    """An opened pipeline in place of a checkpoint: its model is a `Painter`, its inputs
+    the numbers of its prompts. Raises UsageError for a pipeline without a VAE."""
 
     notes: tuple[str, ...] = ()
     streamed = None
@@ -431,7 +438,8 @@ class PictureSource:
         return self.opened.weights()
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """Returns the pipeline as a model once more, loaded in another format."""
+        """Returns the pipeline as a model once more, loaded from disk in another format.
+        Raises as `PipelineSource`."""
         named = self.opened.request.model_copy(
             update={"model_dtype": format_of(dtype).name}
         )
@@ -440,8 +448,9 @@ class PictureSource:
 
 def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, object]]:
     """Returns the class of a pipeline; of its parts that are needed, (library, class) by
-    name; and its plain settings. Raises UsageError without diffusers, and for a class of
-    another library, MeasurementError for a damaged index or a missing part."""
+    name; and its plain settings. Raises UsageError without diffusers, and for a part of
+    another library or without a plain name; MeasurementError for a damaged index or a
+    part whose folder is missing."""
     if find_spec("diffusers") is None:
         raise UsageError(
             "a pipeline needs diffusers", hint="pip install 'numdev[diffusers]'"

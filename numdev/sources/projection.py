@@ -164,9 +164,10 @@ def _features_by_head(
     q: Tensor, out: Tensor, spread: Tensor, touched: Tensor
 ) -> Tensor | None:
     """Returns the indices of the features of the layer's output that make q, head by
-    head; None where they are not `head_dim` for each. Where every head depends on all of
-    them (a norm over heads) they are in ascending order. `spread`: a gradient at q;
-    `touched`: the features on which all of q depends."""
+    head, int64 [heads * head_dim]. Where every head depends on all of them (a norm over
+    heads) they are in ascending order. None where each head does not have `head_dim`
+    features of its own. `spread`: a gradient at q; `touched`: the features on which all
+    of q depends."""
     if touched.numel() != q.shape[1] * q.shape[3]:
         return None
     each = []

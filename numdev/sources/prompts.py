@@ -52,10 +52,11 @@ class Prompt:
     tokens_asked: int | None = None
 
     def counts(self) -> dict[str, int]:
-        """Returns how many sequences were asked for and are read, and how many tokens a
-        sequence: of those read, the shortest one's, without padding. Keys:
-        `sequences_asked`, `sequences_read`, `tokens_asked`, `tokens_read`; what does not
-        apply is left out."""
+        """Returns how many sequences and how many tokens a sequence were asked for and
+        are read. Keys: `sequences_asked`, `sequences_read`, `tokens_asked`,
+        `tokens_read`; what does not apply is left out. `tokens_read` is the length of the
+        shortest sequence, without padding. Where nothing was asked for, all that is read
+        counts as asked."""
         tensors = [x for x in self.inputs.values() if isinstance(x, Tensor) and x.ndim]
         tokens = [x for x in tensors if x.dtype == torch.int64 and x.ndim == 2]
         shown = self.inputs.get("attention_mask")
@@ -75,10 +76,11 @@ class Prompt:
 def model_inputs(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
-    """Returns everything one run of the model needs: the inputs that the request gives,
-    and the others drawn; a model that somebody wrote by hand gets the file's or token ids
-    alone. Raises UsageError for text where it would not be read, and for an input that
-    cannot be drawn."""
+    """Returns everything one run of the model needs: the inputs that the request names,
+    and the others drawn. The model of a StateDict gets what the file of `inputs` holds,
+    or else token ids alone, under `input_ids` or its first argument. Raises UsageError
+    for text where it would not be read, for `tokenizer` without `text`, and for an input
+    that cannot be drawn."""
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer is used only with --text", hint="give --text too")
     parts = [read_prompt(Path(request.inputs), model)] if request.inputs else []
@@ -253,7 +255,8 @@ def _token_chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]
 
 def drawn_tokens(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
     """Returns `sequences` rows of `length` token ids drawn uniformly from [0, vocab_size)
-    with a seed, without padding or special tokens."""
+    with a seed, int64, without padding or special tokens. Raises RuntimeError for a
+    `vocab_size` below 1."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
     words = f"{sequences} x {length} random token ids, seed {seed}"
@@ -266,8 +269,9 @@ def drawn_tokens(vocab_size: int, *, length: int, sequences: int, seed: int) -> 
 
 
 def read_text(file: Path) -> str:
-    """Returns the content of a UTF-8 text file. Raises UsageError where it is none,
-    MeasurementError for a pointer of git-lfs."""
+    """Returns the content of a UTF-8 text file. Raises UsageError for a file that cannot
+    be read or is not UTF-8, MeasurementError for a pointer of git-lfs, and OSError for a
+    file of at most 1024 bytes that cannot be opened."""
     refuse_pointer(file)
     try:
         return file.read_text(encoding="utf-8")
@@ -282,8 +286,9 @@ def read_text(file: Path) -> str:
 def needed_inputs(
     model: nn.Module, *, present: Collection[str] = (), generates: bool = False
 ) -> list[str]:
-    """Returns the names of the tensors that a transformers model needs beside those that
-    are `present`. `generates`: whether it writes, and makes its decoder's ids itself."""
+    """Returns the names of the tensors that a transformers model needs and that are not
+    among `present`: its main input first, then images, then a decoder's ids. `generates`:
+    whether it writes text, and makes its decoder's ids itself."""
     takes, _ = argument_names(model.forward)
     config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
     # In a model of text and vision without two towers side by side, images replace
@@ -366,8 +371,8 @@ def draw_input(
 
 
 def argument_names(forward: Callable[..., object]) -> tuple[list[str], bool]:
-    """Returns the names of a function's arguments, without `*args` and `**kwargs`, and
-    whether it takes any other by name."""
+    """Returns the names of a function's arguments, in order, without `*args`, `**kwargs`
+    and positional-only ones; and whether it takes any other by name (`**kwargs`)."""
     parameters = inspect.signature(forward).parameters.values()
     named = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)

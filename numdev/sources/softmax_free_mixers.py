@@ -76,8 +76,8 @@ def outermost_mixers(
 
 def mixers_in_words(mixers: Iterator[tuple[int | None, str, nn.Module]]) -> str:
     """Returns `layers 0, 1, 2 (MambaMixer) and ...`, by class, for (layer, name, module)
-    of each mixer. A class of which any layer is None is told by the names of its modules.
-    Empty for none."""
+    of each mixer. Where a mixer of a class has no layer (None), all of this class are
+    told by their names. Empty without mixers."""
     parts = []
     for kind, members in grouped(mixers, lambda of: type(of[2]).__name__).items():
         numbers = [layer for layer, _, _ in members]

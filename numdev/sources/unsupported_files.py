@@ -84,7 +84,8 @@ def refuse_config(path: Path, config: Mapping[str, object]) -> None:
 
 def refuse_pointer(path: Path) -> None:
     """Raises MeasurementError for the small text file that git-lfs leaves where the file
-    itself was not fetched; returns for all others, and where there is no file."""
+    itself was not fetched. Returns for any other file, and where there is no file. Raises
+    OSError for a file of at most 1024 bytes that cannot be opened."""
     if not path.is_file() or path.stat().st_size > LONGEST_POINTER:
         return
     with path.open("rb") as file:
@@ -94,6 +95,6 @@ def refuse_pointer(path: Path) -> None:
 
 
 def file_format(path: Path) -> str:
-    """Returns what a file of this name is, in words; empty for a name without a
-    suffix."""
+    """Returns in words what a file of this name is, by its suffix in any case: `a GGUF
+    file`, or for an unknown one `a file *.xyz`. Empty for a name without a suffix."""
     return FILES.get(path.suffix.lower(), f"a file *{path.suffix}" if path.suffix else "")

@@ -49,9 +49,9 @@ class Upstream:
 
 
 def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> Upstream:
-    """Returns where this model's upstream gradients on these inputs come from; runs it
-    once to see. A loss that raises, or is not finite, is not used; `why_not` says so.
-    Without a loss gradients are drawn from `seed`."""
+    """Returns where this model's upstream gradients on these inputs come from; runs the
+    model once to see. A loss that raises, or is not finite, is not used, and `why_not`
+    says so. Without a usable loss the gradients are drawn from `seed`."""
     words, arguments = MODEL_LOSS, dict[str, object]()
     if hasattr(model, "get_output_embeddings"):  # a model of transformers
         asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
@@ -88,9 +88,10 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
 
 
 def loss_of(answer: object) -> Tensor | None:
-    """Returns the loss a model returned: its `loss`, itself, a floating-point tensor
-    without dimensions, or the one number of a tuple; None where there is none or
-    several."""
+    """Returns the loss in what a model returned, a floating-point tensor without
+    dimensions: its `loss` (an attribute, or a key of a dict), else the answer itself. Of
+    a tuple or list it is the only element that is such a tensor. None where there is
+    none, or several."""
     loss = answer.get("loss") if type(answer) is dict else getattr(answer, "loss", answer)
     parts = loss if isinstance(loss, tuple | list) else [loss]
     numbers = [
@@ -102,14 +103,14 @@ def loss_of(answer: object) -> Tensor | None:
 
 
 def drawn_origin(seed: int) -> str:
-    """Returns a drawn gradient's origin in words."""
+    """Returns a drawn gradient's origin in words: `random from N(0, 1), seed 0`."""
     return f"random from N(0, 1), seed {seed}"
 
 
 def with_drawn_gradient(case: AttentionCase, seed: int | None) -> AttentionCase:
-    """Returns the case with a grad_out; where it has none, one of N(0, 1) in its own
-    format, drawn from `seed` and its name, a view of [batch, length, heads, dim] where q
-    is one. The case itself where `seed` is None or it has one."""
+    """Returns the case with a drawn grad_out: N(0, 1) from `seed` and the case's name,
+    rounded to its format; where q is not contiguous, a view of [batch, length, heads,
+    dim]. Returns the case itself where `seed` is None or it has a grad_out."""
     if seed is None or case.grad_out is not None:
         return case
     shape = (*case.q.shape[:3], case.v.shape[3])
@@ -120,8 +121,9 @@ def with_drawn_gradient(case: AttentionCase, seed: int | None) -> AttentionCase:
 
 
 def to_model_device(model: nn.Module, inputs: Mapping[str, object]) -> dict[str, Any]:
-    """Returns the inputs on the device of the model's first floating-point parameter,
-    floating-point tensors in its dtype; unchanged for a model without one."""
+    """Returns a new dict of the inputs. Where the model has a floating-point parameter,
+    tensors are on the device of the first, and floating-point ones in its dtype. What is
+    no tensor is unchanged."""
     home = dict(inputs)
     if (
         weight := next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -135,7 +137,8 @@ def to_model_device(model: nn.Module, inputs: Mapping[str, object]) -> dict[str,
 
 
 class TrainingStep:
-    """The attention calls of one forward pass, until their gradients are computed."""
+    """The attention calls of one forward pass, until their gradients are computed: `hold`
+    each, then `differentiate` once, then `hand_over`."""
 
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
@@ -156,9 +159,9 @@ class TrainingStep:
         return out
 
     def differentiate(self, loss: Tensor | None) -> None:
-        """Computes the gradient of `loss` at the output of every call; without a loss
-        there are none. The graph is freed. Raises MeasurementError where the model has
-        since overwritten what it attended over."""
+        """Computes the gradient of `loss` at the output of every call. There are none
+        where `loss` is None or depends on no call. The graph is freed. Raises
+        MeasurementError where the model has since overwritten what it attended over."""
         for case, _, versions in self.waiting:
             if versions != _write_counts(case):
                 what = f"{case.ref.module}: the model overwrites what it attended over"
@@ -175,9 +178,10 @@ class TrainingStep:
         )
 
     def hand_over(self, on_call: Callable[[AttentionCase], object]) -> tuple[str, ...]:
-        """Calls `on_call` with every call and its gradient, in the order they were made;
-        none is kept. Where the loss has no gradient for a call, only zeros, or one not
-        finite, it is drawn; returns the names of these cases."""
+        """Calls `on_call` with every call and its gradient, in the order in which they
+        were made, and forgets each. Where the loss's gradient for a call is missing, 0
+        everywhere, or not finite, a drawn one takes its place. Returns the names of these
+        cases."""
         drawn = []
         while self.waiting:
             case, grad, _ = self.waiting.popleft()

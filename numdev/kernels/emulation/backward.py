@@ -54,11 +54,12 @@ def gradients(
     case: AttentionCase, recipe: Recipe, *, at_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype, without
-    autograd. A row that sees no key gives and gets nothing. Memory is O(length *
-    head_dim) beyond a block. With `at_once` many tiles are computed together, equal up to
-    fp32 rounding, where the recipe allows it and all is finite; that waits for the device
-    once. Raises Refused for a case without grad_out, or with one that the `compute` dtype
-    does not hold, and where the case's format cannot do what the recipe asks."""
+    autograd. A row that sees no key has gradients of 0 and adds nothing to dK and dV.
+    Memory is O(length * head_dim) beyond a block. With `at_once`, many tiles are computed
+    together where the recipe allows it and all results are finite; they are equal up to
+    fp32 rounding, and that waits for the device once. Raises Refused where the case has
+    no grad_out, its format cannot do what the recipe asks, or the `compute` dtype does
+    not hold grad_out."""
     r = rounder(case, recipe)
     at_once = at_once and (fwd.is_at_once(r) or is_at_once(r))
     with torch.no_grad(), plain_arithmetic(case.q.device):
@@ -72,10 +73,11 @@ def gradients(
 def of_keys(
     case: AttentionCase, recipe: Recipe, keys: Tensor, O: Tensor, L: Tensor
 ) -> Gradients:
-    """Returns dQ of 0, and dK and dV of some keys (int64 indices), as the recipe has them
-    for a forward pass that rounded nowhere and gave O and L. Costs O(q_len keys). Raises
-    Refused for a case without grad_out, or with a format that the `compute` dtype does
-    not hold."""
+    """Returns dQ, dK and dV as the recipe has them for a forward pass that rounded
+    nowhere and gave O and L. dK and dV are those of the keys `keys` (int64 indices)
+    alone, in this order; dQ is 0. Costs O(q_len keys). The recipe's `delta_from` and
+    `delta_sign` are not used. Raises Refused for a case without grad_out, or with a
+    format that the `compute` dtype does not hold."""
     r = rounder(case, dataclasses.replace(recipe, delta_from="dO*O", delta_sign="own"))
     return from_forward(r, O, r("lse", L.to(r.dtype)), keys)
 
@@ -83,9 +85,9 @@ def of_keys(
 def from_forward(
     r: Rounder, O: Tensor, L: Tensor, keys: Tensor | None = None
 ) -> Gradients:
-    """Returns dQ, dK and dV for an O and L that come from elsewhere. `keys` (int64
-    indices): dK and dV of these keys alone, and dQ of 0; None: all. Raises UsageError for
-    a case without grad_out."""
+    """Returns dQ, dK and dV for an O and an L that another kernel computed, rounded as
+    they are returned. `keys` (int64 indices): dK and dV of these keys alone, and dQ of 0;
+    None: of all keys. Raises UsageError for a case without grad_out."""
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)
@@ -108,9 +110,9 @@ def is_at_once(r: Rounder) -> bool:
 
 
 def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
-    """Returns the Rounder of both passes. Raises Refused for a case without grad_out, or
-    with one that the `compute` dtype does not hold, and where the case's format cannot do
-    what the recipe asks."""
+    """Returns the Rounder of both passes. Raises Refused where the case has no grad_out,
+    its format cannot do what the recipe asks, or the `compute` dtype does not hold
+    grad_out."""
     r = Rounder(recipe, case)
     if case.grad_out is None:
         raise Refused("the case has no gradient with respect to its output (grad_out)")
@@ -127,7 +129,8 @@ def cast(r: Rounder, *sums: Tensor) -> Gradients:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedForward:
-    """The tensors that forward leaves for backward."""
+    """The tensors that forward leaves for backward. All are in the recipe's `compute`
+    dtype."""
 
     r: Rounder
     q: Tensor
@@ -141,7 +144,8 @@ class SavedForward:
     product: Tensor | None = None  # O before it was normalised (`forward.State`)
 
     def with_upstream(self, dO: Tensor) -> BackwardInputs:
-        """Returns what backward reads, with `dO` the gradient of the output."""
+        """Returns what backward reads: these tensors, `dO` (the gradient of the output)
+        in the compute dtype, and what is derived from L or from m and l."""
         r, by_lse, again = (
             self.r,
             self.r.recipe.p_from == "lse",
@@ -166,8 +170,8 @@ class SavedForward:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackwardInputs(SavedForward):
-    """The tensors that backward reads; of forward's, Q, K, V and O alone, beside what is
-    made of L or m and l."""
+    """The tensors that backward reads. Of those that forward saved it reads Q, K, V and
+    O; L, or m and l, it reads only as `shift` and `over`."""
 
     k_s: Tensor  # K as it meets Q again
     scale_in: str  # where the scale is in backward
@@ -199,9 +203,10 @@ def run_forward(r: Rounder, *, at_once: bool = False) -> SavedForward:
 
 
 def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
-    """Returns dQ [B, H, q_len, head_dim] and, for every kv head, dK and dV, summed over
-    its query heads one after the other; with `at_once` over all of them together, where
-    the recipe `is_at_once`. Not yet cast."""
+    """Returns dQ [B, H, q_len, head_dim], dK and dV [B, kv_heads, keys, ...], not yet
+    cast. dK and dV are summed over the query heads of a kv head, one after the other;
+    with `at_once` over all of them together, where the recipe `is_at_once`. With
+    `inputs.some` they are of these keys alone, and dQ is 0."""
     r, recipe, case = inputs.r, inputs.r.recipe, inputs.r.case
     q_len, group = case.q_len, case.group
     if at_once and is_at_once(r):
@@ -286,9 +291,9 @@ def _partial_sums(
 def _add_gradients(
     inputs: BackwardInputs, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
 ) -> Tensor:
-    """Returns dQ of some rows, and adds what they contribute to dK and dV in place. Where
-    dK and dV are of some keys alone (`inputs.some`), dQ is 0. As many query heads as kv
-    heads."""
+    """Returns dQ of some rows, and adds what the rows contribute to dK and dV in place.
+    Where dK and dV are of some keys alone (`inputs.some`), dQ is 0. `inputs` has as many
+    query heads as kv heads (`of_group`)."""
     r, q, dO = inputs.r, inputs.q, inputs.dO
     scale_q, scale_k, q_k, k_q = _scales(inputs)
     is_split = r.recipe.splits is not None and r.rounds("dq", "dq_product", "dq_partial")
@@ -331,8 +336,8 @@ def _cut(keys: slice, width: int) -> list[slice]:
 def again(
     inputs: BackwardInputs, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns P and dP [B, H, rows, keys] of a block, computed again as backward does,
-    and under a soft cap its tanh, else None."""
+    """Returns P and dP [B, H, rows, keys] of a block, computed again as backward does;
+    and under a soft cap the tanh of its scores, else None."""
     r = inputs.r
     S, tanh = fwd.scores(r, inputs.q_s, inputs.k_s, rows, keys, inputs.scale_in)
     P = r("p_backward", r("s", S).sub_(finite(inputs.shift[:, :, rows, None])))
@@ -367,9 +372,9 @@ def delta_of(inputs: BackwardInputs, blocks: Iterable[Block]) -> Tensor:
 
 
 def _scales(inputs: BackwardInputs) -> tuple[float, float, Tensor, Tensor]:
-    """Returns four values: the factor of the product for dQ, that of the product for dK,
-    the Q of the latter and the K of the former. Where dS, Q or K has the scale a factor
-    is 1."""
+    """Returns (scale_q, scale_k, Q, K): scale_q is the factor of dS K in dQ, scale_k that
+    of dSᵀ Q in dK, and Q and K are the tensors in these two products. A factor is 1 where
+    dS, Q or K has the scale already."""
     scale, q, k = inputs.r.case.scale, inputs.q, inputs.k
     if inputs.r.recipe.ds_scale == "before":
         return 1.0, 1.0, q, k
@@ -417,9 +422,10 @@ def _add_over_rows(
 
 
 def blocks(inputs: BackwardInputs, of_rows: slice | None = None) -> Iterator[Block]:
-    """Yields (rows, keys) that cover every pair visible by position once, of some rows or
-    of all: whole tiles, and as many of them as memory allows, rows ascending and keys in
-    the recipe's order. Where dK and dV are of some keys alone, `keys` are those."""
+    """Yields (rows, keys) that cover every pair visible by position once, for the rows
+    `of_rows`; None: all. Both are whole tiles, as many as memory allows; rows ascend, and
+    keys are in the recipe's order. With `inputs.some`, `keys` are those indices, in every
+    item."""
     r, case, (block_q, block_kv) = inputs.r, inputs.r.case, inputs.r.tile
     of_rows = of_rows or slice(0, case.q_len)
     cells = fwd.BLOCK_BYTES[case.q.device.type] // (8 * case.q.shape[0] * case.heads)
@@ -439,11 +445,12 @@ def attended(
     case: AttentionCase, recipe: Recipe, generator: torch.Generator | None = None
 ) -> Tensor:
     """Returns O [B, H, q_len, v_dim] inside a network that learns, in a dtype that holds
-    its site's format, connected to q, k and v, whose gradients come in their own dtypes;
-    in large blocks where the recipe allows. What is random is drawn from the generator in
-    both passes; without one every call draws the same numbers, from the recipe's seed.
-    Nothing waits for the device, so where V holds infinity or NaN a row may meet them
-    through keys that it does not see."""
+    its site's format, connected to q, k and v, whose gradients come in their dtypes.
+    Large blocks are computed at once where the recipe allows it. What is random is drawn
+    from `generator` in both passes; None: every call draws the same numbers, from the
+    recipe's seed. Nothing waits for the device. So where V holds infinity or NaN, a row
+    may meet them through keys that it does not see. Raises Refused where the case's
+    format cannot do what the recipe asks."""
     arguments = (case.q, case.k, case.v, case, recipe, generator)
     out: Tensor = _Attend.apply(*arguments)  # type: ignore[no-untyped-call]
     return out

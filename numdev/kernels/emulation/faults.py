@@ -45,7 +45,8 @@ class Planted(NamedTuple):
 
 @dataclass(frozen=True)
 class Control:
-    """A planted fault and the doses in which it is measured."""
+    """A planted fault and the doses in which it is measured. A dose is a number above 0;
+    what it counts (percent, bits, keys) stands in `words`."""
 
     name: str
     words: str
@@ -102,7 +103,7 @@ class Control:
 
 
 def _l_rounded(case: AttentionCase, dose: float) -> Planted:
-    """Plants a row sum of fewer bits. Sound is one in fp32 or wider; dose 1 is the
+    """Plants a row sum of fewer bits. A sound kernel's is in fp32 or wider; dose 1 is the
     working format's significand, if that is narrower, and each further dose a bit less.
     The exponent is never narrower than fp32's, so that long rows do not overflow. Raises
     Refused where fewer than 2 bits are left."""
@@ -112,9 +113,9 @@ def _l_rounded(case: AttentionCase, dose: float) -> Planted:
 
 
 def _narrowed(fmt: Format, fewer: int, *, least_exponent: int = 2) -> str:
-    """Returns the name of the format `fmt` with so many significant bits fewer, its
-    exponent of `least_exponent` bits or more. Raises Refused where fewer than 2 bits are
-    left."""
+    """Returns the name (`e8m6`) of the format `fmt` with `fewer` significant bits fewer,
+    and an exponent of at least `least_exponent` bits. A negative `fewer` adds bits.
+    Raises Refused where fewer than 2 bits are left."""
     if fmt.precision - fewer < 2:
         raise Refused(f"{fmt.name} has only {fmt.precision} significant bits to lose")
     exponent = max(least_exponent, (2 - fmt.emin).bit_length())
@@ -144,9 +145,9 @@ def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
 def _times(
     case: AttentionCase, factor: float, *names: str, heads: slice = ALL
 ) -> Planted:
-    """Plants a factor on the results `names` (none: on all; those that are not there are
-    passed over), in place, in some heads of queries and of keys alike. Nothing is
-    multiplied before `spoil` runs."""
+    """Plants a factor on the results `names`: without names on all of them, and a name
+    that the results lack is passed over. `spoil` multiplies in place, in the `heads` (a
+    slice) of query tensors and kv tensors alike."""
 
     def spoil(results: Results) -> Results:
         """Returns the results, those that are named multiplied in place."""
@@ -195,8 +196,8 @@ def _p_bits(case: AttentionCase, dose: float) -> Planted:
 
 
 def _truncated(case: AttentionCase, dose: float) -> Planted:
-    """Plants an output rounded toward zero; at dose 2 every step is. O / l stays exact,
-    since the cast must be what rounds it."""
+    """Plants an output rounded toward zero; from dose 2 on every step is. O / l stays
+    exact, since the cast must be what rounds it."""
     options = {"normalised": "exact"}
     if dose >= 2:
         options["rounding"] = "toward_zero"

@@ -113,9 +113,9 @@ def operands_of(r: Rounder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def in_any_order(r: Rounder) -> bool:
     """Whether a prediction does not depend on the order in which fp32 sums are added up
-    and random numbers drawn: the recipe computes in float32 and rounds to nearest, and
-    the case's format is narrower. Where inputs are in float32, such sums are all that
-    there is to predict."""
+    and random numbers drawn. So it is where the recipe computes in float32 and rounds to
+    nearest, and the case's format does not contain float32. For inputs in float32, such
+    sums are all that there is to predict."""
     in_fp32 = r.recipe.compute == "float32" and not r.case.format.contains(
         FORMATS["float32"]
     )
@@ -140,10 +140,10 @@ def is_at_once(r: Rounder) -> bool:
 def forward(
     r: Rounder, q: Tensor, k: Tensor, v: Tensor, *, at_once: bool = False
 ) -> State:
-    """Returns the state after the last tile, O normalised and not yet cast. `q` is as it
-    meets K. l is the sum of exp(S - m), whatever its P were multiplied with. `at_once`:
-    many tiles together, where the recipe allows it. Merged splits have L and 1 for m and
-    l, which give P as well."""
+    """Returns the State after the last tile: O is normalised and not yet cast, l is the
+    sum of exp(S - m), whatever its P were multiplied with. `q` is as it meets K
+    (`operands_of`). `at_once`: many tiles together, where the recipe allows it. Where
+    splits were merged, m is L and l is 1, which give the same P."""
     if at_once and is_at_once(r):
         return _at_once(r, q, k, v)
     states = [_pass(r, q, k, v, split) for split in splits(r)]
@@ -184,8 +184,9 @@ def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
 
 
 def start(r: Rounder, q: Tensor, v: Tensor, split: slice) -> State:
-    """Returns the State before any key: nothing, or in the first split the sink, a key
-    with a logit and no value."""
+    """Returns the State before any key: m is -inf, l and O are 0. In the first split of a
+    case with sinks a sink was already met, a key with a logit and no value: m is its
+    logit, l is 1."""
     shape, sinks = q.shape[:3], r.case.sinks
     O = q.new_zeros(*shape, v.shape[-1])
     if sinks is None or split.start > 0:
@@ -204,7 +205,9 @@ def scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden; and,
     under a soft cap, the tanh, from which backward has its derivative, else None.
-    `scale_in`: where the scale is, if not where the recipe says."""
+    `scale_in`: `scores`, S is multiplied by the scale; `q`, it is not, as q has it; any
+    other, S is divided by log2(e), as q or k has the scale times that. None: as the
+    recipe says."""
     case, scale_in = r.case, scale_in or r.recipe.scale_in
     S = r("scores", times(case, q[:, :, rows], k[:, :, keys].transpose(-1, -2)))
     if scale_in != "q":
@@ -278,14 +281,15 @@ def stabilised_shift(
     S: Tensor, beta: float, tie_tolerance: float, smallest: float
 ) -> Tensor:
     """Returns the shift of each row of a tile in the stabilised softmax (Qiu & Yao, arXiv
-    2510.04212): [...] of scores [..., keys].
+    2510.04212): [...] of scores [..., keys]. It is the row's maximum r, unless several
+    scores lie within the tolerance of r and r is not -inf. Then it is beta r for a
+    positive r, and 0 for another.
 
-    Where more than one score lies within the tolerance of the maximum r, the shift is
-    beta r if it is positive and 0 if not, and online softmax goes on with that, as the
-    authors' code does. (As printed, the running maximum is of unadjusted ones, which
-    undoes it.) The authors keep l above 1e-10: wrong, silently, from (beta - 1) r = 23
-    on; here the row becomes NaN where P is below `smallest`, and where r < 0 and l is 0
-    (`lost`). docs/sites.md has the details."""
+    The online softmax goes on with the shift, as the authors' code does. (As printed, the
+    running maximum is of unadjusted ones, which undoes it.) The authors keep l above
+    1e-10: wrong, silently, from (beta - 1) r = 23 on. Here such a row's shift is NaN, and
+    with it the row, where P at the maximum would be below `smallest`; where r < 0 and l
+    is 0, `lost` finds the row. docs/sites.md has the details."""
     r = S.amax(dim=-1)
     tied = ((r - tie_tolerance)[..., None] <= S).sum(dim=-1) > 1
     shifted = torch.where(r > 0, beta * r, 0.0)
@@ -500,11 +504,12 @@ def _at_once(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> State:
 def _add_tiles(
     r: Rounder, S: Tensor, V: Tensor, m_old: Tensor, l_old: Tensor, O_old: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns m, l and O with a block of keys added: whole tiles, and of all splits where
-    there are some.
+    """Returns m, l and O with a block of keys added: whole tiles of one split, or all
+    keys where there are several splits.
 
-    Here P and S are [B, H, rows, splits, tiles, block_kv], the maximum each tile met and
-    the factor by which it is scaled to the last one [B, H, rows, splits, tiles]."""
+    Here P and S are [B, H, rows, splits, tiles, block_kv]. The maximum that each tile
+    met, and the factor by which it is scaled to the last one, are [B, H, rows, splits,
+    tiles]."""
     case, parts, block_kv = r.case, m_old.shape[-1], r.tile[1]
     each = split_width(r) if parts > 1 else S.shape[-1] + -S.shape[-1] % block_kv
     missing = parts * each - S.shape[-1]
@@ -528,8 +533,9 @@ def _add_tiles(
 
 
 def _maxima_met(r: Rounder, m_old: Tensor, tile_maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the running maximum after all tiles, [B, H, rows, splits], and after each,
-    [B, H, rows, splits, tiles]. `tile_maxima`: each tile's own, of this shape."""
+    """Returns the running maximum after all tiles, [B, H, rows, splits], and after each
+    tile, [B, H, rows, splits, tiles]. `tile_maxima`: the maximum of each tile alone, of
+    that shape. Tiles are ascending in both, and are met in the recipe's order."""
     descends, lag = r.recipe.kv_order == "descending", r.recipe.max_lag
     ordered = tile_maxima.flip(-1) if descends else tile_maxima
     if lag is None:  # a maximum of maxima is exact, in whatever order
@@ -540,8 +546,9 @@ def _maxima_met(r: Rounder, m_old: Tensor, tile_maxima: Tensor) -> tuple[Tensor,
 
 
 def _lagging_maxima(m_old: Tensor, tile_maxima: Tensor, lag: float) -> Tensor:
-    """Returns the running maximum after each tile (`moved`), [..., tiles]. `m_old` [...,
-    1]. Not tile by tile: it moves in few of them."""
+    """Returns the running maximum after each tile, as `moved` has it, [..., tiles].
+    `m_old` [..., 1] is the maximum before the first tile. Each step of its loop finds the
+    next tile at which the maximum moves, which are few."""
     met = m_old.expand_as(tile_maxima).contiguous()
     places = torch.arange(tile_maxima.shape[-1], device=met.device)
     while bool((moves := (tile_maxima - met) * LOG2_E > lag).any()):
@@ -583,6 +590,6 @@ def _row_blocks(
 
 
 def _cells(case: AttentionCase, bytes_of: Mapping[str, int]) -> int:
-    """Returns how many fp32 scores of every head a block may hold, by `bytes_of` of the
-    case's device."""
+    """Returns how many fp32 scores of each head of each sequence a block may hold, by the
+    entry of `bytes_of` for the case's device; 0 where that is too small for one."""
     return bytes_of[case.q.device.type] // (4 * case.q.shape[0] * case.heads)

@@ -32,8 +32,8 @@ says."""
 def gradients(case: AttentionCase, **options: Any) -> Output:
     """Runs both passes of a training step under the options of `emulated` and returns
     out, lse, dq, dk and dv, each in a dtype that holds its site's format. Raises
-    UsageError for an unknown name, Refused without grad_out or where the case's format
-    cannot do what the recipe asks."""
+    UsageError for an unknown name or value; Refused without grad_out, or where the case's
+    format cannot do what the recipe asks."""
     rounding_model = recipe(**options)
     O, L, *dQKV = backward.gradients(case, rounding_model)
     r = Rounder(rounding_model, case)
@@ -73,8 +73,8 @@ def emulated(case: AttentionCase, **options: Any) -> Output:
 
 
 def _ran(r: Rounder) -> str:
-    """Returns what ran in words: the preset and every field of the recipe, with the tiles
-    that it chose."""
+    """Returns what ran in words: the preset and each field of the recipe that is not
+    None, with the tiles that it chose: `fa2: algorithm=fa2 block_q=128 ...`."""
     options = {name: getattr(r.recipe, name) for name in FIELDS}
     options |= zip(("block_q", "block_kv"), r.tile, strict=True)
     words = (f"{name}={value}" for name, value in options.items() if value is not None)
@@ -126,12 +126,16 @@ def unpredictable(
     of_size: bool = False,
 ) -> str | None:
     """Returns why an emulation does not predict the errors of an output element by
-    element, as a clause; None where it does: fp32 arithmetic, which is left out, must be
-    small beside the rounding to the `working` format, and the format `returned` must keep
-    no more bits than fp32 sums have to give. A claim of None is never predicted.
+    element, as a clause; None where it does. A claim of None is never predicted. An
+    emulation leaves out fp32 arithmetic, which must be small beside rounding. So the
+    `working` format has at most MOST_BITS significant bits, and float32 contains it.
+    Where the format `returned` has more bits than that, the recipe must round somewhere
+    before the results are cast.
 
-    `of_size`: why not even the size of an error is. In float32 that is bounded, by the
-    emulation together with what fp32 arithmetic may err (`Yardstick.arithmetic`)."""
+    `of_size`: returns why not even the size of an error is predicted. In float32 it is
+    bounded, by the emulation together with what fp32 arithmetic may err
+    (`Yardstick.arithmetic`). Raises UsageError for an unknown name or value in the
+    claim."""
     if of_size and claim is not None and working == returned == FORMATS["float32"]:
         return None
     if claim is None:

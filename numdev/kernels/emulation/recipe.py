@@ -200,7 +200,8 @@ class Recipe:
         return self.rounding == "stochastic" or self.delta_sign == "random"
 
     def tile(self, head_dim: int, kv_len: int) -> tuple[int, int]:
-        """Returns (block_q, block_kv) for a case, block_kv at most kv_len."""
+        """Returns (block_q, block_kv) for a case, the numbers of rows and keys of a tile,
+        block_kv at most kv_len. A size that the recipe sets comes before the tiling's."""
         rows, columns = TILINGS[self.tiling][1](head_dim, self.memory)
         return self.block_q or rows, min(self.block_kv or columns or kv_len, kv_len)
 
@@ -272,9 +273,10 @@ def recipe(preset: str = "fa2", **options: Any) -> Recipe:
     """Returns the preset with some of its parts replaced; a value of None leaves the
     preset's.
 
-    `options`: as `changed` takes them. With `memory` the tiles follow FlashAttention-1's
-    rule in every preset. Raises UsageError for an unknown preset, option, format or
-    choice, naming the closest, and for parts that contradict one another."""
+    `preset`: a key of PRESETS. `options`: as `changed` takes them. With `memory` the
+    tiles follow FlashAttention-1's rule in every preset. Raises UsageError for an unknown
+    preset, option, format or choice, naming the closest, and for parts that contradict
+    one another."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
     return changed(PRESETS[preset], **options)
@@ -285,9 +287,10 @@ def changed(
 ) -> Recipe:
     """Returns the recipe with some of its parts replaced: those in FIELDS by name, and
     sites by name or together as `sites` (the one by name wins); a value of None leaves
-    what `start` has. The algorithm `plain`, a memory and a softmax bring the tiling and
-    constants that belong to them: `tiling` itself is no option. Raises UsageError for an
-    unknown option, format or choice, and for parts that contradict one another."""
+    what `start` has. `tiling` is no option: `algorithm: plain` sets it to all keys at
+    once, `memory` to FlashAttention-1's. `softmax` sets `beta` and `tie_tolerance` to its
+    defaults, if they are not options too. Raises UsageError for an unknown option, format
+    or choice, and for parts that contradict one another."""
     parts = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
     for name, value in parts.items():
         _check(name, value)
@@ -308,8 +311,8 @@ def changed(
 
 
 def _contradictions(result: Recipe, parts: Mapping[str, object]) -> dict[str, bool]:
-    """Returns descriptions of options that exclude each other, each with whether the
-    recipe `result` has both. `parts` are the options that were asked for."""
+    """Returns, by a description of options that exclude each other, whether the recipe
+    `result` has them. `parts`: the options that were asked for, by name."""
     plain, width = result.algorithm == "plain", result.block_kv is not None
     cut = width or result.tiling != "whole" or result.splits is not None
     early = result.softmax == "guarded" or result.l_from == "rounded"
@@ -333,8 +336,9 @@ def _contradictions(result: Recipe, parts: Mapping[str, object]) -> dict[str, bo
 
 
 def _check(name: str, value: object) -> None:
-    """Raises UsageError unless `value` is one that the site or field `name` can have by
-    itself. `beta` and `tie_tolerance` are left to `check_stabilised`."""
+    """Raises UsageError for a name that is no site or field of a recipe, and for a value
+    that this site or field cannot have, whatever the others have. `beta` and
+    `tie_tolerance` are left to `check_stabilised`."""
     if name in SITES:
         try:
             fmt = None if value in (WORKING, WIDE, EXACT) else format_named(str(value))
@@ -365,9 +369,9 @@ def _check(name: str, value: object) -> None:
 
 
 def check_stabilised(options: Mapping[str, Any]) -> None:
-    """Raises UsageError for a `beta` (at least 1) or `tie_tolerance` (at least 0) in
-    `options` that is no such finite number, or is set without the stabilised softmax;
-    None is allowed."""
+    """Raises UsageError where `beta` is no finite number of at least 1, `tie_tolerance`
+    none of at least 0, or one of the two is set while `softmax` is not `stabilised`. None
+    is allowed. `options` must have these three keys."""
     for name, least in (("beta", 1.0), ("tie_tolerance", 0.0)):
         value = options[name]
         if value is None:

@@ -19,10 +19,11 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Rounder:
-    """`r(site, x)`: x rounded to the format that the recipe gives the site on this
-    case. May return x itself. What is random is drawn from `generator`, or from one of
-    the recipe's seed. Raises Refused where the recipe's arithmetic or the case's format
-    cannot."""
+    """`r(site, x)` returns x rounded to the format that the recipe gives the site on this
+    case; x itself where nothing is rounded. Raises KeyError for a name that is no site.
+    What is random is drawn from `generator`; None: from a new one with the recipe's seed.
+    Making it raises Refused where the recipe's arithmetic does not hold the case's format
+    or a site's, or where a site must hold -inf and its format cannot."""
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class Rounder:
         return (2 * drawn - 1).to(like.dtype)
 
     def rounds(self, *sites: str) -> bool:
-        """Whether any of these sites rounds anything."""
+        """Whether at least one of these sites rounds. Raises KeyError for a name that is
+        no site."""
         return any(self.steps[site] is not None for site in sites)
 
 
@@ -84,8 +86,10 @@ def rounding(
     generator: torch.Generator | None,
 ) -> Step | None:
     """Returns a function that rounds tensors of `dtype` to `fmt`; None where there is
-    nothing to round. `generator` is for stochastic rounding. Torch's own cast is
-    `round_to` at a tenth of the cost where it rounds once: not from float64 to a half."""
+    nothing to round, since `fmt` is None or holds all of `dtype`. `generator` is for
+    stochastic rounding, where the function raises UsageError without one on the tensor's
+    device. Torch's cast is `round_to` at a tenth of the cost where it rounds once: not
+    from float64 to a half."""
     if fmt is None or fmt.contains(format_of(dtype)):
         return None
     direct = (

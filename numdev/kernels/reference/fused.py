@@ -128,8 +128,8 @@ def _join_head_groups(
 
 def _head_groups(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
     """Yields (case of some kv heads, slice of its query heads, slice of its kv heads),
-    such that the fp64 operands of each fit OPERAND_BYTES; the case itself where all
-    do."""
+    such that the fp64 operands of each case fit OPERAND_BYTES; but a case has at least
+    one kv head. Yields the case itself, alone, where all its heads fit."""
     d, d_v = (_width(x) for x in (case.q, case.v))
     rows, columns = d + 2 * d_v, d + d_v  # of q, out and terms; of k and v
     if case.grad_out is not None:  # dO, dq, dk and dv, and in lower precision their terms
@@ -296,7 +296,7 @@ def _forward(case: AttentionCase) -> Results:
 
 def _forward_tile(case: AttentionCase) -> Tile:
     """Returns the forward kernel's tile for the case's width and GPU. Raises
-    StopIteration for heads wider than any tile."""
+    StopIteration for heads wider than WIDEST, which `accept` refuses."""
     widest, device = max(_width(case.q), _width(case.v)), case.q.device
     on_nvidia = device.type == "cuda" and torch.version.hip is None
     tiles = (
@@ -324,8 +324,9 @@ def _gpu_limits(device: torch.device) -> tuple[int, int]:
 
 
 def _keys_per_program(case: AttentionCase, tile: Tile, programs: int) -> int:
-    """Returns how many keys a program takes: all, or whole tiles of a part where so few
-    `programs` would leave the GPU idle."""
+    """Returns how many keys a program takes: whole tiles, and all keys where at least
+    PROGRAMS `programs` run. Fewer programs leave the GPU idle: then keys are divided into
+    parts, of LEAST_BLOCKS tiles at least."""
     blocks, wanted = -(-case.kv_len // tile.block_kv), -(-PROGRAMS // programs)
     parts = min(wanted, max(1, blocks // LEAST_BLOCKS))
     return -(-blocks // parts) * tile.block_kv
@@ -334,9 +335,9 @@ def _keys_per_program(case: AttentionCase, tile: Tile, programs: int) -> int:
 def _merge_key_parts(
     out: Tensor, terms: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, terms and log-sum-exp of all keys from those of their parts, which lie
-    along the first axis, weighted by exp(lse - total). A row that sees no key has lse =
-    -inf."""
+    """Returns out, terms and log-sum-exp of all keys. The arguments have those of each
+    part of the keys, along the first axis; parts are weighted by exp(lse - total). A row
+    that sees no key has lse = -inf and stays 0."""
     if lse.shape[0] == 1:
         return out[0], terms[0], lse[0]
     whole = lse.logsumexp(dim=0)
@@ -461,9 +462,9 @@ def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
 
 def _row_runs(case: AttentionCase) -> list[slice]:
     """Returns ranges of query rows that cover the case, in order. The intermediate
-    results of a range, 20 bytes a score, fit SCRATCH_BYTES, and with causality or a
-    window it has at most a RUNS-th of the rows; but it has LEAST_ROWS at least. All have
-    a multiple of LEAST_ROWS but for the last."""
+    results of a range, 20 bytes a score, fit SCRATCH_BYTES. With causality or a window a
+    range has at most a RUNS-th of the rows. But a range has LEAST_ROWS rows at least, and
+    a multiple of that; the last one may have fewer."""
     n, per_row = case.q_len, 20 * case.q.shape[0] * case.heads * case.kv_len
     few = -(-n // RUNS) if case.restricts_positions else n
     step = max(LEAST_ROWS, min(few, SCRATCH_BYTES // per_row) // LEAST_ROWS * LEAST_ROWS)

@@ -30,7 +30,8 @@ GOLDEN = tl.constexpr(2654435769)
 
 @triton.jit
 def head_address(X, strides, batch, head):
-    """Returns the address at which a head of X begins."""
+    """Returns the address at which a head of X begins. `strides`: the four strides of X
+    in elements (`host.Strides`)."""
     return X + batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head
 
 
@@ -39,8 +40,9 @@ def load_rows(
     X, strides, start, rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Returns [COUNT, WIDE] elements of a head from row `start` on. With CHECK, 0 outside
-    of [rows, DIM]; without, all rows must exist."""
+    """Returns [COUNT, WIDE] elements of a head from row `start` on. X: the head's
+    address; `rows`, DIM: how many rows and columns it has. With CHECK, 0 outside of
+    these; without, all rows must exist, and columns beyond DIM are 0."""
     r, c = tl.arange(0, COUNT), tl.arange(0, WIDE)
     at = X + tl.cast(start, tl.int64) * strides.row
     at = at + r[:, None] * strides.row + c[None, :] * strides.column
@@ -97,8 +99,9 @@ def scores(
     x, y, i, j, scale, mask, mask_strides, size, PARTIAL: tl.constexpr, PLAN: tl.constexpr
 ):
     """Returns x yᵀ as scores in fp32: S if x is of queries, Sᵀ if it is of keys; -inf
-    where row i may not see key j. i and j broadcast to its shape. Without PARTIAL no
-    position hides a key."""
+    where row i may not see key j. i and j broadcast to its shape. `scale`: the factor of
+    the product, in the plan's units; `size`: a `host.Size`. Without PARTIAL no position
+    hides a key; the mask does in any case."""
     S = tl.dot(x, tl.trans(y), input_precision="ieee")
     if PLAN.round_scores:
         S = S.to(x.dtype).to(tl.float32)
@@ -169,13 +172,13 @@ def tile_range(
     start, stop, total, first, last,
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Returns (begin, full, tail, end), the range of tiles that lines [start, stop) of
-    the score matrix meet, of `total` lines of the other kind. Line x meets x + first to x
-    + last.
+    """Returns (begin, full, tail, end): which tiles of keys a block of rows meets, or of
+    rows a block of keys. [start, stop) is the block; `total` is the number of lines of
+    the other kind, of which line x meets x + first to x + last.
 
-    Tiles of BLOCK from `begin` on meet some line; those in [full, tail) meet all, and so
-    need no check; the last one that meets any ends at or after `end`. All but `end` are
-    multiples of BLOCK."""
+    Tiles of BLOCK from `begin` on meet some line of the block. Those in [full, tail) meet
+    all of its lines, and so need no check. The last one that meets a line ends at or
+    after `end`. All but `end` are multiples of BLOCK."""
     begin, full, tail, end = 0, 0, total // BLOCK * BLOCK, total
     if LEFT:
         begin = tl.minimum(tl.maximum(start + first, 0), total) // BLOCK * BLOCK
@@ -289,9 +292,9 @@ def add_key_tiles(
 
 @triton.jit
 def row_maximum(S, PLAN: tl.constexpr):
-    """Returns the shift of each row of a tile: its maximum, or what the stabilised
-    softmax takes instead of one that is met more than once (NaN where P would
-    underflow)."""
+    """Returns the shift of each row of a tile, [rows]: its maximum. In the stabilised
+    softmax a maximum that is met more than once is replaced, as
+    `emulation.forward.stabilised_shift` does (NaN where P would underflow)."""
     r = tl.max(S, 1)
     if PLAN.stabilised:
         near = (r - PLAN.tie_tolerance)[:, None] <= S
@@ -304,8 +307,8 @@ def row_maximum(S, PLAN: tl.constexpr):
 
 @triton.jit
 def row_sum(l, P, v, PLAN: tl.constexpr):
-    """Returns l with the sum of a tile's P added, of P in v's dtype and rounded to it
-    where the plan says so."""
+    """Returns l with the sum of a tile's P added. P is rounded to v's dtype first, and
+    the new l after, where the plan says so."""
     if PLAN.sum_rounded_p and PLAN.round_p:
         P = P.to(v.dtype).to(tl.float32)
     l = l + tl.sum(P, 1)

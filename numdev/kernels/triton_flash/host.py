@@ -170,8 +170,8 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, case: AttentionCase) -> Size:
-        """Returns the sizes of a case; where it has no limit of keys, a distance that no
-        two positions have."""
+        """Returns the sizes of a case. Where it has no limit of keys on a side, `first`
+        is -FAR or `last` is FAR, more than any distance between positions."""
         first, last = key_limits(case)
         first, last = -FAR if first is None else first, FAR if last is None else last
         return cls(case.heads, case.group, case.q_len, case.kv_len, first, last)
@@ -210,8 +210,9 @@ FP32 = {128: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)}
 
 
 def tiles(kernel: str, plan: KernelPlan, dtype: torch.dtype) -> Launch:
-    """Returns the tile, warps and stages of a kernel, `forward`, `of_queries` or
-    `of_keys`, that suit the width and dtype of its products."""
+    """Returns the tile, warps and stages that suit the width and dtype of a kernel's
+    products. `kernel`: `forward`, `of_queries` or `of_keys`; `dtype`: of q. Raises
+    StopIteration for heads wider than LARGEST_HEAD."""
     narrow = dtype == torch.float32 or (kernel == "forward" and not plan.round_p)
     table = FP32 if narrow else TILES[kernel]
     return next(x for widest, x in table.items() if max(plan.wide, plan.v_wide) <= widest)
@@ -253,7 +254,8 @@ class KernelCall:
 
     def forward(self) -> tuple[Output, Tensor]:
         """Runs the forward pass and returns its Output, and the O that backward reads:
-        the same, or before its cast where `delta_o` is float32."""
+        the same in the case's dtype, or with `delta_o: float32` as it was before its
+        cast."""
         from numdev.kernels.triton_flash.forward import forward
 
         q, k, v = self.case.q, self.case.k, self.case.v
