@@ -49,7 +49,8 @@ WEIGHT_NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Diagnosis:
-    """One call: exact, as the recipe rounds it, and the numbers of every head."""
+    """One call, computed exactly and as a recipe rounds it, and the numbers of every
+    query head."""
 
     truth: Truth
     rounded: Computed
@@ -65,11 +66,12 @@ def diagnose_call(
     step: int | None = None,
 ) -> Diagnosis:
     """Returns the call computed exactly and as a recipe rounds it, with the numbers of
-    the chain for every head.
+    the chain for every query head. `checkpoint`, `step`: as the rows state them.
 
-    The case has values of its working format, and grad_out. `projection`: W_Q and its
-    input; None leaves the numbers that need it null. Raises UsageError for a case without
-    grad_out, Refused where the recipe's `compute` dtype cannot represent the case."""
+    `case`: with grad_out, and with values of its working format. `projection`: W_Q and
+    its input; None: the numbers that need W_Q are None. Raises UsageError for a case
+    without grad_out, Refused where the recipe's `compute` dtype cannot represent the
+    case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         truth, rounded = (
             exact_and_rounded_passes.exact_passes(case, projection),
@@ -103,9 +105,10 @@ def diagnose_call(
 
 
 def _tie_numbers(r: Rounder, saved: SavedForward, truth: Truth) -> Columns:
-    """Returns ties, and what P is where it meets V, as means of every head, [H] each:
-    `tied`, `ones` and `powers` over the rows that count, `one_signed` over those nearly
-    tied.
+    """Returns numbers on ties, and on P where it meets V, as means of every head, [H]
+    each. `tied`, `ones` and `powers` are over the rows that see several keys,
+    `one_signed` over those of them with several keys within NEAR of the largest score.
+    NaN without such a row.
 
     Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it
     is multiplied with V (site `p`)."""
@@ -129,8 +132,8 @@ def _ties_in_block(
     r: Rounder, saved: SavedForward, truth: Truth, rows: slice
 ) -> tuple[Tensor, ...]:
     """Returns five numbers of each row of a block, [B, H, rows] each: how many keys have
-    the largest S, how many are within NEAR of it, the share of V's features that have one
-    sign over these, how many keys have P-bar exactly 1, and the probability of the keys
+    the largest S; how many are within NEAR of it; the share of V's features that have one
+    sign over the latter; how many keys have P-bar exactly 1; the probability of the keys
     at which P is an exact power of two.
 
     A key counts as a one only where the maximum that P was taken under is the row's
@@ -175,9 +178,9 @@ def _ties_in_block(
 
 
 def _bias_numbers(truth: Truth, rounded: Computed) -> Columns:
-    """Returns the bias of P V by the roundings of that product alone, that of O by all
-    roundings, and the t of each: `pv_bias`, `pv_t`, `out_bias`, `out_t`, [H] each. Those
-    of P V are NaN where the keys are split."""
+    """Returns the bias of P V by the roundings of that product alone (`pv_bias`), that of
+    O by all roundings (`out_bias`), and the t of each (`pv_t`, `out_t`), [H] each.
+    `pv_bias` and `pv_t` are NaN where the keys are split."""
     exact, fmt, scale = truth.exact, truth.case.format, truth.exact.term_scale
     error = rounded.out.double() - exact.out
     out_bias, out_t = stats.bias_and_t(error, exact.out, scale, truth.rows, fmt)
@@ -192,8 +195,9 @@ def _bias_numbers(truth: Truth, rounded: Computed) -> Columns:
 
 
 def _delta_numbers(truth: Truth, rounded: Computed) -> Columns:
-    """Returns the mean error of delta, its t, and its longest run over the sequences:
-    `delta_mean`, `delta_t`, `delta_run`, [H] each."""
+    """Returns the mean error of delta (`delta_mean`), its t (`delta_t`), and the largest
+    over sequences of its running sum (`delta_run`), [H] each. `delta_run` is -inf where
+    no sequence has one."""
     error = truth.delta_error(rounded.delta, truth.exact.delta)
     runs = stats.largest_running_sum(error, truth.rows).nan_to_num(-math.inf)
     return {
@@ -204,8 +208,9 @@ def _delta_numbers(truth: Truth, rounded: Computed) -> Columns:
 
 
 def ds_row_sum(truth: Truth, rounded: Computed) -> Tensor:
-    """Returns the rms over rows of the sum of dS, over that of the sum of |dS|, [H]; NaN
-    where the exact sum is not zero."""
+    """Returns the rms over rows of the sum of dS, over the rms over rows of the sum of
+    |dS|, [H]. NaN in a call with a soft cap or a sink, where the exact sums are not
+    zero."""
     sums = (
         rounded.ds if _rows_sum_to_zero(truth) else torch.full_like(rounded.ds, math.nan)
     )
@@ -220,7 +225,7 @@ def _rows_sum_to_zero(truth: Truth) -> bool:
 
 
 def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
-    """Returns the numbers that need W_Q, [H] each, by WEIGHT_NUMBERS; NaN without a
+    """Returns the numbers of WEIGHT_NUMBERS, which need W_Q, [H] each; all NaN without a
     projection."""
     numbers = dict.fromkeys(WEIGHT_NUMBERS, torch.full_like(truth.size, math.nan))
     if truth.projection is None:
@@ -239,11 +244,11 @@ def _weight_numbers(truth: Truth, rounded: Computed) -> Columns:
 
 
 def _null_reasons(truth: Truth, rounded: Computed, row: stats.Numbers) -> dict[str, str]:
-    """Returns the reason of every number of a head that is null, by name. `row`: the
+    """Returns, by name, the reason of every number of a head that is None. `row`: the
     head's numbers."""
 
     def reason(name: str) -> str:
-        """Returns why this number of the head is null."""
+        """Returns why the number `name` of the head is None."""
         if truth.projection is None and name in WEIGHT_NUMBERS:
             return "W_Q is not known: no single linear layer makes the queries"
         if row["rows"] == 0:

@@ -36,7 +36,7 @@ GIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One target: a set of weights, captured tensors, or a configuration that draws its
+    """One target: a set of weights, captured tensors, or a YAML file that draws its
     cases."""
 
     target: str  # as a source takes it: a path, or `demo`
@@ -46,19 +46,20 @@ class Stage:
     files: tuple[Path, ...] = ()  # what else decides which calls it has
 
     def identifying_hashes(self) -> list[str | int | None]:
-        """Returns what differs between two targets at the same path: the hashes of its
-        weights and of other files, and its step, since rows name their step."""
+        """Returns the values by which two targets at one path can be told apart: the hash
+        of the weights, that of the other files, and the step, since rows name their
+        step."""
         return [self.sha256, identity(self.files), self.step]
 
 
 def find_stages(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
-    """Returns the stages that targets name, in the order of their steps, or as they were
-    given; and a sentence on each checkpoint that was left out because it has NaN or
-    infinity. Reads all weights.
+    """Returns the stages that targets name, and a sentence on each checkpoint that was
+    left out because it has NaN or infinity. Stages are in the order of their steps if all
+    have one, else as they were named. Reads all weights. `targets`: at least one.
 
-    Raises UsageError for a target that is none, and for two checkpoints of one step,
-    MeasurementError where weights are damaged, and where no checkpoint has finite
-    weights."""
+    Raises UsageError for a target that does not exist or has no checkpoint, for one named
+    twice, and for two checkpoints of one step. Raises MeasurementError where weights are
+    damaged, and where no checkpoint has finite weights."""
     paths = [path for target in targets for path in _checkpoints_of_target(target)]
     if len(set(paths)) < len(paths):
         raise UsageError(f"{targets[0]}: a checkpoint is given twice")
@@ -99,8 +100,9 @@ def find_stages(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, .
 
 
 def _nonfinite_tensor_clause(weights: WeightSet) -> str | None:
-    """Returns a clause on the first tensor with NaN or infinite elements and how many;
-    None without one."""
+    """Returns a clause on the first tensor with NaN or infinite elements: `lm_head.weight
+    holds 3 NaN or infinite elements`. None where all are finite. Raises MeasurementError
+    where a tensor cannot be read."""
     for name, tensor in weights.tensors.items():
         if count := int((~tensor.read().isfinite()).sum()):
             return f"{name} holds {count} NaN or infinite elements"
@@ -108,16 +110,17 @@ def _nonfinite_tensor_clause(weights: WeightSet) -> str | None:
 
 
 def _files_beside(path: Path) -> tuple[Path, ...]:
-    """Returns the files beside a checkpoint's weights that decide which calls it has:
-    config.json, and the demo's prompt."""
+    """Returns those of config.json and the demo's prompt that exist beside a checkpoint's
+    weights: they decide which calls it has."""
     directory = demo_checkpoint() if str(path) == "demo" else path
     return tuple(file for name in BESIDE if (file := directory / name).is_file())
 
 
 def _checkpoints_of_target(target: str) -> list[Path]:
-    """Returns the target itself, also a file or captured tensors, or the checkpoints in a
-    directory (in its `checkpoints`, else in itself), sorted by name. Raises UsageError
-    for a path that does not exist, a pipeline, and a directory without a checkpoint."""
+    """Returns the target itself, where it is `demo`, a file, a checkpoint or captured
+    tensors; else the checkpoints in a directory (in its `checkpoints`, else in itself),
+    sorted by name. Raises UsageError for a path that does not exist, a pipeline, and a
+    directory without a checkpoint."""
     path = Path(target)
     if target == "demo":
         return [path]
@@ -137,8 +140,8 @@ def _checkpoints_of_target(target: str) -> list[Path]:
 
 
 def _is_checkpoint_folder(path: Path) -> bool:
-    """Whether a folder has config.json and model.safetensors, pytorch_model.bin or an
-    index of either; False for a file."""
+    """Whether a folder has config.json and model.safetensors, pytorch_model.bin or the
+    index of either; False for a file or nothing."""
     names = (*WHOLE, *(f"{name}.index.json" for name in WHOLE))
     return (path / "config.json").is_file() and any(
         (path / name).is_file() for name in names
@@ -146,8 +149,9 @@ def _is_checkpoint_folder(path: Path) -> bool:
 
 
 def training_step(path: Path) -> int | None:
-    """Returns the step of training of a checkpoint, by `training.json`, else by the
-    directory's name; None where neither has one."""
+    """Returns the step of training of a checkpoint: `step` of its `training.json`, else
+    the number that ends its name (`-step500`). None where neither has one. Nothing need
+    exist at `path`."""
     try:
         step = json.loads((path / "training.json").read_text(encoding="utf-8"))["step"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -39,6 +39,8 @@ NONE = "none"
 
 
 class Cure(NamedTuple):
+    """A change of one thing in an attention, which may remove a bias of its roundings."""
+
     breaks: str  # where it fails, or what it costs
     options: Mapping[str, Any]  # of `emulated`
 
@@ -107,9 +109,9 @@ CURES: Mapping[str, Cure] = {
 def cure_rows(
     diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES
 ) -> tuple[CureRow, ...]:
-    """Returns the rows of the attention as it is (cure `none`) and with each cure, one
-    for every head. A row whose cure contradicts the recipe, or cannot be computed, has
-    the reason and no numbers."""
+    """Returns the rows of the attention as it is (cure `none`), then those of each cure,
+    one for every head. Where a cure contradicts the recipe, or cannot be computed, its
+    rows have the reason and no numbers."""
     truth, recipe = diagnosis.truth, diagnosis.rounded.recipe
     rows = []
     for name, cure in {NONE: Cure("", {}), **cures}.items():
@@ -140,8 +142,8 @@ def cure_rows(
 
 
 def _count_nonfinite(rounded: Computed, heads: int) -> list[int]:
-    """Returns the number of elements of O and the gradients that are NaN or infinite, for
-    each query head. Those of dK and dV count for every query head of their group."""
+    """Returns for each query head how many elements of O and the gradients are NaN or
+    infinite. Elements of dK and dV count for every query head of their group."""
     counts = [
         (~x.isfinite()).sum((0, 2, 3)).repeat_interleave(heads // x.shape[1])
         for x in (rounded.out, rounded.dq, rounded.dk, rounded.dv)
@@ -154,8 +156,8 @@ def kernel_rows(
     diagnosis: Diagnosis, kernel: Kernel, options: Mapping[str, object]
 ) -> tuple[KernelRow, ...]:
     """Runs a kernel's forward and backward pass on the call and returns one row for every
-    head; where it refuses the call or fails, the rows say why. The caller asks whether
-    the kernel can run here."""
+    head. Where the kernel refuses the call or fails, rows have the reason and no numbers;
+    nothing is raised. Whether the kernel can run on this system is not checked."""
     truth = diagnosis.truth
     output = attempt(kernel, truth.case, options, gradients=True)
     chosen = dict(options)
@@ -176,8 +178,8 @@ def kernel_rows(
 
 
 def _seen_numbers(truth: Truth, out: Tensor, dq: Tensor, delta: Tensor) -> list[Numbers]:
-    """Returns the numeric fields of a `SeenRow`, for every head, by name. `out`, `dq`:
-    [B, H, q_len, dim], computed; `delta`: [B, H, q_len]."""
+    """Returns the numbers of a `SeenRow` for every head, by name. `out`, `dq`: as
+    computed, [B, H, q_len, head_dim]; `delta`: [B, H, q_len]."""
     with torch.no_grad(), plain_arithmetic(truth.case.q.device):
         exact, rows = truth.exact, truth.rows
         error = truth.delta_error(delta, exact.delta)

@@ -34,7 +34,7 @@ PRODUCT = ("pv", "accumulator", "state")  # the sites of the product P V
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Truth:
-    """A call in fp64."""
+    """A call in fp64, with its gradients."""
 
     case: AttentionCase
     projection: Projection | None
@@ -45,8 +45,9 @@ class Truth:
     size: Tensor  # [H]: the rms over `rows` of rowsum|dO o O|, the unit of delta's errors
 
     def dw_q_from(self, dq: Tensor) -> Tensor:
-        """Returns dW_Q [H, head_dim, width] in fp64 of `dq`, a gradient at q [B, H,
-        q_len, head_dim]; NaN [H, 1, 1] without a projection."""
+        """Returns dW_Q [H, head_dim, width] in fp64 that follows from `dq`, a gradient at
+        q [B, H, q_len, head_dim], summed over sequences; NaN [H, 1, 1] without a
+        projection."""
         if self.projection is None:
             return torch.full_like(self.size, math.nan)[:, None, None]
         pulled = self.projection.pull(dq.double()).double()
@@ -55,29 +56,31 @@ class Truth:
 
     @cached_property
     def dw_q(self) -> Tensor:
-        """Returns the exact dW_Q, [H, head_dim, width] in fp64; NaN without a
-        projection."""
+        """Returns the exact dW_Q, [H, head_dim, width] in fp64; NaN [H, 1, 1] without a
+        projection. Computed once."""
         return self.dw_q_from(self.exact.dq)
 
     def dw_q_error(self, dq: Tensor) -> Tensor:
-        """Returns dW_Q of a computed dq less the exact one, [H, head_dim, width]."""
+        """Returns the dW_Q of a computed dq less the exact dW_Q, [H, head_dim, width] in
+        fp64; NaN [H, 1, 1] without a projection."""
         return self.dw_q_from(dq.detach().double() - self.exact.dq)
 
     def relative_size(self, dw_q_error: Tensor) -> Tensor:
-        """Returns |error of dW_Q| / |dW_Q| of each head, [H], Frobenius."""
+        """Returns |error of dW_Q| / |dW_Q| of each head, [H], of Frobenius norms; NaN
+        without a projection."""
         return norm_by_head(dw_q_error) / norm_by_head(self.dw_q)
 
     def delta_error(self, delta: Tensor, right: Tensor) -> Tensor:
-        """Returns delta less `right`, another, over `size`, [B, H, q_len] in fp64; 0 in
-        rows that see no key."""
+        """Returns (`delta` - `right`) / `size`, [B, H, q_len] in fp64; 0 in rows that see
+        no key. `delta`, `right`: two values of delta, [B, H, q_len]."""
         error = (delta.double() - right) / self.size[:, None]
         return error.masked_fill(self.exact.empty, 0.0)
 
 
 def exact_passes(case: AttentionCase, projection: Projection | None) -> Truth:
     """Returns the call and its gradients in fp64. Raises UsageError for a case without
-    grad_out. Memory: a few blocks of scores beyond what has the shape of q, k, v and the
-    output."""
+    grad_out. Memory: a few blocks of scores beyond tensors of the shapes of q, k, v and
+    the output."""
     dO = upstream(case).double()
     exact = gradients(case)
     b, h, n, d = case.q.shape
@@ -99,9 +102,9 @@ def exact_passes(case: AttentionCase, projection: Projection | None) -> Truth:
 def probabilities(
     case: AttentionCase, exact: blocked.Gradients, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns P [B, H, rows, keys] in fp64, 0 where hidden; the soft cap's slope at each
-    score, None without a cap; and which keys are shown, bool. `rows`, `keys`: the block
-    to compute."""
+    """Returns for a block of rows and keys: P [B, H, rows, keys] in fp64, 0 where a key
+    is hidden; the soft cap's slope at each score, None without a cap; and which keys are
+    shown, bool. `exact`: its log-sum-exp is used."""
     X = blocked._products(case, case.q.double(), case.k.double(), rows, keys)
     slope = blocked._slope(case, X)
     S = blocked.scores(case, X, rows, keys)
@@ -134,9 +137,9 @@ class Computed:
 
 
 def rounder_by_site(case: AttentionCase, recipe: Recipe) -> Rounder:
-    """Returns the rounding of every site, under stochastic rounding each with a generator
-    of its own. Raises Refused for a case that the recipe's `compute` dtype cannot
-    represent."""
+    """Returns the rounding at every site of the recipe, under stochastic rounding each
+    with a generator of its own, at its beginning. Raises Refused for a case that the
+    recipe's `compute` dtype cannot represent."""
     r = bwd.rounder(case, recipe)
     if recipe.rounding == "stochastic":
         for i, site in enumerate(SITES):
@@ -149,7 +152,8 @@ def rounder_by_site(case: AttentionCase, recipe: Recipe) -> Rounder:
 
 def rounded_passes(case: AttentionCase, recipe: Recipe) -> Computed:
     """Returns both passes of the recipe, without autograd. Raises Refused for a case that
-    the recipe's `compute` dtype cannot represent, and for one without grad_out."""
+    the recipe's `compute` dtype cannot represent, UsageError for a case without
+    grad_out."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         saved = bwd.run_forward(rounder_by_site(case, recipe))
         r, product = saved.r, saved.product
@@ -176,7 +180,7 @@ def rounded_passes(case: AttentionCase, recipe: Recipe) -> Computed:
 
 def _row_sums(inputs: BackwardInputs, delta: Tensor) -> Tensor:
     """Returns the sums of dS, |dS|, dP o P and P over the keys that a row sees, [4, B, H,
-    q_len] in fp64. `delta`: [B, H, q_len]."""
+    q_len] in fp64; a sink is in the last. `delta`: [B, H, q_len]."""
     case = inputs.r.case
     sums = torch.zeros(4, *delta.shape, dtype=torch.float64, device=case.q.device)
     if case.sinks is not None:

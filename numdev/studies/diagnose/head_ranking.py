@@ -60,9 +60,10 @@ CONDITIONS: Mapping[str, tuple[Mapping[str, float], ...]] = {
 
 
 def meets_condition(head: HeadRow, condition: str) -> bool | None:
-    """Whether a head meets a condition, one of CONDITIONS: all numbers of one of its
-    lines that are not null reach their limits. None where every line has no number, or
-    lacks one and the others fall short."""
+    """Whether a head meets a condition, one of CONDITIONS (another raises KeyError). It
+    does where in one of the condition's lines all numbers that are not None reach their
+    limits in size. It does not where it meets no line, and in a line all numbers are
+    there. None where neither holds."""
     verdicts = []
     for limits in CONDITIONS[condition]:
         numbers = {name: getattr(head, name) for name in limits}
@@ -79,15 +80,17 @@ def rank_heads(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Rank
     """Returns every head, the one that moves its layer's dW_Q most first.
 
     The score is |dW_Q error| of a head over |dW_Q| of its layer, the root of the sum of
-    its heads' squares; else |delta's mean error|; else 0. Heads whose W_Q is not known
-    come after those whose is. Equals are in the order of checkpoint, layer, call and
-    head. `heads` are all heads of their calls; `cures` may be of some of them or none."""
+    its heads' squares. Where the head's dW_Q is unknown, or |dW_Q| of its layer is 0, it
+    is |delta's mean error|, or 0 without one. Heads with an unknown dW_Q come last.
+    Equals are in the order of checkpoint, layer, case, call and head. `heads`: all heads
+    of their calls; `cures`: rows of some heads, or none."""
     layers: dict[tuple[str, str], list[float]] = {}
     for head in heads:
         layers.setdefault((head.checkpoint, head.case), []).append(head.dw_q_norm or 0.0)
 
     def score(head: HeadRow) -> tuple[bool, float]:
-        """Returns whether W_Q's error is unknown, and the head's score."""
+        """Returns whether the error of the head's dW_Q is unknown, and the head's
+        score."""
         error, norm = head.dw_q_error, head.dw_q_norm
         layer = math.hypot(*layers[head.checkpoint, head.case])
         if error is None or norm is None:
@@ -116,40 +119,41 @@ def rank_heads(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Rank
 
 
 def _delta_error_size(head: HeadRow) -> float:
-    """Returns |mean error of delta|; 0 where that is null."""
+    """Returns |mean error of delta|; 0 where that is None."""
     return abs(head.delta_mean or 0.0)
 
 
 def is_at_fault(ranked: Ranked) -> bool:
     """Whether a head's errors of delta have one sign, so that they do not cancel, and
-    move its dW_Q where that is known."""
+    move its dW_Q; where it is unknown whether they move it, the sign alone decides."""
     return DELTA in ranked.conditions and WRONG not in ranked.missing
 
 
 def does_harm(ranked: Ranked) -> bool:
-    """Whether a head is at fault, or its score is half or more: rounding changes half of
-    its layer's dW_Q, whatever the signs of its errors."""
+    """Whether a head is at fault, or its score is DROWNED or more: rounding changes half
+    of its layer's dW_Q, whatever the signs of its errors."""
     return is_at_fault(ranked) or ranked.score >= DROWNED
 
 
 def is_judged(ranked: Ranked, condition: str = DELTA) -> bool:
-    """Whether a condition could be measured at a head, met or not. By default that its
-    error of delta has one sign."""
+    """Whether a condition could be measured at a head, met or not. `condition`: one of
+    CONDITIONS; by default that its error of delta has one sign."""
     return condition in (*ranked.conditions, *ranked.missing)
 
 
 def leading_head(ranking: Sequence[Ranked]) -> Ranked:
-    """Returns the head that an answer is about: the first at fault, else the first whose
-    error of delta could be judged, else the first. `ranking`: at least one."""
+    """Returns the head that an answer is about: in the order of the ranking the first at
+    fault; without one the first whose error of delta could be judged; without one the
+    first. `ranking`: at least one."""
     candidates = list(filter(is_at_fault, ranking)) or list(filter(is_judged, ranking))
     return candidates[0] if candidates else ranking[0]
 
 
 def shares_left(cure: CureRow, without: CureRow) -> Mapping[str, float]:
-    """Returns the shares that a cure leaves, of the error of dW_Q, and of delta's mean
-    error if that had one sign, by name. Without those that are null or divide by zero;
-    empty where the cure gives NaN or infinity. `without`: the row of the attention as it
-    is."""
+    """Returns by name the shares that a cure leaves: of the error of dW_Q (`dW_Q's
+    error`), and of delta's mean error if that had one sign (`delta's mean error`). A
+    share that is unknown or divides by zero is left out. Empty where the cure gives NaN
+    or infinity. `without`: the row of the attention as it is."""
     pairs = {"dW_Q's error": (cure.dw_q_error, without.dw_q_error)}
     if without.delta_t is not None and abs(without.delta_t) >= T:
         pairs["delta's mean error"] = (cure.delta_mean, without.delta_mean)
@@ -161,8 +165,8 @@ def shares_left(cure: CureRow, without: CureRow) -> Mapping[str, float]:
 
 
 def _helpful_cures(rows: Sequence[CureRow]) -> tuple[str, ...]:
-    """Returns the cures of one head that leave less than half of an error, best first;
-    none without the row of the attention as it is."""
+    """Returns the cures of one head that leave less than HALF of an error, best first.
+    Empty where the rows lack that of the attention as it is."""
     without = next((row for row in rows if row.cure == "none"), None)
     if without is None:
         return ()
@@ -182,9 +186,11 @@ def answer_sentences(
     heads: Sequence[HeadRow],
     cures: Sequence[CureRow],
 ) -> tuple[str, ...]:
-    """Returns the first sentences of a report: on the head at fault or that rounding
-    changes most, or that there is none; then on the heads that could not be judged.
-    `heads` are those that were ranked."""
+    """Returns the first sentences of a report. They are on the heads at fault with the
+    best cure, else on the head of whose layer rounding changes half of dW_Q, else that no
+    judged head is at fault. A sentence follows on heads that could not be judged. Without
+    a ranking it is one sentence, that nothing was diagnosed. `heads`: the rows of the
+    ranked heads."""
     if not ranking:
         return ("Nothing was diagnosed: no attention call was measured.",)
     first = leading_head(ranking)
@@ -216,8 +222,8 @@ def answer_sentences(
 def _fault_sentences(
     first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
 ) -> tuple[str, ...]:
-    """Returns how many heads are at fault, what the errors of one of them do, how it
-    ranks, and which conditions of the chain hold. `row`: the head's numbers."""
+    """Returns four strings: how many heads are at fault; what the errors of `first` do;
+    how it ranks; which conditions of the chain hold. `row`: the numbers of `first`."""
     # A head that attends to one key has P at 1 without any tie: then only a biased
     # output shows that rounding P V to one side is where it begins.
     peaked = {EXACT, OUTPUT} <= set(first.conditions)
@@ -246,14 +252,14 @@ def _fault_sentences(
 
 
 def is_faultless(ranking: Sequence[Ranked]) -> bool:
-    """Whether every head was judged, none is at fault, and rounding changes the dW_Q of
-    no layer by half; False without a head."""
+    """Whether every head was judged, none is at fault, and rounding changes half of no
+    layer's dW_Q; False without a head."""
     off = any(is_at_fault(ranked) or _has_half_changed(ranked) for ranked in ranking)
     return bool(ranking) and all(map(is_judged, ranking)) and not off
 
 
 def _has_half_changed(ranked: Ranked) -> bool:
-    """Whether W_Q of a head is known and rounding changes DROWNED, half, or more of the
+    """Whether a head's W_Q is known, and rounding changes DROWNED, half, or more of the
     dW_Q of its layer."""
     return ranked.score >= DROWNED and is_judged(ranked, WRONG)
 
@@ -261,8 +267,9 @@ def _has_half_changed(ranked: Ranked) -> bool:
 def _drowned_sentences(
     first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
 ) -> tuple[str, str]:
-    """Returns what rounding does to the layer of a head whose errors have both signs,
-    and the numbers that show it."""
+    """Returns how many heads lose half a gradient to rounding, with what `first` changes,
+    and the numbers which show that its errors have both signs. `row`: the numbers of
+    `first`."""
     return (
         f"{sum(map(_has_half_changed, ranking))} of {len(ranking)} heads lose half a "
         f"gradient to rounding: {first.brief} changes its layer's dW_Q by "
@@ -273,9 +280,9 @@ def _drowned_sentences(
 
 
 def _no_fault_sentences(judged_rows: Sequence[HeadRow], heads: int) -> tuple[str, str]:
-    """Returns a sentence on how many heads are not at fault, and two on the largest |t|
-    of delta's error and on how far it moves a dW_Q. `judged_rows`: at least one, of so
-    many `heads`."""
+    """Returns how many heads are not at fault; then the largest |t| of delta's error, and
+    how far that error moves a dW_Q at most. `judged_rows`: rows of the heads that could
+    be judged, at least one; `heads`: how many heads there are."""
     count = len(judged_rows)
     start = "Nothing wrong: no head of" if count == heads else "No judged head of"
     shifted = [head for head in judged_rows if meets_condition(head, DELTA)]
@@ -295,7 +302,8 @@ def _no_fault_sentences(judged_rows: Sequence[HeadRow], heads: int) -> tuple[str
 
 def _not_judged_sentence(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) -> str:
     """Returns how many of the ranked heads have no known sign of delta's error, with the
-    first one's reason. `heads`: those not judged, at least one."""
+    reason of the first: `NOT JUDGED: 2 of 72 heads, ...`. `heads`: those heads, at least
+    one."""
     nulls = heads[0].nulls
     why = nulls.get("delta_mean") or nulls.get("delta_t") or "not measured"
     count = f"{len(heads)} of {len(ranking)} heads"
@@ -303,8 +311,8 @@ def _not_judged_sentence(heads: Sequence[HeadRow], ranking: Sequence[Ranked]) ->
 
 
 def _cure_sentences(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
-    """Returns in one string what the best cure of a head leaves of its error, or that
-    none helps; empty where none was run."""
+    """Returns a list of one string: what the best cure of the head `first` leaves of its
+    error, or that none helps. Empty where no cure was run."""
     rows = {cure.cure: cure for cure in cures if cure.key == first.key}
     if not rows:
         return []
@@ -324,5 +332,5 @@ def _cure_sentences(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
 
 
 def _names_in_words(names: Sequence[str]) -> str:
-    """Returns names with commas between them; `none` without any."""
+    """Returns names joined by commas; `none` without a name."""
     return ", ".join(names) or "none"

@@ -28,14 +28,15 @@ Columns = Mapping[str, Tensor]  # numbers by name, [H] each
 
 
 def mean_by_head(x: Tensor, rows: Tensor) -> Tensor:
-    """Returns the mean of x [B, H, n] over the rows that count, [H]; NaN where there is
-    none. `rows`: bool [B, H, n]."""
+    """Returns the mean of x [B, H, n] over the rows that count, of all sequences, [H];
+    NaN for a head without such a row. `rows`: which count, bool [B, H, n]."""
     return torch.where(rows, x, 0.0).sum(dim=(0, 2)) / rows.sum(dim=(0, 2))
 
 
 def rms_by_head(x: Tensor, rows: Tensor) -> Tensor:
-    """Returns the root of the mean square of x [B, H, n] over the rows that count, [H];
-    NaN where there is none. `rows`: bool [B, H, n]."""
+    """Returns the root of the mean square of x [B, H, n] over the rows that count, of all
+    sequences, [H]; NaN for a head without such a row. `rows`: which count, bool [B, H,
+    n]."""
     return mean_by_head(x.square(), rows).sqrt()
 
 
@@ -49,10 +50,10 @@ def t_by_head(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
     """Returns Student's t of the mean of x [B, H, n], [H]: the mean over its standard
     error, from means over blocks of the rows that count (`rows`, bool [B, H, n]).
 
-    `step` is that of the grid on which a row's x lies, if it lies on one: a spread of the
-    blocks below half a step of their means is missed, not small (as in
-    `numdev.metrics.bias`). NaN for fewer than FEWEST_BLOCKS blocks and where they have no
-    spread."""
+    `step`: of the grid on which a row's x lies, if there is one, else 0. The spread of
+    the blocks is taken as at least half a step of their means, since a smaller one is not
+    seen on the grid (as in `numdev.metrics.bias`). NaN for fewer than FEWEST_BLOCKS
+    blocks and where they have no spread."""
     sums, counts = _block_sums(torch.where(rows, x, 0.0)), _block_sums(rows.to(x.dtype))
     seen = counts > 0
     n = seen.sum(dim=-1).to(x.dtype)
@@ -66,7 +67,9 @@ def t_by_head(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
 
 
 def _block_sums(x: Tensor) -> Tensor:
-    """Returns the sums of x [B, H, n] over blocks of rows, [H, blocks]."""
+    """Returns the sums of x [B, H, n] over blocks of rows, [H, B · blocks], the first
+    sequence's first. A sequence has BLOCKS blocks (at most n), one alone where there are
+    BLOCKS sequences or more; its last ones may be short, or empty and 0."""
     batch, heads, n = x.shape
     blocks = min(1 if batch >= BLOCKS else BLOCKS, n)
     width = -(-n // blocks)
@@ -76,8 +79,9 @@ def _block_sums(x: Tensor) -> Tensor:
 
 
 def largest_running_sum(error: Tensor, rows: Tensor) -> Tensor:
-    """Returns the largest |running sum of errors| of each sequence over rms sqrt(rows),
-    [B, H], near 1 for errors of random sign; NaN where it has no row or no error."""
+    """Returns the largest |running sum of errors| of each sequence over rms · sqrt(rows),
+    [B, H]: near 1 for errors of random sign. NaN for a sequence without a row that
+    counts, and without an error. `error`, `rows` (which count, bool): [B, H, n]."""
     counted = torch.where(rows, error, 0.0)
     count = rows.sum(dim=-1).to(error.dtype)
     size = (counted.square().sum(dim=-1) / count).sqrt()
@@ -87,10 +91,10 @@ def largest_running_sum(error: Tensor, rows: Tensor) -> Tensor:
 def bias_and_t(
     error: Tensor, exact: Tensor, scale: Tensor, rows: Tensor, fmt: Format
 ) -> tuple[Tensor, Tensor]:
-    """Returns the mean in ulps along the exact value's sign, and its t, [H] each, of
-    errors [B, H, n, d] of exact values; `scale` is their term scale, sum |P V|. An ulp is
-    that of `fmt` at the exact value, or where that has cancelled, at scale /
-    CANCELLED."""
+    """Returns the mean error in ulps along the exact value's sign, and its t, [H] each.
+    `error`, `exact`, and `scale`, the term scale sum |P V|: [B, H, n, d]. `rows`: which
+    count, bool [B, H, n]. An ulp is that of `fmt` at the exact value, or, where that has
+    cancelled, at scale / CANCELLED."""
     ulps = error / ulp(torch.maximum(exact.abs(), scale / CANCELLED), fmt)
     along = (ulps * exact.sign()).mean(dim=-1)
     return mean_by_head(along, rows), t_by_head(along, rows, step=1.0 / error.shape[-1])
@@ -100,8 +104,8 @@ Numbers = dict[str, float | None]  # of one head, by name
 
 
 def numbers_by_head(columns: Columns) -> list[Numbers]:
-    """Returns the numbers of each head by name, None for NaN and infinity. Waits for the
-    device, once."""
+    """Returns the numbers of each head by name, None for NaN and infinity. `columns`: at
+    least one. Waits for the device, once."""
     rows = torch.stack([x.double() for x in columns.values()], dim=-1).tolist()
     return [
         {
@@ -122,8 +126,8 @@ def numbers_by_head(columns: Columns) -> list[Numbers]:
 
 def spectral_numbers(projection: Projection, heads: int) -> Columns:
     """Returns the largest singular value of each head's rows of W_Q (`spectral_norm`),
-    and that over the heads' median (`spectral_ratio`), [H] each; NaN for a head whose
-    rows are not finite."""
+    and that value over the heads' median (`spectral_ratio`), [H] each; NaN for a head
+    whose rows are not finite. `heads`: how many query heads W_Q has."""
     (largest,) = spectral_norms([projection.weight.unflatten(0, (heads, -1))])
     return {
         "spectral_norm": largest,
@@ -133,9 +137,9 @@ def spectral_numbers(projection: Projection, heads: int) -> Columns:
 
 def share_in_one_direction(projection: Projection, PK: Tensor) -> Tensor:
     """Returns the share of sum_T |R_T|^2 in one direction, [H], with R_T = (P K)[T]^T
-    X[T]. `PK`: P K, [B, H, n, head_dim] in fp64, 0 in rows that do not count. NaN where
-    no token has an R_T. Of more than MAX_TOKENS tokens, as many are taken, evenly
-    spread."""
+    X[T]. `PK`: P K, [B, H, n, head_dim] in fp64, 0 in rows that do not count. NaN for a
+    head where no token has an R_T. Of more than MAX_TOKENS tokens MAX_TOKENS are taken,
+    evenly spread."""
     at_weights = projection.pull(PK).double().flatten(0, 1)  # [B n, H, head_dim]
     n = len(at_weights)
     taken = min(n, MAX_TOKENS)
@@ -153,10 +157,10 @@ def share_in_one_direction(projection: Projection, PK: Tensor) -> Tensor:
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:
     """Returns the largest eigenvalue, [H], of each of the symmetric positive
-    semi-definite matrices [H, n, n] in fp64; NaN for a matrix that is not finite. By
-    Lanczos' method with full reorthogonalisation (Golub & Van Loan, Matrix Computations,
-    section 10.1): from below, to about 1 % where no direction is much stronger than the
-    others."""
+    semi-definite matrices [H, n, n] in fp64; NaN for a matrix that is not finite. Random
+    numbers are the same in every call. By Lanczos' method with full reorthogonalisation
+    (Golub & Van Loan, Matrix Computations, section 10.1): from below, to about 1 % where
+    no direction is much stronger than the others."""
     # No element is larger than the largest of the diagonal, nor NaN without one there.
     finite = gram.diagonal(dim1=-2, dim2=-1).isfinite().all(dim=-1)
     matrix = torch.where(finite[:, None, None], gram, 0.0)

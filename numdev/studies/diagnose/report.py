@@ -1,4 +1,4 @@
-"""What `numdev diagnose` says, as a report holds it, in the letters of Qiu & Yao, arXiv
+"""What the report of `numdev diagnose` consists of, in the letters of Qiu & Yao, arXiv
 2510.04212 (docs/derivations.md). An error is the computed value less the exact one in
 fp64, from the same rounded q, k, v and dO. Ulps and t are those of
 `numdev.studies.diagnose.head_statistics`."""
@@ -25,7 +25,7 @@ class DiagnosedCheckpoint(Record):
 
 
 class CallFields(TypedDict):
-    """The fields of a record that say of which call it is, for one checkpoint."""
+    """The fields of a record that say which call of which checkpoint it is about."""
 
     checkpoint: str
     step: int | None
@@ -36,7 +36,8 @@ class CallFields(TypedDict):
 
 
 class HeadFields(CallFields):
-    """The same, and of which head."""
+    """The fields of a record that say which head of which call of which checkpoint it is
+    about."""
 
     head: int
 
@@ -55,7 +56,7 @@ class HeadPlace(Record):
 
     @property
     def place(self) -> HeadFields:
-        """Returns the fields that say where the head is, for another record of the same
+        """Returns the fields that say where the head is, for another record on this
         head."""
         return {
             "checkpoint": self.checkpoint,
@@ -69,8 +70,9 @@ class HeadPlace(Record):
 
     @property
     def brief(self) -> str:
-        """Returns the head's short name: `L3H5`, `L3#1 H5` of a layer's second call; the
-        module's or case's name in place of the layer where there is none."""
+        """Returns the head's short name: `L3H5`, or `L3#1 H5` in a layer's second call.
+        Where the layer is None, the module's name, or the case's, stands in its place:
+        `attn H5`."""
         where = f"{self.module or self.case} " if self.layer is None else f"L{self.layer}"
         return f"{where}{f'#{self.call} ' if self.call else ''}H{self.head}"
 
@@ -81,9 +83,9 @@ class HeadPlace(Record):
 
 
 class HeadRow(HeadPlace):
-    """The risk factors of one head, and what came of them. A bias is the mean error in
-    ulps along the exact value's sign, positive away from zero; a t is that of a mean,
-    over blocks of rows."""
+    """The numbers of the chain for one query head, from ties to the error of dW_Q. A bias
+    is the mean error in ulps along the exact value's sign, positive away from zero; a t
+    is that of a mean, over blocks of rows."""
 
     rows: int  # query rows that see more than one key, over all sequences
     # Ties, and what P is at them.
@@ -124,7 +126,8 @@ class HeadRow(HeadPlace):
 
 
 class SeenRow(HeadPlace):
-    """The numbers that any attention has on the same inputs, or why it has none."""
+    """The numbers that any attention has of one head on the same inputs, or why it has
+    none."""
 
     options: dict[str, object] = Field(default_factory=dict)
     reason: str | None = None  # why there are no numbers
@@ -144,8 +147,8 @@ class CureRow(SeenRow):
 
 
 class KernelRow(SeenRow):
-    """A real kernel, as far as it shows from outside: delta is of its own O, summed in
-    fp64."""
+    """What a real kernel does for one head, as far as it shows from outside: delta is of
+    its output O, summed in fp64."""
 
     kernel: str
     ran: str | None = None
@@ -164,6 +167,8 @@ class Ranked(HeadPlace):
 
 
 class DiagnoseSummary(Record):
+    """The answer in sentences, and the heads of the last checkpoint in their order."""
+
     answer: tuple[str, ...]
     ranking: tuple[Ranked, ...]
     notes: tuple[str, ...] = ()  # what could not be seen, and why
@@ -198,12 +203,12 @@ class DiagnoseReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether any head has a mean error of delta."""
+        """Whether at least one head has a mean error of delta."""
         return any(head.delta_mean is not None for head in self.heads)
 
     @property
     def unmeasured(self) -> str:
-        """Returns a sentence that says why no head has a mean error of delta."""
+        """Returns a clause that says why no head has a mean error of delta."""
         reasons = sorted(
             {h.nulls["delta_mean"] for h in self.heads if "delta_mean" in h.nulls}
         )

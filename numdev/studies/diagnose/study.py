@@ -53,7 +53,7 @@ KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))  # where none is 
 
 
 class _Reason(BaseModel):
-    """A sentence on why W_Q of a call is not known, or the call was not diagnosed."""
+    """A sentence on why W_Q of a call is unknown, or why the call was not diagnosed."""
 
     why: str
 
@@ -79,12 +79,12 @@ def diagnose(
     progress: Progress = lambda what, done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> records.DiagnoseReport:
-    """Runs `request` and returns the report, which the caller writes. What is measured
-    goes to a journal in `directory`, from which an interrupted run goes on; `overwrite`
-    replaces a damaged journal or one of another request. `say` gets what a user should
-    read at once, `progress` (what, done, total). Raises UsageError for a request that
-    cannot be run here, before anything is measured, and MeasurementError where no call
-    could be diagnosed."""
+    """Runs `request` and returns the report, which the caller writes. Rows go to a
+    journal in `directory`, from which a call with the same request goes on; `overwrite`
+    replaces a damaged journal or one of another request. `say` gets notes on each source,
+    `progress` (what, done, total). Raises UsageError for a request that cannot be run, a
+    target that is refused (after earlier ones were measured), and where no call was
+    selected; MeasurementError where weights are damaged or every call was refused."""
     system = System.probe(request.device)
     # Names the closest of an unknown option.
     emulated = recipe(**find("emulated").with_options(request.attention))
@@ -134,7 +134,7 @@ def diagnose(
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """What is done to every call of a checkpoint."""
+    """What is done to every call of one checkpoint."""
 
     request: DiagnoseRequest
     recipe: Recipe
@@ -143,9 +143,10 @@ class _Steps:
     watch: Stopwatch
 
     def measure_call(self, located: Located, stage: Stage) -> dict[str, Sequence[Row]]:
-        """Returns the rows of one call, by kind: `head`, `cure`, `kernel`, and `unknown`
-        with the reason why W_Q is not known; `refused` alone, with the reason, where the
-        recipe refuses the call."""
+        """Returns the rows of one call, by kind: `head`, `cure` and `kernel` (where these
+        are run), and `unknown` with the reason why W_Q is unknown, empty where it is
+        known. Where the recipe refuses the call it is `refused` alone, with the
+        reason."""
         case = located.load().rounded_to(format_named(self.request.format))
         projection, why = _projection_or_reason(
             located
@@ -176,8 +177,8 @@ def _write_training_texts(
     request: DiagnoseRequest, stages: Sequence[Stage], folder: Path
 ) -> tuple[dict[str, Path | None], list[str]]:
     """Writes files of input ids into `folder`. Returns by a stage's name the file of ids
-    from its training's text, or None; and a sentence on each text that was read or
-    missed."""
+    from its training's text, or None; and a sentence on each text that was read, or could
+    not be."""
     texts: dict[str, Path | None] = {}
     notes = []
     for number, stage in enumerate(stages):
@@ -197,9 +198,9 @@ def _report_of_journal(
     timings: dict[str, float],
     notes: list[str],
 ) -> records.DiagnoseReport:
-    """Returns the report of what the journal has. Raises UsageError where no call was
-    selected, and MeasurementError where every call was refused. Heads are ranked at the
-    last checkpoint. `notes` is added to, in place."""
+    """Returns the report of all that is in the journal. Raises UsageError where no call
+    was selected, and MeasurementError where every call was refused. Only heads of the
+    last checkpoint are ranked. `notes` gets further notes, in place."""
     unknown = Counter(row.why for row in journal.records("unknown", _Reason))
     refused = [row.why for row in journal.records("refused", _Reason)]
     notes += [f"W_Q not known, {why}: {n} calls." for why, n in unknown.items()]
@@ -245,11 +246,12 @@ def _report_of_journal(
 def _reading_request(
     request: DiagnoseRequest, stage: Stage, text: Path | None
 ) -> AuditRequest:
-    """Returns the request by which `numdev.sources` opens one stage, on the ids of its
-    training's text in the file `text`, if there is one.
+    """Returns the request by which `numdev.sources` opens one stage. `text`: a file with
+    the ids of its training's text, which stand in place of the request's inputs; None:
+    those of the request.
 
-    Raises UsageError for a YAML file with more than the cases to draw, which would be
-    ignored."""
+    Raises UsageError where the stage is a YAML file that has other keys than `cases`,
+    which would be ignored."""
     path = Path(stage.target)
     # Gradients of its loss need the model whole, however large it is.
     cases: dict[str, Any] = {"checkpoint": stage.target}
@@ -277,8 +279,9 @@ def origin_hashes(
     request: DiagnoseRequest, stages: Iterable[Stage], texts: Mapping[str, Path | None]
 ) -> dict[str, object]:
     """Returns hashes of the targets, and of what their models are built from and read, by
-    name, so that a run is not continued on others at the same paths. `texts`: by a
-    stage's name the file of ids from its training's text, if it has one."""
+    name, so that a run is not continued on other files at the same paths. Files that do
+    not exist are left out. `texts`: by the name of every stage the file of ids from its
+    training's text, or None."""
     inputs = () if request.inputs is None else (request.inputs,)
     files = {"text": _existing_files(request.text), "inputs": _existing_files(inputs)}
     if request.text:
@@ -297,13 +300,13 @@ def origin_hashes(
 
 
 def _existing_files(paths: Iterable[str]) -> list[Path]:
-    """Returns the paths that are files."""
+    """Returns those of the paths that are files; others are left out."""
     return [Path(path) for path in paths if Path(path).is_file()]
 
 
 def _tokenizer_files(directories: Iterable[str]) -> list[Path]:
-    """Returns the files of directories that a tokenizer may be read from: .json, .txt and
-    .model."""
+    """Returns the files directly in these directories from which a tokenizer may be read:
+    .json, .txt and .model. None for a directory that does not exist."""
     files = [file for path in directories for file in sorted(Path(path).glob("*"))]
     return [x for x in files if x.suffix in (".json", ".txt", ".model") and x.is_file()]
 
@@ -311,9 +314,10 @@ def _tokenizer_files(directories: Iterable[str]) -> list[Path]:
 def _planned_kernels(
     request: DiagnoseRequest, system: System
 ) -> tuple[list[Planned], list[str]]:
-    """Returns the real kernels to run, and a note on each named one that is left out. A
-    default one that cannot run here is left out without a note. Raises UsageError for an
-    option that a kernel has not."""
+    """Returns the real kernels to run, those of the request or else KERNELS, and a note
+    on each named one that cannot run here, which is left out. One of KERNELS that cannot
+    run here is left out without a note. Raises UsageError for a name that no kernel has,
+    and for an option that a kernel has not."""
     planned, notes = [], []
     for choice in KERNELS if request.kernels is None else request.kernels:
         kernel = find(choice.name)
@@ -327,7 +331,8 @@ def _planned_kernels(
 
 
 def _projection_or_reason(located: Located) -> tuple[Projection | None, str]:
-    """Returns W_Q of a call with its input, and ""; or None, and why it is not known."""
+    """Returns W_Q of a call with its input, and an empty string; or None, and why it is
+    unknown."""
     if not isinstance(located, Captured) or located.projection is None:
         return None, "the call does not come out of a model"
     try:
@@ -337,8 +342,8 @@ def _projection_or_reason(located: Located) -> tuple[Projection | None, str]:
 
 
 def _check_gradients(source: Source, stage: Stage) -> None:
-    """Raises UsageError for captured tensors without upstream gradients: drawn ones have
-    random signs, and would show no bias wherever there is one."""
+    """Raises UsageError for captured tensors without upstream gradients. Drawn gradients
+    have random signs, and would show no bias wherever there is one."""
     stored = [case for case in source.cases if isinstance(case, StoredCase)]
     if lacking := [case.ref.case for case in stored if "grad_out" not in case.tensors]:
         raise UsageError(
@@ -348,8 +353,8 @@ def _check_gradients(source: Source, stage: Stage) -> None:
 
 
 def step_axis(heads: Sequence[records.HeadRow]) -> Axis | None:
-    """Returns the steps of the series as a linear axis; None where there are fewer than
-    two."""
+    """Returns the steps of the heads as a linear axis, ascending; None where there are
+    fewer than two."""
     steps = sorted({head.step for head in heads if head.step is not None})
     ticks = tuple(Tick(x=float(step), label=str(step)) for step in steps)
     return (
@@ -370,8 +375,9 @@ class _Sample(NamedTuple):
 def step_figures(
     heads: Sequence[records.HeadRow], first: records.Ranked
 ) -> Iterator[Figure]:
-    """Yields a figure by step for each number of METRICS that two steps have: of the head
-    `first`, the worst where that is another, and the median."""
+    """Yields a figure by step for each number of METRICS that some head has at two steps.
+    Its curves are of the head `first`, of the worst head at each step, and of the median
+    over heads."""
     for metric, (title, y_title) in METRICS.items():
         samples = sorted(_head_samples(heads, metric))
         if len({sample.step for sample in samples}) > 1:
@@ -385,7 +391,7 @@ def step_figures(
 
 
 def _head_samples(heads: Sequence[records.HeadRow], metric: str) -> Iterator[_Sample]:
-    """Yields the size of a number at each head and step that has it."""
+    """Yields the size |x| of the number `metric` at each head and step that has it."""
     for head in heads:
         value = getattr(head, metric)
         if head.step is not None and value is not None:
@@ -393,9 +399,9 @@ def _head_samples(heads: Sequence[records.HeadRow], metric: str) -> Iterator[_Sa
 
 
 def _curves(samples: Sequence[_Sample], first: records.Ranked) -> Iterator[Curve]:
-    """Yields the curves of one figure by step: of `first`, of the worst head where that
-    is another, and of the median; none of `first` where it lacks the number at every
-    step."""
+    """Yields the curves of one figure by step: of the head `first`, of the worst head at
+    each step, and of the median over heads. That of `first` is left out where it has the
+    number at no step, that of the worst where it is the same as that of `first`."""
     sizes = {
         step: [sample.size for sample in at_step]
         for step, at_step in grouped(samples, attrgetter("step")).items()
@@ -415,7 +421,7 @@ def _curves(samples: Sequence[_Sample], first: records.Ranked) -> Iterator[Curve
 
 
 def _curve(label: str, role: Role, line: Mapping[int, float]) -> Curve:
-    """Returns a curve, without intervals, of a value by step."""
+    """Returns a curve of a value by step, in the order of `line`, without intervals."""
     points = [
         Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
         for step, x in line.items()

@@ -31,10 +31,11 @@ def write_training_text(
     request: DiagnoseRequest, stage: Stage, path: Path
 ) -> tuple[Path | None, str | None]:
     """Writes input ids [sequences, length] from the text of a checkpoint's training to a
-    safetensors file at `path`; returns that path and a sentence on it, which also says
-    where the text is another one now. Returns (None, None) where the request says what to
-    read, or training read no bytes. Where the text is gone or training.json does not say
-    which it was, nothing is written; the path is None, and the sentence says why."""
+    safetensors file at `path`. Returns that path and a sentence on it, which also says
+    where the text is another one now. Returns (None, None), and writes nothing, where the
+    request says what to read, where the checkpoint is not from `numdev train`, and where
+    training read no bytes. Where the text is gone, or training.json does not say which it
+    was, nothing is written either; the sentence beside None says why."""
     record = _training_record(Path(stage.target))
     if request.text or request.inputs or not record:
         return None, None

@@ -56,8 +56,9 @@ LEGEND = (
 
 
 def styles(report: DiagnoseReport) -> tuple[doc.Style]:
-    """Returns the style of the first sentence: bad where a head is at fault, good where
-    every head was judged and none does harm, else a warning."""
+    """Returns the style of the first sentence: `bad` where a head is at fault; `good`
+    where every head was judged, none is at fault, and rounding changes half of no layer's
+    dW_Q; else `warn`."""
     if any(map(is_at_fault, report.summary.ranking)):
         return ("bad",)
     return ("good" if is_faultless(report.summary.ranking) else "warn",)
@@ -66,8 +67,8 @@ def styles(report: DiagnoseReport) -> tuple[doc.Style]:
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: the ranked heads with a legend, the heat
     map, tables of cures and kernels, and figures; then what was emulated and the notes.
-    Where every head was judged and none does harm, the tables are behind a line of the
-    page, and in no terminal."""
+    Where every head was judged and none does harm, the tables are folded on a page, and
+    left out of a terminal."""
     ranking = report.summary.ranking
     yield doc.Paragraph(ABOUT)
     if ranking:
@@ -99,13 +100,13 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
 
 
 def _is_clean(ranking: Sequence[Ranked]) -> bool:
-    """Whether every head was judged, and none does harm."""
+    """Whether every head was judged, and none does harm; True without a head."""
     return all(map(is_judged, ranking)) and not any(map(does_harm, ranking))
 
 
 def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
-    """Returns the table of what each cure does for one head; the attention as it is is
-    the standard."""
+    """Returns the table of what each cure does for the head `head`; the row of the
+    attention as it is is shown softly."""
     rows = [row for row in report.cures if row.key == head.key]
     remark = doc.Column("where it fails, or what it takes", align="left", width=200)
 
@@ -124,8 +125,8 @@ def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 
 def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
-    """Returns the table of each real kernel on the inputs of one head, in the report's
-    order; without rows where none ran on them."""
+    """Returns the table of each real kernel on the inputs of the head `head`, in the
+    report's order; without rows where none ran on them."""
 
     def cells(row: KernelRow) -> Iterator[str | doc.Cell]:
         """Yields the cells of a row, one for each column."""
@@ -142,16 +143,16 @@ def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 
 def _score_name(report: DiagnoseReport) -> str:
-    """Returns the name of the number that heads are ordered by: the error in the layer's
-    dW_Q, or the mean error of delta where no W_Q is known."""
+    """Returns the name of the number that heads are ordered by: `error in the layer's
+    dW_Q`, or `|mean error of delta|` where no W_Q is known."""
     if any(is_judged(ranked, WRONG) for ranked in report.summary.ranking):
         return "error in the layer's dW_Q"
     return "|mean error of delta|"
 
 
 def _score_cell(head: Ranked) -> doc.Cell:
-    """Returns a head's score in per cent, coloured where it does harm; the colour of one
-    that does none would accuse it."""
+    """Returns a head's score in per cent, coloured only where the head does harm: a
+    colour would accuse it."""
     shown = shade(head.score, SHADES) if does_harm(head) else None
     return doc.Cell(percent(head.score).removesuffix(" %"), shown)
 
@@ -181,9 +182,10 @@ def _ranking_table(report: DiagnoseReport) -> doc.Table:
 
 
 def _heat_map(report: DiagnoseReport) -> doc.Table:
-    """Returns the heat map of what each head scores, by call; a dash for a head whose W_Q
-    is not known where another's is. A call goes by its layer, or by its name where layers
-    make several."""
+    """Returns the heat map of what each head scores, calls by heads, ordered by layer. A
+    row is named by its layer, or by its case where a layer makes several calls or is
+    unknown. A dash stands for a head whose W_Q is unknown where that of another is
+    known."""
     ranking = sorted(
         report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer
     )
@@ -223,6 +225,7 @@ def _column_titles(fields: Sequence[str]) -> list[str]:
 
 
 def _number_cells(row: HeadPlace, fields: Sequence[str]) -> list[str]:
-    """Returns the numbers of these fields of a row, as written; a dash for null."""
+    """Returns the numbers of these fields of a row, as written, per cent without its
+    sign; a dash for None. `fields`: keys of NUMBERS."""
     values = ((NUMBERS[name][1], getattr(row, name)) for name in fields)
     return [NONE if x is None else write(x).removesuffix(" %") for write, x in values]

@@ -75,8 +75,9 @@ class AxisAnswer(NamedTuple):
     @property
     def change_in_words(self) -> str:
         """Returns how far the kernel changes: `0.012×` as a multiple of the floor's
-        error, `NaN`, or `in the log-sum-exp alone`; empty where it does not, and without
-        a size."""
+        error, `0.012× in dq, dk` where the output stays, `NaN` where an element is not
+        finite in one form alone, or `in the log-sum-exp alone`. Empty where it does not
+        change, or was not tried, and without a size (`sized`)."""
         if self.answer in ("same", "not tried") or not self.sized:
             return ""
         if self.nonfinite:
@@ -88,8 +89,8 @@ class AxisAnswer(NamedTuple):
 
 
 def joined_tensors(tensors: Iterable[str]) -> str:
-    """Returns the names of tensors but the log-sum-exp, joined by commas, in their order
-    and as often as they come; empty for none."""
+    """Returns the names of tensors joined by commas, in their order, without the
+    log-sum-exp (`lse`) and with repetitions: `out, dq`. Empty for none."""
     return ", ".join(tensor for tensor in tensors if tensor != "lse")
 
 
@@ -99,8 +100,9 @@ def answers_of_rows(
     axes: Sequence[str] = (),
 ) -> Iterator[AxisAnswer]:
     """Yields the answer of each kernel in each format along each axis, in the order of
-    the rows. `exceeding`: (kernel with options, format, axis) where a limit is exceeded;
-    `axes`: planned ones, of which those without a row are answered `not tried`."""
+    the rows. `exceeding`: (kernel with options, format, axis) where a limit is exceeded.
+    `axes`: planned axes; one along which a kernel has no row is answered `not tried`,
+    after the others."""
     by_kernel = grouped(rows, lambda row: (label(row), row.format))
     for (kernel, fmt), of_kernel in by_kernel.items():
         along = grouped(of_kernel, lambda row: row.axis)
@@ -112,8 +114,9 @@ def answers_of_rows(
 def _answer(
     kernel: str, fmt: str, axis: str, rows: Sequence[InvarianceRow], *, exceeds: bool
 ) -> AxisAnswer:
-    """Returns the answer of a kernel's rows along one axis: `not tried`, with a reason,
-    without a row that is ok, else `exceeds`, `differs` or `same`."""
+    """Returns the answer of a kernel's rows along one axis. It is `not tried`, with a
+    reason, where no row is ok; else `exceeds` where that is so, `differs` where any
+    tensor has other bits, or `same`."""
     ok = [row for row in rows if row.status == "ok"]
     if not ok:
         reason = next((row.reason for row in rows if row.reason), "no call was made so")
@@ -138,8 +141,9 @@ def _answer(
 
 
 def model_answers(models: Sequence[ModelRow]) -> Iterator[AxisAnswer]:
-    """Yields the answer of the model's own output in each format along each axis, with
-    all kernels together; in the order of the rows; those without numbers are left out."""
+    """Yields the answer of the model's own output in each format along each axis, over
+    all kernels, in the order of the rows. It is `differs` or `same`, without a size. Rows
+    without numbers are left out."""
     ran = [row for row in models if row.reason is None]
     for (fmt, axis), rows in grouped(ran, lambda row: (row.format, row.axis)).items():
         moved = [row for row in rows if row.differ]
@@ -148,7 +152,7 @@ def model_answers(models: Sequence[ModelRow]) -> Iterator[AxisAnswer]:
 
 
 class Clause(NamedTuple):
-    """The answers of one kernel in words, and the axes that these name."""
+    """The answers of one kernel in words, and the axes that the words name."""
 
     text: str
     named: tuple[str, ...]
@@ -162,9 +166,10 @@ def answers_clause(
 ) -> Clause:
     """Returns the answers of one kernel as a clause of at most WORDS words, or more where
     naming one axis on each side takes more: `bit-identical: batch (required), chunks and
-    3 others; NOT: decode`. Axes that were not tried are left out, and one of which a part
-    was tried says so. What serving asks first is named first. `differing`: what the other
-    axes are called; `required`: axes along which the request requires all bits."""
+    3 others; NOT: decode`. Axes of FIRST are named first. Axes that were not tried are
+    left out; `no axis was tried` where none was. An axis that was tried in part is
+    followed by ` (in part)`. `differing`: what stands before the axes that are not
+    bit-identical; `required`: axes along which the request requires all bits."""
     tried = sorted(
         (answer for answer in answers if answer.answer != "not tried"),
         key=lambda a: FIRST.index(a.axis) if a.axis in FIRST else len(FIRST),
@@ -186,8 +191,8 @@ def _clause(
     differing: str,
     required: Collection[str],
 ) -> Clause:
-    """Returns the clause on at least one axis, with at most `count` of them named on each
-    side."""
+    """Returns the clause on the axes `same` and `other`, together at least one, with at
+    most `count` of them named on each side (`count` + 1 where that is all)."""
     marks = (
         " (required)" * (a.axis in required) + " (in part)" * bool(a.part) for a in same
     )
@@ -202,18 +207,19 @@ def _clause(
 
 
 def _first_names(names: Sequence[str], count: int) -> tuple[str, int]:
-    """Returns the first `count` names with how many more there are, and how many are
-    named; all names where just one more is left."""
+    """Returns names in words, `batch, chunks and 3 others`, and how many of them are
+    named: the first `count`, or all where there is at most one more."""
     if len(names) <= count + 1:
         return ", ".join(names), len(names)
     return f"{', '.join(names[:count])} and {len(names) - count} others", count
 
 
 def details_clause(answers: Sequence[AxisAnswer], limit: str = "") -> str:
-    """Returns sentences on what the clause of these answers leaves out: by how much the
-    kernel differs along which axes, the axes along which it is bit-identical and that the
-    clause does not name, and what of an axis was not tried. Empty where nothing is.
-    `limit`: a sentence on what differences were held to."""
+    """Returns sentences on what `answers_clause` of these answers leaves out: by how much
+    the kernel differs along which axes, `limit`, the axes along which it is bit-identical
+    and that the clause does not name, and what of an axis was not tried. Sentences with
+    nothing to say are left out; empty without any. `limit`: a sentence on the limit of
+    the differences."""
     named = answers_clause(answers).named
     sizes = [f"{a.axis} {a.change_in_words}" for a in answers if a.change_in_words]
     same = [a.axis for a in answers if a.answer == "same" and a.axis not in named]
@@ -230,9 +236,10 @@ def details_clause(answers: Sequence[AxisAnswer], limit: str = "") -> str:
 
 
 def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
-    """Returns a clause on what a kernel's rows leave out of an axis: calls that could not
-    be made or were declined, and kv heads; empty where nothing. A variant that is an
-    option which the kernel has not is no part of its axis."""
+    """Returns a clause on what a kernel's rows leave out of an axis: `3 of 4 calls`, and
+    the part of a call that was compared, `2 with kv head 0 alone`. Empty where nothing is
+    left out. A variant with an option that the kernel lacks does not count as left
+    out."""
     along = [row for row in rows if row.axis == axis and row.excuse != "option"]
     calls = {(row.case, row.variant) for row in along}
     ok = [row for row in along if row.status == "ok"]
@@ -246,7 +253,7 @@ def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
 
 
 def largest_change(rows: Iterable[InvarianceRow]) -> InvarianceRow:
-    """Returns the row that table, headline and answer show for several: with the most
-    elements that are not finite, else the largest difference over the floor's error.
-    `rows`: at least one."""
+    """Returns the row that table, headline and answer show for several: the one with the
+    most elements that are not finite in one form alone; of equal ones, the one with the
+    largest difference over the floor's error. `rows`: at least one."""
     return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))

@@ -47,14 +47,13 @@ class Part(NamedTuple):
     key: slice | None = slice(None)
 
     def select(self, tensor: str, x: Tensor | None) -> Tensor | None:
-        """Returns the part of a tensor `x` of this name (`out`, `lse`, `dq`, `dk` or
-        `dv`), a view; None for None, and for dk and dv where these are not compared."""
+        """Returns the part of a tensor `x` named `tensor` (`out`, `lse`, `dq`, `dk` or
+        `dv`), a view. None for None; None also for dk and dv where `key` is None."""
         at = (self.kv_head, self.key) if tensor in ("dk", "dv") else (self.head, self.row)
         return None if x is None or at[1] is None else x[self.batch, *at]
 
     def select_query_rows(self, x: Tensor) -> Tensor:
-        """Returns the part of `out`, or of any tensor [batch, heads, q_len, ...]; never
-        None."""
+        """Returns the part of `x` [batch, heads, q_len, ...], such as `out`: a view."""
         return x[self.batch, self.head, self.row]
 
 
@@ -62,7 +61,8 @@ WHOLE = Part()
 
 
 class VariantCall(NamedTuple):
-    """One call of a variant, and which of its rows are compared with rows of the base."""
+    """One call of a variant, with the place of the compared rows in it and in the
+    base."""
 
     case: AttentionCase
     in_call: Part = WHOLE  # the place of the compared rows in this call
@@ -79,7 +79,8 @@ class VariantCall(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One way to compute the base's rows again."""
+    """One way to compute the base's rows again: calls whose rows are compared with the
+    base's. It is not tried where it has a `reason`."""
 
     name: str
     calls: tuple[VariantCall, ...]
@@ -98,7 +99,7 @@ class Variant(NamedTuple):
 
 
 class VariantFields(TypedDict, total=False):
-    """Fields of a variant but its name and its calls."""
+    """Fields of a `Variant` other than its name and calls."""
 
     base: AttentionCase | None
     within: Within
@@ -119,14 +120,15 @@ def single_call_variant(
     in_base: Part = WHOLE,
     **fields: Unpack[VariantFields],
 ) -> Variant:
-    """Returns a variant of one call, of which the rows `in_call` are compared with the
-    rows `in_base` of the base. `fields`: others of the variant."""
+    """Returns a variant of one call, whose rows `in_call` are compared with the rows
+    `in_base` of the base. `fields`: other fields of the variant."""
     return Variant(name=name, calls=(VariantCall(case, in_call, in_base),), **fields)
 
 
 def with_memory_order(x: Tensor, like: Tensor) -> Tensor:
-    """Returns `x`, dense, with its axes in memory in the order of those of `like`, since
-    kernels choose by it. `like`: as many axes."""
+    """Returns the values of `x`, dense, with its axes in memory in the order of those of
+    `like`, since kernels choose by that order. `like`: a tensor with as many axes; its
+    shape does not matter. The result may share memory with `x`."""
     strides = like.stride()
     order = sorted(range(like.ndim), key=lambda dim: (-strides[dim], dim))
     back = [order.index(dim) for dim in range(like.ndim)]
@@ -134,18 +136,19 @@ def with_memory_order(x: Tensor, like: Tensor) -> Tensor:
 
 
 def select_sequences(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
-    """Returns the batch of these sequences of the case, numbered from 0. A number beyond
-    its batch gives a neighbour: a sequence of the case, rolled along its length, and with
-    the other sign every second time around; its mask is not rolled."""
+    """Returns the batch of these sequences of the case, numbered from 0, duplicates
+    included. A number i of count sequences or more gives a neighbour: sequence i mod
+    count, rolled along its length by i // count, and with the other sign where i // count
+    is odd. Masks of sequences are selected, not rolled."""
     count = case.q.shape[0]
 
     def one(x: Tensor, index: int) -> Tensor:
-        """Returns one sequence, [1, ...]."""
+        """Returns one sequence of a tensor, [1, ...]."""
         sequence, times = x[index % count : index % count + 1], index // count
         return sequence.roll(times, dims=2) * (-1.0) ** times if times else sequence
 
     def several(x: Tensor) -> Tensor:
-        """Returns all of the sequences, with the tensor's own order of axes in memory."""
+        """Returns the chosen sequences of a tensor, with its order of axes in memory."""
         return with_memory_order(torch.cat([one(x, i) for i in sequences]), x)
 
     mask = case.mask
@@ -168,15 +171,16 @@ def with_more_tokens(
     keys: tuple[int, int] = (0, 0),
     hidden: bool = False,
 ) -> AttentionCase:
-    """Returns the case with more query rows and keys: `rows` and `keys` say how many
-    before and how many behind. The case's rows see what they saw by causality, window and
-    mask; where the new keys are `hidden`, a mask hides them from those rows, and a new
-    row before them sees the first key alone. The gradient of the output is 0 in new
-    rows."""
+    """Returns the case with more query rows and keys, rolled copies of its own with
+    alternating sign. `rows`, `keys`: how many before and how many behind. The case's rows
+    see the keys that they saw by causality, window and mask. With `hidden` a mask hides
+    the new keys from the case's rows, and a new row before them sees the first key alone.
+    Without `hidden` and a mask, and where positions hide nothing, the case's rows see the
+    new keys too. The gradient of the output is 0 in new rows."""
 
     def around(x: Tensor, before: int, behind: int, *, zero: bool = False) -> Tensor:
-        """Returns a tensor with new tokens before and behind its own: rolled copies, or
-        zeros."""
+        """Returns a tensor with new tokens before and behind its own: rolled copies with
+        alternating sign, or zeros."""
         times = -(-max(before, behind) // x.shape[2])
         other = [x.roll(i, dims=2) * (-1.0) ** i for i in range(1, times + 1)]
         tokens = torch.cat([x[:, :, :0], *other], dim=2) * float(not zero)
@@ -206,9 +210,9 @@ def with_more_tokens(
 
 
 def _grow_mask(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
-    """Returns a mask, of 4 axes, for more rows, which see every key, and more keys, which
-    no other row sees: an additive mask hides by its dtype's lowest number. `rows`,
-    `keys`: how many before and behind; an axis of length 1 stays."""
+    """Returns a mask, with 4 axes, for more rows and keys; `rows`, `keys`: how many
+    before and behind. New rows see every old key; no row sees a new key. An additive mask
+    hides by the lowest number of its dtype. An axis of length 1 stays so."""
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     bool_ = mask.dtype == torch.bool
     if mask.shape[-1] > 1:
@@ -220,8 +224,9 @@ def _grow_mask(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Te
 
 
 def _combine_masks(mask: Tensor | None, shown: Tensor) -> Tensor:
-    """Returns a mask that hides what `mask` hides and what is not `shown`, bool. It is
-    bool where `mask` is, or is None; else it is one that is added to the scores."""
+    """Returns a mask that hides what `mask` hides and what is not `shown`, a bool tensor.
+    It is bool where `mask` is bool or None. Else it is an additive mask, which hides by
+    the lowest number of its dtype."""
     if mask is None or mask.dtype == torch.bool:
         return shown if mask is None else mask & shown
     return torch.where(shown, mask, torch.finfo(mask.dtype).min)
@@ -234,8 +239,9 @@ def without_positions(case: AttentionCase) -> AttentionCase:
 
 
 def _some_rows(case: AttentionCase) -> list[int]:
-    """Returns the indices of up to three rows, ascending: the last row, one that begins a
-    tile, and one amid one."""
+    """Returns the indices of up to three rows, ascending: one amid a tile, one that
+    begins a tile, and the last row. A tile has 128 rows in a call of more than 256, else
+    16."""
     n, tile = case.q_len, 128 if case.q_len > 256 else 16
     return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
 
@@ -243,8 +249,9 @@ def _some_rows(case: AttentionCase) -> list[int]:
 def _rows_alone(
     case: AttentionCase, first: int, last: int, keys: range | None = None
 ) -> VariantCall:
-    """Returns the call of the rows from `first` up to `last`, without that one, and with
-    these keys alone (None: all). dk and dv are compared where these are all rows."""
+    """Returns the call of the rows from `first` up to, not including, `last`, with the
+    keys `keys` alone (None: all). dk and dv are compared only where these are all
+    rows."""
     ranges = {"row": range(first, last)} | ({} if keys is None else {"key": keys})
     whole = (first, last) == (0, case.q_len)
     in_base = Part(row=slice(first, last), key=slice(None) if whole else None)
@@ -256,8 +263,8 @@ def _rows_alone(
 def _as_last_row(
     case: AttentionCase, name: str, rows: int, **changed: Unpack[CaseChanges]
 ) -> Variant:
-    """Returns the variant in which the case's one row is the last of `rows`, with other
-    fields of the case changed. Gradients of keys and values are not compared."""
+    """Returns the variant in which the case's single row is the last of `rows` rows, with
+    other fields of the case changed (`changed`). dk and dv are not compared."""
     whole = dataclasses.replace(with_more_tokens(case, rows=(rows - 1, 0)), **changed)
     return single_call_variant(
         name, whole, Part(row=slice(rows - 1, rows), key=None), Part(key=None)
@@ -265,24 +272,26 @@ def _as_last_row(
 
 
 def _part_of_case(case: AttentionCase, rows: int = 0, keys: int = 0) -> Part:
-    """Returns the place of the case's rows and keys in a call that has so many new ones
-    before them."""
+    """Returns the place of the case's rows and keys in a call that has `rows` new rows
+    and `keys` new keys before them."""
     return Part(row=slice(rows, rows + case.q_len), key=slice(keys, keys + case.kv_len))
 
 
 def same_call_variants(
     case: AttentionCase, *, ways: Mapping[str, VariantFields]
 ) -> Variants:
-    """Yields the same call, laid out or run in these ways: fields of a Variant by its
-    name."""
+    """Yields for each item of `ways` a variant that is the same call, laid out or run
+    another way. `ways`: fields of a Variant by its name."""
     for name, how in ways.items():
         yield single_call_variant(name, case, **how)
 
 
 def batch_variants(case: AttentionCase) -> Variants:
-    """Yields the first sequences in batches of the sizes SIZES, or the first and the last
-    alone; of a large call the first kv head alone. A call that would be too large is a
-    variant with a reason and no calls."""
+    """Yields a variant for each size of SIZES other than the case's: the first sequences
+    in a batch of this size, with neighbours where the case has fewer. In a batch of 1
+    they are the first and the last sequence alone. Of a large call the first kv head
+    alone is taken. A call that would still be too large is a variant with a reason and no
+    calls."""
     count, largest = case.q.shape[0], LARGEST if case.q.is_cuda else LARGEST_CPU
     one = case.q.shape[2] * case.kv_len  # scores of one head of one sequence
     base, compared = None, ""
@@ -312,9 +321,9 @@ def batch_variants(case: AttentionCase) -> Variants:
 
 
 def order_variants(case: AttentionCase) -> Variants:
-    """Yields two variants of a batch of AROUND sequences: the first of them stands
-    second, then last. Each is compared with the batch in which it stands first.
-    Neighbours are made, as in `select_sequences`, where the case has fewer."""
+    """Yields two variants of a batch of AROUND sequences: its first sequence stands
+    second, then last. Each is compared with the batch in which it stands first. Where the
+    case has fewer sequences, the others are neighbours as in `select_sequences`."""
     base = select_sequences(case, range(AROUND))
     for places in ((1, 0, 2, 3), (3, 2, 1, 0)):
         at = places.index(0)
@@ -326,9 +335,9 @@ def order_variants(case: AttentionCase) -> Variants:
 
 
 def neighbour_variants(case: AttentionCase) -> Variants:
-    """Yields the first sequence in a batch with others of other values: larger, zero,
-    NaN, or numbers that make far larger scores. With the last two dk and dv are not
-    compared."""
+    """Yields the first sequence in a batch of AROUND whose other sequences have other
+    values: LARGE times as large, zero, or each of `call_layouts.POISONS`. The base is the
+    batch with the usual values. With POISONS dk and dv are not compared."""
     base, first = select_sequences(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
     for name, factor in (("larger", LARGE), ("zero", 0.0), *call_layouts.POISONS.items()):
         changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
@@ -342,15 +351,16 @@ def neighbour_variants(case: AttentionCase) -> Variants:
 
 
 def length_variants(case: AttentionCase) -> Variants:
-    """Yields the first sequence with others of other lengths: in a batch, by a mask of
-    keys; packed into one, by a mask that is diagonal in blocks. Packed only where the
-    call has as many keys as rows and no mask; where that would be too large it is a
-    variant with a reason and no calls."""
+    """Yields the first sequence with others of other lengths. In a batch a mask of keys
+    makes the lengths, and the base is the batch of full lengths. Packed into one
+    sequence, which needs as many keys as rows and no mask, a mask that is diagonal in
+    blocks separates them. A packed call that would be too large is a variant with a
+    reason and no calls."""
     around, n, m = select_sequences(case, range(AROUND)), case.q_len, case.kv_len
 
     def padded(*others: int) -> AttentionCase:
-        """Returns a batch in which the first sequence has all keys and the others so
-        many."""
+        """Returns a batch in which a mask leaves the first sequence all keys, and the
+        others the first keys, `others` of them."""
         shown = torch.arange(m) < torch.tensor([m, *others])[:, None]
         shown = shown[:, None, None].to(case.q.device)
         return settled(
@@ -388,8 +398,9 @@ def length_variants(case: AttentionCase) -> Variants:
 
 
 def _pack_sequences(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
-    """Returns each sequence of the batch packed with others into one, of these sizes; the
-    case's own is number `at` of them, and no other sees it."""
+    """Returns the case with each sequence of its batch packed with others into one, of
+    lengths `sizes`. The case's own stands at number `at` of them; no row sees the keys of
+    another one. Causality and window become part of the mask."""
     around = sum(sizes[:at]), sum(sizes[at + 1 :])
     whole = with_more_tokens(without_positions(case), rows=around, keys=around)
     numbers = torch.repeat_interleave(torch.tensor(sizes))
@@ -403,7 +414,8 @@ def _pack_sequences(case: AttentionCase, sizes: Sequence[int], at: int) -> Atten
 
 
 def padding_variants(case: AttentionCase) -> Variants:
-    """Yields the case with 1 and PAD tokens before or behind it that a mask hides."""
+    """Yields four variants: 1 or PAD keys behind or before the case's, which a mask
+    hides. Where the case has as many rows as keys, as many rows are added."""
     for side in ("right", "left"):
         for amount in (1, PAD):
             keys = (amount, 0) if side == "left" else (0, amount)
@@ -414,8 +426,8 @@ def padding_variants(case: AttentionCase) -> Variants:
 
 
 def head_variants(case: AttentionCase) -> Variants:
-    """Yields the first and the last kv head alone, with their query heads; nothing for
-    one kv head."""
+    """Yields the first and the last kv head alone, each with its query heads; nothing for
+    a case of one kv head."""
     for g in sorted({0, case.kv_heads - 1}) if case.kv_heads > 1 else ():
         of_group = slice(g * case.group, (g + 1) * case.group)
         in_base = Part(head=of_group, kv_head=slice(g, g + 1))
@@ -425,8 +437,9 @@ def head_variants(case: AttentionCase) -> Variants:
 
 
 def row_variants(case: AttentionCase) -> Variants:
-    """Yields some rows alone, and the last EXTEND where there are more; a single row,
-    unless positions hide keys, as the last of EXTEND."""
+    """Yields each of `_some_rows` alone, and the last EXTEND rows where the case has
+    more. A case of a single row, where positions hide no keys, gives that row as the last
+    of EXTEND."""
     n = case.q_len
     for i in _some_rows(case) if n > 1 else ():
         yield Variant(name=f"row {i} alone", calls=(_rows_alone(case, i, i + 1),))
@@ -439,8 +452,9 @@ def row_variants(case: AttentionCase) -> Variants:
 
 
 def longer_variants(case: AttentionCase) -> Variants:
-    """Yields the case with 1, PAD and as many tokens more behind it as it has keys, which
-    causality hides; nothing where a row would see one."""
+    """Yields the case with 1, PAD and kv_len more keys behind its own, which causality
+    hides from its rows. Where the last row stands at the last key, as many rows are
+    added. Nothing where a row would see a new key."""
     high = key_limits(case)[1]
     if high is None or case.q_len - 1 + high > case.kv_len - 1:
         return
@@ -451,8 +465,9 @@ def longer_variants(case: AttentionCase) -> Variants:
 
 
 def chunk_variants(case: AttentionCase) -> Variants:
-    """Yields the rows in chunks, each with the keys up to those that its last row sees;
-    nothing below 32 rows, and no more than 16 chunks."""
+    """Yields the rows in chunks, each with the keys up to the last one that its last row
+    sees. Chunks have half, three eighths of the rows, or 64; a size that would make more
+    than 16 chunks is left out. Nothing below 32 rows."""
     n, high = case.q_len, key_limits(case)[1]
     for size in sorted({n // 2, 3 * n // 8, 64} if n >= 32 else ()):
         calls = []
@@ -465,9 +480,10 @@ def chunk_variants(case: AttentionCase) -> Variants:
 
 
 def decode_variants(case: AttentionCase) -> Variants:
-    """Yields some rows with the keys that they see and no causality, and the last EXTEND
-    so; a single row, where nothing hides keys, as the last of a causal prefill. Nothing
-    of several rows that see all later keys."""
+    """Yields each of `_some_rows`, where causality hides keys, alone with the keys that
+    it sees and without causality; so too the last EXTEND rows together, if there are
+    more. A case of a single row that sees all its several keys gives that row as the last
+    of a causal prefill of EXTEND and of kv_len rows. Nothing of other cases."""
     n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
     if n > 1 and high is not None:
         for i in _some_rows(case):
@@ -486,9 +502,9 @@ def decode_variants(case: AttentionCase) -> Variants:
 
 
 def mask_variants(case: AttentionCase) -> Variants:
-    """Yields the case with all that is hidden as a mask, and as one that is added to the
-    scores (-inf): the first only where that is another form, the second only of a bool
-    mask."""
+    """Yields the case without causality and window, with all that they and its mask hide
+    in one mask. The first is that mask, where it is another form than the case's. The
+    second, only of a bool mask, adds 0 or -inf to the scores."""
     shown, plain = explicit_mask(case), without_positions(case)
     if shown is None:
         shown = torch.ones(
@@ -505,8 +521,10 @@ def mask_variants(case: AttentionCase) -> Variants:
 
 
 def stride_variants(case: AttentionCase) -> Variants:
-    """Yields the same values in other layouts, and keys and values that all sequences
-    share, with stride 0; not the latter where sequences have masks of their own."""
+    """Yields the same values in other memory layouts: LAYOUTS, and PACKED where q, k and
+    v have one length and one dimension. Last, keys and values that two sequences share
+    with stride 0, compared with copies of them; left out where sequences have masks of
+    their own."""
     alike = case.q.shape[2:] == case.k.shape[2:] == case.v.shape[2:]
     yield from same_call_variants(case, ways=LAYOUTS | (PACKED if alike else {}))
     if case.mask is None or case.mask.ndim < 4 or case.mask.shape[0] == 1:
@@ -522,8 +540,8 @@ def stride_variants(case: AttentionCase) -> Variants:
 
 
 def thread_variants(case: AttentionCase) -> Variants:
-    """Yields the same call on 1, 2 and 3 CPU threads, without the present number; nothing
-    on a GPU."""
+    """Yields the same call on 1, 2 and 3 CPU threads, without the present number. Nothing
+    for tensors on a GPU."""
     current = torch.get_num_threads()
     for count in sorted({1, 2, 3} - {current}) if not case.q.is_cuda else ():
         within = partial(call_layouts.on_threads, count=count)
@@ -531,8 +549,10 @@ def thread_variants(case: AttentionCase) -> Variants:
 
 
 def hidden_key_variants(case: AttentionCase, *, poison: str) -> Variants:
-    """Yields the case with a poison, one of `call_layouts.POISONS`, in keys and values
-    that a mask hides."""
+    """Yields the case with PAD keys more behind its own, which a mask hides, and with a
+    poison, one of `call_layouts.POISONS`, in them: in K and V, in K alone, in V alone.
+    Each is compared with the same call without the poison, in the case's own part. Where
+    there are as many query rows as keys, as many rows are added."""
     more = (0, PAD if case.q_len == case.kv_len else 0)
     base, part_of_case = (
         with_more_tokens(case, rows=more, keys=(0, PAD), hidden=True),
@@ -558,14 +578,14 @@ def _layout(
     of: Sequence[str] = call_layouts.FEATURES,
     **arguments: object,
 ) -> Within:
-    """Returns how a call is laid out when `by`, with these arguments, makes a tensor in
-    another layout of each of the tensors in `of`."""
+    """Returns the layout of a call in which `by`, with these arguments, makes each tensor
+    of `of` anew."""
     return partial(call_layouts.with_changed_tensors, by=partial(by, **arguments), of=of)
 
 
 def _layout_fields(base: Within, **ways: Within) -> dict[str, VariantFields]:
-    """Returns the fields of variants, by name, that are laid out in one of `ways` and
-    compared with a base that is laid out in another, `base`."""
+    """Returns the fields of variants by name: each is laid out by one of `ways`, and
+    compared with the case laid out by `base`."""
     return {
         name: {"within": within, "base_within": base} for name, within in ways.items()
     }

@@ -38,8 +38,9 @@ FEATURES = ("q", "k", "v", "grad_out")
 def with_changed_tensors(
     case: AttentionCase, *, by: Callable[[Tensor], Tensor], of: Sequence[str] = FEATURES
 ) -> Iterator[AttentionCase]:
-    """Returns a context with the case in which `by` made each of the tensors in `of`
-    (`q`, `k`, `v`, `grad_out`) anew, in another layout."""
+    """Returns a context with the case in which each tensor of `of` (`q`, `k`, `v`,
+    `grad_out`) is replaced by what `by` returns for it: the same values in another
+    layout. A case without grad_out has none afterwards."""
     grad_out = case.grad_out
     yield dataclasses.replace(
         case,
@@ -53,25 +54,28 @@ def with_changed_tensors(
 @contextlib.contextmanager
 def with_packed_tensors(case: AttentionCase) -> Iterator[AttentionCase]:
     """Returns a context with the case whose q, k and v are slices of one tensor [batch,
-    length, heads, dim] along its heads; they have one length and one head dimension."""
+    length, heads, dim], along its heads. q, k and v need the same length and
+    dimension."""
     q, k, v = laid_out("packed", case.q, case.k, case.v)
     yield dataclasses.replace(case, q=q, k=k, v=v)
 
 
 def in_layout(x: Tensor, layout: str) -> Tensor:
-    """Returns the values of `x` in a layout that `numdev.cases.laid_out` names."""
+    """Returns the values of `x` in a layout named as in `numdev.cases.laid_out`, such as
+    `transposed` and `strided`."""
     return laid_out(layout, x, x, x)[0]
 
 
 def share_first_sequence(x: Tensor) -> Tensor:
-    """Returns the first sequence of `x` in place of every one, with stride 0."""
+    """Returns the first sequence of `x` in place of every one: a view of the shape of
+    `x`, with stride 0."""
     return x[:1].expand_as(x)
 
 
 def gather_pages(x: Tensor, size: int) -> Tensor:
-    """Returns the values of x [batch, heads, length, dim], gathered from pages of `size`
-    tokens that lie in another order, each [size, heads, dim]; a view, behind whose end
-    the last page holds NaN."""
+    """Returns the values of x [batch, heads, length, dim] as a view of pages of `size`
+    tokens, each [size, heads, dim], gathered from an order that is reversed in memory.
+    Behind the last token the last page holds NaN."""
     b, h, n, d = x.shape
     pages = -(-n // size)
     whole = torch.full((b, pages * size, h, d), math.nan, dtype=x.dtype, device=x.device)
@@ -83,9 +87,10 @@ def gather_pages(x: Tensor, size: int) -> Tensor:
 
 
 def slice_of_larger(x: Tensor, value: float | None) -> Tensor:
-    """Returns the values of `x` as a slice of a larger tensor: GUARD rows before and
-    behind those of every head, a sequence before and one behind, which hold `value`, or,
-    where it is None, numbers as its own."""
+    """Returns the values of `x` as a slice of a larger tensor, with heads and rows in
+    memory in the order of `x`. Around them stand GUARD rows before and behind those of
+    every head, and a sequence before and behind the batch. These hold `value`; where it
+    is None, usual numbers of `x`."""
     b, h, n, d = x.shape
     shape = (b + 2, h, n + 2 * GUARD, d)
     if value is None:
@@ -101,14 +106,15 @@ def slice_of_larger(x: Tensor, value: float | None) -> Tensor:
 
 @contextlib.contextmanager
 def on_threads(case: AttentionCase, *, count: int) -> Iterator[AttentionCase]:
-    """Returns a context in which the case runs on `count` CPU threads; afterwards as
-    before."""
+    """Returns a context with the case as it is, in which PyTorch runs on `count` CPU
+    threads; afterwards on as many as before."""
     with threads(count):
         yield case
 
 
 class _Filled(TorchDispatchMode):
-    """Fills what is allocated without a value."""
+    """In this context PyTorch's `empty` functions return floating-point tensors filled
+    with `value`."""
 
     def __init__(self, value: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,6 +127,8 @@ class _Filled(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        """Returns the operator's result. A floating-point result of an operator with
+        `empty` in its name is filled."""
         result = func(*args, **(kwargs or {}))
         if "empty" in func.overloadpacket.__name__ and result.is_floating_point():
             result.fill_(self.value)
@@ -129,9 +137,9 @@ class _Filled(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fill_new_memory(case: AttentionCase, *, value: float) -> Iterator[AttentionCase]:
-    """Returns a context in which floating-point memory that a kernel allocates without a
-    value holds `value`: what Python allocates, by the dispatcher; what C++ does, as far
-    as the allocator gives back what was freed last."""
+    """Returns a context with the case as it is, in which floating-point memory that a
+    kernel allocates without a value holds `value`. Of what Python allocates this is sure;
+    of what C++ allocates, only where the allocator gives back what was freed last."""
     shape = (*case.q.shape[:3], case.v.shape[-1])
     for dtype in (case.q.dtype, torch.float32):
         freed = [
@@ -144,14 +152,15 @@ def fill_new_memory(case: AttentionCase, *, value: float) -> Iterator[AttentionC
 
 def wrap_kernel(kernel: Kernel, wrap: str) -> Kernel:
     """Returns the kernel with its forward pass in a CUDA graph (`wrap`: `graph`) or
-    compiled (`compiled`); its backward pass stays."""
+    compiled (`compiled`); its backward pass stays. Nothing is run yet. Raises KeyError
+    for another `wrap`."""
     run = {"graph": _run_in_graph, "compiled": _run_compiled}[wrap]
     return dataclasses.replace(kernel, function=partial(run, kernel))
 
 
 def _run_in_graph(kernel: Kernel, case: AttentionCase, **options: object) -> Output:
-    """Returns a copy of the kernel's output from a CUDA graph that is replayed once.
-    Raises Refused on a CPU."""
+    """Returns a copy of the kernel's output from a CUDA graph, recorded after a first run
+    and replayed once. Raises Refused on a CPU, and what the kernel raises."""
     refuse((not case.q.is_cuda, "needs CUDA, but this run is on CPU"))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

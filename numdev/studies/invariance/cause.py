@@ -43,11 +43,12 @@ Emulated = tuple[Cut, Tensor]  # and its output, fp64 [elements]
 def cause_fields(
     row: InvarianceRow, forms: Forms, system: System, *, search: bool
 ) -> dict[str, object]:
-    """Returns the fields of a row that differs in `out` that say why: `cause`, two
-    operators that ran or else two tilings; `closest`, the smallest residual, and `tried`,
-    how many pairs were. Empty where nothing could be tried, as for NaN. Of a variant's
-    calls the first is looked at in which finite rows differ. What the kernels say of
-    themselves is tried first, then with `search` all candidates."""
+    """Returns those fields of a row that differs in `out` that say why it differs.
+    `cause`: two operators that ran, or else two tilings. `closest`: the smallest
+    residual. `tried`: how many pairs of tilings were tried, where all candidates were.
+    Empty where nothing could be tried, as with NaN. Of a variant's calls it is the first
+    in which finite rows differ. What the kernels claim of themselves is tried first.
+    Then, with `search` and where at least FEW elements differ, all candidates are."""
     if operators := _operator_cause(forms):
         return {"cause": operators}
     calls = () if row.nonfinite else zip(forms.variant.calls, forms.others, strict=True)
@@ -81,8 +82,8 @@ def cause_fields(
 
 
 def _operator_cause(forms: Forms) -> Cause | None:
-    """Returns the cause where two operators ran, by what the kernels say that they did;
-    None where they say nothing, or the same."""
+    """Returns the cause where two operators ran, by what the kernel said of both forms
+    (`output.did`); None where it said nothing of one, or the same of both."""
     for ran in forms.others:
         both = (forms.first.output.did, ran.output.did)
         did = [dict(x) if isinstance(x, Mapping) else {} for x in both]
@@ -94,8 +95,9 @@ def _operator_cause(forms: Forms) -> Cause | None:
 def _residuals(
     difference: Tensor, base: Sequence[Emulated], variant: Sequence[Emulated]
 ) -> Tensor:
-    """Returns [base, variant]: the norm of what each pair of emulations leaves of a
-    difference, over that of the difference. `difference`: fp64 [elements]."""
+    """Returns [base, variant]: for each pair of emulations the norm of what their
+    difference leaves of `difference`, fp64 [elements], over the norm of `difference`,
+    which is not 0."""
     of_variant = torch.stack([out for _, out in variant])
     left = [(difference - (of_variant - out)).norm(dim=1) for _, out in base]
     residuals: Tensor = torch.stack(left) / difference.norm()
@@ -105,14 +107,15 @@ def _residuals(
 def _simplest_pair(
     residuals: Tensor, base: Sequence[Emulated], variant: Sequence[Emulated]
 ) -> tuple[Cut, Cut, float]:
-    """Returns the tilings of the base and of the variant, and the residual, of the
-    simplest of the pairs that explain about as much as the best: the earliest tiling of
-    the base, and the one of the variant that changes the fewest of its options."""
+    """Returns the tilings of the base and of the variant, and the residual, of one pair:
+    of the pairs that explain about as much as the best, that with the earliest tiling of
+    the base, then the tiling of the variant that changes the fewest options."""
     best = float(residuals.min())
     near = (residuals <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
 
     def complexity(pair: list[int]) -> tuple[int, int, int]:
-        """Returns the sort key of a pair of indices."""
+        """Returns the sort key of a pair of indices: of the base's tiling, the number of
+        changed options, of the variant's tiling."""
         i, j = pair
         changed = len(base[i][0].items() - variant[j][0].items())
         return i, changed, j
@@ -122,8 +125,8 @@ def _simplest_pair(
 
 
 def _claimed_options(ran: KernelRun, system: System) -> Claim:
-    """Returns the options of `emulated` by which a kernel says that it rounds and tiles;
-    FlashAttention-2's preset where it says nothing, or raises."""
+    """Returns the options of the kernel `emulated` by which a kernel says that it rounds
+    and tiles. Where it says nothing, or raises, it is FlashAttention-2's preset."""
     kernel = ran.planned.kernel
     if kernel.name == "emulated":
         return {n: x for n, x in ran.planned.options.items() if x is not None}
@@ -136,9 +139,10 @@ def _claimed_options(ran: KernelRun, system: System) -> Claim:
 def _restrict_to_differing_rows(
     call: VariantCall, first: KernelRun, other: KernelRun
 ) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
-    """Returns the calls of both forms with at most ROWS rows that differ and are finite,
-    and the difference there, fp64 [elements]; None where no such row differs. All
-    sequences and heads stay where these are few, else one kv head of one sequence."""
+    """Returns the calls of both forms, restricted to at most ROWS rows that differ and
+    are finite, and the difference there, fp64 [elements]. None where no such row differs.
+    All sequences and heads stay where their keys are at most MOST_KEYS; else one kv head
+    of one sequence does."""
     base, in_base, in_call = first.case, call.in_base, call.in_call
     a, b = (
         in_base.select_query_rows(first.output.out),
@@ -178,7 +182,8 @@ def _emulations(
     case: AttentionCase, claim: Claim, *, searched: bool
 ) -> Iterator[Emulated]:
     """Yields (tiling, output) of the emulation by the claim, or with `searched` by every
-    candidate; those that it refuses are left out. The output is fp64 [elements]."""
+    candidate. Candidates that the emulation refuses are left out. The output is fp64
+    [elements]."""
     shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
     seen = case.kv_len if shown is None else int(shown.sum(dim=-1).amax())
     for options in _candidates(case, claim) if searched else (claim,):
@@ -197,8 +202,9 @@ def _emulations(
 
 
 def _candidates(case: AttentionCase, claim: Claim) -> Iterator[dict[str, object]]:
-    """Yields the options of `emulated` to try: the claim itself, then its tiles, orders
-    and splits changed, the simple ones first."""
+    """Yields the options of the kernel `emulated` to try: the claim first, then the claim
+    with every tile, order and number of splits that the case's keys allow, the simple
+    ones first."""
     yield dict(claim)
     unchanged = {n: x for n, x in claim.items() if n not in ("memory", *CUT)}
     tiles = [t for t in TILES if t < 2 * case.kv_len and case.kv_len <= t * MOST_TILES]

@@ -38,9 +38,9 @@ GRADIENTS = frozenset({"dq", "dk", "dv"})
 
 
 def check_consistency(report: InvarianceReport) -> None:
-    """Raises MeasurementError for rows that nobody planned, that are missing, or whose
-    numbers contradict each other, with the first contradiction. A missing row would
-    exceed no limit."""
+    """Raises MeasurementError, with the first contradiction, for rows that were not
+    planned, rows that are missing, and numbers that contradict each other or the request.
+    A missing row would exceed no limit."""
     refuse_contradictions(
         _plan_contradictions(report),
         _row_contradictions(report),
@@ -49,7 +49,7 @@ def check_consistency(report: InvarianceReport) -> None:
 
 
 def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
-    """Yields a sentence for each way in which the plan is not what the request asked
+    """Yields a clause for each way in which the plan is not what the request asked
     for."""
     plan, request = report.plan, report.request
     asked = (*(request.get("axes") or ()), *(request.get("require") or ()))
@@ -70,15 +70,15 @@ def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 def _planned_twice(ways: Sequence[Way]) -> str:
     """Returns the axis and variant of the first way that is planned twice for one case
-    and format; empty without one."""
+    and format, `batch 2 in place of 1`; empty where none is."""
     counts = Counter((way.format, way.case, way.axis, way.variant) for way in ways)
     twice = (f"{axis} {variant}" for (_, _, axis, variant), n in counts.items() if n > 1)
     return next(twice, "")
 
 
 def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
-    """Yields a sentence for each planned row that is missing, each row that nobody
-    planned, and each that contradicts itself or the others."""
+    """Yields a sentence for each planned row that is missing, each row that was not
+    planned, and each row that contradicts itself or others."""
     plan = report.plan
     kernels = {labelled(kernel.kernel, kernel.options) for kernel in plan.kernels}
     rows = grouped(report.rows, lambda r: (label(r), r.format, r.case, r.axis, r.variant))
@@ -106,7 +106,7 @@ def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
 
 def _way_contradiction(way: Way, rows: Sequence[InvarianceRow]) -> str:
     """Returns the first thing that is wrong with the rows of one kernel in one planned
-    way, as a clause; empty where nothing is."""
+    way, as a clause (`has no row`); empty where nothing is."""
     if not rows:
         return "has no row"
     first = rows[0]
@@ -142,7 +142,7 @@ def _repeat_contradiction(
     rows: Sequence[InvarianceRow], again: Sequence[InvarianceRow]
 ) -> str:
     """Returns the first thing that is wrong with `again`, the rows along `repeat` that
-    `rows` led to, as a clause; empty where nothing is."""
+    `rows` led to, as a clause; empty where nothing is. Either may be empty."""
     failing = [row for row in again if row.status == "failed" or row.differ]
     if len(failing) < len(again):
         return "has a row along repeat in which nothing differs"
@@ -160,8 +160,8 @@ def _repeat_contradiction(
 
 
 def _unmeasured_contradiction(row: InvarianceRow) -> str:
-    """Returns what is wrong with a row that should have no numbers; empty where it has
-    none."""
+    """Returns, as a clause, that a row without a measurement has numbers; empty where it
+    has none."""
     numbers = row.elements or row.differ or row.nonfinite or row.first is not None
     present = numbers or any(getattr(row, name) is not None for name in NUMBERS)
     return "has numbers though it was not measured" if present else ""
@@ -204,8 +204,8 @@ def _row_contradiction(row: InvarianceRow) -> str:
 
 
 def _model_contradictions(report: InvarianceReport) -> Iterator[str]:
-    """Yields a sentence for each row of the model's output that is not planned, is
-    missing, or contradicts itself."""
+    """Yields a sentence for each planned row of the model's output that is missing or
+    there several times, each that was not planned, and each that contradicts itself."""
     plan = report.plan
     rows = grouped(
         report.models, lambda m: (labelled(m.kernel, m.options), m.format, m.axis)

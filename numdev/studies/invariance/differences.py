@@ -28,19 +28,20 @@ EXACT = 1e-10  # change of a sum over its terms that fp64 in another order may m
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Returns which elements of two tensors of one shape have other bits, bool; those of
-    two dtypes are compared in fp64. So 0 and -0 differ, and a NaN does not differ from
-    one of the same bits."""
+    """Returns which elements of two tensors of one shape have other bits, bool. Tensors
+    of two dtypes are compared in fp64. 0 and -0 differ; a NaN does not differ from a NaN
+    of the same bits."""
     if a.dtype != b.dtype:
         a, b = a.double(), b.double()
     return bits(a) != bits(b)
 
 
 def exact_change(call: VariantCall, base: Reference, variant: Reference) -> float:
-    """Returns the largest change of the exact answer of the call's rows against the
-    base's, over the terms of its sums. Beyond EXACT it is another answer; infinite where
-    one form alone sees no key. Tensors that one form lacks, or that the call does not
-    compare, are passed over."""
+    """Returns the largest change of the exact answer of a call's rows against the base's,
+    over the terms of its sums. Beyond EXACT it is another answer. It is infinite where a
+    row sees no key in one form alone, and where a change is NaN; 0 where nothing can be
+    compared. Tensors that one form lacks, or that the call does not compare, are passed
+    over. `base`, `variant`: the fp64 references of the base and of the call."""
     counted = call.in_base.select_query_rows(~base.empty)
     if not counted.equal(call.in_call.select_query_rows(~variant.empty)):
         return math.inf
@@ -66,9 +67,10 @@ def explained_by_rounding(
     tensor: str, case: AttentionCase, exact: Reference, fmt: Format
 ) -> Tensor:
     """Returns for each element of a tensor the change that roundings explain even where
-    the floor, and by luck one of two forms, has none, since terms cancel: half a unit of
-    the format in each of n like terms, and |scale| max|q| max|k| 2^-24 of all of them for
-    rounding a score in fp32. For `lse` it is 1 + its size."""
+    the floor (and by luck one of two forms) has no error, since terms cancel. It is half
+    a unit of the format in each of n like terms, and |scale| max|q| max|k| 2^-24 of all
+    terms, for rounding a score in fp32. For `lse` it is 1 + its size. `tensor`: `out`,
+    `lse`, `dq`, `dk` or `dv`. The shape broadcasts to the tensor's."""
     if tensor == "lse":
         return 1 + exact.lse.abs()
     # Poison is no number of the call, and does not count
@@ -104,7 +106,7 @@ class Forms(NamedTuple):
 
 
 class Numbers(TypedDict, total=False):
-    """Fields of a row that say how a tensor differs."""
+    """Fields of an `InvarianceRow` that say how a tensor differs."""
 
     elements: Required[int]
     differ: Required[int]
@@ -121,9 +123,9 @@ class Numbers(TypedDict, total=False):
 
 def compare_forms(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
     """Yields (tensor, numbers of its row) for each tensor that the base has, or (tensor,
-    reason) where the variant does not return it; what the variant alone returns, and dk
-    and dv where no call compares them, are passed over. Rows that see no key are left
-    out, but all keys of dk and dv count."""
+    reason) where the variant does not return it. Passed over are tensors that the variant
+    alone returns, and dk and dv where no call compares them. Rows that see no key are
+    left out; all keys of dk and dv count."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
         truth = getattr(exact, tensor, None)
@@ -175,11 +177,12 @@ def _row_sums(
     counted: Tensor,
     fmt: Format,
 ) -> dict[str, Tensor]:
-    """Returns sums over each row, by name, [batch, heads, rows]: of squares
-    (`difference`, `floor`, `unit`, `error_base`, `error_variant`) and of elements
-    (`elements`, `differ`, `nonfinite`, `finite`); of `ulps` the largest. `a`, `b`,
-    `truth`, `unit`, `moved`: [batch, heads, rows, features], `moved` a mask of elements
-    that differ; `counted`: a mask of rows."""
+    """Returns sums over the features of each row, by name, [batch, heads, rows]: of
+    squares (`difference`, `floor`, `unit`, `error_base`, `error_variant`) and of elements
+    (`elements`, `differ`, `nonfinite`, `finite`); `ulps` is the largest of a row. Only
+    elements that are finite in both forms and the truth, in rows that count, are in the
+    squares. `a`, `b`, `truth`, `unit`, `moved`: [batch, heads, rows, features], `moved` a
+    mask of elements that differ; `counted`: a mask of rows."""
     one, other, shown = a.double(), b.double(), counted[..., None]
     finite = one.isfinite() & other.isfinite()
     usable = finite & truth.isfinite() & shown
@@ -204,11 +207,11 @@ def _row_sums(
 
 
 def _error_of_other_keys(rows: Mapping[str, Tensor], tensor: str) -> dict[str, Tensor]:
-    """Returns `elsewhere`, [batch, heads, rows]: for each key of dk the squared error
-    that both forms make in some key of its head, scaled down by ELSEWHERE; 0 for other
-    tensors. Rounded dS does not sum to 0 over the keys, and the gradient of a maximum
-    takes what is left to the key that has it: where scores tie, each form may choose
-    another key."""
+    """Returns `elsewhere`, [batch, heads, rows]: for each key of dk the largest squared
+    error over the keys of its head, of the form in which that is smaller, over
+    ELSEWHERE²; 0 for other tensors. Rounded dS does not sum to 0 over the keys, and the
+    gradient of a maximum takes what is left to the key that has it. Where scores tie,
+    each form may choose another key."""
     if tensor != "dk" or not rows["difference"].numel():
         return {"elsewhere": torch.zeros_like(rows["difference"])}
     errors = (
@@ -219,9 +222,9 @@ def _error_of_other_keys(rows: Mapping[str, Tensor], tensor: str) -> dict[str, T
 
 
 def _numbers_of_rows(rows: Mapping[str, Tensor]) -> Numbers:
-    """Returns the numbers of an `InvarianceRow` from the sums over each of its rows.
-    Without `floor_ratio`, `error_base` and `error_variant` where the floor has no
-    error."""
+    """Returns the numbers of an `InvarianceRow` from the sums over each row, at least
+    one. `floor_ratio`, `error_base` and `error_variant` are missing where the floor has
+    no error."""
     whole = {name: x.sum()[None] for name, x in rows.items()}
     whole["elsewhere"] = torch.zeros_like(whole["unit"])  # a matter of single keys
     names = ("difference", "floor", "error_base", "error_variant")
@@ -246,9 +249,10 @@ def _numbers_of_rows(rows: Mapping[str, Tensor]) -> Numbers:
 
 
 def _largest_excess(squares: Mapping[str, Tensor]) -> float:
-    """Returns the largest over rows of the rms difference over the one that roundings
-    explain; 0 without rows, and at most 1e150. `squares`: sums of squares by name,
-    [rows]."""
+    """Returns the largest over rows of the rms difference over the rms that roundings
+    explain; 0 without rows, at most 1e150. What roundings explain is the largest of: the
+    error of the better form, `floor`, `unit`, `elsewhere`. `squares`: sums of squares by
+    name, [rows]."""
     explained = torch.minimum(squares["error_base"], squares["error_variant"])
     for name in ("floor", "unit", "elsewhere"):
         explained = torch.maximum(explained, squares[name])
@@ -260,8 +264,10 @@ def _largest_excess(squares: Mapping[str, Tensor]) -> float:
 def _first_difference(
     call: VariantCall, tensor: str, moved: Tensor
 ) -> tuple[int, int, int, int]:
-    """Returns the place in the base of the first row that differs: sequence, head, row,
-    feature. `moved`: [batch, heads, rows, features], at least one element of it True."""
+    """Returns the place in the base of the first element that differs: sequence, head,
+    row (of dk and dv: kv head, key) and feature. The smallest row comes first, then
+    sequence, head, feature. `moved`: which differ, [batch, heads, rows, features], at
+    least one."""
     row = int(moved.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
     sequence, head, feature = moved[:, :, row].nonzero()[0].tolist()
     place = call.in_base
@@ -273,8 +279,8 @@ def _first_difference(
 
 
 def count_keys_seen(case: AttentionCase, first: tuple[int, int, int, int]) -> int:
-    """Returns how many keys a row of a case sees. `first`: its sequence, head, row,
-    feature."""
+    """Returns how many keys one row of a case sees, by causality, window and mask.
+    `first`: its sequence, head, row, and a feature, which is ignored."""
     sequence, head, row, _ = first
     shown = visible(case, slice(row, row + 1), slice(0, case.kv_len))
     if shown is None:

@@ -40,14 +40,14 @@ def model_rows(
     run: Callable[[AttentionCase], KernelRun | Failure],
     axes: Collection[str],
 ) -> Iterator[ModelRow]:
-    """Yields a row for the model with a kernel along each of `axes` that it has; with a
-    reason and no numbers where it raises, or its output is not finite or all zero. `run`
-    gives what the kernel returns for a case, or a Failure; `wider` the model in a wider
-    format, by whose output the errors of both forms are measured."""
+    """Yields a row for the model with a kernel along each of `axes` that it allows;
+    without numbers, with a reason, where anything raises or an output is not finite or
+    all zero. `run`: returns the kernel's run on a case, or a Failure. `wider`: returns
+    the model in a wider format, whose output is taken as exact."""
 
     def kernel(case: AttentionCase) -> Tensor:
-        """Returns the kernel's attention of a call. Raises Refused where it gives
-        none."""
+        """Returns the kernel's attention of a call, in the dtype of q. Raises Refused
+        where the kernel gives none."""
         if isinstance(ran := run(case), Failure):
             raise Refused(ran.reason)
         return ran.output.out.to(case.q.dtype)
@@ -96,8 +96,9 @@ def model_rows(
 def model_axes(
     model: nn.Module, inputs: Inputs, axes: Collection[str]
 ) -> tuple[str, ...]:
-    """Returns those of `axes` along which the model's own output can be compared:
-    `batch`, `chunks`, `decode`."""
+    """Returns those of `axes` along which the model's own output can be compared, in this
+    order: `batch` with several sequences, `chunks` and `decode` where the model can
+    generate and nothing is masked. `inputs`: has `input_ids`. Nothing is run."""
     return tuple(axis for axis in _output_pairs(model, inputs) if axis in axes)
 
 
@@ -109,18 +110,19 @@ def _exact_attention(case: AttentionCase) -> Tensor:
 def _output_pairs(
     model: nn.Module, inputs: Inputs
 ) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    """Returns by axis a function that returns two outputs of the first sequence, [1,
-    positions, width] in fp64, one computed in the usual way and one in another, at the
-    positions where they may differ: in decoding those that are decoded. An axis that the
-    model or its inputs do not allow is left out."""
+    """Returns by axis (`batch`, `chunks`, `decode`) a function without arguments. It runs
+    the model and returns two outputs of the first sequence, [1, positions, width] in
+    fp64: computed in the usual way, and in another. Positions are those where the two may
+    differ: with `decode` the last DECODED. An axis that the model or its inputs do not
+    allow is left out."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     count, n = ids.shape
     first = {name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
              for name, x in inputs.items()}  # fmt: skip
 
     def with_cache(*ends: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the output of one pass and that of a pass read in parts, with a cache,
-        up to each of `ends`; both from position `first`."""
+        """Returns the output of one pass, and that of a pass in parts with a cache, each
+        part ending at one of `ends`; both from position `first` on."""
         parts = [
             main_output(x) for x in run_in_parts(model, {"input_ids": ids[:1]}, ends)
         ]

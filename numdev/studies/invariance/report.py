@@ -1,5 +1,5 @@
-"""What `numdev invariance` says, as a report holds it: one row for each tensor of a
-kernel on a call, compared with the same rows computed another way."""
+"""What the report of `numdev invariance` consists of: one row for each tensor of a kernel
+on a call, compared with the same rows computed another way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Place = tuple[int, int, int, int]
 
 
 class Cause(Record):
-    """How the two forms were computed differently: two ways to cut or order the keys, as
-    options of `emulated` under which it makes the same difference, or two operators."""
+    """Why two forms of a call differ: two ways to cut or order the keys, as options of
+    `emulated` under which the emulation makes the same difference, or two operators that
+    ran."""
 
     base: dict[str, object]
     variant: dict[str, object]
@@ -28,8 +29,9 @@ class Cause(Record):
     operators, which are what ran."""
 
     def __str__(self) -> str:
-        """`explained by tiling: 64 keys a tile in one split against 64 keys a tile in 4
-        splits`."""
+        """Returns the cause as a clause: `explained by tiling: 64 keys a tile in one
+        split against 64 keys a tile in 4 splits`, or `flash, splits 4 ran in place of
+        flash, splits 1`."""
         if self.residual is None:
             base, variant = map(_operator_in_words, (self.base, self.variant))
             return f"{variant} ran in place of {base}"
@@ -47,7 +49,7 @@ class Cause(Record):
 
 def _operator_in_words(did: Mapping[str, object]) -> str:
     """Returns an operator and its options in words, such as `flash, splits 4`. `did`:
-    what a kernel says that it ran, by name, with the key `operator`."""
+    what a kernel says that it ran, by name; the operator stands under `operator`."""
     return ", ".join(
         str(value) if name == "operator" else f"{name} {value}"
         for name, value in did.items()
@@ -55,9 +57,9 @@ def _operator_in_words(did: Mapping[str, object]) -> str:
 
 
 def _tiling_in_words(options: Mapping[str, object]) -> str:
-    """Returns how the keys are tiled, split and ordered, in words; all keys at once
-    without a tile, which has no splits then. `options`: `block_kv`, `splits` and
-    `kv_order` of the kernel `emulated`."""
+    """Returns how the keys are tiled, split and ordered: `64 keys a tile, the last first,
+    in 4 splits`. Without a tile it is `all keys at once`, and splits are left out.
+    `options`: `block_kv`, `splits` and `kv_order` of the kernel `emulated`."""
     tile, splits = options.get("block_kv"), options.get("splits") or 1
     text = f"{tile} keys a tile" if tile else "all keys at once"
     text += ", the last first," if options.get("kv_order") == "descending" else ""
@@ -105,7 +107,7 @@ itself."""
 
 
 class OfWay(Who):
-    """The fields of a row that say whose it is."""
+    """The fields of a row that say which kernel, call, axis and variant it is about."""
 
     case: str
     layer: int | None
@@ -116,8 +118,8 @@ class OfWay(Who):
 
 
 class InvarianceRow(OfKernel):
-    """One tensor of one kernel along one axis, over all rows that were computed both
-    ways."""
+    """One tensor of one kernel in one variant of a call along one axis, over all rows
+    that were computed both ways."""
 
     case: str
     layer: int | None = None
@@ -165,7 +167,7 @@ class InvarianceRow(OfKernel):
 
     @property
     def base_errs(self) -> bool:
-        """Whether it is the call as it is that is far from exact, not its other form: its
+        """Whether the call as it is is far from exact and the other form is not: its
         error is over 4 times the floor's, and over 4 times the other form's."""
         return (self.error_base or 0.0) > 4 * max(1.0, self.error_variant or 0.0)
 
@@ -174,7 +176,8 @@ TINY = 1e-300  # a divisor that is never 0
 
 
 class ModelRow(Record):
-    """The model's own output, computed another way."""
+    """The model's own output with a kernel, along one axis: computed another way, and
+    compared."""
 
     axis: Axis
     kernel: str
@@ -192,14 +195,15 @@ class ModelRow(Record):
     @property
     def times_explained(self) -> float | None:
         """Returns the change over what roundings explain, which rules judge; None without
-        numbers."""
+        numbers. It is huge, not infinite, where `explained` is 0."""
         if self.difference is None or self.explained is None:
             return None
         return self.difference / max(self.explained, TINY)
 
 
 class InvarianceSummary(Record):
-    """What a reader wants first."""
+    """The sentences that a reader wants first: causes of differences, and the model's
+    output."""
 
     answer: tuple[str, ...]
 
@@ -215,12 +219,12 @@ class InvarianceReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether any kernel ran along any axis."""
+        """Whether a kernel ran along at least one axis."""
         return any(row.status == "ok" for row in self.rows)
 
     @property
     def unmeasured(self) -> str:
-        """Returns a sentence that says why no kernel ran along any axis, with up to four
+        """Returns a clause that says that no kernel ran along an axis, with up to four
         reasons."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"no kernel ran along any axis: {', or '.join(reasons[:4])}"

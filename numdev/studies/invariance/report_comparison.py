@@ -1,7 +1,8 @@
 """Compares two reports of `numdev invariance`: which rows moved from A to B.
 
-A row, also of the model's own output, moved where bits were the same and no longer are,
-or the reverse, where its cause is another one, or one of its numbers another by TIMES."""
+A row, also of the model's own output, moved where its bits were equal in one report
+alone, where its cause is another one, or where one of its numbers changed by more than a
+factor of TIMES."""
 
 from __future__ import annotations
 
@@ -77,12 +78,12 @@ class InvarianceNames:
         return (*self.step(row), row.tensor)
 
     def lost(self, a: InvarianceRow, b: InvarianceRow) -> list[str]:
-        """Returns the names of the numbers that row A has and row B lacks."""
+        """Returns the names of those DIFFERENCES that row `a` has and row `b` lacks."""
         return lost_numbers(a, b, DIFFERENCES)
 
     def about(self, row: InvarianceRow) -> About:
-        """Returns the fields of a move that say which row it is about; `tensor` holds the
-        axis too."""
+        """Returns the fields of a move that say which row it is about; `tensor` is axis
+        and tensor, `batch out`."""
         return {**row.who, "tensor": f"{row.axis} {row.tensor}"}
 
     def place(self, row: InvarianceRow) -> Place:
@@ -94,8 +95,9 @@ def moves(
     old: InvarianceReport, new: InvarianceReport
 ) -> tuple[InvarianceNames, Compared]:
     """Returns the names by which rows are paired, and what changed from `old` to `new`: a
-    group for every axis of every tensor that both reports have, a move for each row that
-    changed, moves of the model's own output, and what one report alone has."""
+    group for every kernel, format, axis and tensor that both reports measured; the moves
+    of rows that changed; kernels that no longer repeat their bits; moves of the model's
+    own output, with the rows and numbers that one report alone has of it."""
     names = InvarianceNames()
     pairs = measured_pairs(names, old.rows, new.rows)
     groups: list[Group] = []
@@ -141,7 +143,8 @@ def _largest_ratio(rows: Iterable[InvarianceRow]) -> float | None:
 
 
 class Number(NamedTuple):
-    """A number that changed by more than TIMES, or that was 0 and no longer is."""
+    """A number of a row that changed by more than a factor of TIMES, or is 0 in one
+    report alone. `excess`: by how many times the logarithm of TIMES, at most FAR."""
 
     metric: str
     a: float
@@ -151,9 +154,10 @@ class Number(NamedTuple):
 
 
 def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
-    """Yields the fields of each move in one row: other counts of elements or of NaN; then
-    other bits or causes, or else the number that changed most, beyond TIMES, or else the
-    count of elements that differ. `a`, `b`: the row in A and in B."""
+    """Yields the fields of each move in one row, `a` in report A and `b` in report B.
+    First other counts of elements, then of NaN. Then one of these: other bits or another
+    cause; the number that changed most, beyond TIMES; other counts of elements that
+    differ."""
     fact: Changed = {
         "metric": "difference",
         "excess": FAR,
@@ -205,9 +209,9 @@ def _move_fields(number: Number, words: str) -> Changed:
 
 
 def _number_change(a: Row, b: Row, name: str) -> Number | None:
-    """Returns how the number `name` changed from row A to B; None where either is null,
-    or where they are within TIMES of each other. A number that is 0 in one alone changed
-    by FAR."""
+    """Returns how the number `name` changed from row A to B. None where either is None,
+    and where they are within a factor of TIMES. A number that is 0 in one row alone
+    changed by FAR."""
     one, two = getattr(a, name), getattr(b, name)
     if one is None or two is None or one == two:
         return None
@@ -219,16 +223,17 @@ def _number_change(a: Row, b: Row, name: str) -> Number | None:
 
 
 def _counts_alike(a: int, b: int) -> bool:
-    """Whether two counts of elements that differ are about the same: within TIMES, or
-    within what chance does to so few."""
+    """Whether two counts of elements that differ are about the same: within a factor of
+    TIMES, or of a difference that chance makes in so few."""
     return max(a, b) <= TIMES * min(a, b) or abs(a - b) <= 2 * math.sqrt(a + b)
 
 
 def _unsteady_moves(
     names: InvarianceNames, old: InvarianceReport, new: InvarianceReport
 ) -> Iterator[Move]:
-    """Yields a move for each kernel that repeated its bits in A, and in B does not. Only
-    a kernel that does not repeat them has a row along `repeat` that differs."""
+    """Yields a move for each tensor and variant in which a kernel does not repeat its
+    bits in B, where A has no such row and has numbers of the kernel. Only a kernel that
+    does not repeat its bits has such a row."""
     before = {names.row(row) for row in old.rows}
     kernels = {names.kernel(row) for row in old.rows if row.status == "ok"}
     for row in new.rows:
@@ -248,7 +253,7 @@ def _output_moves(
     old: Sequence[ModelRow], new: Sequence[ModelRow]
 ) -> tuple[list[Move], list[Presence]]:
     """Returns the moves of the model's own output with each kernel along each axis, and
-    the presences of rows and numbers that one report alone has."""
+    presences: rows with numbers, and single numbers, that one report alone has."""
     moves: list[Move] = []
     presences: list[Presence] = []
     for a, b in both_sides(
@@ -281,9 +286,9 @@ def _output_moves(
 
 
 def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:
-    """Yields the fields of each move in a row of the model's own output: other counts;
-    then equal bits in one report alone, or else the first number beyond TIMES, or else
-    the count of elements that differ."""
+    """Yields the fields of each move in a row of the model's own output. First other
+    counts of elements. Then one of these: bits that are equal in one report alone; the
+    first number of OF_OUTPUTS beyond TIMES; other counts of elements that differ."""
     if a.elements != b.elements:
         words = f"elements: {a.elements}, now {b.elements}"
         yield {"metric": "elements", "excess": FAR, "words": words}
@@ -310,8 +315,8 @@ def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:
 
 
 def _change_in_words(row: InvarianceRow) -> str:
-    """Returns how far a row changes, and by which cause, in words: `the same bits`, or
-    the difference over the floor's error."""
+    """Returns how far a row changes, and by which cause: `the same bits`, or `0.012× the
+    floor's error (explained by tiling: ...)`."""
     if row.same:
         return "the same bits"
     text = f"{three(row.floor_ratio)}× the floor's error"

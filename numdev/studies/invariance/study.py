@@ -102,11 +102,11 @@ def invariance(
     command: str = "",
 ) -> InvarianceReport:
     """Runs `request` and returns its report, judged by `rules` (None: the default ones).
-    What is measured goes to a journal in `directory` (None: in memory alone), so that an
-    interrupted run goes on from there; `overwrite` replaces a damaged journal or one of
-    another request. `say` gets notes on the source, `progress` (what, done, total).
-    Raises UsageError for a request that cannot be run, also where no call can be made
-    another way."""
+    Rows go to a journal in `directory` (None: in memory alone), from which a call with
+    the same request goes on; `overwrite` replaces a damaged journal or one of another
+    request. `say` gets notes on the source, `progress` (what, done, total). A kernel that
+    fails has a failed row. Raises UsageError for a request that cannot be run, or has no
+    call to make another way, MeasurementError for rules of another system."""
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
@@ -154,7 +154,8 @@ def invariance(
 
 
 def _no_call_error(request: InvarianceRequest) -> UsageError:
-    """Returns the error for a request of which no call can be made another way."""
+    """Returns, without raising it, the error for a request none of whose calls can be
+    made another way."""
     along = joined_words(request.axes_asked) or "any axis"
     what = f"{request.target}: no attention call could be made another way along {along}"
     return UsageError(what, hint="check --layers, --axis and --require")
@@ -167,8 +168,8 @@ def _complete_journal(
     journal: Journal,
     progress: Progress,
 ) -> None:
-    """Measures every variant of every case that the journal lacks and appends its rows to
-    it."""
+    """Measures every variant of every case, in every format, that the journal lacks, and
+    appends its rows and its `Way` to the journal."""
     total, done = source.count() * len(formats) * len(study.axes), 0
     with study.watch("capture"):
         for located in source:
@@ -194,8 +195,9 @@ def _plan_way(
     fmt: Format,
     rows: Sequence[InvarianceRow],
 ) -> Way:
-    """Returns a variant as the plan of a report records it. Its reason is that of a row
-    that says that no such call can be made. `rows`: those of all kernels on it."""
+    """Returns a variant as the plan of a report records it. Its reason is that of the
+    first row that says that no such call can be made. `rows`: those of all kernels on the
+    variant."""
     reason = next((row.reason for row in rows if row.excuse == "call"), None)
     return Way(
         format=fmt.name,
@@ -211,7 +213,8 @@ def _plan_way(
 def report_of_rows(
     study: InvarianceStudy, plan: Plan, rows: Sequence[InvarianceRow]
 ) -> InvarianceReport:
-    """Returns a report, not judged, of rows that a study measured on calls in memory."""
+    """Returns a report, not judged, of rows that a study measured on calls in memory; its
+    request and ways are empty."""
     return InvarianceReport(
         provenance=provenance(plan.system, {}, "numdev.check"),
         request={},
@@ -224,8 +227,9 @@ def report_of_rows(
 def reproducers(
     report: InvarianceReport, request: InvarianceRequest, directory: Path, **_: object
 ) -> list[Path]:
-    """Writes a script for each exceeded finding on a kernel, which runs it along its axis
-    alone on these calls; returns the scripts' paths."""
+    """Writes to `directory` a script for each finding on a kernel that exceeds a limit;
+    it runs the kernel along that axis alone on the request's calls. Returns the scripts'
+    paths. Findings on the model's output have none. `report`: judged."""
     rules = Rules.model_validate(report.rules)
     source = request.checkpoint
     if source is not None and Path(source).exists():
@@ -233,7 +237,7 @@ def reproducers(
 
     def facts(finding: Finding) -> dict[str, object] | None:
         """Returns what the script of a finding needs, by name: the request and the rules
-        as JSON, and the folders to import from; None for any other finding."""
+        as JSON, and the folders to import from. None for a finding that has no script."""
         if finding.severity != "exceeded" or finding.kernel == MODEL:
             return None
         axis = finding.rule.split()[0]
@@ -256,18 +260,18 @@ def reproducers(
 
 
 def open_cases(request: InvarianceRequest, system: System) -> Source:
-    """Opens the source of the request's cases. Raises UsageError for one that cannot be
-    opened."""
+    """Returns the source of the request's cases, opened. Raises UsageError for a source
+    that cannot be opened."""
     names = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
     reading = AuditRequest(**{name: getattr(request, name) for name in names})
     return open_source(reading, system)
 
 
 def prepare_case(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
-    """Returns the case as it is compared: without grad_out unless gradients are compared,
-    with grad_out 0 in rows that see no key, and without causality and window where these
-    hide nothing from a single query. Raises UsageError for a case of some rows of a
-    call."""
+    """Returns the case as it is compared. It has no grad_out unless gradients are
+    compared (`backward`); grad_out is 0 in rows that see no key. A single query from
+    which causality and window hide no key loses these. Raises UsageError for a case that
+    is some rows of a call."""
     if case.positions is not None:
         raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
     if case.q_len == 1 and count_keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
@@ -280,7 +284,8 @@ T = TypeVar("T")
 
 @dataclass
 class InvarianceStudy:
-    """The kernels and axes of a request, and how kernels are run."""
+    """The kernels and axes of a request, and how kernels are run. It remembers the shapes
+    of cases, and results of the present case."""
 
     kernels: Sequence[Planned]
     axes: Sequence[str]
@@ -302,8 +307,8 @@ class InvarianceStudy:
     def plan_record(
         self, formats: Sequence[Format], ways: Sequence[Way], *, named: bool
     ) -> InvariancePlan:
-        """Returns the plan as a report records it, as if its axes were asked for by name.
-        `named`: whether the kernels were."""
+        """Returns the plan as a report records it, with `asked` set. `named`: whether the
+        kernels were asked for by name."""
         kernels = [
             PlannedKernel(
                 role="kernel", kernel=p.kernel.name, options=recorded_options(p)
@@ -324,9 +329,9 @@ class InvarianceStudy:
     def variants(
         self, case: AttentionCase, fmt: Format
     ) -> Iterator[tuple[str, Variant, Callable[[], Iterator[InvarianceRow]]]]:
-        """Yields (axis, variant, function that measures its rows) for every variant of a
-        case along every axis of the study. Call the function, if at all, before taking
-        the next item."""
+        """Yields (axis, variant, function) for every variant of a case along every axis
+        of the study. The function, without arguments, yields the variant's rows; call it,
+        if at all, before taking the next item. Drops the results of the case before."""
         shape = (fmt.name, case.q.shape, case.k.shape, case.is_causal, case.mask is None)
         self.results, self.searches = {}, shape not in self.met
         self.met.add(shape)
@@ -346,9 +351,9 @@ class InvarianceStudy:
         self, source: Source, formats: Sequence[Format], journal: Journal
     ) -> None:
         """Measures the model's own output with each kernel in each format that the
-        journal lacks, loading it once in each format, and appends the rows to it; sets
-        `model_axes`. Does nothing for a source that is no checkpoint in memory, or does
-        not read `input_ids`."""
+        journal lacks, and appends the rows to it; sets `model_axes`. The model is loaded
+        once in each format. Does nothing for a source that is no checkpoint, that is read
+        layer by layer, or whose prompt has no `input_ids`."""
         if not isinstance(source, CheckpointSource) or source.streamed is not None:
             return
         if "input_ids" not in source.prompt.inputs:
@@ -369,10 +374,10 @@ class InvarianceStudy:
     def measure_variant(
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
     ) -> Iterator[InvarianceRow]:
-        """Yields the rows of all kernels on one variant; without numbers where the
-        variant changes the exact answer, computed in fp64, or no such call can be made. A
-        kernel without the variant's options is skipped, one that fails has a failed
-        row."""
+        """Yields the rows of all kernels on one variant. They are skipped, with a reason
+        and without numbers, where no such call can be made, and where the variant changes
+        the exact answer, computed in fp64. A kernel without the variant's options has a
+        skipped row; one that fails has a failed row."""
         base, why = variant.base or case, variant.reason
         if not why:
             exact = self._cached(
@@ -416,10 +421,10 @@ class InvarianceStudy:
         self, planned: Planned, changed: Planned, variant: Variant, base: AttentionCase,
         exact: Reference, fmt: Format,
     ) -> Forms | Failure:  # fmt: skip
-        """Returns a kernel's outputs for the base and for the variant's calls; the
-        Failure of the first that fails, also where the output for the base is not finite
-        and the exact one is. `changed`: the kernel with the variant's options; `exact`:
-        the reference of the base."""
+        """Returns a kernel's outputs for the base and for the variant's calls; or the
+        first Failure, also where an element for the base is not finite and the exact one
+        is. `changed`: the kernel with the variant's options, for the calls; `exact`: the
+        reference of the base."""
         key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
         run = partial(self.run_kernel, planned, base, variant.base_within)
         first = self._cached(key, base, run)
@@ -442,8 +447,9 @@ class InvarianceStudy:
 
     def _compared_rows(self, about: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """Yields the rows of both forms, one for each tensor. Where `out` or `lse`
-        differs the kernel runs again: one that does not repeat itself has rows along
-        `repeat` too, and one row without numbers where that explains the difference."""
+        differs the kernel runs again. One that does not repeat itself has rows along
+        `repeat` first; where these explain the difference, one row without numbers
+        follows in place of the others."""
         with self.watch("comparing"):
             numbers = dict(compare_forms(forms))
         repeats = None
@@ -490,8 +496,8 @@ class InvarianceStudy:
 
     def _unrepeated_rows(self, of: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """Runs the base twice more, since a kernel may alternate, and each other call
-        once; yields rows along `repeat` for the first run that gives other bits or fails.
-        Yields nothing where all repeat."""
+        once. Yields rows along `repeat` for the first run that gives other bits or fails,
+        and runs no more. Yields nothing where all repeat."""
         name = f"again, {of['axis']} {of['variant']}"
         about: OfWay = {**of, "axis": "repeat", "variant": name}
         # The base twice, since a kernel may alternate.
@@ -521,14 +527,14 @@ class InvarianceStudy:
 
     def exact_answer(self, case: AttentionCase) -> Reference:
         """Returns the reference of a case in fp64, with gradients where the study
-        compares them."""
+        compares them. Computes it anew."""
         with self.watch("reference"):
             return gradients(case) if self.backward else attend(case)
 
     def _cached(
         self, key: tuple[object, ...], case: AttentionCase, make: Callable[[], T]
     ) -> T:
-        """Returns what `make` returned for this key earlier, or returns now. The case is
+        """Returns the result of `make()`, of the first call for this key. The case is
         stored with it, so that its id, which is part of the key, stays its own."""
         if key not in self.results:
             self.results[key] = make(), case
@@ -539,10 +545,11 @@ class InvarianceStudy:
         self, planned: Planned, case: AttentionCase, within: Within = PLAIN,
         wrap: str | None = None, gradients: bool | None = None,
     ) -> KernelRun | Failure:  # fmt: skip
-        """Returns a kernel's run on a case, or a Failure. `within` lays the case out in
-        memory; `wrap` (`graph` or `compiled`) changes how the kernel runs; `gradients`:
-        None for as the study does. A kernel that declines the backward pass runs forward
-        alone, with the reason in `declined`."""
+        """Returns a kernel's run on a case, or a Failure, where it is missing here,
+        declines or fails; nothing is raised. `within` lays the case out in memory; `wrap`
+        (`graph` or `compiled`) changes how the kernel runs; `gradients`: None for as the
+        study does. A kernel that declines the backward pass runs forward alone, with the
+        reason in `declined`."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             return Failure("skipped", missing)
@@ -568,8 +575,9 @@ class InvarianceStudy:
 def added_demand(
     axis: str, variant: Variant, case: AttentionCase
 ) -> Literal["", "mask", "option", "way"]:
-    """Returns what a variant asks of a kernel that the case as it is does not: a `mask`,
-    an `option`, or a `way` to run that a sound kernel may lack; empty for nothing."""
+    """Returns what a variant asks of a kernel that the case as it is does not. `way`: a
+    way to run that a sound kernel may lack; `option`: an option of the kernel; `mask`: a
+    mask, where the case has none. Empty for nothing; the first that holds."""
     if axis in WATCHED:
         return "way"
     if variant.options:
@@ -578,8 +586,9 @@ def added_demand(
 
 
 def _excuse(failure: Failure, adds: str) -> Excuse:
-    """Returns the excuse of a kernel that gave no output for a variant; empty where that
-    is the kernel's fault. `adds`: what the variant asks beyond the case as it is."""
+    """Returns the excuse of a kernel that gave no output for a variant: `way`, `mask`,
+    `kernel` (it declined) or `memory`. Empty where it failed without one. `adds`: what
+    `added_demand` returned."""
     if adds == "way":
         return "way"
     if failure.status == "skipped":
@@ -595,7 +604,7 @@ def recorded_options(planned: Planned) -> dict[str, object]:
 
 def _has_other_bits(numbers: Numbers | str | None) -> bool:
     """Whether a tensor was compared, and has other bits. `numbers`: its numbers, a reason
-    why there are none, or None for a tensor that is not returned."""
+    why there are none, or None for a tensor that was not compared."""
     return isinstance(numbers, dict) and numbers["differ"] > 0
 
 
@@ -607,8 +616,9 @@ def out_of_memory(failure: Failure) -> bool:
 
 
 def _with_variant_options(planned: Planned, variant: Variant) -> Planned | None:
-    """Returns the kernel with the options of a variant added to its own; None where it
-    has no such option, or not with this value."""
+    """Returns the kernel with the options of a variant added to its own, itself where the
+    variant has none. None where the kernel lacks the option, or does not take this
+    value."""
     if not variant.options:
         return planned
     if variant.options.keys() <= planned.kernel.options.keys():

@@ -79,7 +79,7 @@ class InvarianceLimits(Strict):
 
 
 class JudgedNumber(NamedTuple):
-    """A number of a row beside its limit."""
+    """A number of a row beside its limit, by a rule that is a key of WRONG."""
 
     row: InvarianceRow
     rule: str
@@ -94,8 +94,8 @@ class JudgedNumber(NamedTuple):
 
 
 def gravest_number(numbers: Iterable[JudgedNumber]) -> JudgedNumber:
-    """Returns the number with the gravest rule, in the order of WRONG, and among those
-    the largest. `numbers`: at least one."""
+    """Returns the number with the gravest rule, in the order of WRONG; of equal ones the
+    largest, then that of the row with the largest excess. `numbers`: at least one."""
     rules = list(WRONG)
     return max(
         numbers, key=lambda x: (-rules.index(x.rule), x.observed, x.row.excess or 0.0)
@@ -106,11 +106,11 @@ def judged_numbers(
     row: InvarianceRow, limits: InvarianceLimits, required: Axes = ()
 ) -> Iterator[JudgedNumber]:
     """Yields the numbers of a measured row, one for each rule that judges it. A number
-    that is missing is infinite, beyond every limit. `required`: axes along which every
-    tensor must keep its bits, whatever the rules say."""
+    that is None counts as infinite, beyond every limit. `required`: axes along which
+    every tensor must keep its bits, also where the rules do not say so."""
 
     def number(name: str) -> float:
-        """Returns a number of the row; infinity for null."""
+        """Returns a number of the row; infinity for None."""
         value = getattr(row, name)
         return math.inf if value is None else float(value)
 
@@ -136,9 +136,10 @@ def judged_numbers(
 
 
 def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
-    """Yields the tests of a report. For each planned kernel in each format: whether it
-    ran, and each rule on each tensor along each planned axis, or why there is none. Last,
-    the model's own output with each kernel."""
+    """Yields the tests of a report. For each planned kernel in each format: how often it
+    ran, and each rule on each tensor along each axis, or why there is none. Axes are
+    those of the plan, those that the request or a user's rules require, and those that
+    have rows. Last, the model's own output with each kernel."""
     limits: InvarianceLimits = rules.limits_of("invariance")
     plan = report.plan
     rows = grouped(report.rows, lambda r: (label(r), r.format))
@@ -171,8 +172,8 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
 
 
 def _is_absent(report: InvarianceReport, rows: Sequence[InvarianceRow]) -> bool:
-    """Whether rows, all of one kernel, are of one that nobody named and that declined
-    every call it was given: a backend that this machine lacks."""
+    """Whether a kernel, whose rows these are, is a backend that this machine lacks:
+    nobody named it, and it declined at least one call and ran in none."""
     excuses = {row.excuse for row in rows if row.status == "skipped"}
     declined = "kernel" in excuses and excuses <= {*UNTRIED, "kernel"}
     return (
@@ -188,9 +189,10 @@ def _run_tests(
     rows: Sequence[InvarianceRow],
     rules: Rules,
 ) -> Iterator[Test]:
-    """Yields the tests of how often a kernel ran: forward and, where it was asked for,
-    backward. A kernel that may lack a way to run is not excused where it ran so in
-    another variant of the axis."""
+    """Yields the tests of how often a kernel ran: forward, and backward where gradients
+    were asked for. Calls that it may skip (UNTRIED) do not count. A way to run that a
+    sound kernel may lack does count along an axis where the kernel ran in another
+    variant."""
     ran = {row.axis for row in rows if row.status == "ok"}
     tried = []
     for row in rows:
@@ -210,8 +212,8 @@ def _run_tests(
 
 
 def _run_state(row: InvarianceRow) -> tuple[str, str]:
-    """Returns whether a kernel ran, `ok`, `skipped` or `failed`, and why; one that does
-    not repeat itself ran."""
+    """Returns whether a kernel ran, `ok`, `skipped` or `failed`, and why not (empty where
+    it ran). A kernel that does not repeat itself ran."""
     why = row.reason or ""
     if row.status == "failed":
         why = f"along {row.axis} ({row.case}: {row.variant}): {why}"
@@ -222,10 +224,11 @@ def _untried_test(
     axis: str, who: Who, rows: Sequence[InvarianceRow], *, keeps_bits: bool,
     asked: bool,
 ) -> Test:  # fmt: skip
-    """Returns the test of an axis along which a kernel ran in no call. It is missing
-    where the axis was `asked` for, where the kernel failed or memory ran out, and where
-    the kernel `keeps_bits` along it by the rules and declines calls of the kind that it
-    takes; else it does not apply. `rows`: those along the axis, maybe none."""
+    """Returns the test of an axis along which a kernel ran in no call: missing, or not
+    applicable. It is missing where the axis was `asked` for, and where the kernel failed
+    or memory ran out. It is missing too where the rules say that the kernel `keeps_bits`
+    along it and it declined more than masks. `rows`: those along the axis, which may be
+    empty."""
     reasons = dict.fromkeys(row.reason or "" for row in rows) or ("no call was made so",)
     possible = any(row.excuse not in ("call", "mask") for row in rows)
     failed = any(row.excuse in ("", "memory") for row in rows)
@@ -246,8 +249,9 @@ def _axis_tests(
     limits: InvarianceLimits,
     required: Axes,
 ) -> Iterator[Test]:
-    """Yields a test for each rule on each tensor along one axis. `rows`: a kernel's, of
-    which those with numbers are judged; `required`: axes that must keep all bits."""
+    """Yields a test for each rule on each tensor along one axis. `rows`: those of a
+    kernel, of which those with numbers are judged; `required`: axes along which all bits
+    must stay."""
     ok = [row for row in rows if row.status == "ok"]
     numbers = [number for row in ok for number in judged_numbers(row, limits, required)]
     by_rule = grouped(numbers, lambda x: (x.rule, x.row.tensor))
@@ -276,9 +280,9 @@ def _axis_tests(
 def _model_tests(
     rows: Iterable[ModelRow], kernel: PlannedKernel, limits: InvarianceLimits
 ) -> Iterator[Test]:
-    """Yields a test along each axis of the model's own output with a kernel: its
-    difference over what roundings explain, which is the error of the better of both
-    forms. Missing for a row without numbers."""
+    """Yields a test for each row of the model's own output with a kernel: its difference
+    over what roundings explain, which is the error of the better form. The test is
+    missing for a row without numbers."""
     for row in rows:
         name = labelled(kernel.kernel, kernel.options)
         test = partial(
@@ -305,9 +309,10 @@ def _model_tests(
 def findings(
     judgement: Judgement, report: InvarianceReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """Returns a finding for each dependence that follows from no graver one, and for each
-    kernel that failed or had to run and did not, unless it has one already; and sentences
-    on what was judged."""
+    """Returns the findings, and sentences on what was judged. There is a finding for each
+    exceeded axis of the model's output, and for each dependence of a kernel that does not
+    follow from a graver one. There is one for each kernel that failed, or had to run and
+    did not, unless it has one already."""
     wrong: list[Finding] = []
     beyond = [test for test in judgement.tests if test.beyond]
     for of_kernel in grouped(beyond, lambda t: (label(t), t.format)).values():
@@ -330,10 +335,10 @@ def findings(
 def _dependence_findings(
     tests: Sequence[Test], rows: Sequence[InvarianceRow]
 ) -> Iterator[Finding]:
-    """Yields a finding for each axis on which one kernel depends, unless that follows
-    from another axis; the one farthest beyond its limit comes first, and says along which
-    axes the kernel is bit-identical. `tests`: those of one kernel in one format that are
-    exceeded, at least one; `rows`: of the report."""
+    """Yields one finding for each axis on which one kernel depends, by its gravest
+    number, unless the dependence follows from another axis. The one farthest beyond its
+    limit comes first, and says along which axes the kernel is bit-identical. `tests`: the
+    exceeded ones of one kernel in one format, at least one; `rows`: all of the report."""
     by_axis = grouped(tests, lambda test: test.beyond[0].row.axis)
     gravest = {
         axis: gravest_number(number for test in of_axis for number in test.beyond)
@@ -357,9 +362,9 @@ def _dependence_findings(
 
 
 def _output_statement(test: Test) -> Statement:
-    """Returns what to say of the model's own output that depends on an axis: the number
-    that was judged; in the details with which kernel, and how much of its size it
-    changes. `test`: an exceeded one of the model."""
+    """Returns what to say of the model's own output where it depends on an axis: the
+    number that was judged; in the details with which kernel, and by how much of its size
+    it changes. `test`: an exceeded one of the model."""
     row: ModelRow = test.beyond[0]
     ratio = test.observed if isinstance(test.observed, float) else None
     return Statement(
@@ -371,8 +376,10 @@ def _output_statement(test: Test) -> Statement:
 
 
 def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
-    """Returns for each axis whose failure follows from another one that other axis.
-    `gravest`: the gravest number of a kernel by axis."""
+    """Returns, for each axis whose failure follows from that of another axis, the other
+    axis. It follows by BRINGS, where it is not graver by more than ALIKE. Where the call
+    as it is errs, all such axes follow from the first. `gravest`: the gravest number of a
+    kernel by axis."""
     follows: dict[str, str] = {}
     for first in (axis for axis in BRINGS if axis in gravest):
         cause = gravest[first]
@@ -390,7 +397,8 @@ def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
 
 
 def _dependence_sentence(worst: JudgedNumber) -> str:
-    """Returns what is wrong along an axis, as a predicate to follow the kernel's name."""
+    """Returns what is wrong along an axis, as a predicate that follows the kernel's name:
+    `fails along batch: the output changes by 12× what roundings explain (limit 2×)`."""
     row = worst.row
     write = multiple if worst.metric in RATIOS else three
     wrong = WRONG[worst.rule].format(
@@ -404,8 +412,8 @@ def _dependence_sentence(worst: JudgedNumber) -> str:
 
 def _dependence_details(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
     """Returns sentences on what a kernel depends on, the call and form that show it, the
-    error of either form, where the difference begins, and its cause. `also`: the rows of
-    axes along which it differs for the same cause."""
+    error of either form, where the difference begins, and its cause; what is unknown is
+    left out. `also`: the rows of axes along which it differs for the same cause."""
     row = worst.row
     what = f"It depends on {AXES[row.axis]}"
     if row.axis == "repeat":
@@ -433,8 +441,9 @@ def _dependence_details(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> s
 
 
 def _axis_and_change(row: InvarianceRow) -> str:
-    """Returns an axis, and in brackets how far the row changes along it: `NaN`, `the
-    log-sum-exp`, or a multiple of the floor's error."""
+    """Returns an axis, and in brackets how far the row changes along it: `batch
+    (0.012×)`, a multiple of the floor's error, `batch (NaN)`, or `batch (the
+    log-sum-exp)`."""
     if row.nonfinite:
         return f"{row.axis} (NaN)"
     if row.tensor == "lse":
@@ -443,8 +452,9 @@ def _axis_and_change(row: InvarianceRow) -> str:
 
 
 def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
-    """Yields a sentence on what was judged and by which limits, and one for each kernel
-    in a format on the axes along which it was not, with the reasons."""
+    """Yields a sentence on the limits by which was judged, if there are any. Then for
+    each kernel in a format a sentence on the axes along which it was not judged, with the
+    reasons."""
     bitwise = {t.rule for t in judgement.tests if t.judged}
     axes = joined_words(axis for axis in report.plan.axes if f"{axis} bitwise" in bitwise)
     limits = {
@@ -472,8 +482,8 @@ def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterato
 
 def passing(report: InvarianceReport, tests: Sequence[Test]) -> Statement:
     """Returns what to say of a kernel that passed, or of the model's own output: along
-    which axes it is bit-identical and along which not. `tests`: at least one, of one
-    kernel or the model."""
+    which axes it is bit-identical and along which it is not; in the details by how much.
+    `tests`: those of one kernel in one format, or of the model, at least one."""
     name, fmt = label(tests[0]), tests[0].format
     if tests[0].kernel == MODEL:
         answers = [a for a in model_answers(report.models) if a.format == fmt]
@@ -498,7 +508,7 @@ def passing(report: InvarianceReport, tests: Sequence[Test]) -> Statement:
 
 def _rounding_sentence(answers: Sequence[AxisAnswer], judged: Mapping[str, float]) -> str:
     """Returns a sentence on the differences of a kernel that passed: that they are judged
-    as rounding, but those along axes that no limit is on; empty without a difference.
+    as rounding, and along which axes no limit is on them. Empty without a difference.
     `judged`: the limits by axis, as multiples of what roundings explain."""
     moved = [a.axis for a in answers if a.answer == "differs"]
     free = [axis for axis in moved if axis not in judged]
@@ -511,7 +521,8 @@ def _rounding_sentence(answers: Sequence[AxisAnswer], judged: Mapping[str, float
 def axis_answers(report: InvarianceReport) -> tuple[AxisAnswer, ...]:
     """Returns the answer of each kernel in each format along each planned axis, from the
     rows of a report and the rules that it was judged by (the default ones where it was
-    not): a limit that is exceeded makes `exceeds`, other bits alone `differs`."""
+    not): `exceeds` where a limit is exceeded, `differs` where only bits are others,
+    `same`, or `not tried`."""
     stored = report.rules
     rules = default_rules() if stored is None else Rules.model_validate(stored)
     failed = [t for t in tests(report, rules) if t.beyond and t.kernel != MODEL]
@@ -520,7 +531,7 @@ def axis_answers(report: InvarianceReport) -> tuple[AxisAnswer, ...]:
 
 
 def with_summary(report: InvarianceReport) -> InvarianceReport:
-    """Returns a copy of the report with the answer that its rows give."""
+    """Returns a copy of the report whose answer is made from its rows."""
     summary = InvarianceSummary(
         answer=tuple(answer_sentences(report.rows, report.models))
     )
@@ -528,17 +539,18 @@ def with_summary(report: InvarianceReport) -> InvarianceReport:
 
 
 def other_form_in_words(row: InvarianceRow) -> str:
-    """Returns the other form of a call, and the part of it that is compared where that is
-    not all."""
+    """Returns the other form of a call: `2 in place of 1`, or, where a part of it is
+    compared, `8 in place of 1, kv head 0 alone`."""
     return row.variant + (f", {row.part}" if row.part else "")
 
 
 def answer_sentences(
     rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()
 ) -> Iterator[str]:
-    """Yields a sentence on the cause of a difference, for each kernel and axis that has
-    one; then, for each format and axis along which the model's own output changes, by how
-    much, beside its rounding error, and through what."""
+    """Yields for each kernel and axis that has the cause of a difference a sentence on
+    that of the largest. Then, for each format and axis along which the model's own output
+    changes: by how much, beside its rounding error, and how much of that comes through
+    attention."""
     causes = [row for row in rows if row.differ and row.cause and row.tensor != "lse"]
     by_axis = grouped(causes, lambda r: (label(r), r.format, r.axis))
     for (kernel, fmt, axis), along in by_axis.items():
@@ -556,8 +568,9 @@ def answer_sentences(
 
 
 def _shares_clause(outputs: Sequence[ModelRow]) -> str:
-    """Returns how much of the changes of the model's output comes through attention, with
-    each kernel: of their mean squares. `outputs`: at least one, all of them changed."""
+    """Returns how much of the changes of the model's output comes through attention: `all
+    of it comes through attention`, or `through attention 80 % with sdpa-flash`, with each
+    kernel, of mean squares. `outputs`: at least one, all of them changed."""
     if all((m.share or 0.0) >= WHOLE for m in outputs):
         return "all of it comes through attention"
     shares = [

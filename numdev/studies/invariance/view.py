@@ -49,9 +49,10 @@ SHOWN = 24  # rows of the table of differences in a terminal; rows.csv has all
 
 
 def blocks(report: InvarianceReport) -> Iterator[doc.Node]:
-    """Yields what is shown below the verdicts: on a page one grid of axes by kernels,
-    with tables of tensors and differences behind it; elsewhere a table for each format
-    and group of axes, and the differences; then the model's own output, and what did not
+    """Yields what is shown below the verdicts. On a page it is one grid of axes by
+    kernels, with tables of tensors and differences to unfold. In a terminal and in
+    Markdown it is a table for each format and group of axes, and (in the terminal only if
+    verbose, SHOWN rows) the differences. Then the model's own output, and what did not
     run."""
     every = axis_answers(report)
     answers = {(a.kernel, a.format, a.axis): a.answer for a in every}
@@ -111,8 +112,9 @@ def _grid(answers: Sequence[AxisAnswer]) -> doc.Table:
 
 
 def _answer_cell(answer: AxisAnswer | None) -> doc.Cell:
-    """Returns the cell of a grid; a dash, with the reason, where the axis was not tried;
-    a dash alone for None."""
+    """Returns the cell of a grid: `same`, or how far the kernel changes, `FAIL` before it
+    beyond a limit, and in how many calls. A dash, with the reason, where the axis was not
+    tried; a dash alone for None."""
     if answer is None or answer.answer == "not tried":
         return doc.Cell(NONE, title="" if answer is None else answer.reason)
     if answer.answer == "same":
@@ -125,8 +127,8 @@ def _answer_cell(answer: AxisAnswer | None) -> doc.Cell:
 
 
 def _output_table(models: Sequence[ModelRow]) -> doc.Table:
-    """Returns the table of how the model's own output changes along each axis; rows
-    without numbers are left out."""
+    """Returns the table of how the model's own output changes, a row for each kernel,
+    format and axis; rows without numbers are left out."""
 
     def cells(row: ModelRow) -> Iterator[str | doc.Cell]:
         """Yields the cells of a row, one for each column."""
@@ -149,14 +151,15 @@ def _output_table(models: Sequence[ModelRow]) -> doc.Table:
 
 
 def _percent(x: float | None) -> str:
-    """Returns a share, 0 to 1, in per cent; a dash for None."""
+    """Returns a share, 0 to 1, in per cent: `12.5 %`; a dash for None."""
     return NONE if x is None else f"{three(100 * x)} %"
 
 
 def _group_tables(
     rows: Sequence[InvarianceRow], answers: Mapping[tuple[str, str, str], Answer]
 ) -> Iterator[doc.Table]:
-    """Yields a table for each format and group of axes that has a row."""
+    """Yields a table for each format and group of axes that has a row. `answers`: by
+    kernel, format and axis of every row."""
     for fmt, of_format in grouped(rows, lambda r: r.format).items():
         for group in GROUPS:
             of_group = [r for r in of_format if r.axis in group.axes]
@@ -171,8 +174,8 @@ def _group_table(
     answers: Mapping[tuple[str, str, str], Answer],
 ) -> doc.Table:
     """Returns a table of a group of axes with a column for each kernel, and a row for
-    each axis: one for all tensors where no kernel changes any, else one for each tensor
-    that a kernel changes. Red where the answer is `exceeds`."""
+    each axis: one for all tensors where no kernel changes a tensor, else one for each
+    tensor that a kernel changes. A cell is red where the answer is `exceeds`."""
     kernels = dict.fromkeys(label(r) for r in rows)
     table: list[tuple[doc.Cell, ...]] = []
     for axis, along in grouped(rows, lambda r: r.axis).items():
@@ -196,9 +199,9 @@ def _group_table(
 
 
 def _axis_cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
-    """Returns how far a kernel changes along an axis, and in how many of its calls;
-    `same` where no call changes, a dash, with the first reason, where it ran in none.
-    `bad`: there is a finding."""
+    """Returns how far a kernel changes along an axis, and in how many of its rows. It is
+    `same` where no row changes, a dash with the first reason where no row has numbers.
+    `bad`: whether a limit is exceeded."""
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
         reason = next((r.reason or "" for r in rows), "")
@@ -215,9 +218,9 @@ def _axis_cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
 def _difference_rows(
     rows: Sequence[InvarianceRow],
 ) -> Iterator[tuple[str | doc.Cell, ...]]:
-    """Yields the cells of each row of the table of differences: for each kernel, format,
-    axis, variant and tensor that differs the call that changes most, with the first cause
-    that one has."""
+    """Yields the cells of each row of the table of differences. There is one for each
+    kernel, format, axis, variant and tensor that differs: the call that changes most,
+    with its cause, or the first cause of another call."""
     moved = (r for r in rows if r.status == "ok" and r.differ)
     by_variant = grouped(
         moved, lambda r: (label(r), r.format, r.axis, r.variant, r.tensor)

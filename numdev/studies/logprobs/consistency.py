@@ -23,9 +23,9 @@ SLACK = 1e-9  # by which sums over tokens may contradict each other
 
 
 def check_consistency(report: LogprobsReport) -> None:
-    """Raises MeasurementError for rows that nobody planned, that are missing, or whose
-    numbers contradict each other, with the first contradiction. A missing row would
-    exceed no limit."""
+    """Raises MeasurementError, with the first contradiction, for rows that were not
+    planned, rows that are missing, and numbers that contradict each other or the request.
+    A missing row would exceed no limit."""
     refuse_contradictions(
         _plan_contradictions(report),
         _row_contradictions(report),
@@ -57,7 +57,7 @@ def _plan_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 def _row_contradictions(report: LogprobsReport) -> Iterator[str]:
     """Yields a sentence for each planned row of a side that is missing or there twice,
-    the first that nobody planned, and each that contradicts itself."""
+    for the first that was not planned, and for each row that contradicts itself."""
     count = Counter((row.side, row.sequence) for row in report.rows)
     for side in report.plan.sides if report.plan.model is not None else ():
         for sequence in range(side.sequences):
@@ -100,8 +100,8 @@ def _row_contradiction(row: SideRow) -> str:
 
 
 def _pair_contradictions(report: LogprobsReport) -> Iterator[str]:
-    """Yields a sentence for each planned pair that is missing, was not planned, or
-    contradicts itself."""
+    """Yields a sentence where the pairs are not those that were planned, in their order,
+    and one for each pair that contradicts itself."""
     planned, rows = list(range(report.plan.pairs)), report.pairs
     if [row.sequence for row in rows] != planned:
         yield "its pairs of sequences are not those that were planned"

@@ -62,19 +62,21 @@ def dump_logprobs(
     **fields: object,
 ) -> None:
     """Appends one sequence to a file of JSON lines, `.jsonl`, `.jsonl.gz` or
-    `.jsonl.zst`, that `numdev logprobs` reads.
+    `.jsonl.zst`, that `numdev logprobs` reads. The file is made if it does not exist, its
+    folder is not.
 
-    `token_ids` are its n tokens, prompt and response, without padding. `logprobs` are one
-    side's, or `rollout_logprobs` and `trainer_logprobs` both sides', as lists, arrays or
-    tensors: value i belongs to token i. With fewer than n, they are those of the last
-    tokens, as is a shorter `mask`. NaN and None mean that a token has no value. Without a
-    mask, the tokens with values count.
+    `token_ids`: its n tokens, prompt and response, without padding. Either `logprobs`,
+    those of one side, or `rollout_logprobs` and `trainer_logprobs`, those of both sides:
+    lists, arrays or tensors, in which value i belongs to token i. With fewer than n
+    values they are those of the last tokens, and so is a shorter `mask`. NaN and None
+    mean that a token has no value. `mask`: which tokens count; None: those with a value.
 
-    `fields` are what else is recorded: temperature, top_p, top_k, min_p, dtype,
-    head, logprobs_mode, engine, weights_version, step, uid, side, top_ids and
-    top_logprobs, kept_ids, position_ids, entropy, routed_experts, turn. Raises UsageError
-    for another name, and MeasurementError for values that could not be read back, before
-    anything is written. Each process needs its own file."""
+    `fields`: what else is recorded, by the names in FIELDS, such as temperature, top_p,
+    top_k, min_p, dtype, head, logprobs_mode, engine, weights_version, step, uid, side,
+    top_ids and top_logprobs, kept_ids, position_ids, entropy, routed_experts, turn. None:
+    left out. Raises UsageError for another name or suffix, and for more than n values;
+    MeasurementError for values that could not be read back; nothing is written then.
+    Raises OSError where the file cannot be written. Each process needs its own file."""
     path = Path(path)
     if suffix_of(path) not in (".jsonl", ".ndjson"):
         raise UsageError(f"path: expected a file .jsonl, got {path.suffix}")
@@ -110,8 +112,9 @@ def dump_logprobs(
 
 
 def _listed(value: object) -> object:
-    """Returns an array or tensor, of any dimensions, as nested lists, and each NaN as
-    None; infinity and other values as they are."""
+    """Returns an array or tensor, of any number of dimensions, as nested lists (one
+    without dimensions as a number), with None for NaN. Infinity and other values stay as
+    they are."""
     tolist = getattr(value, "tolist", None)
     x = tolist() if callable(tolist) else value
     if isinstance(x, list | tuple):
@@ -123,15 +126,16 @@ def _listed(value: object) -> object:
 
 
 def _plain(value: object) -> object:
-    """Returns a number as JSON can hold it: None for NaN, Python's for NumPy's."""
+    """Returns a number as JSON can hold it: None for NaN, Python's number for one of
+    NumPy or a tensor of one element. Other values stay as they are."""
     if isinstance(value, np.generic) or hasattr(value, "item"):
         value = cast(np.generic, value).item()
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _at_end(name: str, values: object, n: int, fill: object) -> list[object]:
-    """Returns values of the last tokens as values of all n, with `fill` for those
-    before. Raises UsageError for more than n."""
+    """Returns values of the last tokens as values of all n tokens, with `fill` before
+    them. Raises UsageError for what is no list, and for more than n values."""
     if not isinstance(values, list) or len(values) > n:
         got = f"{len(values)}" if isinstance(values, list) else type(values).__name__
         raise UsageError(f"{name}: expected at most {n} values, one a token, got {got}")
@@ -139,8 +143,9 @@ def _at_end(name: str, values: object, n: int, fill: object) -> list[object]:
 
 
 def _packing(path: Path) -> Callable[[bytes], bytes]:
-    """Returns what compresses a line by the file's suffix; each is compressed alone, so
-    that a program that ends leaves whole lines."""
+    """Returns the function that compresses a line of bytes, by the file's suffix: `.gz`,
+    `.zst`, or not at all. Each line is compressed alone, so that a program that ends
+    leaves whole lines. Raises UsageError where Zstandard is not installed."""
     if path.suffix.lower() == ".gz":
         return gzip.compress
     if path.suffix.lower() == ".zst":

@@ -39,8 +39,8 @@ ASK_FOR_IDS = "ask the server with return_token_ids=true (or return_tokens_as_to
 
 @dataclass
 class ResponseTokens:
-    """A growing run of tokens with what a response has of each; null for none.
-    `is_response` says of each whether it was generated."""
+    """A growing run of tokens, with what a response has of each; None for a token without
+    it. `is_response` says of each token whether it was generated."""
 
     ids: Values = field(default_factory=list)
     logprobs: Values = field(default_factory=list)
@@ -56,8 +56,8 @@ class ResponseTokens:
         *,
         is_response: bool,
     ) -> None:
-        """Adds tokens, their values and their alternatives, each as long as `ids`; None:
-        none of them has any. Nothing is checked."""
+        """Adds tokens with their values and their alternatives, in place, each as long as
+        `ids`; None: no token has one. Nothing is checked."""
         self.ids += ids
         self.is_response += [is_response] * len(ids)
         self.add_values(len(ids), logprobs, tops)
@@ -65,24 +65,25 @@ class ResponseTokens:
     def add_values(
         self, n: int, logprobs: Values | None, tops: list[Pairs | None] | None
     ) -> None:
-        """Adds values and alternatives of the next n tokens, each n long; null for all of
-        them where one is None."""
+        """Adds values and alternatives of n tokens, each n long, in place; None: no token
+        has one. Tokens are not added."""
         self.logprobs += [None] * n if logprobs is None else logprobs
         pairs = [None] * n if tops is None else tops
         self.top_ids += [None if pair is None else pair[0] for pair in pairs]
         self.top_logprobs += [None if pair is None else pair[1] for pair in pairs]
 
     def drop_values(self) -> None:
-        """Removes all values and alternatives, and leaves the tokens."""
+        """Removes the values and alternatives of all tokens, in place, and leaves the
+        tokens."""
         self.logprobs, self.top_ids, self.top_logprobs = [], [], []
 
     def sequence(
         self, record: FileRecord, uid: str | None, settings: RecordedSettings
     ) -> RecordedSequence:
-        """Returns the tokens as a sequence with their alternatives, with -inf for
-        STAND_IN. Those of a response count; where none of these has a log-probability,
-        all that have one. Raises MeasurementError, with the record's place, for values
-        that are no tokens, no numbers, or plus infinity."""
+        """Returns the tokens as a sequence with their alternatives, and -inf in place of
+        STAND_IN. Tokens of a response count; where none of these has a log-probability,
+        all tokens that have one count. Raises MeasurementError, with the record's place,
+        for values that are no tokens, no numbers, or plus infinity."""
         ids = record.integers_of("token ids", self.ids, None)
         logprobs = record.numbers_of("log-probabilities", self.logprobs, len(ids))
         responses = np.array(self.is_response, np.bool_)
@@ -107,15 +108,17 @@ class ResponseTokens:
 
 
 def is_response(record: FileRecord) -> bool:
-    """Whether a record is a response of completions or chat, or wraps one."""
+    """Whether a record is a response of completions or chat (it has `choices`), or has an
+    object under `response`."""
     return record.has("choices") or isinstance(record.fields.get("response"), Mapping)
 
 
 def response_sequences(record: FileRecord) -> Sequences:
-    """Yields the choices, in order, of a response of vLLM's completions, chat or
-    generate. Each is named by the first of `custom_id`, `uid`, `id` and `request_id` that
-    is there, and its index where there are several. Raises MeasurementError for a choice
-    without tokens."""
+    """Yields the choices, in order, of a response of completions, chat or generate, as
+    (empty text, sequence). Each is named by the record's `custom_id` or `uid`, else by
+    the response's `id` or `request_id`, else not; with several choices the choice's
+    `index` follows, `x/0`. Raises MeasurementError for a choice without tokens, and for a
+    field of another type or length."""
     response, request = _unwrapped(record)
     settings = _settings(record, request)
     names = ("custom_id", "uid")
@@ -136,8 +139,9 @@ def response_sequences(record: FileRecord) -> Sequences:
 
 
 def _unwrapped(record: FileRecord) -> tuple[FileRecord, FileRecord | None]:
-    """Returns the response in a record, and the request beside it; None where it is not
-    there."""
+    """Returns the response in a record (the record itself, where it has no `response`),
+    and the request beside it, or None. Of each it is the `body`, where it has one. Raises
+    MeasurementError where one of them is no object."""
     request = record.part("request") if record.has("request") else None
     if request is not None and request.has("body"):
         request = request.part("body")
@@ -146,8 +150,9 @@ def _unwrapped(record: FileRecord) -> tuple[FileRecord, FileRecord | None]:
 
 
 def _settings(record: FileRecord, request: FileRecord | None) -> RecordedSettings:
-    """Returns what a record says by numdev's names; where it says nothing, what the
-    request does, and its `sampling_params` last."""
+    """Returns the settings in a record by numdev's names. What the record does not say
+    comes from its `sampling_params`, then from the request, then from the request's
+    `sampling_params`."""
     settings = settings_of(record)
     for asked in (request, record):
         if asked is None:
@@ -160,10 +165,10 @@ def _settings(record: FileRecord, request: FileRecord | None) -> RecordedSetting
 
 
 def _add_prompt(tokens: ResponseTokens, choice: FileRecord, response: FileRecord) -> bool:
-    """Adds the prompt's tokens, with their log-probabilities where they were asked for
-    (null for one that is not among its position's entries), and returns whether they were
-    recorded. Raises MeasurementError for values without tokens, and for another number of
-    them."""
+    """Adds the prompt's tokens, and their log-probabilities where these were asked for,
+    to `tokens`; a value is None where the token is not among its position's entries.
+    Returns whether the prompt's tokens were recorded. Raises MeasurementError for values
+    without tokens, and for another number of values than of tokens."""
     of_ids = choice if choice.has("prompt_token_ids") else response
     ids = of_ids.get("prompt_token_ids")
     of_values = choice if choice.has("prompt_logprobs") else response
@@ -191,8 +196,9 @@ def _add_prompt(tokens: ResponseTokens, choice: FileRecord, response: FileRecord
 
 
 def _prompt_entry(record: FileRecord, name: str, entry: object) -> Pairs | None:
-    """Returns ids and values of one position of `prompt_logprobs`; None for null. Raises
-    MeasurementError for anything but an object with token ids as keys."""
+    """Returns ids and values of one position of `prompt_logprobs`; None for None. Raises
+    MeasurementError for anything but an object with token ids as keys. Values are not
+    checked."""
     if entry is None:
         return None
     if not isinstance(entry, Mapping):
@@ -208,10 +214,10 @@ def _prompt_entry(record: FileRecord, name: str, entry: object) -> Pairs | None:
 
 
 def _add_response(tokens: ResponseTokens, choice: FileRecord) -> None:
-    """Adds a choice's tokens with their log-probabilities. Where the prompt came back
-    with them (`echo`), the values are those of the prompt too. A choice without values
-    adds its tokens alone. Raises MeasurementError for another number of values than of
-    tokens, and for tokens without ids."""
+    """Adds a choice's tokens with their log-probabilities to `tokens`. Where the prompt
+    came back with them (`echo`), the values are those of the prompt too. A choice without
+    values adds its tokens alone. Raises MeasurementError for another number of values
+    than of tokens, and for tokens without ids."""
     ids = choice.get("token_ids")
     if not choice.has("logprobs"):
         tokens.add(ids if isinstance(ids, list) else [], is_response=True)
@@ -234,9 +240,9 @@ def _values(
     logprobs: FileRecord,
 ) -> tuple[Values, Values, list[Pairs | None] | None]:
     """Returns texts, values and alternatives of the tokens in a choice's `logprobs`, of
-    chat or of completions, not yet checked. Alternatives of a token are None where it has
-    none or they have no ids; all of them are None where completions have none. Raises
-    MeasurementError for lists of different lengths."""
+    chat or of completions, not yet checked. A token's alternatives are None where it has
+    none, or they have no ids; None in place of the list where completions have no
+    alternatives at all. Raises MeasurementError for lists of different lengths."""
     if logprobs.has("content"):
         entries = [entry.fields for entry in logprobs.parts("content")]
         texts = [entry.get("token") for entry in entries]
@@ -256,8 +262,8 @@ def _values(
 
 
 def _chat_alternatives(entries: object) -> Pairs | None:
-    """Returns ids and values of chat's alternatives; None where there are none, or they
-    have no ids."""
+    """Returns ids and values of chat's alternatives of one token; None where there are
+    none, and where some have no ids (`token_id:5`)."""
     if not isinstance(entries, list):
         return None
     objects = [entry for entry in entries if isinstance(entry, Mapping)]
@@ -265,8 +271,9 @@ def _chat_alternatives(entries: object) -> Pairs | None:
 
 
 def _alternatives(entry: object) -> Pairs | None:
-    """Returns ids and values of completions' alternatives, an object with tokens as keys;
-    None where some have no ids, and for anything else."""
+    """Returns ids and values of completions' alternatives of one token, an object with
+    tokens as keys. None for an empty one, where some keys are no ids (`token_id:5`), and
+    for anything else."""
     if not isinstance(entry, Mapping) or not entry:
         return None
     matches = [TOKEN.fullmatch(str(key)) for key in entry]
@@ -276,8 +283,8 @@ def _alternatives(entry: object) -> Pairs | None:
 
 
 def _token_id(choice: FileRecord, text: object) -> int:
-    """Returns the id in `token_id:N`. Raises MeasurementError for a token's text, from
-    which its id cannot be told."""
+    """Returns the number in `token_id:5`. Raises MeasurementError for anything else: from
+    a token's text its id cannot be told."""
     match = TOKEN.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         what = f"{choice.place}: token_ids: expected the tokens' ids, got their texts"
@@ -286,8 +293,8 @@ def _token_id(choice: FileRecord, text: object) -> int:
 
 
 def _list(record: FileRecord, name: str) -> Values:
-    """Returns a field that must be a list. Raises MeasurementError for anything else, or
-    none."""
+    """Returns a field that must be a list. Raises MeasurementError for anything else, and
+    where the field is missing."""
     value = record.get(name)
     if not isinstance(value, list):
         raise record.error(name, "a list", kind_of(value))
@@ -295,7 +302,8 @@ def _list(record: FileRecord, name: str) -> Values:
 
 
 def is_sglang(record: FileRecord) -> bool:
-    """Whether a record is a response of SGLang's `/generate`, or wraps one."""
+    """Whether a record is a response of SGLang's `/generate` (it has `meta_info`), or
+    wraps one under `response`."""
     inner = record.fields.get("response")
     return record.has("meta_info") or (
         isinstance(inner, Mapping) and "meta_info" in inner
@@ -303,10 +311,11 @@ def is_sglang(record: FileRecord) -> bool:
 
 
 def sglang_sequences(record: FileRecord) -> Sequences:
-    """Yields the sequence of SGLang's response: triples of value, id and text, the first
-    value of a prompt null. A prompt is whole where as many tokens came back as it has, or
-    where the request beside the response has `input_ids`. Raises MeasurementError where
-    no token came back."""
+    """Yields the one sequence of SGLang's response, as (empty text, sequence). Its tokens
+    are triples of value, id and text; the first value of a prompt is null. The prompt is
+    known whole (`has_prompt`) where as many of its tokens came back as it has, or where
+    the request beside the response, or the record, has `input_ids`. Raises
+    MeasurementError where no token came back, and for fields that do not fit together."""
     response, request = _unwrapped(record)
     meta = response.part("meta_info")
     ids, values = _triples(meta, "input_token_logprobs")
@@ -338,14 +347,14 @@ def sglang_sequences(record: FileRecord) -> Sequences:
 
 
 def _triples(meta: FileRecord, name: str) -> Pairs:
-    """Returns ids and values of a list of [value, id, text]; two empty lists where there
-    is none."""
+    """Returns ids and values of a list of [value, id, text]; two empty lists where the
+    field is missing. Raises MeasurementError for anything else."""
     return _of_triples(meta, name, _list(meta, name)) if meta.has(name) else ([], [])
 
 
 def _of_triples(meta: FileRecord, name: str, entries: Values) -> Pairs:
-    """Returns ids and values of triples, or pairs without a text. Raises MeasurementError
-    for anything else."""
+    """Returns ids and values of entries [value, id, text] or [value, id]. Raises
+    MeasurementError for other entries; ids and values themselves are not checked."""
     is_sound = set(map(type, entries)) <= {list} and set(map(len, entries)) <= {2, 3}
     if not is_sound:
         at, wrong = next(
@@ -358,9 +367,9 @@ def _of_triples(meta: FileRecord, name: str, entries: Values) -> Pairs:
 
 
 def _top_triples(meta: FileRecord, name: str, n: int) -> list[Pairs | None] | None:
-    """Returns ids and values of the alternatives of n tokens, None for a token without
-    any; None where the response has no alternatives. Raises MeasurementError for another
-    number of lists."""
+    """Returns for each of n tokens the ids and values of its alternatives, None for a
+    token without one; None where the response has no such field. Raises MeasurementError
+    for another number of lists, and for entries that are no triples."""
     if not meta.has(name):
         return None
     rows = _list(meta, name)
@@ -382,5 +391,5 @@ def _top_triples(meta: FileRecord, name: str, n: int) -> list[Pairs | None] | No
 
 
 def _with_infinities(x: Numbers) -> Numbers:
-    """Returns values with minus infinity for vLLM's stand-in for it."""
+    """Returns values, with minus infinity in place of vLLM's stand-in for it."""
     return np.where(x == STAND_IN, -np.inf, x)

@@ -27,11 +27,13 @@ Choice = tuple[int, int]  # a layer, and which of its calls of topk chooses its 
 
 
 class NotReplayed(Exception):
-    """Why recorded experts cannot be put in the place of the model's own."""
+    """The recorded experts cannot be put in the place of the model's own; its message
+    says why."""
 
 
 class Routing(NamedTuple):
-    """The experts that a model chooses for the n tokens of a sequence."""
+    """The experts that a model chooses for the n tokens of a sequence, in each layer that
+    chooses some."""
 
     choices: tuple[Choice, ...]  # in the model's order
     experts: np.ndarray  # int64 [n, choices, k]
@@ -39,9 +41,10 @@ class Routing(NamedTuple):
     layers: int  # of the model, with those that choose none
 
     def at_choices(self, recorded: np.ndarray) -> np.ndarray:
-        """Returns recorded experts, [n, layers, k], as int64 [n, choices, k]; recorded
-        are those of all layers, or of those that choose some. Raises NotReplayed where
-        they are of other layers, or of experts that the model does not have."""
+        """Returns recorded experts, [n, layers, k], as int64 [n, choices, k]. `recorded`:
+        of all layers of the model, or of those that choose experts. Raises NotReplayed
+        for another number of layers, tokens or experts, and for experts that the model
+        does not have."""
         _tokens, layers, k = recorded.shape
         if layers == self.layers != len(self.choices):
             recorded = recorded[:, [layer for layer, _ in self.choices]]
@@ -58,13 +61,15 @@ class Routing(NamedTuple):
 
     def count_other(self, recorded: np.ndarray) -> tuple[int, int]:
         """Returns how many of the recorded experts the model does not choose for their
-        token, and how many were recorded. `recorded`: as `at_choices` has them."""
+        token and layer, and how many were recorded. `recorded`: as `at_choices` returns
+        it."""
         return count_other(recorded, self.experts)
 
 
 def count_other(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
     """Returns how many experts of `a` are not among those of `b` for the same token and
-    layer, and how many there are, where both have some. `a`, `b`: [n, layers, k]; k may
+    layer, and how many experts of `a` were compared. An entry NO_EXPERT of `a`, and a
+    token and layer for which `b` has none, are left out. `a`, `b`: [n, layers, k]; k may
     differ."""
     both = (a != NO_EXPERT) & (b != NO_EXPERT).any(axis=-1, keepdims=True)
     shared = (a[..., :, None] == b[..., None, :]).any(axis=-1)
@@ -72,13 +77,15 @@ def count_other(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
 
 
 class RouterCalls(TorchFunctionMode):
-    """A mode that sees every call of `topk` in a model's layers, and has some of them
-    choose what they are told to: the values are those of the scores there."""
+    """A mode that sees every call of `topk` in a model's layers. Where it is told to
+    (`forced`), a call returns other indices, with the scores at these as values. `calls`
+    has the indices that the model would choose itself."""
 
     def __init__(
         self, model: nn.Module, forced: Mapping[Choice, np.ndarray] | None = None
     ) -> None:
-        """`forced`: int64 [n, k] by choice; NO_EXPERT where the model is to choose."""
+        """`forced`: by (layer, number of the call in it) the indices to return, int64 [n,
+        k]; at NO_EXPERT the model chooses."""
         super().__init__()
         self.layers = {
             model.get_submodule(name): i for i, name in enumerate(layer_names(model))
@@ -90,15 +97,15 @@ class RouterCalls(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Enters a context in which the model runs once; its calls of `topk` are added to
-        `calls`."""
+        """Returns a context in which the model is to run once; its calls of `topk` are
+        added to `calls`. A second run needs another object."""
 
         def enter(layer: nn.Module, *_: object) -> None:
             """Notes that a layer begins."""
             self.running.append(self.layers[layer])
 
         def leave(*_: object) -> None:
-            """Notes that it ends."""
+            """Notes that a layer ends."""
             self.running.pop()
 
         with module_hooks(self.layers, enter, leave), self:
@@ -108,6 +115,7 @@ class RouterCalls(TorchFunctionMode):
         self, func: Callable[..., object], types: object,
         args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None,
     ) -> object:  # fmt: skip
+        """Returns the function's result, or that of a forced call of `topk`."""
         named = dict(kwargs or {})
         result = func(*args, **named)
         if func not in TOPK or not self.running:
@@ -127,9 +135,10 @@ class RouterCalls(TorchFunctionMode):
 def routing_of(
     model: nn.Module, run: Callable[[], object], tokens: int, k: int
 ) -> Routing:
-    """Runs a model once on so many tokens, and returns which experts it chooses where
-    each token has `k`. Raises NotReplayed where no layer chooses so many, or layers have
-    different numbers of experts."""
+    """Runs a model once, by `run`, on `tokens` tokens, and returns the experts that it
+    chooses where each token has `k` in a layer: in each layer by the last call of `topk`
+    of that size. Raises NotReplayed where no layer chooses so many, and where layers have
+    different numbers of experts; raises what `run` raises."""
     seen = RouterCalls(model)
     with seen.following():
         run()

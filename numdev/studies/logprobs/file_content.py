@@ -28,11 +28,13 @@ PACKED = (".gz", ".zst")
 
 
 def read_records(path: Path) -> Iterator[FileRecord]:
-    """Yields the records of a file in their order.
+    """Yields the records of a file in their order, one in memory after the other where
+    the file is JSON lines or parquet.
 
-    Raises UsageError for a file of another kind, by its name, and MeasurementError, with
-    the file and the line or record, for a damaged one and for one whose content is out of
-    proportion to its size."""
+    Raises UsageError for another suffix, and where a package that reads the file is
+    missing. Raises MeasurementError, with the file and the line or record, for a damaged
+    file and for one whose content is out of proportion to its size. Raises OSError where
+    the file does not exist."""
     kind = suffix_of(path)
     refuse_pointer(path)
     budget = ReadBudget.of(path)
@@ -47,9 +49,9 @@ def read_records(path: Path) -> Iterator[FileRecord]:
 
 
 def suffix_of(path: Path) -> str:
-    """Returns what kind of file a path names: one of SUFFIXES in small letters, without
-    `.gz` or `.zst` behind it, which JSON alone may have. Raises UsageError for another
-    one. The file need not exist."""
+    """Returns what kind of file a path names: one of SUFFIXES in small letters, without a
+    `.gz` or `.zst` behind it, which JSON alone may have (`a.JSONL.gz` is `.jsonl`).
+    Raises UsageError for another suffix. The file need not exist."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = bool(suffixes) and suffixes[-1] in PACKED
     kind = "".join(suffixes[-2:-1] if packed else suffixes[-1:])
@@ -64,9 +66,10 @@ def suffix_of(path: Path) -> str:
 def _json_records(
     path: Path, is_document: bool, budget: ReadBudget
 ) -> Iterator[FileRecord]:
-    """Yields the objects of a file of JSON: one a line, or those of a list; a file named
-    `.json` may be one object or list over many lines. Raises MeasurementError for a file
-    without content, for invalid JSON and for what is no object."""
+    """Yields the objects of a file of JSON as records. Each line is one object or a list
+    of objects; a file named `.json` may also be one object or list over many lines
+    (`is_document`). Raises MeasurementError for a file without content, for invalid JSON
+    and for what is no object."""
     lines = _lines(path, budget)
     first = next(lines, None)
     if first is None:
@@ -86,8 +89,8 @@ def _json_records(
 
 
 def _as_records(value: object, place: str, budget: ReadBudget) -> Iterator[FileRecord]:
-    """Yields an object as a record, and a list as the records in it. Raises
-    MeasurementError for anything else."""
+    """Yields an object as a record, and each object of a list as one (`PLACE record 2`).
+    Raises MeasurementError for anything else."""
     values = value if isinstance(value, list | tuple) else [value]
     for number, item in enumerate(values):
         where = f"{place} record {number + 1}" if value is values else place
@@ -98,7 +101,8 @@ def _as_records(value: object, place: str, budget: ReadBudget) -> Iterator[FileR
 
 
 def _place(path: Path, number: int) -> str:
-    """Returns where a line stands; of a whole document, number 0, the file alone."""
+    """Returns where a line stands: `a.jsonl line 3`; for number 0, a whole document, the
+    file alone."""
     return f"{path} line {number}" if number else str(path)
 
 
@@ -123,8 +127,9 @@ def _parsed(path: Path, number: int, line: bytes) -> object:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Enters a context without garbage collection, which goes through the new lists again
-    and again: most of the time of a document of millions of small ones."""
+    """Returns a context without Python's garbage collection, which would go through the
+    new lists again and again: most of the time of a document of millions of small ones.
+    Afterwards it is as before."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -145,8 +150,9 @@ def _loads() -> Callable[[bytes], object]:
 
 def _lines(path: Path, budget: ReadBudget) -> Iterator[tuple[int, bytes]]:
     """Yields the lines of a text file, which may be compressed, with their numbers from 1
-    on; those without content are left out. Raises MeasurementError for a file that cannot
-    be read, for a line longer than LONGEST_LINE, and beyond the budget."""
+    on; lines without content are left out. Raises MeasurementError for a file that cannot
+    be read, for a line longer than LONGEST_LINE, and beyond the budget; UsageError where
+    Zstandard is not installed."""
     number = 0
     with _reading(path), _opened(path) as file:
         while line := file.readline(LONGEST_LINE + 1):
@@ -163,8 +169,9 @@ def _lines(path: Path, budget: ReadBudget) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Enters a context that turns errors of the system and of damaged compression into
-    MeasurementErrors that name the file; numdev's own errors pass unchanged."""
+    """Returns a context in which errors of the system, and whatever a damaged file
+    raises, become MeasurementErrors that name the file; numdev's own errors pass
+    unchanged."""
     try:
         yield
     except (NumdevError, GeneratorExit, KeyboardInterrupt):
@@ -178,8 +185,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Opens a file for reading, by its suffix as it is, gzip or Zstandard. Raises OSError
-    where it cannot be opened, UsageError where Zstandard is not installed."""
+    """Returns a file opened for reading bytes, by its suffix plain, gzip or Zstandard.
+    Raises OSError where it cannot be opened, UsageError where Zstandard is not
+    installed."""
     if path.suffix.lower() == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix.lower() != ".zst":
@@ -202,9 +210,9 @@ def zstandard(path: Path) -> ModuleType:
 
 
 def _parquet_rows(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
-    """Yields the rows of a parquet file; lists of numbers are arrays, with NaN for null
-    in those of floats. Raises UsageError without pyarrow, MeasurementError for a damaged
-    file."""
+    """Yields the rows of a parquet file as records. Lists of numbers are arrays, with NaN
+    for null where they are floats. Raises UsageError without pyarrow, MeasurementError
+    for a damaged file and beyond the budget."""
     try:
         from pyarrow import parquet
     except ImportError:
@@ -228,8 +236,8 @@ def _parquet_rows(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
 
 
 def _column(column: object) -> list[object]:
-    """Returns the values of a column of Arrow: lists of numbers as arrays, all else as
-    Python's values."""
+    """Returns the values of a column of Arrow, None for null: lists of numbers as arrays,
+    all other values as Python's."""
     import pyarrow as arrow
 
     array = cast(arrow.Array, column)
@@ -251,8 +259,9 @@ def _column(column: object) -> list[object]:
 
 
 def _safetensors_record(path: Path, budget: ReadBudget) -> FileRecord:
-    """Returns the tensors of a safetensors file, and the texts of its metadata, as one
-    record."""
+    """Returns the tensors of a safetensors file, and the texts of its metadata (numbers
+    where they are such), as one record; of equal names the tensor. Raises
+    MeasurementError for a damaged file."""
     from numdev.sources.files import open_safetensors
 
     with open_safetensors(path) as file:
@@ -264,8 +273,7 @@ def _safetensors_record(path: Path, budget: ReadBudget) -> FileRecord:
 
 
 def _plain_value(text: str) -> object:
-    """Returns the number that a text is, as metadata holds it; any other text as it
-    is."""
+    """Returns the number that a text of metadata is; another text as it is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -274,8 +282,8 @@ def _plain_value(text: str) -> object:
 
 
 def _saved_records(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
-    """Yields the dict that torch.save wrote as a record, or those of a list. Raises
-    MeasurementError for anything else."""
+    """Yields the dict that torch.save wrote as a record, or each dict of a list. Raises
+    MeasurementError for anything else. No code of the file runs."""
     from numdev.sources.files import unpickled
 
     yield from _as_records(unpickled(path), str(path), budget)

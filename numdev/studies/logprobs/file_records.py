@@ -35,7 +35,7 @@ FLAGS: frozenset[type] = frozenset([bool, int, float])
 
 @dataclass
 class ReadBudget:
-    """How many bytes reading a file may come to, and has come to."""
+    """How many bytes reading a file may come to (`limit`), and has come to (`spent`)."""
 
     path: Path
     limit: int
@@ -43,11 +43,13 @@ class ReadBudget:
 
     @classmethod
     def of(cls, path: Path) -> ReadBudget:
-        """Returns the whole budget of a file, by its size on the disk."""
+        """Returns the budget of a file, by its size on the disk, of which nothing is
+        spent. Raises OSError where there is no file."""
         return cls(path, max(LEAST_BUDGET, BYTES_PER_BYTE * path.stat().st_size))
 
     def spend(self, size: int) -> None:
-        """Counts `size` bytes. Raises MeasurementError beyond the limit."""
+        """Adds `size` bytes to those that are spent. Raises MeasurementError beyond the
+        limit."""
         self.spent += size
         if self.spent > self.limit:
             what = (
@@ -61,9 +63,10 @@ class ReadBudget:
 class FileRecord:
     """The fields of one record by their names, and its `place`, as `a.jsonl line 3`.
 
-    `read` has the fields that were asked for: what is not among them is ignored, and the
-    side's notes say so. Whatever returns a field raises MeasurementError, with the place
-    and the field, where the field has another type, length or range than is asked for."""
+    `read` has the names of fields that were asked for: other fields are ignored, and the
+    side's notes say so. A method that returns a checked field raises MeasurementError,
+    with the place and the field, where the field has another type, length or range than
+    is asked for."""
 
     fields: Mapping[str, object]
     place: str
@@ -71,23 +74,25 @@ class FileRecord:
     read: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> object:
-        """Returns a field as the file has it; None where there is none. Nothing is
-        checked."""
+        """Returns a field as the file has it, unchecked; None where it is missing. Adds
+        its name to `read`."""
         self.read.add(name)
         return self.fields.get(name)
 
     def has(self, *names: str) -> bool:
-        """Whether each of these fields is there, and not null. Does not count as asking
-        for it: `read` stays as it is."""
+        """Whether each of these fields is there, and not null. Their names are not added
+        to `read`."""
         return all(self.fields.get(name) is not None for name in names)
 
     def error(self, name: str, expected: str, got: str) -> NumdevError:
-        """Returns the error of a field that is not as it must be."""
+        """Returns, without raising it, the error of a field that is not as it must be:
+        `a.jsonl line 3: NAME: expected A, got B`."""
         return MeasurementError(f"{self.place}: {name}: expected {expected}, got {got}")
 
     def part(self, name: str, suffix: str = "") -> FileRecord:
-        """Returns the object in a field as a record; `suffix` is added to its place.
-        Raises MeasurementError where the field is no object."""
+        """Returns the object in a field as a record, whose place is this one's with
+        `suffix` added. Raises MeasurementError where the field is missing or no
+        object."""
         return self.record_of(self.get(name), name, suffix)
 
     def record_of(self, value: object, name: str, suffix: str = "") -> FileRecord:
@@ -99,8 +104,9 @@ class FileRecord:
         return FileRecord(value, self.place + suffix, self.budget)
 
     def parts(self, name: str) -> Iterator[FileRecord]:
-        """Yields the objects of a list, in order, as records, named by their number in
-        it. Raises MeasurementError where the field is missing or anything else."""
+        """Yields the objects of a list, in order, as records, each with its number in its
+        place (`a.jsonl line 3 choices[0]`). Raises MeasurementError where the field is
+        missing or no list, and for an element that is no object."""
         values = self.get(name)
         if not isinstance(values, Sequence) or isinstance(values, str | bytes):
             raise self.error(name, "a list of objects", kind_of(values))
@@ -108,9 +114,9 @@ class FileRecord:
             yield self.record_of(value, f"{name}[{number}]", f" {name}[{number}]")
 
     def text(self, name: str) -> str | None:
-        """Returns a text, or a whole number in digits; None where there is none or it is
-        empty. Raises MeasurementError for another type, and for a text with control codes
-        or half of a surrogate pair."""
+        """Returns a text, or a whole number in digits; None where the field is missing,
+        null or empty. Raises MeasurementError for another type, and for a text with
+        control codes or half of a surrogate pair."""
         value = self.get(name)
         if value is None or isinstance(value, str):
             if value and any(category(x) in ("Cc", "Cs") for x in value):
@@ -121,9 +127,9 @@ class FileRecord:
         return _digits(value)
 
     def number(self, name: str, most: float = sys.float_info.max) -> float | None:
-        """Returns a finite number from 0 to `most`, also from a list or array of one;
-        None where there is none. Raises MeasurementError for anything else, NaN and true
-        among them."""
+        """Returns a finite number from 0 to `most`, also from a list, array or tensor of
+        one element; None where the field is missing or null. Raises MeasurementError for
+        anything else, NaN and true among them."""
         value = _scalar(self.get(name))
         if value is None:
             return None
@@ -134,9 +140,9 @@ class FileRecord:
         return float(cast(float, value))
 
     def whole(self, name: str, least: int = 0, most: int = 2**62) -> int | None:
-        """Returns a whole number from `least` to `most`, also from a list or array of
-        one; None where there is none. Raises MeasurementError for anything else, 3.0 and
-        true among them."""
+        """Returns a whole number from `least` to `most`, also from a list, array or
+        tensor of one element; None where the field is missing or null. Raises
+        MeasurementError for anything else, 3.0 and true among them."""
         value = _scalar(self.get(name))
         if value is None:
             return None
@@ -147,8 +153,9 @@ class FileRecord:
         return cast(int, value)
 
     def token_ids(self, name: str, length: int | None = None) -> Integers:
-        """Returns int64 [n], n at least 1 or `length`, of tokens of a vocabulary. Raises
-        MeasurementError where the field is missing or empty."""
+        """Returns the ids of tokens, int64 [n]; n is at least 1, and `length` where that
+        is not None. Raises MeasurementError where the field is missing, empty or of
+        another length, and for ids below 0 or above LARGEST_ID."""
         ids = self.integers(name, length)
         if ids is None or not len(ids):
             raise self.error(name, "at least one token", "none")
@@ -162,8 +169,9 @@ class FileRecord:
         least: int = 0,
         most: int = LARGEST_ID,
     ) -> Integers | None:
-        """Returns int64 [length] of whole numbers from `least` to `most`; None where
-        there is none. Raises MeasurementError for other values and for another length."""
+        """Returns whole numbers from `least` to `most` as int64 [n]; n is `length` where
+        that is not None. None where the field is missing or null. Raises MeasurementError
+        for other values and another length."""
         value = self.get(name)
         return (
             None if value is None else self.integers_of(name, value, length, least, most)
@@ -178,10 +186,10 @@ class FileRecord:
         most: int = LARGEST_ID,
         depth: int = 1,
     ) -> Integers:
-        """Returns a value that stands under `name` as int64 of `depth` dimensions.
-        `length`: of its first axis; None: any. Raises MeasurementError for other shapes,
-        for numbers below `least` or above `most`, and for fractions and NaN; an array may
-        be a copy or the value itself."""
+        """Returns `value`, a list, array or tensor that stands under `name`, as int64 of
+        `depth` dimensions, of which the first has `length` (None: no matter). Raises
+        MeasurementError for other shapes, for numbers below `least` or above `most`, and
+        for fractions and NaN. An array may be the value itself, not a copy."""
         if isinstance(value, list | tuple):
             x = self._array(name, value, np.int64, frozenset([int]), depth)
         else:
@@ -200,18 +208,21 @@ class FileRecord:
     def numbers(
         self, name: str, length: int | None = None, depth: int = 1
     ) -> Numbers | None:
-        """Returns float64 of `depth` dimensions, `length` of its first axis (None: any),
-        with NaN for null, and minus infinity where it was recorded; None where there is
-        none. Raises MeasurementError for plus infinity and for another length."""
+        """Returns the field as float64 of `depth` dimensions, of which the first has
+        `length` (None: no matter), with NaN for null, and minus infinity where it was
+        recorded. None where the field is missing or null. Raises MeasurementError for
+        plus infinity, for sizes above LARGEST_VALUE, and for another shape."""
         value = self.get(name)
         return None if value is None else self.numbers_of(name, value, length, depth)
 
     def numbers_of(
         self, name: str, value: object, length: int | None, depth: int = 1
     ) -> Numbers:
-        """Returns a value that stands under `name` as float64 of `depth` dimensions. NaN
-        for null. `length`: of its first axis; None: any. Raises MeasurementError for
-        other shapes, for what is no number, and for plus infinity."""
+        """Returns `value`, a list, array or tensor that stands under `name`, as float64
+        of `depth` dimensions, of which the first has `length` (None: no matter). NaN
+        stands for null. Raises MeasurementError for other shapes, for what is no number,
+        for plus infinity, and for sizes above LARGEST_VALUE. An array may be the value
+        itself, not a copy."""
         if isinstance(value, list | tuple):
             x = self._array(name, value, np.float64, REALS, depth)
         else:
@@ -232,8 +243,9 @@ class FileRecord:
         return x
 
     def flags(self, name: str, length: int | None = None) -> Flags | None:
-        """Returns bool [length] of true and false, or of 0 and 1; None where there is
-        none. Raises MeasurementError for other values and for another length."""
+        """Returns bool [n] of true and false, or of 0 and 1; n is `length` where that is
+        not None. None where the field is missing or null. Raises MeasurementError for
+        other values and another length."""
         value = self.get(name)
         if value is None:
             return None
@@ -254,9 +266,9 @@ class FileRecord:
         types: frozenset[type],
         depth: int,
     ) -> np.ndarray:
-        """Returns nested lists as an array; all lists of one depth must be as long.
-        Raises MeasurementError for elements that are of none of `types`, and for whole
-        numbers beyond 64 bits."""
+        """Returns nested lists as an array of `depth` dimensions; all lists of one depth
+        must be as long. Raises MeasurementError for elements that are of none of `types`,
+        for whole numbers beyond 64 bits, and beyond the budget."""
         self.budget.spend(8 * len(values))
         if depth > 1:
             return self._stacked(name, values, dtype, types, depth)
@@ -281,10 +293,10 @@ class FileRecord:
         depth: int,
     ) -> np.ndarray:
         """Returns lists of lists, or arrays, as one array of `depth` (2 or more)
-        dimensions: lists in `dtype`, of elements of `types`; arrays in a dtype that holds
-        them all. Raises MeasurementError where they are not of one size or depth, or of
-        other elements, and beyond the budget. An empty list gives an array without
-        elements."""
+        dimensions. Lists come in `dtype`, and have elements of `types`; arrays come in a
+        dtype that holds all of theirs. An empty list gives an array without elements.
+        Raises MeasurementError where the rows are not of one size or depth, for other
+        elements, and beyond the budget."""
         if not values:
             return np.empty((0,) * depth, dtype)
         if not all(isinstance(row, list | tuple) for row in values):
@@ -303,19 +315,19 @@ class FileRecord:
         return flat.reshape(len(lists), len(lists[0]), *flat.shape[1:])
 
     def _check_same(self, name: str, sizes: Sequence[object]) -> None:
-        """Raises MeasurementError unless the rows of an array are of one size. No rows
-        are of one size."""
+        """Raises MeasurementError for the first row of an array whose size is not that of
+        row 0. `sizes`: of each row; empty: nothing is raised."""
         at = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if at is not None:
             wanted = f"{sizes[0]}, as many as in {name}[0]"
             raise self.error(f"{name}[{at}]", wanted, str(sizes[at]))
 
     def _numpy(self, name: str, value: object, depth: int) -> np.ndarray:
-        """Returns a dense tensor or an array of numbers as an array, without a copy where
-        numpy has the dtype; 16 bit floats are widened. Raises MeasurementError for
-        anything else and for another number of dimensions than `depth`. Its size is
-        counted before it is copied: a stored tensor may be strided so that a few bytes
-        stand for any number of values."""
+        """Returns a dense tensor or an array of numbers (or bools) as an array, without a
+        copy where numpy has the dtype; 16-bit floats are widened. Raises MeasurementError
+        for anything else, for another number of dimensions than `depth`, and beyond the
+        budget. The size is counted before anything is copied: a stored tensor may be
+        strided so that a few bytes stand for any number of values."""
         if isinstance(value, np.ndarray):
             x = value
         elif (tensor := _dense_tensor(value)) is not None:
@@ -333,12 +345,14 @@ class FileRecord:
         return x
 
     def _check_length(self, name: str, x: np.ndarray, length: int | None) -> None:
-        """Raises MeasurementError unless an array has `length` rows, or that is None."""
+        """Raises MeasurementError unless an array has `length` rows. Nothing is raised
+        for None."""
         if length is not None and len(x) != length:
             raise self.error(name, f"{length} values, one a token", str(len(x)))
 
     def unread(self) -> Iterable[str]:
-        """Returns the names of fields that nobody asked for, in the order of the file."""
+        """Returns the names of fields that were not asked for, in the order of the
+        file."""
         return [name for name in self.fields if name not in self.read]
 
 
@@ -350,8 +364,8 @@ _LISTS = {
 
 
 def _dense_tensor(value: object) -> Tensor | None:
-    """Returns a tensor of real numbers, detached; None for anything else, also for
-    a subclass, whose code would run."""
+    """Returns a tensor of real numbers, detached. None for anything else: other layouts,
+    quantised, nested and meta tensors, and a subclass, whose code would run."""
     import torch  # a second that reading JSON need not wait for
 
     if type(value) is not torch.Tensor or value.layout is not torch.strided:
@@ -362,8 +376,8 @@ def _dense_tensor(value: object) -> Tensor | None:
 
 
 def row_count(value: object) -> int | None:
-    """Returns the number of rows of a list, array or dense tensor; None for anything
-    else. A value without dimensions has none."""
+    """Returns the number of rows of a list, tuple, array or dense tensor: its first
+    dimension. None for anything else, and for an array without dimensions."""
     if isinstance(value, list | tuple):
         return len(value)
     if value is None or isinstance(value, int | float | str | Mapping):
@@ -376,7 +390,7 @@ def row_count(value: object) -> int | None:
 
 def _scalar(value: object) -> object:
     """Returns the number in a list, tensor or array of one element; anything else as it
-    is. Tuples stay."""
+    is, a tuple too."""
     if isinstance(value, list) and len(value) == 1:
         return value[0]
     if value is None or isinstance(value, int | float | str | list | Mapping):
@@ -388,7 +402,8 @@ def _scalar(value: object) -> object:
 
 
 def _digits(value: int) -> str:
-    """Returns a whole number in digits; of one with thousands, how many bits it has."""
+    """Returns a whole number in digits; one of 200 bits or more as `a number of 300
+    bits`."""
     return (
         str(value)
         if value.bit_length() < 200
@@ -397,8 +412,9 @@ def _digits(value: int) -> str:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as a message can show it: short, on one line. Texts are cut after
-    SHOWN characters; of lists and objects their kind."""
+    """Returns a value as a message can show it, short and on one line: numbers, `true`,
+    quoted texts (cut after SHOWN characters); of other values their kind, as
+    `kind_of`."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -412,8 +428,8 @@ def _shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Returns in words what a value is: a number or text itself, cut where it is long,
-    `null`, `an object`, a list with its length; else its type."""
+    """Returns in words what a value is: `null`, `an object`, `a list of 3`; a number or
+    quoted text itself, cut where it is long; for other values the name of their type."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -36,10 +36,10 @@ BASE = ("base_model.model.", "base_model.")  # before a module's name in an adap
 
 
 def without(model: nn.Module, dose: str) -> None:
-    """Takes a window, a cap or its own scale of scores out of a model, in place: in its
-    config and every module that has copied it a window becomes ALL_KEYS and a cap None;
-    the scale becomes 1 / sqrt(head_dim). Does nothing where the model has none. `dose`:
-    one of KEYS, or SCALE."""
+    """Takes a window, a cap, or the model's own scale of scores out of a model, in place.
+    In the config, and in every module that has copied it, a window becomes ALL_KEYS and a
+    cap None. The scale becomes 1 / sqrt(head_dim). Does nothing where the model has none.
+    `dose`: a key of KEYS, or SCALE; another raises KeyError."""
     if dose == SCALE:
         for module in model.modules():
             size = getattr(module, "head_dim", None)
@@ -54,8 +54,8 @@ def without(model: nn.Module, dose: str) -> None:
 
 
 def has(model: object, dose: str) -> bool:
-    """Whether a model has the window, the cap or the scale that `dose` leaves out. False
-    without a config."""
+    """Whether a model's config has the window, the cap or the scale that `dose` leaves
+    out, a key of KEYS or SCALE. False without a config."""
     config = getattr(model, "config", None)
     if dose != SCALE:
         return bool(getattr(config, KEYS[dose], None))
@@ -66,12 +66,12 @@ def has(model: object, dose: str) -> bool:
 def round_head(subject: Subject) -> None:
     """Rounds what the head of a model reads, in place, to the subject's format: its
     weight, and by a hook the states before it. The hook stays. Raises AttributeError for
-    a model without a head."""
+    a model without output embeddings."""
     head: Any = subject.wide.get_output_embeddings()  # type: ignore[operator]
     subject.change_weight(head, lambda values: round_to(values, subject.format))
 
     def rounded(_head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Returns the states, rounded."""
+        """Returns the head's arguments with the states rounded."""
         states, *others = args
         with _disable_current_modes():
             narrow = round_to(widened(states), subject.format)
@@ -81,8 +81,9 @@ def round_head(subject: Subject) -> None:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yields (name, module, axis) of the linear layers of a model but its head; `axis`:
-    of the weight, the one that is summed over. A Conv1D of GPT-2's has it first."""
+    """Yields (name, module, axis) of each linear layer of a model other than its head, in
+    the model's order. `axis`: the axis of the weight that is summed over: 1 in a Linear,
+    0 in a Conv1D of GPT-2's."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -93,7 +94,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 def quantised(values: Tensor, axis: int, dose: str) -> Tensor:
     """Returns values of a weight, fp64, in 8 or 4 bits with a scale for each row along
     `axis`: integers up to 127 or 7, or float8_e4m3fn up to 448. A row of zeros stays 0.
-    `dose`: `int8`, `int4` or `e4m3`."""
+    `dose`: `int8`, `int4` or `e4m3`; another raises KeyError."""
     e4m3 = format_named("float8_e4m3fn")
     largest = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}[dose]
     scale = (values.abs().amax(dim=axis, keepdim=True) / largest).clamp_min(TINY)
@@ -102,16 +103,17 @@ def quantised(values: Tensor, axis: int, dose: str) -> Tensor:
 
 
 def leave_out(dose: str) -> Edit:
-    """Returns the edit that takes a window, a cap or the model's scale out of it."""
+    """Returns the edit that takes out of a model what `without` does for this dose."""
     return lambda subject: without(subject.wide, dose)
 
 
 def quantise(dose: str) -> Edit:
-    """Returns the edit that rounds the weights of linear layers; the head stays as it
-    is."""
+    """Returns the edit that rounds the weights of linear layers, with a scale for each
+    output; the head stays as it is. `dose`: `int8`, `int4` or `e4m3`; the edit raises
+    KeyError for another."""
 
     def edit(subject: Subject) -> None:
-        """Rounds them."""
+        """Rounds the weights of a subject's linear layers, in place."""
         for _name, module, axis in linear_layers(subject.wide):
             subject.change_weight(module, partial(quantised, axis=axis, dose=dose))
 
@@ -120,15 +122,16 @@ def quantise(dose: str) -> Edit:
 
 def cached(x: Tensor, dose: str) -> Tensor:
     """Returns keys or values, fp64 [batch, heads, n, dim], as a cache in 8 bits holds
-    them: for `int8 cache` integers with a scale for each token and head, for any other
-    `dose` float8_e4m3fn without a scale, larger values cut to 448."""
+    them. `int8 cache`: integers with a scale for each token and head. Every other `dose`:
+    float8_e4m3fn without a scale, larger values cut to 448."""
     if dose == "int8 cache":
         return quantised(x, -1, "int8")
     return round_to(x.clamp(-448.0, 448.0), format_named("float8_e4m3fn"))
 
 
 def cached_attention(dose: str) -> Callable[[AttentionCase, Format], Tensor]:
-    """Returns exact attention that reads its keys and values from such a cache."""
+    """Returns the function that computes a call's exact attention with keys and values
+    from such a cache. `dose`: as `cached` takes it."""
 
     def attention(case: AttentionCase, fmt: Format) -> Tensor:
         """Returns the output of a call."""
@@ -156,9 +159,11 @@ class Adapter(NamedTuple):
     deltas: Mapping[str, Tensor]  # float64 [out, in]
 
     def add_to(self, subject: Subject, dose: str = "") -> None:
-        """Adds it to the weights of a subject, in place: once, or as a dose of
-        ADAPTER_DOSES has it. Raises UsageError where a module is not exactly one linear
-        layer of the model, or of another shape; layers before it are changed then."""
+        """Adds the adapter to the weights of a subject, in place. `dose`: `absent`
+        (nothing is added), `added twice`, `merged in bfloat16` (the sums are rounded to
+        it); any other text: once. Raises UsageError where a name is not exactly one
+        linear layer of the model, or a weight has another shape; layers before that one
+        are changed then."""
         times = {"absent": 0, "added twice": 2}.get(dose, 1)
         modules = {name: (m, axis) for name, m, axis in linear_layers(subject.wide)}
         for name, delta in self.deltas.items():
@@ -171,7 +176,8 @@ class Adapter(NamedTuple):
             matrix = delta if axis == 1 else delta.T
 
             def added(values: Tensor, change: Tensor = matrix) -> Tensor:
-                """Returns the weight with the adapter, on its grid where it is merged."""
+                """Returns the weight with the adapter added, rounded where it is merged.
+                Raises UsageError for another shape."""
                 if values.shape != change.shape:
                     what = f"expected {tuple(values.shape)}, got {tuple(change.shape)}"
                     raise UsageError(f"--adapter: a weight's shape: {what}")
@@ -186,10 +192,11 @@ ADAPTER_DOSES = ("absent", "added twice", "merged in bfloat16")
 
 
 def read_adapter(path: str) -> Adapter:
-    """Returns the adapter of a directory as PEFT writes it, adapter_config.json and
-    adapter_model.safetensors; its deltas are fp64, by the module's name in the model,
-    scaled by alpha. Raises UsageError where the files are not there, cannot be read, or
-    are of another kind than LoRA of one rank."""
+    """Returns the adapter in a directory as PEFT writes it: adapter_config.json and
+    adapter_model.safetensors. Its deltas are fp64 [out, in], scaled by alpha, by the
+    module's name in the model; tensors that are no LoRA matrices are ignored. Raises
+    UsageError where a file is missing or cannot be read, and for another kind of adapter
+    than LoRA of one rank."""
     folder = Path(path)
     settings, weights = (
         folder / "adapter_config.json",

@@ -29,13 +29,15 @@ LARGEST = 2**62  # of whole numbers that are no tokens
 
 
 def is_plain(record: FileRecord) -> bool:
-    """Whether a record has tokens and log-probabilities by numdev's names."""
+    """Whether a record has `token_ids`, and log-probabilities by one of numdev's
+    names."""
     names = ("logprobs", f"{ROLLOUT}_logprobs", f"{TRAINER}_logprobs")
     return record.has("token_ids") and any(map(record.has, names))
 
 
 def plain_sequences(record: FileRecord) -> Sequences:
-    """Yields the sequences of a record in numdev's layout, one a side that it has.
+    """Yields the sequences of a record in numdev's layout as (side, sequence), one for
+    each side that it has. Raises MeasurementError for a field of another type or length.
 
     Of many sequences, `token_ids` has a row each, cut to `lengths` or to where
     `attention_mask` is 1; or all of them one after the other, from `offsets[i]` up to
@@ -46,8 +48,9 @@ def plain_sequences(record: FileRecord) -> Sequences:
 
 def rows(record: FileRecord) -> Iterator[FileRecord]:
     """Yields the record of each sequence of a record that may have many, in order; a
-    record of one as it is. Raises MeasurementError where rows, offsets, lengths or masks
-    do not fit together."""
+    record of one sequence as it is. Many are rows of lists in `token_ids`, or flat with
+    `offsets` or `cu_seqlens`. Raises MeasurementError where rows, offsets, lengths or
+    masks do not fit together."""
     ids = record.get("token_ids")
     count = row_count(ids)
     if record.has("offsets") or record.has("cu_seqlens"):
@@ -59,10 +62,11 @@ def rows(record: FileRecord) -> Iterator[FileRecord]:
 
 
 def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
-    """Yields the record of each sequence where all follow one another. Fields as long as
-    all sequences together are cut as the tokens are, those with one row for each sequence
-    are taken apart, and others go to all. Raises MeasurementError for offsets that do not
-    go up from 0 to `total`: no sequence is empty."""
+    """Yields the record of each sequence where all follow one another. A field as long as
+    all sequences together (`total`) is cut as the tokens are. One with a row for each
+    sequence is taken apart. Every other field goes to all sequences. Raises
+    MeasurementError for offsets that do not go up from 0 to `total`: no sequence may be
+    empty."""
     name = next(filter(record.has, OFFSETS))
     offsets = record.integers(name, most=LARGEST)
     ends = [] if offsets is None else offsets.tolist()
@@ -82,8 +86,9 @@ def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
 
 def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
     """Yields the record of each row, without the padding that lengths or an attention
-    mask tell of. `count`: how many rows. Raises MeasurementError for lengths beyond the
-    row's tokens, and for an attention mask with gaps."""
+    mask mark. A field as wide as the row's tokens is cut as they are. `count`: how many
+    rows. Raises MeasurementError for lengths beyond the row's tokens, and for an
+    attention mask with gaps."""
     name = next(filter(record.has, LENGTHS), "")
     lengths = record.integers(name, count, least=1, most=LARGEST) if name else None
     others = {key: value for key, value in record.fields.items() if key != name}
@@ -106,9 +111,9 @@ def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
 
 
 def _attended(row: FileRecord, width: int) -> tuple[int, int]:
-    """Returns from where to where (excluded) the attention mask of a row is 1; the whole
-    row where there is none. Raises MeasurementError for a mask with gaps or without a
-    1."""
+    """Returns the first position at which the attention mask of a row is 1, and the one
+    after the last; 0 and `width` where the row has no mask. Raises MeasurementError for a
+    mask with gaps or without a 1."""
     mask = row.flags("attention_mask", width)
     if mask is None:
         return 0, width
@@ -119,20 +124,21 @@ def _attended(row: FileRecord, width: int) -> tuple[int, int]:
 
 
 def _row_record(record: FileRecord, fields: dict[str, object], i: int) -> FileRecord:
-    """Returns a row of a record of many, as a record. What is read of it counts as read
-    of the whole."""
+    """Returns a row of a record of many, with `row 2` in its place, as a record. Names of
+    fields that are asked for are added to `read` of the whole record."""
     return FileRecord(fields, f"{record.place} row {i + 1}", record.budget, record.read)
 
 
 def _row(value: object, i: int, count: int) -> object:
-    """Returns row i of what has a row for each of `count` sequences; anything else as it
-    is: it is the same for all."""
+    """Returns row i of a value that has a row for each of `count` sequences; another
+    value as it is, since it is the same for all."""
     return cast(Any, value)[i] if row_count(value) == count else value
 
 
 def _sides_of_row(record: FileRecord) -> Sequences:
-    """Yields (side, sequence) as each side of a record has it: the one that it names
-    (unnamed: empty), else the rollout and the trainer, where it has them."""
+    """Yields (side, sequence) for each side of a record. One with `logprobs` has a single
+    side, named by its `side` (empty where it has none). Else they are `rollout` and
+    `trainer`, where the record has their log-probabilities."""
     ids = record.token_ids("token_ids")
     shared = shared_fields(record, ids)
     if record.has("logprobs"):
@@ -180,8 +186,9 @@ def shared_fields(record: FileRecord, ids: Integers) -> RecordedSequence:
 
 
 def _experts(record: FileRecord, n: int) -> Integers | None:
-    """Returns the experts, int64 [n, layers, k], of each token and layer, -1 where a
-    token has none; None where the record has none."""
+    """Returns the experts of each token and layer, int64 [n, layers, k], -1 where a token
+    has none; None where the record has no experts. Raises MeasurementError for another
+    shape."""
     value = record.get("routed_experts")
     if value is None:
         return None
@@ -191,9 +198,9 @@ def _experts(record: FileRecord, n: int) -> Integers | None:
 def settings_of(
     record: FileRecord, default: RecordedSettings | None = None
 ) -> RecordedSettings:
-    """Returns what a record says of how its values came about, and `default`'s values
-    where it says nothing. With several versions of the weights, none is named. Raises
-    MeasurementError for a field of another type or range."""
+    """Returns what a record says of how its values came about, with the values of
+    `default` where it says nothing. With several versions of the weights, it names none.
+    Raises MeasurementError for a field of another type or range."""
     versions = versions_of(record, "weights_version")
     texts = {n: record.text(n) for n in ("dtype", "head", "logprobs_mode", "engine")}
     if (mode := texts["logprobs_mode"]) is not None and mode not in MODES:
@@ -215,9 +222,9 @@ def settings_of(
 
 
 def versions_of(record: FileRecord, name: str) -> tuple[str, ...]:
-    """Returns the versions of the weights in a field, each once, in their order: of one
-    value, of a list of them or of one a token. Empty without any. Raises MeasurementError
-    for another type."""
+    """Returns the versions of the weights in a field, each once, in their order. The
+    field is one value, or a list of values (of tokens, for example). Empty where it is
+    missing. Raises MeasurementError for a value that is no text or whole number."""
     value = record.get(name)
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -232,9 +239,9 @@ def versions_of(record: FileRecord, name: str) -> tuple[str, ...]:
 
 
 def _alternatives(record: FileRecord, n: int) -> tuple[Integers | None, Numbers | None]:
-    """Returns ids and log-probabilities, [n, k], of each position's likeliest tokens; two
-    None where there are none. Raises MeasurementError for ids without log-probabilities
-    or the reverse, and for other shapes."""
+    """Returns ids and log-probabilities of each position's likeliest tokens, int64 and
+    float64 [n, k]; (None, None) where the record has neither. Raises MeasurementError
+    where it has one alone, and for other shapes."""
     ids, logprobs = record.get("top_ids"), record.get("top_logprobs")
     if ids is None and logprobs is None:
         return None, None
@@ -254,8 +261,9 @@ def _alternatives(record: FileRecord, n: int) -> tuple[Integers | None, Numbers 
 def padded(
     record: FileRecord, name: str, ids: list[Any], logprobs: list[Any], n: int
 ) -> tuple[Integers, Numbers]:
-    """Returns lists of alternatives of any length as rectangles [n, k], with NO_TOKEN and
-    NaN where a position has fewer than k; a position may have null. Raises
+    """Returns lists of alternatives of different lengths as rectangles [n, k], ids and
+    log-probabilities, with NO_TOKEN and NaN where a position has fewer than k. A position
+    may be null. `name`: that of the fields, without `_ids`, in errors. Raises
     MeasurementError unless there are n lists of each, of the same lengths."""
     for what, lists in (("ids", ids), ("logprobs", logprobs)):
         if len(lists) != n:
@@ -279,7 +287,7 @@ def padded(
 
 def _row_lengths(record: FileRecord, name: str, rows: list[Any]) -> list[int]:
     """Returns the lengths of lists, 0 for null. Raises MeasurementError for what is
-    neither."""
+    neither, and beyond the budget."""
     for at, row in enumerate(rows):
         if row is not None and not isinstance(row, list | tuple):
             raise record.error(f"{name}[{at}]", "a list or null", kind_of(row))
@@ -289,14 +297,14 @@ def _row_lengths(record: FileRecord, name: str, rows: list[Any]) -> list[int]:
 
 
 def _joined(rows: list[Any]) -> list[Any]:
-    """Returns lists, each of which may be null, as one."""
+    """Returns the elements of lists, each of which may be null, in one list."""
     return list(chain.from_iterable(row for row in rows if row is not None))
 
 
 def _kept_sets(record: FileRecord, n: int) -> tuple[Integers | None, Integers | None]:
     """Returns the tokens that a filter left, flat, and n + 1 offsets of where each
-    position's begin; two None where there are none. Raises MeasurementError where they do
-    not fit the n tokens."""
+    position's begin; (None, None) where the record has neither. Raises MeasurementError
+    where they do not fit the n tokens."""
     ids, offsets = record.get("kept_ids"), record.get("kept_offsets")
     if ids is None and offsets is None:
         return None, None
@@ -330,9 +338,10 @@ def kept_sets(
 
 
 def _pack_lengths(record: FileRecord, n: int) -> Integers | None:
-    """Returns the lengths of the sequences that are packed into one of n tokens, from the
-    lengths or from a number a token (`pack_ids`), which goes first; None where the record
-    has neither. Raises MeasurementError for lengths that do not sum to n."""
+    """Returns the lengths of the sequences that are packed into one of n tokens: from
+    `pack_ids` (a number a token, which changes where a sequence begins), else from
+    `seq_lens` or `sequence_lengths`. None where the record has neither. Raises
+    MeasurementError for lengths that do not sum to n."""
     packs = record.integers("pack_ids", n, least=-LARGEST, most=LARGEST)
     if packs is not None:
         starts = np.flatnonzero(np.diff(packs)) + 1

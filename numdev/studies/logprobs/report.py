@@ -1,4 +1,4 @@
-"""What `numdev logprobs` says, as a report holds it: for each sequence the sums that all
+"""What the report of `numdev logprobs` consists of: for each sequence the sums that all
 its numbers are made of. d is a recorded log-probability less another one of the same
 token, in nats: less the exact one in a `SideRow`, trainer less rollout in a `PairRow`."""
 
@@ -40,8 +40,8 @@ class PlannedSide(Record):
 
     @property
     def recipe(self) -> str:
-        """Returns what explains its errors: `bfloat16`, or `bfloat16 with a head in
-        float32`."""
+        """Returns how the program rounds, which explains its errors: `bfloat16`, or
+        `bfloat16 with a head in float32`."""
         return f"{self.format} with a head in {self.head}" if self.head else self.format
 
 
@@ -81,12 +81,13 @@ class SideRow(Record):
 
     @property
     def kernel(self) -> str:
-        """Returns the side, as comparisons of reports name what rows are of."""
+        """Returns the side's name, under the name by which comparisons of reports know
+        it."""
         return self.side
 
     @property
     def options(self) -> dict[str, object]:
-        """Returns no options: a side has none."""
+        """Returns an empty dict: a side has no options."""
         return {}
 
     @property
@@ -99,7 +100,7 @@ class SideRow(Record):
 
 
 class PairRow(Record):
-    """One sequence of both sides."""
+    """One sequence of both sides, token by token."""
 
     sequence: int
     uid: str | None = None
@@ -153,8 +154,8 @@ class CostRow(Record):
 
 
 class WorstToken(Record):
-    """One of the tokens where a side is farthest from the truth, or the two sides from
-    each other."""
+    """One of the tokens where a side is farthest from the exact model, or the two sides
+    from each other."""
 
     side: str
     sequence: int
@@ -167,7 +168,8 @@ class WorstToken(Record):
 
 
 class Bin(Record):
-    """The errors of one side over tokens in one part of a range."""
+    """The errors of one side over tokens in one part of a range: of positions, entropies
+    (nats) or exact probabilities."""
 
     side: str
     by: Literal["position", "entropy", "probability"]
@@ -199,7 +201,7 @@ class NamedCause(Record):
 
 
 class SideSummary(Record):
-    """One side over all its sequences."""
+    """One side over all its sequences that were measured."""
 
     name: str
     format: str
@@ -217,8 +219,8 @@ class SideSummary(Record):
 
 
 class Cost(Record):
-    """The share of a side's ratios, or of the pair's, outside the clip band, now or as
-    predicted with a fix."""
+    """The share of a side's ratios, or of the pair's, outside the clip band, as recorded
+    or as predicted with a fix."""
 
     side: str
     fix: str
@@ -237,7 +239,7 @@ class Statistic(Record):
 
 
 class LogprobsSummary(Record):
-    """What a reader wants first."""
+    """The answer in sentences, and the tables that are made from the rows."""
 
     answer: tuple[str, ...]
     sides: tuple[SideSummary, ...] = ()
@@ -263,13 +265,14 @@ class LogprobsReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether any token of any side was compared with anything."""
+        """Whether at least one token of a side was compared with the model or the other
+        side."""
         rows = any(row.tokens for row in self.rows)
         return rows or any(row.tokens for row in self.pairs)
 
     @property
     def unmeasured(self) -> str:
-        """Returns why no token was compared, as a clause."""
+        """Returns a clause that says why no token was compared."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"no token could be compared: {', or '.join(reasons) or 'none counts'}"
 

@@ -51,7 +51,7 @@ class SideNames:
         return lost_numbers(a, b, ("square", "predicted_square"))
 
     def about(self, row: SideRow) -> About:
-        """Returns the fields of a move that say which side it is of."""
+        """Returns the fields of a move that say which side it is about."""
         return about(row.side)
 
     def place(self, row: SideRow) -> Place:
@@ -60,14 +60,16 @@ class SideNames:
 
 
 def about(side: str) -> About:
-    """Returns the fields of a record that say which side it is of, or that it is of
+    """Returns the fields of a record that say which side it is about, or that it is about
     both (PAIR)."""
     return {**kernel_fields("", side), "tensor": "logprobs"}
 
 
 def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideNames, Compared]:
-    """Returns the names by which rows are paired, and what changed from `old` to `new`.
-    Raises UsageError where a side is held to another support or format."""
+    """Returns the names by which rows are paired, and what changed from `old` to `new`: a
+    group for each side that both have, and for the pair, and a move for each whose number
+    moved. Raises UsageError where a side is held to another support or format in `new`
+    than in `old`."""
     for a in old.plan.sides:
         for b in new.plan.sides:
             differ = (a.support, a.format) != (b.support, b.format)
@@ -92,8 +94,8 @@ def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideNames, Compared
 def _numbers(
     names: SideNames, old: LogprobsReport, new: LogprobsReport
 ) -> Iterator[tuple[tuple[str, str], SequenceRatios]]:
-    """Yields ((side, metric), numbers) of every side that both reports have, and of both
-    sides together."""
+    """Yields ((side, metric), numbers) for every side that both reports have, then for
+    the pair: by sequence the number in `old` and in `new`."""
     rows = measured_pairs(names, old.rows, new.rows)
     for side, of_side in grouped(rows, lambda pair: pair[1].side).items():
         both = numbers_in_both(of_side, ERROR)
@@ -108,5 +110,5 @@ def _numbers(
 
 
 def _mean_size(row: PairRow) -> float:
-    """Returns mean |d| of a pair that has tokens."""
+    """Returns the mean |d| over the tokens of a pair, which has at least one."""
     return row.sums["abs"] / row.tokens

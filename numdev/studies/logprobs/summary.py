@@ -37,8 +37,8 @@ ALIKE = 3.0  # times as far from the model as from each other, where both err al
 
 
 def recomputed_summary(report: LogprobsReport) -> LogprobsSummary:
-    """Returns the summary that the plan, rows and verdicts of a report give; its stored
-    one is not read."""
+    """Returns the summary that is made from the plan, rows and verdicts of a report; its
+    stored summary is not read."""
     sides = tuple(side_summary(report, planned) for planned in report.plan.sides)
     pair_causes = tuple(named_causes(report.causes, PAIR))
     return LogprobsSummary(
@@ -52,7 +52,7 @@ def recomputed_summary(report: LogprobsReport) -> LogprobsSummary:
 
 
 def with_summary(report: LogprobsReport) -> LogprobsReport:
-    """Returns a copy of the report with the summary that its rows give."""
+    """Returns a copy of the report whose summary is made from its rows."""
     return report.model_copy(update={"summary": recomputed_summary(report)})
 
 
@@ -62,7 +62,7 @@ def side_rows(report: LogprobsReport, side: str) -> list[SideRow]:
 
 
 def side_sums(rows: Sequence[SideRow]) -> list[Sums]:
-    """Returns the sums of each row by name; of rows that have numbers."""
+    """Returns the sums of each row by name, 0 for None. `rows`: those with numbers."""
     names = (
         *("error", "square", "predicted", "predicted_square", "product"),
         *("tokens", "clipped", "predicted_clipped"),
@@ -71,20 +71,22 @@ def side_sums(rows: Sequence[SideRow]) -> list[Sums]:
 
 
 def _clipped_share(sums: Sums) -> float:
-    """Returns the share of tokens outside the clip band, of sums over sequences."""
+    """Returns the share of tokens outside the clip band; `sums`: over sequences, with at
+    least one token."""
     return sums["clipped"] / sums["tokens"]
 
 
 def _rms_over_predicted(sums: Sums) -> float:
-    """Returns the rms error over the predicted one, of sums over sequences."""
+    """Returns the rms error over the predicted one; `sums`: over sequences."""
     return math.sqrt(sums["square"] / sums["predicted_square"])
 
 
 def rms_ratio(
     rows: Sequence[SideRow], confidence: float = 0.95
 ) -> SequenceEstimate | None:
-    """Returns the rms error of a side over the predicted one, with its interval; None
-    without rows, or where nothing is predicted."""
+    """Returns the rms error of a side over the predicted one, with its interval at
+    `confidence`; None without rows, and where nothing is predicted. `rows`: those of a
+    side that have numbers."""
     if not rows:
         return None
     sums = side_sums(rows)
@@ -92,8 +94,8 @@ def rms_ratio(
 
 
 def side_summary(report: LogprobsReport, planned: PlannedSide) -> SideSummary:
-    """Returns one side over all its sequences; without numbers where none was measured.
-    Means and ratios are over tokens, intervals over sequences."""
+    """Returns one side over all its sequences that have numbers; without numbers where
+    none has. Means and ratios are over tokens, intervals over sequences."""
     rows = side_rows(report, planned.name)
     plain = SideSummary(
         name=planned.name,
@@ -124,8 +126,8 @@ def side_summary(report: LogprobsReport, planned: PlannedSide) -> SideSummary:
 
 
 def costs_of(report: LogprobsReport) -> Iterator[Cost]:
-    """Yields the shares of ratios outside the clip band of each side and of the pair, in
-    the order of FIXES."""
+    """Yields the shares of ratios outside the clip band, of each side and then of the
+    pair, each in the order of FIXES. A fix without a row is left out."""
     rows = list(report.costs)
     for side in report.plan.sides:
         for row in side_rows(report, side.name):
@@ -156,8 +158,8 @@ def costs_of(report: LogprobsReport) -> Iterator[Cost]:
 
 
 def named_causes(rows: Sequence[CauseRow], side: str) -> Iterator[NamedCause]:
-    """Yields the causes that are named on a side, in the order in which they were
-    undone."""
+    """Yields the causes that are named on a side, or on the pair (PAIR), in the order in
+    which they were undone."""
     by_cause = grouped((row for row in rows if row.side == side), lambda row: row.cause)
     for of_cause in sorted(by_cause.values(), key=lambda of: of[0].stage):
         decision = decide(of_cause)
@@ -176,8 +178,9 @@ def named_causes(rows: Sequence[CauseRow], side: str) -> Iterator[NamedCause]:
 
 
 def _left(rows: Sequence[CauseRow], *, by_size: bool) -> float | None:
-    """Returns the rms error over the predicted one that undoing a cause leaves, or that
-    is left where its size is predicted too; None where nothing is predicted."""
+    """Returns the rms error over the predicted one that undoing a cause leaves. With
+    `by_size` it is the rms error as it is over the one predicted with the cause's size.
+    None where nothing is predicted."""
     names = ("before", "after", "effect", "noise", "noise_left")
     before, after, effect, noise, noise_left = (
         math.fsum(getattr(row, name) for row in rows) for name in names
@@ -192,9 +195,10 @@ def answer(
     sides: Sequence[SideSummary],
     pair_causes: Sequence[NamedCause],
 ) -> Iterator[str]:
-    """Yields the sentences of the answer: verdict, every side's error in multiples of
-    what its format explains, and the causes; then costs, and that there was no model.
-    Without an outcome only these two."""
+    """Yields the sentences of the answer. Where the report has an outcome: the verdict
+    with every side's error in multiples of what its format explains, other tokens, the
+    causes, and whether both sides agree with each other alone. Then costs, and that there
+    was no model."""
     verdicts = {verdict.kernel: verdict.outcome for verdict in report.verdicts}
     parts = list(_ratio_clauses(ordered(sides, verdicts)))
     if report.outcome is not None:
@@ -215,9 +219,9 @@ def answer(
 def agreement_sentence(
     report: LogprobsReport, sides: Sequence[SideSummary]
 ) -> Iterator[str]:
-    """Yields one sentence, that both sides are beyond their prediction without a cause,
-    and are ALIKE times nearer to each other: then it may be the model that is another
-    one. Nothing where that is not so."""
+    """Yields one sentence where both sides are beyond their prediction without a cause,
+    and are ALIKE times nearer to each other: then the model may be another one than they
+    ran. Nothing else."""
     off = [
         side.rms
         for side in sides
@@ -235,9 +239,9 @@ def agreement_sentence(
 
 
 def cost_sentence(costs: Sequence[Cost], clip: tuple[float, float]) -> Iterator[str]:
-    """Yields `7.9 % of the ratios lie outside [0.8, 1.2]; predicted with a head in
-    float32 1.5 %, in float16 0 %.`, of the pair; nothing where none lies outside, or
-    nothing is predicted."""
+    """Yields `7.9 % of the ratios lie outside [0.8, 1.2]; predicted: with a head in
+    float32 1.5 %, in float16 0 %.`, of the pair. Fixes that were not predicted are left
+    out. Nothing where no ratio lies outside, and without a pair."""
     words = {
         UNDONE: "with the causes undone",
         ROUNDINGS: "by roundings alone",
@@ -263,8 +267,8 @@ def cost_sentence(costs: Sequence[Cost], clip: tuple[float, float]) -> Iterator[
 def ordered(
     sides: Sequence[SideSummary], verdicts: dict[str, Outcome]
 ) -> list[SideSummary]:
-    """Returns the sides, the one with the gravest verdict first, else in their order. A
-    side without a verdict counts as passed."""
+    """Returns the sides, those with the gravest verdict first, equal ones in their order.
+    `verdicts`: by side; a side without one counts as passed."""
     order = list(Outcome)
     return sorted(
         sides, key=lambda side: order.index(verdicts.get(side.name, Outcome.PASSED))
@@ -272,8 +276,8 @@ def ordered(
 
 
 def _ratio_clauses(sides: Sequence[SideSummary]) -> Iterator[str]:
-    """Yields `rollout: 6.12× what bfloat16 explains`, then `trainer 1.02×` where that is
-    of the same format."""
+    """Yields a clause for each side: `rollout: 6.12× what bfloat16 explains`, then
+    `trainer 1.02×` where the side before it has the same format and a ratio."""
     before = ""
     for side in sides:
         if side.ratio is not None and side.format == before:
@@ -284,16 +288,17 @@ def _ratio_clauses(sides: Sequence[SideSummary]) -> Iterator[str]:
 
 
 def ratio_clause(side: SideSummary) -> str:
-    """Returns `6.12× what bfloat16 explains`; without a ratio `not compared with a
-    model`, or with tokens `nothing is predicted`."""
+    """Returns `6.12× what bfloat16 explains`. A side without a ratio gives `nothing is
+    predicted` if it has tokens, else `not compared with a model`."""
     if side.ratio is None:
         return "not compared with a model" if not side.tokens else "nothing is predicted"
     return f"{ratio(side.ratio.mean)}× what {side.format} explains"
 
 
 def causes_clause(named: Sequence[NamedCause], *, with_side: bool = True) -> str:
-    """Returns `Cause: rollout: temperature 0.7; undoing it leaves 1.10×.`, or without the
-    side; empty without a cause."""
+    """Returns the causes in a sentence: `Cause: rollout: temperature 0.7; undoing it
+    leaves 1.10×.` or `Causes: A. B.`; without the side where `with_side` is False. Empty
+    without a cause."""
     if not named:
         return ""
     texts = []

@@ -33,18 +33,19 @@ SLIME_FORMAT = 2
 
 
 def is_prime_rl(record: FileRecord) -> bool:
-    """Whether a record is a line of prime-rl's token exports."""
+    """Whether a record is a line of prime-rl's token exports, by its fields."""
     return record.has("schema_version", "token_ids", "inference_logprobs")
 
 
 def prime_rl_sequences(record: FileRecord) -> Sequences:
-    """Yields a sequence of prime-rl's token exports as each side that has values recorded
-    it, the rollout first.
+    """Yields (side, sequence) of a line of prime-rl's token exports, for each side that
+    has values, the rollout first.
 
-    Values belong to their tokens; the first of each side is left out as NaN: the
-    trainer's is a filling, -log of the vocabulary's size. The sampling temperature, under
-    which both sides are, is not in the file. What was not finite is null. Raises
-    MeasurementError for another version."""
+    Values belong to their tokens; the first value of each side becomes NaN: the trainer's
+    is a filling, -log of the vocabulary's size. The sampling temperature, under which
+    both sides are, is not in the file. What was not finite is null. Raises
+    MeasurementError for another version, and for fields that are missing or do not fit
+    together."""
     _expect_version(record, "schema_version", PRIME_RL_SCHEMA)
     ids = record.token_ids("token_ids")
     n = len(ids)
@@ -75,18 +76,19 @@ def prime_rl_sequences(record: FileRecord) -> Sequences:
 
 
 def is_nemo_rl(record: FileRecord) -> bool:
-    """Whether a record is a line of NeMo-RL's train data."""
+    """Whether a record is a line of NeMo-RL's train data, by its fields."""
     is_one = record.has("generation_logprobs") or record.has("prev_logprobs")
     return is_one and record.has("token_ids", "input_lengths")
 
 
 def nemo_rl_sequences(record: FileRecord) -> Sequences:
-    """Yields the sequences of a line of NeMo-RL's train data as both sides have them.
+    """Yields (side, sequence) for each sequence of a line of NeMo-RL's train data, for
+    each side that has values, the rollout first.
 
     Columns are rectangles, padded on the right up to `input_lengths`. Value i belongs to
     token i and the first is a filling. A token counts where its own mask and that of its
-    sample are 1. Raises MeasurementError for fields that are missing or do not fit
-    together."""
+    sample are 1; a missing mask is 1. Raises MeasurementError for fields that are missing
+    or do not fit together."""
     step = re.search(r"train_data_step(\d{1,9})", record.place)
     index = record.whole("idx")
     for row in rows(record):
@@ -115,13 +117,14 @@ def nemo_rl_sequences(record: FileRecord) -> Sequences:
 
 
 def is_slime(record: FileRecord) -> bool:
-    """Whether a record is slime's debug dump, of training or of rollouts."""
+    """Whether a record is slime's debug dump, of training or of rollouts, by its
+    fields."""
     return record.has("samples") and record.has("rollout_id")
 
 
 def slime_sequences(record: FileRecord) -> Sequences:
-    """Yields the samples of slime's debug dump of training data (format 2) as both sides
-    have them; of its dump of rollouts, as that side alone.
+    """Yields (side, sequence) for each sample of slime's debug dump: both sides of its
+    training data (format 2), the rollout alone of its rollouts.
 
     `tokens` are prompt and response; masks, log-probabilities, entropies and kept sets
     are of the response alone, the last tokens. Experts are of all tokens but the last.
@@ -137,9 +140,9 @@ def slime_sequences(record: FileRecord) -> Sequences:
 
 
 def _sample_sequences(sample: FileRecord, uid: str | None, step: int | None) -> Sequences:
-    """Yields one sample of slime's dump as each side has it, the rollout first; nothing
-    where it has no log-probabilities. Raises MeasurementError for lengths that do not fit
-    the tokens."""
+    """Yields (side, sequence) of one sample of slime's dump for each side that has
+    log-probabilities, the rollout first. Raises MeasurementError for lengths that do not
+    fit the tokens."""
     ids = sample.token_ids("tokens")
     n = len(ids)
     is_training = sample.has("response_lengths")
@@ -192,8 +195,9 @@ def _sample_sequences(sample: FileRecord, uid: str | None, step: int | None) -> 
 def _slime_kept_sets(
     sample: FileRecord, length: int, n: int
 ) -> tuple[Integers | None, Integers | None]:
-    """Returns the kept tokens of a sample and their offsets from its first token on; the
-    prompt has none."""
+    """Returns the kept tokens of a sample, flat, and n + 1 offsets of where each token's
+    begin; tokens of the prompt have none. (None, None) where the sample has no offsets.
+    Raises MeasurementError for offsets that do not fit. `length`: of the response."""
     if not sample.has("rollout_top_p_token_offsets"):
         return None, None
     names = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
@@ -202,8 +206,9 @@ def _slime_kept_sets(
 
 
 def _slime_experts(sample: FileRecord, n: int) -> Integers | None:
-    """Returns the experts of each token, -1 for the last one, that was never an input;
-    None where there are none."""
+    """Returns the experts of each token, int64 [n, layers, k], -1 for the last token,
+    which was never an input. None where the sample has none. Raises MeasurementError for
+    another shape."""
     value = sample.get("rollout_routed_experts")
     if value is None:
         return None
@@ -213,24 +218,25 @@ def _slime_experts(sample: FileRecord, n: int) -> Integers | None:
 
 
 def _at_end(x: Numbers, n: int) -> Numbers:
-    """Returns values of the last tokens as values of all n, with NaN for the others."""
+    """Returns values of the last tokens as values of all n tokens, float64 [n], with NaN
+    for the others."""
     return np.concatenate([np.full(n - len(x), np.nan), x])
 
 
 def _without_first(x: Numbers) -> Numbers:
-    """Returns values with NaN in place of the first, which is a filling."""
+    """Returns a copy of the values with NaN in place of the first, which is a filling."""
     return np.concatenate([[np.nan], x[1:]])
 
 
 def _joined_uid(*numbers: int | None) -> str | None:
-    """Returns numbers joined by `/`; None where one is missing. Without numbers an empty
-    text."""
+    """Returns numbers joined by `/`, `3/0`; None where one of them is None. Without
+    numbers an empty text."""
     parts = [str(number) for number in numbers if number is not None]
     return "/".join(parts) if len(parts) == len(numbers) else None
 
 
 def _expect_version(record: FileRecord, name: str, version: int) -> None:
-    """Raises MeasurementError where a file is of another version than the one that these
-    field names are of."""
+    """Raises MeasurementError where a file's field `name` is not `version`, the one that
+    these field names are of."""
     if (got := record.whole(name)) != version:
         raise record.error(name, str(version), str(got))

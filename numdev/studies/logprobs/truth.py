@@ -99,14 +99,14 @@ class ProgramRecipe(NamedTuple):
 
     @property
     def has_wider_head(self) -> bool:
-        """Whether the head computes in a wider format than the rest: what it adds to the
-        error is far below the rest, and taken for 0."""
+        """Whether the head computes in a format of more significant bits than the rest.
+        What it adds to the error is then far below the rest, and taken for 0."""
         return self.head is not None and _bits(self.head) > _bits(self.format)
 
     @property
     def has_narrower_head(self) -> bool:
-        """Whether the head alone computes in 16 bits, and the rest in float32 or
-        wider."""
+        """Whether the head computes in a format of fewer significant bits than the
+        rest."""
         return self.head is not None and _bits(self.head) < _bits(self.format)
 
     @property
@@ -117,14 +117,15 @@ class ProgramRecipe(NamedTuple):
 
 
 def _bits(fmt: str) -> int:
-    """Returns the significant bits of a format, by name."""
+    """Returns the significant bits of a format, by its name."""
     return format_named(fmt).precision
 
 
 @dataclass(frozen=True, eq=False)
 class ExactValues:
-    """What is exactly so for the n tokens of a sequence, each after the tokens before it.
-    NaN at tokens that nothing comes before: the first of every sequence of a pack."""
+    """The exact values of the n tokens of a sequence, each predicted from the tokens
+    before it. NaN at tokens that nothing comes before: the first of every sequence of a
+    pack."""
 
     logprobs: np.ndarray  # float64 [n], under the support; -inf for a token outside it
     token_logits: np.ndarray  # float64 [n], the token's raw logit
@@ -138,7 +139,8 @@ class ExactValues:
 
     def at_temperature(self, temperature: float) -> np.ndarray:
         """Returns the log-probability of each token, float64 [n], among all tokens at a
-        temperature between 0.25 and 4. Raises UsageError for one outside."""
+        temperature from 0.25 to 4. It is interpolated, to about 3e-6. Raises UsageError
+        for another temperature."""
         if not HOTTEST <= 1 / temperature <= COLDEST:
             raise UsageError(
                 f"temperature: expected 0.25 to 4 to be tried, got {temperature:g}"
@@ -158,9 +160,9 @@ def inverse_temperatures() -> np.ndarray:
 
 
 def _interpolation_weights(beta: float) -> np.ndarray:
-    """Returns the weights, float64 [NODES], by which values at `inverse_temperatures` are
-    summed for the value at `beta`: barycentric interpolation in log(beta) at Chebyshev's
-    nodes of the first kind."""
+    """Returns the weights, float64 [NODES], with which values at `inverse_temperatures`
+    are summed to give the value at `beta`: barycentric interpolation in log(beta) at
+    Chebyshev's nodes of the first kind."""
     nodes = np.log(inverse_temperatures())
     distance = math.log(beta) - nodes
     exact = np.abs(distance) < 1e-14
@@ -173,17 +175,18 @@ def _interpolation_weights(beta: float) -> np.ndarray:
 
 
 class ExactModel:
-    """A checkpoint that gives exact log-probabilities, and those that a format's
-    roundings make of them. One model is in memory for each format asked for."""
+    """A checkpoint that gives exact log-probabilities, and what a format's roundings make
+    of them. A model stays in memory for each format and attention that was asked for, and
+    one with a mistake."""
 
     def __init__(
         self, checkpoint: str, *, device: str = "auto", stream: bool = False,
         adapter: str | None = None,
     ) -> None:  # fmt: skip
         """`checkpoint`: a directory, a state dict, or `demo`; `adapter`: the directory of
-        one that is added to its weights. Raises UsageError where it
-        does not exist, MeasurementError where its model cannot be built or has no logits
-        over tokens."""
+        a LoRA adapter that is added to the weights. Raises UsageError where one of them
+        does not exist or cannot be read, MeasurementError where the model cannot be built
+        or has no logits over tokens."""
         path = demo_checkpoint() if checkpoint == "demo" else Path(checkpoint)
         if not path.exists():
             raise UsageError(f"--model {checkpoint}: no such file or directory")
@@ -205,14 +208,15 @@ class ExactModel:
         return int(getattr(self.source.checkpoint, "vocab_size", None) or 0)
 
     def describe(self) -> dict[str, object]:
-        """Returns what a report says of the checkpoint, without the prompt that no study
-        of log-probabilities reads."""
+        """Returns what a report says of the checkpoint, without its prompt, which no
+        study of log-probabilities reads."""
         described = describe(self.source)
         return {k: v for k, v in described.items() if not k.startswith("prompt")}
 
     def _subject(self, fmt: str, variant: str) -> Subject:
-        """Returns the model in a format, loaded once for each variant: an attention, or
-        an entry of `variants`, of which the last one alone stays in memory."""
+        """Returns the model in a format, loaded once for each variant. `variant`: one of
+        ATTENTIONS, NARROW_HEAD, or a dose of `variants`. Of models with a mistake only
+        the last one stays in memory."""
         key = fmt, variant
         if key not in self._subjects:
             if variant not in ATTENTIONS:
@@ -235,10 +239,10 @@ class ExactModel:
         return self._subjects[key]
 
     def variants(self) -> list[tuple[str, str]]:
-        """Returns (cause, dose) of the mistakes that this model can be computed with:
-        without a window, a cap or a scale that its config has, with quantised weights, a
-        quantised cache where kernels answer for its attention, and with its adapter
-        absent, added twice, or merged."""
+        """Returns (cause, dose) of the mistakes that this model can be computed with.
+        They are: without a window, a cap or a scale that its config has; quantised
+        weights; a quantised cache, where kernels compute its attention; its adapter
+        absent, added twice, or merged. Loads the exact model."""
         doses = [
             (cause, dose)
             for cause, dose in VARIANTS
@@ -252,25 +256,27 @@ class ExactModel:
 
     @property
     def most_positions(self) -> int:
-        """Returns how many positions the model has; no end where its config says none."""
+        """Returns how many positions the model has; sys.maxsize where its config does not
+        say."""
         config: object = getattr(self.source.model, "config", None)
         return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
 
     @property
     def routes(self) -> bool:
-        """Whether some run has chosen among the model's parts, as a router of experts
+        """Whether a run so far has chosen among the model's parts, as a router of experts
         does."""
         return any(subject.routes for subject in self._subjects.values())
 
     def routing(self, token_ids: np.ndarray, k: int) -> Routing:
         """Returns the experts that the exact model chooses for token ids, int64 [n], `k`
-        for each in a layer. Raises NotReplayed where no layer chooses so many."""
+        for each token in a layer. Computed once for the same ids. Raises NotReplayed
+        where no layer chooses so many."""
         key = token_ids.tobytes(), k
         if key not in self._routings:
             subject = self._subject(FP64, "sdpa")
 
             def run() -> object:
-                """Returns the model's answer."""
+                """Returns the model's answer to the token ids."""
                 return subject.run_exactly(_inputs(token_ids))
 
             self._routings[key] = routing_of(subject.wide, run, len(token_ids), k)
@@ -279,9 +285,9 @@ class ExactModel:
     def forced_experts(
         self, token_ids: np.ndarray, experts: np.ndarray | None
     ) -> dict[Choice, np.ndarray]:
-        """Returns by a layer's choice the experts, int64 [n, k], that it is told to take
-        for token ids; empty for None. `experts`: int64 [n, layers, k]. Raises NotReplayed
-        where they do not fit the model."""
+        """Returns the experts that each layer is to take for token ids, by the layer's
+        choice, int64 [n, k] each; empty where `experts` is None. `experts`: recorded
+        ones, int64 [n, layers, k]. Raises NotReplayed where they do not fit the model."""
         if experts is None:
             return {}
         routing = self.routing(token_ids, experts.shape[2])
@@ -293,14 +299,15 @@ class ExactModel:
         experts: np.ndarray | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the exact logits, fp64 [n, vocabulary], of token ids, int64 [n], by the
-        model or a dose of `variants`; their positions are counted from `begin`, and they
-        go to `experts`, as `forced_experts` takes them. Raises MeasurementError for an id
-        that the model has no token for."""
+        model (`sdpa`) or with a dose of `variants`. Positions are counted from `begin`;
+        tokens go to `experts`, as `forced_experts` takes them. Row i predicts token i +
+        1. Raises MeasurementError for an id that the model has no token for, NotReplayed
+        where `experts` do not fit it."""
         self._check_ids(token_ids)
         forced = self.forced_experts(token_ids, experts)
 
         def run() -> object:
-            """Returns the model's answer."""
+            """Returns the model's answer to the token ids, with the mistake."""
             inputs = _inputs(token_ids)
             if begin:
                 positions = torch.arange(begin, begin + len(token_ids))
@@ -330,7 +337,7 @@ class ExactModel:
         exact = (LOGITS,) if recipe.has_wider_head else ()
 
         def run() -> object:
-            """Returns the model's answer."""
+            """Returns the model's answer to the token ids, rounded by the recipe."""
             subject = self._subject(fmt, variant)
             with _choosing(subject, forced):
                 if recipe.has_narrower_head:
@@ -343,8 +350,9 @@ class ExactModel:
         return self._cached((fmt, variant, exact, *_key(token_ids, experts)), run)
 
     def _cached(self, key: tuple[object, ...], run: Callable[[], object]) -> Tensor:
-        """Returns the logits that `run` gives, [n, vocabulary]; those of the last runs
-        are kept, up to CACHE numbers, since two sides have the same tokens."""
+        """Returns the logits that `run` gives, fp64 [n, vocabulary]. Those of the last
+        runs stay in memory, up to CACHE numbers, since two sides have the same tokens.
+        Raises MeasurementError where the run fails."""
         if key not in self._logits:
             with naming(type(self.source.model).__name__, "failed on the tokens", ""):
                 self._logits[key] = _logits(run())[0]
@@ -388,14 +396,14 @@ def _widen_rotary_tables(model: nn.Module) -> None:
 def _choosing(
     subject: Subject, forced: Mapping[Choice, np.ndarray]
 ) -> AbstractContextManager[None]:
-    """Returns a context in which the exact model's layers take the experts that they are
-    told to; all choose for themselves without any."""
+    """Returns a context in which the layers of the subject's exact model take the experts
+    in `forced`; where that is empty, the model chooses by itself."""
     return RouterCalls(subject.wide, forced).following() if forced else nullcontext()
 
 
 def _key(token_ids: np.ndarray, experts: np.ndarray | None) -> tuple[bytes, ...]:
-    """Returns what tells a run from others of the same model: the bytes of its ids and of
-    its experts, empty for None."""
+    """Returns what tells a run from others of the same model: the bytes of the ids and of
+    the experts, empty for None."""
     return token_ids.tobytes(), b"" if experts is None else experts.tobytes()
 
 
@@ -413,9 +421,9 @@ def _logits(answer: object) -> Tensor:
 
 
 def segments_of(sequence: RecordedSequence) -> list[slice]:
-    """Returns the sequences that a record packs, as slices of its tokens: by
-    `sequence_lengths`, else wherever `position_ids` begin again at 0; a single one where
-    it has neither. Empty ones are left out."""
+    """Returns the sequences that a record packs, as slices of its tokens, without empty
+    ones. They are by `sequence_lengths`, else each begins where `position_ids` is 0. A
+    record with neither is a single one."""
     n = len(sequence)
     if sequence.sequence_lengths is not None:
         ends = np.cumsum(sequence.sequence_lengths)
@@ -429,9 +437,10 @@ def segments_of(sequence: RecordedSequence) -> list[slice]:
 
 
 def next_logits(logits: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (positions, logits) in parts of at most 2^22 numbers: `positions` are those
-    of the tokens predicted, 1 to n - 1; logits, fp64 [positions, vocabulary], are what
-    predicts them. `logits`: [n, vocabulary]."""
+    """Yields (positions, logits) in parts of at most 2^22 numbers (or one row).
+    `positions`: a slice of the tokens that are predicted, 1 to n - 1. `logits`: those
+    that predict them, fp64 [positions, vocabulary], a view. Nothing for n of 1. Argument
+    `logits`: [n, vocabulary]."""
     step = max(1, (1 << 22) // logits.shape[-1])
     for start in range(1, n, step):
         stop = min(n, start + step)
@@ -440,7 +449,8 @@ def next_logits(logits: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
 
 def token_logprobs(logits: Tensor, token_ids: np.ndarray, support: Support) -> np.ndarray:
     """Returns the log-probability of each token under a support, float64 [n]; NaN for the
-    first, -inf for one outside. `logits`: [n, vocabulary], those after each token."""
+    first token, -inf for a token outside the support. `logits`: [n, vocabulary], of which
+    row i predicts token i + 1."""
     out = np.full(len(token_ids), np.nan)
     ids = torch.from_numpy(np.ascontiguousarray(token_ids))[:, None].to(logits.device)
     for where, part in next_logits(logits, len(token_ids)):
@@ -456,8 +466,9 @@ def token_logprobs(logits: Tensor, token_ids: np.ndarray, support: Support) -> n
 
 def kept_tokens(logprobs: Tensor, support: Support) -> Tensor:
     """Returns which tokens the filters of a support leave, bool [positions, vocabulary].
-    `logprobs`: alike, at the support's temperature. The likeliest token always stays. Of
-    top_p those stay before which less than top_p has been kept."""
+    `logprobs`: [positions, vocabulary], at the support's temperature. The likeliest token
+    always stays. top_p keeps the likeliest tokens of those that top_k leaves, until their
+    probabilities add up to top_p."""
     ordered, order = logprobs.sort(dim=-1, descending=True)
     first = _kept_in_order(ordered, support)
     return torch.zeros_like(first).scatter(1, order, first)
@@ -483,9 +494,9 @@ def exact_values(
     model: ExactModel, sequence: RecordedSequence, support: Support,
     others: Sequence[Support] = (),
 ) -> ExactValues:  # fmt: skip
-    """Returns the exact values of a sequence under a support, and the probability that
-    each of the supports `others`, of the same temperature, keeps. Raises MeasurementError
-    for an id that the model has no token for."""
+    """Returns the exact values of a sequence under a support. `others`: supports of the
+    same temperature, of which the probability that each keeps is computed too
+    (`log_mass`). Raises MeasurementError for an id that the model has no token for."""
     values = _without_values(sequence, others)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
@@ -499,8 +510,8 @@ def exact_values(
 
 
 def _check_alternatives(sequence: RecordedSequence, vocabulary: int) -> None:
-    """Raises MeasurementError for an alternative, or a token that a filter left, that the
-    model has no token for."""
+    """Raises MeasurementError for a recorded alternative, or a token that a filter left,
+    that the model has no token for. `vocabulary`: how many tokens the model has."""
     every = {"top_ids": sequence.top_ids, "kept_ids": sequence.kept_ids}
     for name, ids in every.items():
         largest = 0 if ids is None else int(ids.max(initial=0))
@@ -513,7 +524,8 @@ def _check_alternatives(sequence: RecordedSequence, vocabulary: int) -> None:
 
 
 def _without_values(sequence: RecordedSequence, others: Sequence[Support]) -> ExactValues:
-    """Returns the values of a sequence before any is set: all NaN."""
+    """Returns the values of a sequence of which none is set: all NaN, `likeliest`
+    False."""
 
     def empty(*more: int) -> np.ndarray:
         """Returns NaN, float64 [n, *more]."""
@@ -536,8 +548,8 @@ def _fill_values(
     values: ExactValues, sequence: RecordedSequence, at: slice, logits: Tensor,
     support: Support,
 ) -> None:  # fmt: skip
-    """Sets all but the log-probabilities of `values` at the tokens `at`, in place.
-    `logits`: [tokens, vocabulary], of what predicts them."""
+    """Sets, in place, all of `values` but the log-probabilities at the tokens `at`.
+    `logits`: [tokens, vocabulary], those that predict these tokens."""
     ids = torch.from_numpy(np.ascontiguousarray(sequence.token_ids[at]))
     chosen_logits = logits.gather(1, ids[:, None].to(logits.device))[:, 0]
     values.token_logits[at] = chosen_logits.cpu().numpy()
@@ -571,9 +583,10 @@ def predicted_errors(
     recipe: ProgramRecipe, *, replayed: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Returns what rounding each operation to nearest by a recipe changes of the
-    log-probabilities `exact`, float64 [n]; NaN at tokens that nothing comes before, and
-    where a rounded filter leaves another set of tokens without the token. `replayed`:
-    with the experts that the sequence recorded."""
+    log-probabilities `exact`, float64 [n]. NaN at tokens that nothing comes before, and
+    where the token is outside the filter, exactly or rounded. `replayed`: with the
+    experts that the sequence recorded. Raises NotReplayed where these do not fit the
+    model."""
     errors = np.full(len(sequence), np.nan)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
@@ -586,15 +599,16 @@ def predicted_errors(
 
 
 def _experts_of(sequence: RecordedSequence, part: slice) -> np.ndarray:
-    """Returns the experts that a part of a sequence recorded, int64 [m, layers, k]."""
+    """Returns the recorded experts of a part of a sequence, int64 [m, layers, k]; the
+    sequence has experts."""
     assert sequence.routed_experts is not None
     return sequence.routed_experts[part]
 
 
 def other_experts(model: ExactModel, sequence: RecordedSequence) -> tuple[int, int]:
-    """Returns how many of the experts that a sequence recorded are not those of the exact
-    model, and how many it recorded. Raises NotReplayed where they do not fit the
-    model."""
+    """Returns how many of the experts that a sequence recorded the exact model does not
+    choose for their token, and how many it recorded. The sequence has experts. Raises
+    NotReplayed where they do not fit the model."""
     other = every = 0
     for part in segments_of(sequence):
         experts = _experts_of(sequence, part)
@@ -609,11 +623,11 @@ def exact_instead(
     dose: str = "sdpa", *, as_one: bool = False, continued: bool = False,
     replayed: bool = False,
 ) -> np.ndarray:  # fmt: skip
-    """Returns the exact log-probabilities of a sequence, float64 [n], by another model,
-    or with the mistake `dose` of `ExactModel.variants`; `as_one`: a pack as one sequence,
-    whose parts see each other; `continued`: its parts alone, but their positions counted
-    from the beginning of the pack; `replayed`: with the experts that it recorded. NaN
-    where `exact_values` has it. Raises NotReplayed where experts do not fit the model."""
+    """Returns the exact log-probabilities of a sequence, float64 [n], computed with a
+    mistake: `dose`, one of `ExactModel.variants` (`sdpa`: none); `as_one`: a pack as one
+    sequence, whose parts see each other; `continued`: parts of a pack with positions
+    counted from its beginning; `replayed`: the experts that it recorded. NaN at the first
+    token of each part. Raises NotReplayed where experts do not fit the model."""
     values = np.full(len(sequence), np.nan)
     parts = segments_of(sequence)
     for part in [slice(0, len(sequence))] if as_one else parts:

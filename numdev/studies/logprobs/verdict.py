@@ -60,9 +60,9 @@ class LogprobsLimits(Strict):
 
 def tests(report: LogprobsReport, rules: Rules) -> Iterator[Test]:
     """Yields the tests of a report. For each side: whether it was compared, its error
-    beside what its format explains, and whether a cause is named. For both together:
-    whether they have the same tokens, are no copy of each other, and, without a model,
-    whether a cause is named."""
+    beside what its format explains, whether its values are finite, and whether a cause is
+    named. For both together: whether they were compared, have the same tokens, are no
+    copy of each other, and, without a model, whether a cause is named."""
     limits: LogprobsLimits = rules.limits_of("logprobs")
     for side in report.plan.sides:
         who = kernel_fields(side.format, side.name)
@@ -80,8 +80,8 @@ def tests(report: LogprobsReport, rules: Rules) -> Iterator[Test]:
 
 
 def _run_test(report: LogprobsReport, side: PlannedSide, who: Who, rules: Rules) -> Test:
-    """Returns the test of how many sequences of a side were compared with the model, or
-    without one with the other side."""
+    """Returns the test of how many sequences of a side were compared: with the model, or,
+    without a model, with the other side."""
     if report.plan.model is None:
         states = [("ok", "") for row in report.pairs if row.tokens]
     else:
@@ -96,8 +96,8 @@ def _run_test(report: LogprobsReport, side: PlannedSide, who: Who, rules: Rules)
 def _side_tests(
     report: LogprobsReport, side: PlannedSide, limits: LogprobsLimits
 ) -> Iterator[TestFields]:
-    """Yields the tests of a side's error, of whether its values are finite, and of its
-    causes; without a model one, undecided."""
+    """Yields three tests of a side: of its error, of whether its values are finite, and
+    of its causes. Without a model it is one test, undecided."""
     if report.plan.model is None:
         yield {"rule": NOISE, "standing": Standing.UNDECIDED, "reasons": (NO_MODEL,)}
         return
@@ -121,10 +121,12 @@ def _side_tests(
 def _noise_test(
     report: LogprobsReport, side: PlannedSide, limits: LogprobsLimits
 ) -> TestFields:
-    """Returns the test of a side's rms error over the predicted one. It is exceeded where
-    the lower end of its 99 % interval is, or without an interval where it is above SURELY
-    times the limit; missing without a number; else undecided with too few tokens or
-    sequences or above the limit, or held."""
+    """Returns the test of a side's rms error over the predicted one. It is missing
+    without that number. It is undecided, whatever the number, where the records are of
+    several versions or formats. It is exceeded where the lower end of its 99 % interval
+    is above the limit, or, without an interval, where it is above SURELY times the limit.
+    It is undecided with too few tokens or sequences, and where it alone is above the
+    limit. Else it is held."""
     rows, limit = side_rows(report, side.name), limits.rms_over_predicted
     tokens = sum(row.tokens for row in rows)
     estimate = rms_ratio(rows, CONFIDENCE)
@@ -175,8 +177,8 @@ def _why_not_one(side: PlannedSide) -> str:
 
 def _finite_test(report: LogprobsReport, side: PlannedSide) -> TestFields:
     """Returns the test that a side says minus infinity of no token that counts and is
-    within its support in the exact model. Under a filter two sound programs keep other
-    tokens at its edge, so that it does not apply."""
+    within its support in the exact model. Where it does under a filter, the test does not
+    apply: two sound programs keep other tokens at the filter's edge."""
     rows = [row for row in report.rows if row.side == side.name]
     infinite = sum(row.infinite for row in rows)
     if infinite and any(name in side.support for name in ("top_p", "top_k", "min_p")):
@@ -231,8 +233,8 @@ def _pair_tests(report: LogprobsReport) -> Iterator[TestFields]:
 
 
 def _pair_cause_tests(report: LogprobsReport) -> Iterator[TestFields]:
-    """Yields at most one test, of what one side is beside the other; nothing where that
-    was not looked for."""
+    """Yields one test, of the causes of the pair: what one side is beside the other.
+    Nothing where that was not looked for."""
     by_cause = grouped(
         (row for row in report.causes if row.side == PAIR), lambda row: row.cause
     )
@@ -254,9 +256,9 @@ def _pair_cause_tests(report: LogprobsReport) -> Iterator[TestFields]:
 def findings(
     judgement: Judgement, report: LogprobsReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """Returns a finding for each side, and for both together, that is beyond a limit or
-    has a cause, then those on sides of which nothing could be compared; and notes on what
-    was not looked for."""
+    """Returns the findings and notes. There is a finding for each side, and for the pair,
+    that exceeds a limit or has a cause; then one for each of which nothing could be
+    compared. Notes say what was not looked for."""
     wrong = [test for test in judgement.tests if test.standing is Standing.EXCEEDED]
     sentences = []
     for of_side in grouped(wrong, lambda test: test.kernel).values():
@@ -273,7 +275,7 @@ def findings(
 
 
 def _causes_in(tests_of_side: Sequence[Test]) -> list[NamedCause]:
-    """Returns the causes that tests name."""
+    """Returns the causes that the tests of the rule `cause` name; empty for none."""
     naming = (test.beyond for test in tests_of_side if test.rule == CAUSE)
     return list(itertools.chain.from_iterable(naming))
 
@@ -281,8 +283,9 @@ def _causes_in(tests_of_side: Sequence[Test]) -> list[NamedCause]:
 def _finding_clauses(
     report: LogprobsReport, tests_of_side: Sequence[Test]
 ) -> Iterator[str]:
-    """Yields what the exceeded tests of one side say, as clauses that follow its name.
-    Where its error has no named cause the last clause says so."""
+    """Yields what the exceeded tests of one side say, as clauses that follow its name:
+    `errs 6.12× what bfloat16 explains (limit 1.5×)`. Where its error has no named cause,
+    the last clause says so."""
     for test in tests_of_side:
         if test.rule == NOISE:
             low, high = test.interval or (None, None)
@@ -306,8 +309,9 @@ def _finding_clauses(
 
 
 def _not_tested(report: LogprobsReport) -> Iterator[str]:
-    """Yields a sentence for each reason why causes were not looked for, with these; on
-    all sides, or on those that it names."""
+    """Yields a sentence for each reason why causes were not looked for, with the causes;
+    it names the sides where the reason is not that of all: `Not looked for: packing
+    (rollout): REASON.`"""
     sides = report.plan.sides
     pairs = (item for side in sides for item in side.untested.items())
     by_reason: dict[tuple[str, tuple[str, ...]], list[str]] = {}
@@ -320,8 +324,9 @@ def _not_tested(report: LogprobsReport) -> Iterator[str]:
 
 
 def passing(report: LogprobsReport, tests_of_side: Sequence[Test]) -> Statement:
-    """Returns what to say of a side that passed; of both together, that their tokens are
-    the same. `tests_of_side`: at least one, of one side."""
+    """Returns what to say of a side that passed: its ratio and tokens; for the pair, that
+    the tokens are the same. `tests_of_side`: those of one side or the pair, at least
+    one."""
     name = tests_of_side[0].kernel
     planned = next((side for side in report.plan.sides if side.name == name), None)
     if planned is None:

@@ -43,8 +43,8 @@ PAIRED = (
 
 
 def styles(report: LogprobsReport) -> tuple[doc.Style, ...]:
-    """Returns the style of the first sentence of the answer: that of the outcome; none
-    where nothing was judged yet."""
+    """Returns the style of the first sentence of the answer, by the outcome: `bad`,
+    `warn` (not judged) or `good`; empty where the report has no outcome."""
     match report.outcome:
         case Outcome.EXCEEDED:
             return ("bad",)
@@ -91,16 +91,17 @@ def blocks(report: LogprobsReport) -> Iterator[doc.Node]:
 
 
 def _ends(estimate: SequenceEstimate | None) -> str:
-    """Returns the ends of an interval; a dash without one, and where sequences do not
-    scatter, which tells nothing of others."""
+    """Returns the ends of an interval: `0.97 to 1.07`. A dash without an interval, and
+    for one of width 0: sequences that do not scatter tell nothing of others."""
     if estimate is None or estimate.low is None or estimate.low == estimate.high:
         return NONE
     return f"{three(estimate.low)} to {three(estimate.high)}"
 
 
 def _noise_styles(report: LogprobsReport) -> Mapping[str, doc.Style]:
-    """Returns by side the style of its error over the predicted one: `bad` where the
-    rules refuse it, `warn` where they could not tell; none without rules."""
+    """Returns by side the style of its error over the predicted one: `bad` where it
+    exceeds the limit, `warn` where it is undecided, else empty. No side where the report
+    has no rules."""
     rules = rules_from_data(report.rules)
     styles: dict[Standing, doc.Style] = {
         Standing.EXCEEDED: "bad",
@@ -116,8 +117,8 @@ def _noise_styles(report: LogprobsReport) -> Mapping[str, doc.Style]:
 def _side_table(
     sides: Sequence[SideSummary], styles: Mapping[str, doc.Style]
 ) -> doc.Table:
-    """Returns the table of sides beside the truth. `styles`: by side that of its error
-    over the predicted one."""
+    """Returns the table of sides beside the exact model. `styles`: as `_noise_styles`
+    returns them."""
     columns = (
         *("side", "tokens", "rms", "× predicted", "interval"),
         *(doc.Column("mean", width=100), doc.Column("expected mean", width=110)),
@@ -156,7 +157,7 @@ def _cause_table(named: Sequence[NamedCause]) -> doc.Table:
 
 def _cost_table(report: LogprobsReport) -> doc.Table:
     """Returns the table of the shares of ratios outside the clip band, of each side and
-    of the ratio of both, now and with each fix."""
+    of the pair, as recorded and with each fix."""
     low, high = map(three, report.plan.clip)
 
     def cells(cost: Cost) -> Iterator[str]:
@@ -189,8 +190,8 @@ def _bin_table(side: str, by: str, bins: Sequence[Bin]) -> doc.Table:
 
 
 def _worst_table(report: LogprobsReport) -> doc.Table:
-    """Returns the table of the worst tokens, as ids; with text where that was asked
-    for."""
+    """Returns the table of the worst tokens, as ids; with their texts where these were
+    asked for."""
     text = any(token.text is not None for token in report.worst)
     columns = ("side", "sequence", "position", "token", *(("text",) if text else ()))
     return doc.text_table(

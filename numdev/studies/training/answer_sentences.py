@@ -56,10 +56,12 @@ SPIKES = "{name}: its loss spikes (step {row.step} of seed {row.seed}; {count} r
 
 
 def answer_sentences(run: TrainReport) -> Iterator[str]:
-    """Yields the sentences of the answer: the conclusion, where a loss was recorded; runs
-    whose loss is not finite, where these are several, and attention that does more than
-    round; runs with the golden run's weights; early ratios, paired by seed, with their
-    range; spikes. No sentence is about stability, since a run is one run."""
+    """Yields the sentences of the answer, in this order. First the conclusion, where a
+    step after 0 was recorded. Then each run whose loss is not finite, where these are
+    several; then attention that does more than round. Then how far the weights of each
+    label are from the golden run's: equal bit for bit, as a multiple of the re-rounding
+    at early steps (paired by seed, with the range), or at the first step. Last, each
+    variant whose loss spikes. No sentence is about stability, since a run is one run."""
     lost = _nonfinite_losses(run)
     more_than_rounds = list(not_rounding_sentences(list(output_errors(run))))
     far = list(_distances(run))
@@ -73,7 +75,8 @@ def answer_sentences(run: TrainReport) -> Iterator[str]:
 
 
 class RunDistance(NamedTuple):
-    """How far the weights of a label's runs are from the golden run's, in words."""
+    """How far the weights of a label's runs are from the golden run's, in words. A label
+    is the common name of the variants of one curve (`run_label`)."""
 
     label: str
     sentence: str
@@ -81,9 +84,11 @@ class RunDistance(NamedTuple):
 
 
 def _distances(run: TrainReport) -> Iterator[RunDistance]:
-    """Yields of each label how far its weights are from the golden run's: those that are
-    the same first, then early ratios to the re-rounding, else the first distance; nothing
-    of a label without numbers."""
+    """Yields for each label how far its weights are from the golden run's. Labels with
+    equal weights come first. For the others, where runs are re-rounded at a dose of
+    PAIR[0], it is the ratio to the re-rounding at early steps. Where no run is re-rounded
+    so, it is the distance at the first step that has one. Nothing for the golden run, the
+    re-rounding itself, and a label without such numbers."""
     weights = [d for d in run.distances if d.of == "weights" and d.step > 0]
     labels: dict[str, list[str]] = {}
     for v in run.variants:
@@ -118,10 +123,12 @@ def _conclusion(
     *,
     rounds: bool,
 ) -> str:
-    """Returns the one sentence that a reader needs: which runs diverged, that is whose
-    loss is not finite, at which step first, and which did not; else that none did, and
-    how far the kernel under test is from the golden run. `lost`: those that diverged,
-    most seeds first; `rounds`: no attention does more than round."""
+    """Returns the one sentence that a reader needs. It says which runs diverged (their
+    loss is not finite), at which step first, and which did not. Where none diverged it
+    says so, and then the first of these that holds: the attention of a run does more than
+    round, a loss spikes, or how far the kernel under test is from the golden run (`far`),
+    if that is known. `lost`: the runs that diverged, those with most seeds first;
+    `rounds`: whether no attention does more than round."""
     if lost:
         return _divergence_sentence(run, lost, rounds=rounds)
     none = NO_RUN.format(steps=run.summary.steps)
@@ -141,8 +148,9 @@ def _conclusion(
 def _divergence_sentence(
     run: TrainReport, lost: Sequence[NonfiniteLoss], *, rounds: bool
 ) -> str:
-    """Returns a sentence on the runs that diverged, at least one, most seeds first: where
-    the first did, and which stay finite, three at most by name."""
+    """Returns a sentence on the runs that diverged: all their names, then where the first
+    of `lost` did, and which runs stay finite, at most NAMED names of these. `lost`: at
+    least one, those with most seeds first. `rounds`: as in `_conclusion`."""
     first, gone = lost[0], [x.name for x in lost]
     where = f"{f'{first.name} ' * (len(lost) > 1)}at step {first.step}"
     if first.every > 1:
@@ -158,7 +166,7 @@ def _divergence_sentence(
 
 
 def _are_equal(rows: Sequence[DistanceRow]) -> bool:
-    """Whether there are distances, and every element is equal in all of them."""
+    """Whether there is a distance, and in every distance all elements are equal."""
     return bool(rows) and all(row.equal == 1.0 for row in rows)
 
 
@@ -173,8 +181,9 @@ class NonfiniteLoss(NamedTuple):
 
 
 def _nonfinite_losses(run: TrainReport) -> list[NonfiniteLoss]:
-    """Returns the runs whose loss is not finite in some seed after step 0, those with
-    most seeds first."""
+    """Returns the runs whose loss is not finite in some seed after step 0, each with its
+    first such step and the seed of that. Runs with most such seeds come first, equal ones
+    in the order of the variants."""
     first: dict[str, dict[int, int]] = {}
     seeds: dict[str, set[int]] = {}
     for row in sorted(run.rows, key=lambda row: row.step):
@@ -193,9 +202,9 @@ def _distance_beside_null(
     label: str, base: str, table: pd.DataFrame, steps: Sequence[int]
 ) -> Iterator[RunDistance]:
     """Yields how far a label's weights are from the golden run's, over how far
-    re-rounding moves them, at these early steps; nothing where no seed has both. `base`:
-    the label of the re-rounding; `table`: distances, with a column for each label and a
-    line for each seed and step."""
+    re-rounding moves them, at the early steps `steps` (at least one). Nothing where no
+    seed has both, or `table` has no such label. `base`: the label of the re-rounding;
+    `table`: distances, with a column for each label and a line for each seed and step."""
     by_seed = ratios_by_seed(table[label], table[base], steps) if label in table else {}
     if by_seed:
         when = " to ".join(dict.fromkeys(map(str, (steps[0], steps[-1]))))
@@ -206,8 +215,9 @@ def _distance_beside_null(
 
 
 def _first_distance(label: str, rows: Sequence[DistanceRow]) -> Iterator[RunDistance]:
-    """Yields how far a label's weights are at the first step that has a distance; nothing
-    without one."""
+    """Yields how far a label's weights are from the golden run's at the first step that
+    has a distance, over all seeds that have one there. Nothing where no row has a
+    distance."""
     step = min((d.step for d in rows if d.rel is not None), default=None)
     by_seed = {d.seed: d.rel for d in rows if d.step == step and d.rel is not None}
     if by_seed:
@@ -217,9 +227,9 @@ def _first_distance(label: str, rows: Sequence[DistanceRow]) -> Iterator[RunDist
 
 
 def _mean_and_range(by_seed: Mapping[int, float], number: Number) -> dict[str, str]:
-    """Returns `mean` (geometric, or plain where a value is not positive), `least`, `most`
-    and `seeds`, each in words, of a value by seed; numbers are written by `number`.
-    `by_seed`: at least one."""
+    """Returns texts by name: `mean` (geometric, arithmetic where a value is 0 or less),
+    `least`, `most`, and `seeds` (`3 seeds`), of a value by seed. `number` writes the
+    first three. `by_seed`: at least one."""
     values = list(by_seed.values())
     seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
     mean, least, most = figures.geometric_or_plain_mean(values), min(values), max(values)
@@ -234,7 +244,8 @@ def _mean_and_range(by_seed: Mapping[int, float], number: Number) -> dict[str, s
 def _spike_sentences(
     variants: Sequence[VariantRecord], rows: Sequence[TrainRow]
 ) -> Iterator[str]:
-    """Yields a sentence on each variant whose loss spikes, with its first spike."""
+    """Yields a sentence on each variant whose loss spikes: its first spike, and how many
+    are recorded in all seeds."""
     for name in (v.name for v in variants):
         spikes = [row for row in rows if row.variant == name and row.spike]
         if spikes:

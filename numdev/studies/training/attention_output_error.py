@@ -29,8 +29,10 @@ SHARP = 8.0  # the least score of the largest, for calls that are made sharper
 def output_rows(
     lanes: Sequence[Lane], golden: Lane, calls: Sequence[AttentionCase], seed: int
 ) -> Iterator[AttentionOutputRow]:
-    """Yields a row for each lane (a variant in training) in a role of OF that computes in
-    the golden lane's format. `calls`: the golden lane's attention calls of one batch."""
+    """Yields a row for each lane (a variant in training) whose role is in OF and whose
+    format is the golden lane's, in the order of `lanes`. `calls`: the golden lane's
+    attention calls of one batch, at least one. Raises MeasurementError, which names the
+    variant, where a kernel fails."""
     truths = [attend(case).out for case in calls]
     base = golden.attend_calls(calls)
     sharp = [with_larger_scores(case) for case in calls]
@@ -46,8 +48,9 @@ def output_rows(
 
 def with_larger_scores(case: AttentionCase) -> AttentionCase:
     """Returns the call with q times a power of two, which is exact, so that the largest
-    score is at least SHARP; as it is where it is already, or is 0 or NaN. Before anything
-    is learned scores are near zero, and no output shows a wrong scale."""
+    score is at least SHARP. Returns the call itself where the largest score is SHARP or
+    more, 0, infinite or NaN. Before anything is learned scores are near zero, and no
+    output shows a wrong scale."""
     largest = float(largest_score(case))
     if not 0.0 < largest < SHARP:
         return case
@@ -56,8 +59,9 @@ def with_larger_scores(case: AttentionCase) -> AttentionCase:
 
 
 def error_in_floors(outs: Sequence[Tensor], truths: Sequence[Tensor]) -> float | None:
-    """Returns the rms error over all calls, over that of rounding the truths once; None
-    where either is not finite, or rounding changes nothing."""
+    """Returns the rms error of outputs over all calls, as a multiple of the rms error of
+    rounding the exact outputs (`truths`) once to the outputs' dtype. None where an error
+    is not finite, where rounding changes nothing, and without calls."""
     errors = floors = 0.0
     for out, truth in zip(outs, truths, strict=True):
         floor = round_to(truth, format_of(out.dtype)).double()
@@ -74,10 +78,11 @@ def output_row(
     seed: int,
     variant: str,
 ) -> AttentionOutputRow:
-    """Returns the errors of a variant's outputs over all calls together, in fp64, with
-    None for every number where an output is not finite. `outs`, `base`, `truths`: for
-    each call the variant's output, the golden run's, and the exact one, [batch, heads,
-    length, head_dim]."""
+    """Returns the errors of a variant's outputs over all calls together, in fp64. Every
+    number is None where an output is not finite; one whose denominator is 0 is None too,
+    and `nulls` has the reason. `outs`, `base`, `truths`: for each call the variant's
+    output, the golden run's, and the exact one, [batch, heads, length, head_dim] each;
+    the first two in one format."""
     sums = torch.zeros(8, dtype=torch.float64)
     elements = nonfinite = 0
     for out, golden, truth in zip(outs, base, truths, strict=True):

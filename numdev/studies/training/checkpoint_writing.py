@@ -60,8 +60,9 @@ NAMES = {
 
 
 def checkpoint_folder(directory: Path, variant: str, seed: int, step: int) -> Path:
-    """Returns the path of a checkpoint's folder in a run's directory; nothing is
-    created."""
+    """Returns the path of a checkpoint's folder in a run's directory,
+    `checkpoints/NAME-seed0-step100`; nothing is created. NAME is
+    `folder_prefix(variant)`."""
     return directory / FOLDER / f"{folder_prefix(variant)}-seed{seed}-step{step}"
 
 
@@ -72,10 +73,12 @@ def write_checkpoint(
     path: Path,
     about: Mapping[str, object],
 ) -> None:
-    """Writes the network into the directory `path`, with its tokenizer if it has one of
-    its own and how it was trained (`about`, to `training.json`). What was there of these
-    files is replaced. Raises MeasurementError where the weights cannot be written,
-    OSError where something else cannot."""
+    """Writes the network into the directory `path`, which is made: `config.json`,
+    `model.safetensors` in float32, the files of a trained tokenizer where `data` has one,
+    and `about` (how it was trained, plain data) in `training.json`. Existing files of
+    these names are replaced, others stay. Raises MeasurementError where the weights
+    cannot be written, OSError where another file or the directory cannot, and ValueError
+    for an `about` with NaN or infinity."""
     path.mkdir(parents=True, exist_ok=True)
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(path)
@@ -91,8 +94,8 @@ def write_checkpoint(
 
 
 def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
-    """Returns the configuration by which transformers loads the network: of llama, else
-    of gpt2."""
+    """Returns the configuration by which transformers loads the network: a LlamaConfig
+    for the kind `llama`, else a GPT2Config."""
     import transformers
 
     library: Any = transformers
@@ -132,8 +135,9 @@ def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
 
 
 def _transformers_state(network: Network, kind: str) -> dict[str, Tensor]:
-    """Returns the state dict in float32 on the CPU under transformers' names. GPT-2's
-    Conv1D keeps [in, out], and has biases."""
+    """Returns the state dict, copied to the CPU in float32 where it is not there yet,
+    under transformers' names. For `gpt2`, weights of linear layers are transposed to
+    Conv1D's [in, out], and biases of zeros are added. `kind`: `llama` or `gpt2`."""
     state = {
         n: x.detach().float().cpu().contiguous() for n, x in network.state_dict().items()
     }

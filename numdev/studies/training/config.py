@@ -57,7 +57,7 @@ class ModelConfig(Strict):
     @model_validator(mode="after")
     def _check_consistency(self) -> ModelConfig:
         """Returns the configuration as it is. Raises ValueError for kv_heads in gpt2, a
-        width that is no multiple of 2 heads, and heads that are no multiple of
+        width that is no multiple of twice the heads, and heads that are no multiple of
         kv_heads."""
         if self.kv_heads is not None and self.kind != "llama":
             raise ValueError(f"kv_heads: expected with llama alone, got {self.kind}")
@@ -77,8 +77,8 @@ class ModelConfig(Strict):
 
     @property
     def hidden(self) -> int:
-        """Returns the width of the MLP: as set, else 4 widths in gpt2, and in llama 8/3
-        of the width, up to a multiple of 32."""
+        """Returns the width of the MLP's hidden layer: `mlp` where it is set; else 4
+        widths in gpt2, and in llama 8/3 of the width, rounded up to a multiple of 32."""
         if self.mlp is not None:
             return self.mlp
         return -(-8 * self.width // 96) * 32 if self.kind == "llama" else 4 * self.width
@@ -96,8 +96,9 @@ class DataConfig(Strict):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> DataConfig:
-        """Returns the configuration as it is. Raises ValueError for `files` without the
-        source `text` or the reverse, and for a `vocabulary` without `bpe`."""
+        """Returns the configuration as it is. Raises ValueError for `files` with another
+        source than `text`, for the source `text` without files, and for a `vocabulary`
+        with another tokenizer than `bpe`."""
         if bool(self.files) != (self.source == "text"):
             raise ValueError("files: expected with the source text alone")
         if self.vocabulary and self.tokenizer != "bpe":
@@ -106,7 +107,7 @@ class DataConfig(Strict):
 
 
 class Optimiser(Strict):
-    """How weights are updated. Decay is on matrices alone."""
+    """How weights are updated. Weight decay is on matrices alone, not on gains."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: Above = 1e-3  # at its highest
@@ -122,8 +123,8 @@ class Optimiser(Strict):
 
 
 class VariantConfig(Strict):
-    """One variant of a file (docs/training.md). A key that is None is as in the golden
-    run."""
+    """One variant of a file (docs/training.md). A key that is None has the golden run's
+    value, but for `backward_kernel` and `optimiser`."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     role: VariantRole = "variant"
@@ -139,8 +140,9 @@ class VariantConfig(Strict):
 
     @model_validator(mode="after")
     def _check_role(self) -> VariantConfig:
-        """Returns the variant as it is. Raises ValueError where it lacks a key that its
-        role must have, or has one that its role may not."""
+        """Returns the variant as it is. Raises ValueError where it lacks a key that
+        OF_ROLE requires of its role, or has one that OF_ROLE does not allow; and for
+        `times` in another role than `null_rounding`."""
         stated = {name for name in DIFFERENCES if getattr(self, name) is not None}
         required, optional = OF_ROLE.get(self.role, (set(), set()))
         if not required <= stated <= required | optional:
@@ -157,7 +159,8 @@ class VariantConfig(Strict):
 
 
 class ResolvedVariant(Strict):
-    """A variant with everything that decides what it computes."""
+    """A variant with everything that decides what it computes, nothing left to the golden
+    run."""
 
     name: str
     role: VariantRole
@@ -171,15 +174,15 @@ class ResolvedVariant(Strict):
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """Returns the kernels that it runs: that of its attention, then that of its
-        gradients where it is another."""
+        """Returns the kernels that the variant runs: its attention's, then its gradients'
+        where a `backward_kernel` is set."""
         return (self.kernel, *((self.backward_kernel,) if self.backward_kernel else ()))
 
 
 def folder_prefix(variant: str) -> str:
     """Returns the beginning of the names of a variant's checkpoint folders: its name,
     with one `-` for each run of characters other than letters, digits, `_`, `.` and `-`.
-    Two variants may share one."""
+    Nothing stands behind it, and two variants may share one."""
     return re.sub(r"[^\w.-]+", "-", variant)
 
 
@@ -190,7 +193,8 @@ class Checkpoints(Strict):
     variants: tuple[str, ...] | None = None  # by name; None: all
 
     def steps_to_write(self, steps: int) -> set[int]:
-        """Returns the steps, of a run of `steps`, after which weights are written."""
+        """Returns the steps after which weights are written, in a run of `steps` steps:
+        `last` is `steps`. Steps beyond `steps` are not left out."""
         return {steps if step == "last" else step for step in self.steps}
 
 
@@ -223,8 +227,8 @@ class TrainConfig(_CommonKeys):
     @model_validator(mode="after")
     def _check_consistency(self) -> TrainConfig:
         """Returns the configuration as it is. Raises ValueError where not exactly one
-        variant is golden, where two would write to one folder, and for checkpoints of a
-        variant that there is not."""
+        variant has the role `golden`, where two variants would write to one folder, and
+        where checkpoints are asked for of a variant that the file lacks."""
         names = [v.name for v in self.variants]
         golden = sum(v.role == "golden" for v in self.variants)
         if golden != 1:
@@ -243,7 +247,7 @@ class TrainConfig(_CommonKeys):
 
 
 class TrainRequest(_CommonKeys):
-    """A training run with everything resolved."""
+    """A training run with everything resolved: what `resolve` returns."""
 
     target: str
     seeds: tuple[int, ...]
@@ -253,12 +257,13 @@ class TrainRequest(_CommonKeys):
 
     @property
     def golden(self) -> ResolvedVariant:
-        """Returns the golden variant, which all others are compared with."""
+        """Returns the variant with the role `golden`, which all others are compared with.
+        A request has one."""
         return next(v for v in self.variants if v.role == "golden")
 
     def fields_of_numbers(self) -> dict[str, object]:
-        """Returns the fields that decide the numbers, in JSON's types: they must be the
-        same to continue a run."""
+        """Returns the fields that decide the numbers, in JSON's types: all but `title`
+        and `save_every`. A run can only be continued with the same ones."""
         return self.model_dump(mode="json", exclude={"title", "save_every"})
 
 
@@ -270,9 +275,11 @@ def resolve(
     seed: int | None = None,
     device: str | None = None,
 ) -> TrainRequest:
-    """Returns the request that a file and the command line come to. A flag beats the
-    file; None: not set; `seed` says where seeds are counted from. Raises UsageError for a
-    checkpoint after the last step. A variant of the file is the golden one."""
+    """Returns the request that a file and the flags of the command line come to. A flag
+    beats the file; None: not set. `target`: the file as it is named in the report;
+    `steps`: at least 1; `seed`: from where as many seeds as the file has are counted;
+    `device`: `auto`, `cpu` or `cuda`. Raises UsageError for a checkpoint after the last
+    step. One of the file's variants must be the golden one."""
     steps = steps or config.steps
     seeds = config.seeds if seed is None else tuple(range(seed, seed + len(config.seeds)))
     last = max(
@@ -300,8 +307,9 @@ def resolve(
 def _resolve_variant(
     v: VariantConfig, golden: VariantConfig, optimiser: Optimiser
 ) -> ResolvedVariant:
-    """Returns a variant with what it does not say taken from the golden run; keys of the
-    optimiser that neither has are the file's."""
+    """Returns a variant with the kernel and formats of the golden run where it has none
+    (the format is bfloat16 where neither has one). Settings of the optimiser are those of
+    the variant, else of the golden run, else `optimiser`, the file's."""
     for changes in (golden.optimiser, v.optimiser):
         if changes is not None:
             update = changes.model_dump(exclude_unset=True)
@@ -319,8 +327,8 @@ def recorded_steps(
     record: Literal["log"] | tuple[int, ...], every: int | None, steps: int
 ) -> tuple[int, ...]:
     """Returns the steps to record, ascending: 0, `steps`, multiples of `every` (None:
-    none), and those of `record`, or for `log` 1, 2, 3 and 5 times powers of ten. Those
-    beyond `steps` are dropped."""
+    none), and those of `record`, or for `log` 1, 2, 3 and 5 times powers of ten. Steps
+    beyond `steps` are dropped, and each step is there once."""
     chosen: set[int] = {0, steps, *(range(0, steps + 1, every) if every else ())}
     if record == "log":
         chosen |= {

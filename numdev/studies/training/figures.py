@@ -16,8 +16,9 @@ Values = Iterable[tuple[str, int, float | None]]  # label, step and the value of
 
 
 def curve_name(v: VariantRecord) -> str:
-    """Returns the name of a variant's curve. Runs that re-round at random by one strength
-    share one."""
+    """Returns the name of a variant's curve: its own name, or `re-rounded at random`,
+    with ` at 2 floors` behind it for a dose other than 1. Variants that re-round by the
+    same dose share it."""
     if v.role != "null_rounding":
         return v.name
     dose = v.times or 1.0
@@ -25,8 +26,10 @@ def curve_name(v: VariantRecord) -> str:
 
 
 def step_axis(steps: Sequence[int], *, all_named: bool = False) -> Axis:
-    """Returns recorded steps as a logarithmic axis, without step 0. Its ticks are 1, 2
-    and 5 times powers of ten and both ends, or all steps with `all_named`."""
+    """Returns recorded steps as a logarithmic axis, without step 0. Its ticks are the
+    first step, the last one, and steps that are 1, 2 or 5 times a power of ten; with
+    `all_named` all steps. `steps`: ascending; without a step above 0 the axis has no
+    tick."""
     shown = [step for step in steps if step > 0]
     usual = {step for step in shown if str(step).rstrip("0") in ("1", "2", "5")}
     usual |= {shown[0], shown[-1]} if shown else set()
@@ -46,13 +49,15 @@ def run_figures(
     rows: Sequence[TrainRow],
     distances: Sequence[DistanceRow],
 ) -> tuple[Figure, ...]:
-    """Returns the figures of a training run: the losses, and the distances of all weights
-    from the golden run's, each if there are any: means and ranges over seeds and variants
-    of one label."""
+    """Returns the figures of a training run: the losses, then the distances of all
+    weights from the golden run's. A figure without a curve is left out. A curve is of the
+    variants of one label (`curve_name`): geometric means (arithmetic where a value is not
+    positive) and ranges, over seeds and variants. `rows`, `distances`: of these variants
+    alone."""
 
     def middle(at: Sequence[float]) -> Mean:
-        """Returns the mean and the ends of the values at a step; None for the ends of one
-        value."""
+        """Returns the mean of the values at a step, the least and the largest; for a
+        single value the latter two are None."""
         return geometric_or_plain_mean(at), *(
             (min(at), max(at)) if len(at) > 1 else (None, None)
         )
@@ -85,11 +90,13 @@ def figure_by_step(
     relative: bool = False,
     place: Mapping[str, str] = MappingProxyType({}),
 ) -> Figure:
-    """Returns a figure with a curve for every label that has a value other than 0.
-    `values`: (label, step, value of one seed), of which step 0 is left out. `middle`
-    gives the mean and the ends of the values at a step; a point's note says where some
-    are None. `golden`: the label of the baseline; `soft`: labels whose curves are drawn
-    behind the others; `place`: what the figure is of, by name."""
+    """Returns a figure with a curve for every label that has a value other than 0 after
+    step 0, in the order of `labels`. `values`: (label, step, value of one seed), of which
+    None and step 0 are left out. `middle` gives the mean and the ends of the values at a
+    step. A point's note is `2 of 3` where some of its values are None, else empty.
+    `golden`: the label of the baseline; `soft`: labels whose curves are drawn behind the
+    others; `relative`, `place`: passed on to Figure, `place` being what the figure is of,
+    by name. Raises KeyError for a value of a label that is not in `labels`."""
     lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
     every: Counter[tuple[str, int]] = Counter()
     for label, step, value in values:

@@ -27,8 +27,9 @@ TIMES, DEVIATIONS = 1.2, 6.0
 
 
 def train_row(lane: Lane, seed: int, step: int) -> TrainRow:
-    """Returns the row of a lane that has just made update `step`; at step 0 no update,
-    and all but the spectral norm is None."""
+    """Returns the row of a lane at `step`, after its last update. At step 0 there was no
+    update, and all numbers but the spectral norm are None. The largest score is None too
+    where attention did not note scores."""
     scores = lane.attention.largest
     norms = spectral_norms(list(lane.network.query_weights()))
     values: dict[str, float | None] = {
@@ -62,9 +63,10 @@ def distance_row(
     variant: str,
     step: int,
 ) -> DistanceRow:
-    """Returns the distance between two sets of parameters (or gradients) of the same
-    names, all together, as a row. Numbers are None where anything is not finite, or a
-    zero divides."""
+    """Returns the distance between two sets of parameters (or gradients, as `of` says),
+    all tensors together, as a row. `ours` has every name of `golden`, in the same shape;
+    other names are ignored. `rel` is relative to `golden`. All numbers are None where an
+    element is not finite in one set; one that divides by zero is None too."""
     a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
     difference = paired(a, b)
     values = {name: getattr(difference, name) for name in DISTANCES}
@@ -86,9 +88,10 @@ def distance_row(
 
 @torch.no_grad()
 def spectral_norms(weights: list[Tensor]) -> Tensor:
-    """Returns the spectral norm of every head's part of W_Q, [layers, heads] in fp64: the
-    root of the largest eigenvalue of W Wᵀ, good to about 1e-15. NaN where W is not
-    finite. `weights`: [heads, head_dim, width] for each layer."""
+    """Returns the spectral norm of every head's part W of W_Q, [layers, heads] in fp64:
+    the root of the largest eigenvalue of W Wᵀ, good to about 1e-15. NaN where W Wᵀ is not
+    finite. `weights`: [heads, head_dim, width] for each layer, at least one, all of one
+    shape."""
     # [layers, heads, head_dim, width]
     stacked = torch.stack([w.double() for w in weights])
     squares = stacked @ stacked.transpose(-1, -2)
@@ -106,8 +109,9 @@ def finite_or_none(x: Tensor | float | None) -> float | None:
 
 
 def with_spikes(rows: Iterable[TrainRow]) -> Iterator[TrainRow]:
-    """Yields the rows with `spike` set. Rows of one run come in the order of their steps;
-    a loss that is None is no spike, and no past for others."""
+    """Yields the rows, as copies, with `spike` set by `is_spike`. The rows of a seed and
+    variant are to come in the order of their steps. A loss that is None is no spike, and
+    is left out of the losses that later ones are compared with."""
     pasts: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
     for row in rows:
         past = pasts[row.seed, row.variant]
@@ -118,9 +122,10 @@ def with_spikes(rows: Iterable[TrainRow]) -> Iterator[TrainRow]:
 
 
 def is_spike(loss: float, past: Iterable[float]) -> bool:
-    """Whether a loss is far above those before it: above 1.2 times the median of the last
-    20, and above that median by more than 6 times their median absolute deviation. Never
-    for the first 3. `past`: the losses before it, at most the last 20."""
+    """Whether a loss is above both 1.2 times the median of the losses before it, and that
+    median by more than 6 times their median absolute deviation. False with fewer than 3
+    losses before it. `past`: the losses before it, all finite, of which `with_spikes`
+    gives the last 20."""
     before = list(past)
     if len(before) < LEAST:
         return False

@@ -35,14 +35,15 @@ PARTS = {
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns causal attention by PyTorch's own function, [batch, heads, length,
-    head_dim]; k and v may have fewer heads."""
+    """Returns causal attention by PyTorch's `scaled_dot_product_attention`, [batch,
+    heads, length, head_dim]. k and v may have fewer heads, of which `heads` is a
+    multiple."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 class Norm(nn.Module):
-    """RMSNorm of llama, LayerNorm of gpt2; in fp32."""
+    """RMSNorm in llama, LayerNorm without bias in gpt2; computed in fp32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,8 +51,8 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x [..., width] normalised over its last axis in fp32, in its own
-        dtype."""
+        """Returns x [..., width], normalised over its last axis in fp32 and multiplied by
+        the gains, in the dtype of x."""
         wide, shape, weight = x.float(), (x.shape[-1],), self.weight.float()
         if self.rms:
             return F.rms_norm(wide, shape, weight, RMS_EPS).to(x.dtype)
@@ -59,8 +60,8 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The projections around `attend`: of q, k and v by themselves, or gpt2's of all
-    three."""
+    """The projections before and after `attend`, without biases: three for q, k and v in
+    llama, one for all three in gpt2, and that of the output."""
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
@@ -73,9 +74,9 @@ class SelfAttention(nn.Module):
             self.add_module(name, nn.Linear(wide, out, bias=False))
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Returns attention's output [batch, length, width] of x of the same shape.
-        `rotation`: cos and sin [length, head_dim] of the positions; None where positions
-        are not rotated."""
+        """Returns attention's output [batch, length, width] for x of the same shape.
+        `rotation`: the cosines and sines [length, head_dim] by which q and k are rotated;
+        None: they are not."""
         *projections, out = self.children()
         projected = [project(x) for project in projections]
         if len(projected) == 1:
@@ -91,15 +92,15 @@ class SelfAttention(nn.Module):
 
 
 def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x [batch, heads, length, head_dim] rotated by its positions, as
-    transformers does it: the second half of the features is paired with the first. `cos`,
-    `sin`: [length, head_dim]."""
+    """Returns x [batch, heads, length, head_dim] rotated by its positions. As in
+    transformers, a feature is paired with that half of head_dim further. `cos`, `sin`:
+    [length, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class MLP(nn.Module):
-    """SwiGLU in llama, GELU by tanh in gpt2."""
+    """The feed-forward part, without biases: SwiGLU in llama, GELU by tanh in gpt2."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,14 +135,16 @@ class Block(nn.Module):
             self.add_module(name, {**parts, **norms}[name])
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Returns the residual stream [batch, length, width] after this layer."""
+        """Returns the residual stream after this layer, [batch, length, width] as `x`
+        before it. `rotation`: as in `SelfAttention.forward`."""
         x = x + self.attention(self.norm_1(x), rotation)
         out: Tensor = x + self.mlp(self.norm_2(x))
         return out
 
 
 class Network(nn.Module):
-    """A decoder: `llama` or `gpt2`."""
+    """A decoder: `llama` or `gpt2`, whose output shares the embedding's weights. Weights
+    are as PyTorch draws them; `build_network` gives those of a seed."""
 
     cos: Tensor
     sin: Tensor
@@ -163,8 +166,8 @@ class Network(nn.Module):
         self.final = Norm(config)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Returns logits [batch, length, vocabulary] of token ids [batch, length], at
-        most the context long."""
+        """Returns logits [batch, length, vocabulary] for token ids [batch, length], at
+        most `context` of the configuration long; a longer one raises RuntimeError."""
         length, x = input_ids.shape[1], self.tokens(input_ids)
         rotation = None
         if hasattr(self, "positions"):
@@ -182,8 +185,8 @@ class Network(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
     def query_weights(self) -> Iterator[Tensor]:
-        """Yields the rows of W_Q by head, [heads, head_dim, width], of each layer in
-        turn."""
+        """Yields for each layer in turn its rows of W_Q by head, [heads, head_dim,
+        width]: views of the parameters."""
         for part in (m for m in self.modules() if isinstance(m, SelfAttention)):
             first = next(part.parameters())
             queries = first.chunk(3, dim=0)[0] if hasattr(part, "qkv") else first
@@ -198,10 +201,11 @@ def build_network(
     attend: Attend = sdpa_attention,
 ) -> Network:
     """Returns the network of a configuration with the weights of a seed, in float32 on
-    the CPU: the same on every machine. Without a seed weights are whatever PyTorch makes.
+    the CPU: the same on every machine. `seed` None: weights are as PyTorch draws them.
 
-    Matrices are drawn from a normal distribution, those that end a branch of the residual
-    stream narrower by sqrt(2 layers), as GPT-2 has them. Gains are 1."""
+    Matrices are drawn from a normal distribution of standard deviation SPREAD. Those of
+    NARROW, which end a branch of the residual stream, are narrower by sqrt(2 layers), as
+    GPT-2 has them. Gains are 1."""
     network = Network(config, vocabulary, attend)
     if seed is None:
         return network

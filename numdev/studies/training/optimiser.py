@@ -22,9 +22,10 @@ Slots = dict[
 
 
 class Updates:
-    """Updates of parameters in place, from their gradients: one launch for all weights of
-    a group. Decay is on matrices, none on gains and biases. Parameters without a gradient
-    stay."""
+    """Updates of parameters in place from their gradients, by AdamW or SGD
+    (`config.name`): one launch for all weights of a group. Weight decay is on parameters
+    of two or more dimensions alone. A parameter without a gradient stays as it is.
+    `parameters`: at least one, all on one device."""
 
     # By this torch.amp.GradScaler hands `found_inf` over on the device, and does not wait
     _step_supports_amp_scaling = True
@@ -48,7 +49,7 @@ class Updates:
         )
 
     def set_rate(self, lr: float) -> None:
-        """Sets the learning rate of the steps to come. Nothing waits for the device."""
+        """Sets the learning rate of all later steps. Nothing waits for the device."""
         if isinstance(self.lr, Tensor):
             self.lr.fill_(lr)
         else:
@@ -56,7 +57,8 @@ class Updates:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates every parameter that has a gradient, in place; gradients stay."""
+        """Updates every parameter that has a gradient, in place, at the rate that is set;
+        gradients stay."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -74,20 +76,21 @@ class Updates:
                 )
 
     def zero_grad(self) -> None:
-        """Drops all gradients."""
+        """Sets the gradient of every parameter to None."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
 
     def state(self) -> list[Slots]:
-        """Returns the state of each parameter, matrices first, empty before its first
-        update: with the weights it decides the steps to come."""
+        """Returns the optimiser's state of each parameter, matrices first: tensors by
+        torch.optim's names, not copied; empty for a parameter without an update yet. With
+        the weights they decide all later steps."""
         return [self.slots.get(p, {}) for p in self._parameters()]
 
     def load_state(self, state: Sequence[Slots]) -> None:
-        """Goes on from what `state` returned, wherever its tensors are; those on the
-        right device are used as they are, and change with further steps; a parameter
-        whose state is empty starts anew."""
+        """Continues from what `state` returned, in its order. Tensors on another device
+        than their parameter's are copied to it; others are used as they are, and change
+        with later steps. A parameter whose state is empty starts anew."""
         self.slots = {
             p: {name: x.to(p.device) for name, x in slots.items()}
             for p, slots in zip(self._parameters(), state, strict=True)

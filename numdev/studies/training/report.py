@@ -1,5 +1,4 @@
-"""What a training run of variants in lockstep found, as a report holds it (`numdev
-train`).
+"""What the report of `numdev train`, a training run of variants in lockstep, consists of.
 
 All distances are from the golden run's weights, of the same seed and at the same step.
 Steps count updates: step 0 is the initialisation. A row is of the weights after that many
@@ -32,6 +31,8 @@ VariantRole = Literal[
 
 
 class VariantRecord(Record):
+    """What one variant computed, and how it departs from the golden run."""
+
     name: str
     role: VariantRole
     kernel: str
@@ -47,6 +48,9 @@ class VariantRecord(Record):
 
 
 class TrainRow(Record):
+    """What was measured of one variant's run with one seed at one recorded step. `nulls`
+    has for each number that is None the reason."""
+
     seed: int
     variant: str
     step: int
@@ -62,7 +66,8 @@ class TrainRow(Record):
 
 class DistanceRow(Record):
     """How far a variant's weights, all together, are from those of the golden run of its
-    seed."""
+    seed at the same step. Numbers are those of `metrics.tensor_distances`; `nulls` has
+    for each that is None the reason."""
 
     seed: int
     variant: str
@@ -102,6 +107,9 @@ class AttentionOutputRow(Record):
 
 
 class TrainSummary(Record):
+    """What a training run was, and its answer: sentences, the first being the
+    conclusion."""
+
     answer: tuple[str, ...]
     steps: int  # taken by every seed
     seeds: tuple[int, ...]

@@ -30,15 +30,18 @@ COMPILED = "TORCHINDUCTOR_DETERMINISTIC"
 
 
 class Ran(BaseModel):
-    """A variant and what its kernel says that it ran, in words."""
+    """A variant and what its kernel says that it ran, in words; None where it says
+    nothing."""
 
     variant: str
     ran: str | None
 
 
 class Lockstep:
-    """All lanes of a seed at one step, at first 0. `whole` is false while a step is being
-    made."""
+    """The lanes (variants in training) of one seed, all at the step `step`, at first 0.
+    `whole` is false from the beginning of a step until all lanes have made it. Making one
+    builds all networks; it raises UsageError for a kernel or option that there is not,
+    MeasurementError, which names the variant, for whatever else fails."""
 
     def __init__(
         self, request: TrainRequest, data: Tokens, seed: int, device: torch.device
@@ -52,9 +55,10 @@ class Lockstep:
         self.golden = next(lane for lane in self.lanes if lane.variant.role == "golden")
 
     def advance(self) -> None:
-        """Makes the next step of every lane, one for each variant. At a recorded step
-        each attention call notes its largest score. Raises MeasurementError, which names
-        the variant, for whatever fails; `whole` stays false then."""
+        """Makes the next update of every lane, on the same batch. At a recorded step each
+        attention call notes its largest score. Raises MeasurementError, which names the
+        variant, for whatever fails; `whole` stays false then, and some lanes are a step
+        ahead."""
         step = self.step + 1
         watched = step in self.request.recorded
         self.whole = False
@@ -65,10 +69,12 @@ class Lockstep:
         self.step, self.whole = step, True
 
     def measure_step(self) -> dict[str, list[BaseModel]]:
-        """Returns the rows of this step by kind: `row` of every variant, and `distance`
-        from the golden run's weights. At step 0 also the distance of the gradient of the
-        first batch, the errors of attention's output (`output`), and what each kernel ran
-        (`variant`)."""
+        """Returns the rows of this step by kind. `row`: one of each variant; `distance`:
+        one of each variant but the golden one, of the weights. At step 0 also a
+        `distance` of the gradient of the first batch, `output` (errors of attention's
+        output), and `variant` (what each kernel ran); the last two lists are empty at
+        other steps. No lane is changed. Raises MeasurementError, which names the variant,
+        where a kernel fails."""
         tables: dict[str, list[BaseModel]] = {
             "row": [],
             "distance": [],
@@ -106,8 +112,9 @@ class Lockstep:
         return tables
 
     def save_state(self, path: Path, run: str) -> None:
-        """Writes the state to `path`, whole or not at all, for the run of this name.
-        Raises MeasurementError where it cannot be written."""
+        """Writes the state to `path`, whole or not at all, replacing a file of that name.
+        `run`: the name of the run, which `read_state` asks for. Raises MeasurementError
+        where it cannot be written."""
         lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = path.with_name(PARTLY)
         state = {"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}
@@ -121,15 +128,17 @@ class Lockstep:
                 written.unlink(missing_ok=True)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a state that `save_state` wrote."""
+        """Continues from a state that `save_state` wrote, of the same variants; its seed
+        is not looked at."""
         for lane in self.lanes:
             lane.load_state(state["lanes"][lane.variant.name])
         self.step = state["step"]
 
 
 def read_state(path: Path, run: str) -> dict[str, Any]:
-    """Returns the saved state of the run of this name; empty without one, and where the
-    file is damaged, edited or another run's, so that training begins again."""
+    """Returns the saved state of the run named `run`: `run`, `seed`, `step`, `lanes`.
+    Empty where there is no file, and where it is damaged, edited or another run's, so
+    that training begins again."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:
@@ -141,8 +150,8 @@ def read_state(path: Path, run: str) -> dict[str, Any]:
 
 
 def _state_digest(state: Mapping[str, object]) -> str:
-    """Returns a SHA-256 over all tensors and numbers of a state, and their places in
-    it."""
+    """Returns the SHA-256, in hexadecimal, of all tensors and numbers of a state, and of
+    their places in it."""
     leaves, _ = tree_flatten_with_path(state)
     return digest_of({keystr(path): leaf for path, leaf in leaves})
 
@@ -151,7 +160,7 @@ def _state_digest(state: Mapping[str, object]) -> str:
 def deterministic(*, wanted: bool) -> Iterator[None]:
     """Returns a context in which PyTorch uses deterministic algorithms alone, and
     operators that have none raise an error; if not `wanted`, a context that changes
-    nothing. Settings are restored afterwards.
+    nothing. Settings, and two environment variables, are restored afterwards.
 
     cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not filled
     before its use, as PyTorch would: nothing here reads what it did not write. Inductor
@@ -182,13 +191,14 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
 
 
 def _inductor_settings() -> Any:
-    """Returns the settings of Inductor, PyTorch's compiler; None where nothing has
-    imported them."""
+    """Returns the module of settings of Inductor, PyTorch's compiler; None where nothing
+    has imported it. It is not imported."""
     return sys.modules.get("torch._inductor.config")
 
 
 def _inductor_is_deterministic() -> bool:
-    """Whether Inductor is, or will be when it is imported, set to be deterministic."""
+    """Whether Inductor is set to be deterministic: by its settings, or, before these are
+    imported, by the environment variable COMPILED."""
     settings = _inductor_settings()
     if settings is None:
         return os.environ.get(COMPILED) == "1"
@@ -196,7 +206,8 @@ def _inductor_is_deterministic() -> bool:
 
 
 def _set_inductor_deterministic(wanted: bool) -> None:
-    """Sets whether Inductor is deterministic in its settings, if they are loaded."""
+    """Sets in Inductor's settings whether it is deterministic; does nothing where they
+    are not imported, or have no such setting."""
     settings = _inductor_settings()
     if settings is not None and hasattr(settings, "deterministic"):
         settings.deterministic = wanted

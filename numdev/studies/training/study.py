@@ -60,13 +60,17 @@ def train(
     progress: Progress = lambda what, done, total: None,
 ) -> TrainReport | None:
     """Trains all variants with all seeds and returns the report, which the caller writes.
-    What is measured goes to a journal in `directory`, beside the state to continue from;
-    `overwrite` replaces a damaged journal or one of another request, and removes its
-    checkpoints. Returns None when `stop_after` seconds were over before the end: what was
-    reached is saved, and the same call continues.
+    What is measured goes to a journal in `directory`, beside the state to continue from:
+    a call with the same request continues there. `overwrite` replaces a damaged journal
+    or one of another request, and removes all checkpoints in `directory`. Returns None
+    where `stop_after` seconds are over before the last step; the state is saved then.
+    `command`: as the report states it; `progress`: called with words, steps that are done
+    and all steps, over all seeds.
 
-    Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the
-    variant, for one that refuses or fails."""
+    Raises UsageError for a kernel that cannot run here, for text that cannot be read or
+    is too short, and for a journal of another request; MeasurementError, which names the
+    variant, for a kernel that refuses or fails; OSError where a checkpoint's files other
+    than its weights cannot be written."""
     until = None if stop_after is None else time.monotonic() + stop_after
     model = request.model
     width = max(model.hidden, model.heads * model.context)
@@ -109,7 +113,7 @@ def _report_without_answer(
     provenance: Provenance,
     timings: dict[str, float],
 ) -> TrainReport:
-    """Returns the report of what the journal has so far, without the answer."""
+    """Returns the report of all that is in the journal, its answer left empty."""
     rows = tuple(with_spikes(journal.records("row", TrainRow)))
     distances = journal.records("distance", DistanceRow)
     ran = {lane.variant: lane.ran for lane in journal.records("variant", Ran)}
@@ -143,7 +147,8 @@ def _report_without_answer(
 
 @dataclass(eq=False)
 class _TrainingRun:
-    """One call of the study, until it is finished or the monotonic clock says `until`."""
+    """One call of the study: it trains until the last seed is finished, or until the
+    monotonic clock is past `until`, in seconds (None: no limit)."""
 
     request: TrainRequest
     data: Tokens
@@ -160,8 +165,9 @@ class _TrainingRun:
         self.name = digest(self.journal.header)  # identifies states saved by this run
 
     def train_seeds(self) -> bool:
-        """Trains all seeds; returns False if time ran out before the end, with the state
-        saved. Removes the saved state at the end."""
+        """Trains all seeds, one after the other; returns False if time ran out before the
+        end, with the state saved. Seeds of which all is in the journal are passed over.
+        Removes the saved state at the end."""
         request = self.request
         for seed, step in itertools.product(request.seeds, request.recorded):
             self.journal.visit(_journal_key(seed, step))
@@ -175,14 +181,15 @@ class _TrainingRun:
         return done
 
     def is_recorded(self, seed: int, step: int) -> bool:
-        """Whether every step to record, up to this one, is in the journal."""
+        """Whether every recorded step of a seed, up to `step`, is in the journal."""
         steps = [at for at in self.request.recorded if at <= step]
         return all(self.journal.visit(_journal_key(seed, at)) for at in steps)
 
     def train_seed(self, seed: int) -> bool:
-        """Trains one seed to its end, from the saved state if it is of this seed; returns
-        False if time ran out before, with the state saved. An interrupt saves the state
-        too, and is raised again."""
+        """Trains one seed to its last step; returns False if time ran out before, with
+        the state saved. Begins from the saved state where that is of this seed and all
+        its steps are in the journal, else at step 0. An interrupt saves the state, unless
+        a second one broke a step off, and is raised again."""
         lanes = Lockstep(self.request, self.data, seed, self.device)
         state = read_state(self.state, self.name)
         if state and state["seed"] == seed and self.is_recorded(seed, state["step"]):
@@ -202,10 +209,10 @@ class _TrainingRun:
         return finished
 
     def take_steps(self, lanes: Lockstep) -> bool:
-        """Takes the steps that are left; returns False where time runs out, after one
-        step or more. Reports progress after each step, and saves the state every
-        `save_every` seconds, not at the end. A step is recorded whole or not at all: an
-        interrupt waits for its end."""
+        """Takes the steps that are left. Returns True at the last one, False where time
+        runs out before it, after one step or more. Reports progress after each step.
+        Saves the state every `save_every` seconds, not at the end. A step is recorded
+        whole or not at all: an interrupt waits for its end."""
         saved = time.monotonic()
         self.report_progress(lanes)
         while lanes.step < self.request.steps:
@@ -222,13 +229,15 @@ class _TrainingRun:
         return True
 
     def save_state(self, lanes: Lockstep) -> None:
-        """Writes the state from which a later run continues."""
+        """Writes the state from which a later call continues. Raises MeasurementError
+        where it cannot be written."""
         with self.watch("saving"):
             lanes.save_state(self.state, self.name)
 
     def record_step(self, lanes: Lockstep) -> None:
-        """Writes the checkpoints and the rows of this step, if it has any. Rows that are
-        in the journal are not measured again."""
+        """Writes the checkpoints of this step, if the request asks for them, and journals
+        its rows, if it is a recorded step. Rows that are in the journal are not measured
+        again."""
         self.write_checkpoints(lanes)
         key = _journal_key(lanes.seed, lanes.step)
         if lanes.step in self.request.recorded and not self.journal.visit(key):
@@ -237,8 +246,8 @@ class _TrainingRun:
                 self.loss = finite_or_none(lanes.golden.loss)
 
     def write_checkpoints(self, lanes: Lockstep) -> None:
-        """Writes the weights of this step, of each variant for which the request asks for
-        them. Raises what `write_checkpoint` raises."""
+        """Writes the weights of this step, of each variant whose checkpoints the request
+        asks for; does nothing at other steps. Raises what `write_checkpoint` raises."""
         chosen = self.request.checkpoints
         if chosen is None or lanes.step not in chosen.steps_to_write(self.request.steps):
             return
@@ -261,8 +270,9 @@ class _TrainingRun:
                 )
 
     def report_progress(self, lanes: Lockstep) -> None:
-        """Reports progress with the golden run's last recorded loss. An interrupt that
-        waited arrives here."""
+        """Reports progress as `seed 0, loss 3.142`, with the golden run's loss at the
+        last step measured by this call. An interrupt that `deferred` put off is raised
+        here."""
         steps, seeds = self.request.steps, self.request.seeds
         done = seeds.index(lanes.seed) * steps + lanes.step
         loss = "" if self.loss is None else f", loss {self.loss:.3f}"
@@ -272,9 +282,9 @@ class _TrainingRun:
 def variant_record(
     variant: ResolvedVariant, golden: ResolvedVariant, ran: str | None
 ) -> VariantRecord:
-    """Returns a variant's record. `differs`: its seed, kernel of the gradients and
-    changed optimiser settings, besides the kernel and formats. `ran`: the operators that
-    the kernel reported, None if unknown."""
+    """Returns a variant's record. `differs`: its seed where it is not 0, the kernel of
+    its gradients where it has one, and settings of its optimiser that are not the golden
+    run's. `ran`: what the kernel reported; None where that is unknown."""
     fields = variant.model_dump(mode="json")
     differs = {n: fields[n] for n in ("seed", "backward_kernel") if fields[n]}
     usual = golden.optimiser.model_dump()
@@ -295,8 +305,9 @@ def variant_record(
 
 
 def _planned_kernels(request: TrainRequest, system: System) -> Iterator[Planned]:
-    """Yields the kernels of all variants, each with its options. Raises UsageError for an
-    option that a kernel has not, and for a kernel that cannot run here."""
+    """Yields the kernels of all variants, each with its options, gradients' kernels
+    behind attention's. Raises UsageError for a name that no kernel has, for an option
+    that a kernel has not, and for a kernel that cannot run here."""
     for variant in request.variants:
         for choice in variant.kernels:
             kernel = find(choice.name)
@@ -308,5 +319,5 @@ def _planned_kernels(request: TrainRequest, system: System) -> Iterator[Planned]
 
 
 def _journal_key(seed: int, step: int) -> str:
-    """Returns the journal's key of a step of a seed."""
+    """Returns the journal's key of a step of a seed, a digest."""
     return digest({"seed": seed, "step": step})

@@ -36,15 +36,16 @@ BOS_ID, EOS_ID = 0, 1
 
 
 def seed_for(*parts: object) -> int:
-    """Returns a seed, 56 bits, for random numbers of one purpose, from words and numbers
-    that name it."""
+    """Returns a seed of 56 bits for random numbers of one purpose, which `parts`, words
+    and numbers, name in order: the same for the same parts on every machine."""
     named = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(named[:7], "big")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """One long row of token ids on the device, from which windows are drawn."""
+    """One long row of token ids on the device, longer than a window, from which windows
+    are drawn."""
 
     ids: Tensor
     vocabulary: int
@@ -56,8 +57,9 @@ class Tokens:
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
         """Returns `inputs` and `targets`, int64 [count, context] each, of windows drawn
-        anywhere in the ids; the same for the same seed and step. A trained tokenizer's
-        windows begin with its first token, as every prompt will."""
+        anywhere in the ids: the same for the same seed and step on every device.
+        `targets` are `inputs` one token further. With a trained tokenizer each input
+        begins with the token BOS_ID, as every prompt will."""
         generator = torch.Generator().manual_seed(seed_for("batch", seed, step))
         width, device = self.context + (self.tokenizer is None), self.ids.device
         positions = len(self.ids) - width + 1
@@ -73,8 +75,10 @@ def load_tokens(
     config: DataConfig, model: ModelConfig, count: int, device: torch.device
 ) -> Tokens:
     """Returns the text of a configuration as tokens on the device, in batches of `count`
-    windows. Trains the tokenizer `bpe` on it. Raises UsageError for a file that cannot be
-    read, and for a text no longer than a window."""
+    windows. With the tokenizer `bytes` texts are joined by two newlines; with `bpe` a
+    tokenizer is trained on them, and each text ends with EOS_ID. Raises UsageError for a
+    file that cannot be read, and for a text of no more tokens than a window;
+    MeasurementError where the trained tokenizer loads as another."""
     texts = (
         stdlib_texts()
         if config.source == "stdlib"
@@ -115,8 +119,9 @@ def load_tokens(
 
 
 def stdlib_texts() -> list[str]:
-    """Returns the texts of the standard library's .py files that are UTF-8 and not empty,
-    sorted by path."""
+    """Returns the texts of the standard library's .py files, sorted by path. Files that
+    are empty or not UTF-8 are left out, and so are tests and what is bundled
+    (EXCLUDED_FOLDERS). Raises OSError where a file cannot be read."""
     paths = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         # Not entered: site-packages may hold ten thousands of files.
@@ -135,11 +140,12 @@ def stdlib_texts() -> list[str]:
 
 
 def _train_tokenizer(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:
-    """Returns a byte-level BPE tokenizer trained on the texts, and the same saved and
-    loaded: text is encoded by the latter, so that the network sees the ids that a user of
-    its checkpoint will get. `vocabulary`: how many tokens at most; `context`: the length
-    that it states. Raises MeasurementError where what was loaded is another tokenizer
-    than was trained. `texts`: at least one."""
+    """Returns a byte-level BPE tokenizer trained on the texts, and the same tokenizer
+    saved and loaded. Text is to be encoded by the latter, so that the network sees the
+    ids that a user of its checkpoint will get. `texts`: at least one; `vocabulary`: how
+    many tokens at most; `context`: the longest length that the tokenizer states. Raises
+    MeasurementError where the loaded tokenizer encodes or decodes the first text
+    otherwise than the trained one."""
     from tokenizers import (
         Tokenizer,
         decoders,

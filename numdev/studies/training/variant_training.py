@@ -30,7 +30,8 @@ TRAINING = CaseRef(case="training")
 
 
 class LaneState(TypedDict):
-    """Everything that decides the steps of a lane to come."""
+    """Everything that decides the later steps of a lane: weights, the optimiser's state,
+    the loss scaler's, and that of the generator (None without random numbers)."""
 
     network: dict[str, Tensor]
     optimiser: list[Slots]
@@ -58,9 +59,9 @@ BITS = {
 
 @dataclass(kw_only=True)
 class KernelAttention:
-    """attend(q, k, v) of `numdev.studies.training.networks`: a registered kernel as a
-    network calls it. q, k and v are cast to `dtype` where one is given, and the output
-    comes in q's own dtype."""
+    """A registered kernel as the `attend(q, k, v)` that a network calls
+    (`numdev.studies.training.networks`). q, k and v are cast to `dtype`, unless it is
+    None; the output comes in the dtype in which q came."""
 
     kernel: Chosen
     behind: Chosen | None  # the kernel of the gradients, where that is another
@@ -76,7 +77,9 @@ class KernelAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns causal attention, in the shape and dtype of q [batch, heads, length,
-        head_dim]. k and v have kv heads."""
+        head_dim], with gradients. k and v have kv heads. Notes `ran` in the first call,
+        and adds to the lists `largest` and `calls` where these are lists. Raises what the
+        kernel raises."""
         out_dtype, dtype = q.dtype, self.dtype or q.dtype
         scale = 1 / math.sqrt(q.shape[-1])
         q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -104,8 +107,10 @@ class KernelAttention:
 
 @torch.no_grad()
 def largest_score(case: AttentionCase) -> Tensor:
-    """Returns the largest |scale q·k| that a query sees, a float32 scalar, computed in
-    float32; NaN if any is. A sequence at a time, which bounds the memory."""
+    """Returns the largest |scale q·k| of a key that a query sees by causality, over all
+    queries, heads and sequences, a float32 scalar on q's device, computed in float32. NaN
+    if one of these scores is NaN. Computes a sequence at a time, which bounds the
+    memory."""
     largest = []
     with torch.autocast(case.q.device.type, enabled=False):
         for q, k in zip(case.q.float(), case.k.float(), strict=True):
@@ -116,9 +121,9 @@ def largest_score(case: AttentionCase) -> Tensor:
 
 
 def learning_rate(config: Optimiser, step: int, steps: int) -> float:
-    """Returns the learning rate of update `step` of `steps`, counted from 1: linear up to
-    `lr` over the warm-up, then constant, or half a cosine down to `final` of it at the
-    last step."""
+    """Returns the learning rate of update `step` of `steps`, counted from 1. It grows
+    linearly to `lr` over the warm-up. Then it is constant, or falls by half a cosine to
+    `final` times `lr` at the last step."""
     if step <= config.warmup:
         return config.lr * step / config.warmup
     if config.schedule == "constant":
@@ -130,8 +135,10 @@ def learning_rate(config: Optimiser, step: int, steps: int) -> float:
 
 class Lane:
     """A variant of one seed in training: at step 0, or at the step of the state that
-    `load_state` gets. `loss`, and `norm`, that of the gradient before clipping, are of
-    the last batch, scalars on the device, None before one."""
+    `load_state` got. `loss` of the last batch, and `norm`, that of its gradient before
+    clipping, are scalars on the device; None before the first batch. Making one builds
+    its network on the device. It raises UsageError for a kernel or option that there is
+    not, MeasurementError, which names the variant, for whatever else fails."""
 
     def __init__(
         self,
@@ -194,9 +201,9 @@ class Lane:
         self.replay = Replay(device, self.noise) if self.recordable else None
 
     def take_step(self, batch: Batch, step: int, steps: int) -> None:
-        """Makes update `step` of `steps` from this batch, and sets `loss` and `norm`.
-        Nothing waits for the device. Raises MeasurementError that names the variant for
-        whatever fails."""
+        """Makes update `step` of `steps`, counted from 1, from this batch, and sets
+        `loss`, `norm` and `lr`. Nothing waits for the device. Raises MeasurementError,
+        which names the variant, for whatever fails."""
         self.lr = learning_rate(self.variant.optimiser, step, steps)
         self.optimiser.set_rate(self.lr)
         with _errors_naming(self.variant):
@@ -209,8 +216,10 @@ class Lane:
                 )
 
     def _make_update(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Makes one update from a batch; returns its loss and the norm of its gradient
-        before clipping, scalars on the device."""
+        """Makes one update from a batch, with gradients clipped to `clip`, and drops the
+        gradients. Returns the batch's loss and the norm of its gradient before clipping,
+        scalars on the device. Where losses are scaled (float16), an update whose
+        gradients are not finite is skipped."""
         loss = self._backward(batch)
         # A scaler needs no more of an optimiser than `Updates` has
         optimiser = cast(torch.optim.Optimizer, self.optimiser)
@@ -225,8 +234,8 @@ class Lane:
         return loss, norm
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Returns the loss of a batch; its gradients, times the scaler's scale, are added
-        to the parameters'."""
+        """Returns the loss of a batch, a detached scalar. Its gradients, times the loss
+        scaler's scale, are added to those of the parameters."""
         name = self.variant.format
         with torch.autocast(
             self.device.type,
@@ -240,8 +249,10 @@ class Lane:
         return loss.detach()
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
-        """Returns the gradient of a batch's loss by parameter name, zeros where there is
-        none. The lane is left as it was."""
+        """Returns the gradient of a batch's loss by parameter name, not clipped and
+        without the scaler's scale; zeros for a parameter without one. Weights and random
+        numbers are left as they were. Raises MeasurementError, which names the variant,
+        for whatever fails."""
         before = None if self.noise is None else self.noise.get_state()
         with _errors_naming(self.variant):
             self._backward(batch)
@@ -256,8 +267,10 @@ class Lane:
         return gradient
 
     def attention_calls(self, batch: Batch) -> list[AttentionCase]:
-        """Returns the attention calls of a batch's forward and backward pass, layer by
-        layer. The lane is left as it was."""
+        """Returns the attention calls of a batch's forward pass, layer by layer, with q,
+        k and v detached in the kernel's dtype. Weights and random numbers are left as
+        they were. Raises MeasurementError, which names the variant, for whatever
+        fails."""
         seen = self.attention.calls = []
         self.gradient(batch)
         self.attention.calls = None
@@ -266,7 +279,10 @@ class Lane:
     @torch.no_grad()
     def attend_calls(self, calls: Sequence[AttentionCase]) -> list[Tensor]:
         """Returns the outputs of this lane's attention for calls of another lane, [batch,
-        heads, length, head_dim] each. The lane is left as it was."""
+        heads, length, head_dim] each, in the dtype of the call's q. Each is computed as a
+        causal call with the scale 1/√head_dim, re-rounded where the lane re-rounds.
+        Random numbers are left as they were. Raises MeasurementError, which names the
+        variant, for whatever fails."""
         before = None if self.noise is None else self.noise.get_state()
         with _errors_naming(self.variant):
             outs = [self.attention(case.q, case.k, case.v) for case in calls]
@@ -275,12 +291,13 @@ class Lane:
         return outs
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the parameters by name, not copied."""
+        """Returns the parameters by name, detached and not copied: later steps change
+        them."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
 
     def state(self) -> LaneState:
-        """Returns everything that decides the steps to come, as tensors and plain
-        data."""
+        """Returns everything that decides the later steps, as tensors and plain data;
+        tensors are not copied."""
         return {
             "network": self.network.state_dict(),
             "optimiser": self.optimiser.state(),
@@ -289,7 +306,8 @@ class Lane:
         }
 
     def load_state(self, state: LaneState) -> None:
-        """Goes on from what `state` returned; a recorded step is forgotten."""
+        """Continues from what `state` returned. A recording of the step as a CUDA graph
+        is dropped."""
         self.replay = self.replay and Replay(self.device, self.noise)
         self.network.load_state_dict(state["network"])
         self.optimiser.load_state(state["optimiser"])
@@ -300,8 +318,9 @@ class Lane:
 
 @contextmanager
 def _errors_naming(variant: ResolvedVariant) -> Iterator[None]:
-    """Returns a context whose errors become a MeasurementError of one line that names the
-    variant. A kernel may be foreign code and raise anything."""
+    """Returns a context in which any Exception becomes a MeasurementError of one line
+    that names the variant and its kernel, with a hint. A kernel may be foreign code and
+    raise anything. KeyboardInterrupt passes."""
     try:
         yield
     except Exception as error:
@@ -332,8 +351,9 @@ def reround_at_random(
     out: Tensor, generator: torch.Generator, times: float = 1.0
 ) -> Tensor:
     """Returns `out` with values drawn at random moved by ulps of its dtype, up or down
-    alike: an error without bias whose rms is `times` that of one rounding. Gradients pass
-    unchanged. Zeros, infinities and NaN stay."""
+    alike: an error without bias whose rms is `times` that of one rounding (`times` above
+    0). Gradients pass unchanged. Zeros, infinities and NaN stay. `generator`: on the
+    device of `out`; it is advanced."""
     move: Move = move_by_numbers
     if times == 1.0:
         drawn = torch.randint(
@@ -351,13 +371,16 @@ def reround_at_random(
 
 
 def ulps_and_share(times: float) -> tuple[int, float]:
-    """Returns the number of ulps by which values are moved, and the share of values that
-    is, for an rms of `times` ulp/√12: the fewest ulps for which a share is enough."""
+    """Returns by how many ulps values are moved, and the share of values that are moved,
+    so that the rms is `times` ulp/√12: the fewest ulps for which a share of at most 1 is
+    enough. `times`: above 0."""
     ulps = math.ceil(times / math.sqrt(ODDS))
     return ulps, times**2 / (ODDS * ulps**2)
 
 
 class _Moved(torch.autograd.Function):
+    """Moves values in the forward pass; lets gradients pass as if nothing was moved."""
+
     @staticmethod
     def forward(ctx: object, out: Tensor, steps: Tensor, move: Move) -> Tensor:
         """Returns `move(out, steps)`."""
@@ -370,19 +393,22 @@ class _Moved(torch.autograd.Function):
 
 
 def move_by_numbers(x: Tensor, steps: Tensor) -> Tensor:
-    """Returns x moved by so many numbers of its dtype (`steps`: -1, 0 or 1 for each
-    element), away from zero where positive: the bits of a float, its sign aside, count
-    its dtype's numbers. Zeros, infinities and NaN stay."""
+    """Returns x with each element moved by `steps` numbers of its dtype (-1, 0 or 1),
+    away from zero where positive, in contiguous memory. The bits of a float, without its
+    sign, count the numbers of its dtype. Zeros, infinities and NaN stay; the largest
+    number moved away from zero is infinite. Raises KeyError for a dtype other than
+    bfloat16, float16 and float32."""
     bits = x.contiguous().view(BITS[x.dtype])
     stays = (x == 0) | ~x.isfinite()
     return (bits + steps.to(bits.dtype).masked_fill(stays, 0)).view(x.dtype)
 
 
 def shift_by_ulps(x: Tensor, ulps: Tensor) -> Tensor:
-    """Returns x moved by so many of its own ulps for each element, away from zero where
-    positive, and rounded to its dtype. Counting numbers of the dtype would take larger
-    steps upwards across a power of two than downwards, a bias of several per cent for
-    tens of them. Zeros, infinities and NaN stay, and so does what would overflow."""
+    """Returns x with each element moved by `ulps` of its ulps, away from zero where
+    positive, and rounded to its dtype (bfloat16, float16 or float32). Zeros, infinities
+    and NaN stay, and so does an element that would overflow. Counting numbers of the
+    dtype instead would take larger steps upwards across a power of two than downwards:
+    for tens of ulps a bias of several per cent."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     magnitude = x.abs()
     next_one = move_by_numbers(magnitude, torch.ones_like(x, dtype=torch.int8))
@@ -394,8 +420,8 @@ def shift_by_ulps(x: Tensor, ulps: Tensor) -> Tensor:
 @torch.no_grad()
 def move_weights(network: nn.Module, generator: torch.Generator) -> None:
     """Moves every parameter in place to a neighbouring number of its dtype, away from
-    zero or toward it with equal odds. Zeros, NaN and infinity stay; buffers too. Network
-    and `generator` are on the CPU."""
+    zero or toward it with equal odds. Zeros, infinities and NaN stay, and so do buffers.
+    The generator is advanced. Network and `generator` are on the CPU."""
     for parameter in network.parameters():
         up = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
         parameter.copy_(move_by_numbers(parameter, 2 * up - 1))
@@ -409,11 +435,12 @@ def move_weights(network: nn.Module, generator: torch.Generator) -> None:
 
 
 class Replay:
-    """Runs a function of a batch, which returns two scalars on the device: as it is at
-    first, from then on as a CUDA graph. The function is the same at every call. It is an
-    argument and not stored, since its object refers to this one: a cycle would keep the
-    memory of both. Shapes of batches, and addresses of what the function reads and
-    writes, must not change."""
+    """Runs a function of a batch, which returns two scalars on the device: at first as it
+    is, from then on as a CUDA graph. The function has to be the same at every call. It is
+    an argument and not stored, since its object refers to this one: a cycle would keep
+    the memory of both. Shapes of batches, and addresses of what the function reads and
+    writes, must not change. `noise`: the generator from which the function draws, if
+    any."""
 
     def __init__(self, device: torch.device, noise: torch.Generator | None) -> None:
         self.device, self.noise, self.ran = device, noise, 0
@@ -423,8 +450,9 @@ class Replay:
 
     def __call__(self, run: Run, batch: Batch, *, plain: bool) -> tuple[Tensor, Tensor]:
         """Returns the results of `run(batch)`. With `plain`, and in the first FIRST
-        calls, it runs as it is; else it is a replay of the graph, which the first such
-        call records."""
+        calls, the function runs as it is. Every other call replays the graph, which the
+        first of them records, and returns the graph's two tensors: the next replay
+        overwrites them."""
         self.ran += 1
         if plain or self.ran <= FIRST:
             return run(batch)
@@ -437,8 +465,9 @@ class Replay:
         return self._results
 
     def _record(self, run: Run, batch: Batch) -> torch.cuda.CUDAGraph:
-        """Returns the graph of a run, which is recorded and not run. Raises what the run
-        raises, with the default generator as it was."""
+        """Returns the graph of a run, which is recorded and not run; its results will be
+        in `_results`. Raises what the run raises; PyTorch's default generator is then as
+        it was."""
         self._batch = {name: x.clone() for name, x in batch.items()}
         graph = torch.cuda.CUDAGraph()
         if self.noise is not None:

@@ -19,8 +19,9 @@ ABOUT = (
 
 
 def styles(report: TrainReport) -> tuple[doc.Style, ...]:
-    """Returns the style of the conclusion, the first sentence: bad where runs diverged,
-    warn or good where none did; empty where the answer does not begin with one."""
+    """Returns the style of the conclusion, the first sentence: `bad` where runs diverged,
+    `warn` where none did but something else is wrong, `good` where nothing is. Empty
+    where the answer has no conclusion."""
     first = next(iter(report.summary.answer), "")
     if " diverged: " in first:
         return ("bad",)
@@ -30,8 +31,8 @@ def styles(report: TrainReport) -> tuple[doc.Style, ...]:
 
 
 def blocks(report: TrainReport) -> Iterator[doc.Node]:
-    """Yields what is shown below the answer: the variants, the figures, and a line on the
-    run."""
+    """Yields what is shown below the answer: the variants (not in a terminal), the
+    figures, and a line on the run."""
     golden = next((v.name for v in report.variants if v.role == "golden"), "")
     yield doc.text_table(
         ("variant", "role", "kernel", "format", "attention", "differs in", "ran"),

@@ -52,10 +52,11 @@ WORDS: Mapping[VariantRole, tuple[str, str]] = {
 def warning_sentences(
     run: TrainReport, off: float, step: float, outputs: Sequence[AtOutput]
 ) -> Iterator[str]:
-    """Yields sentences on what makes others void: a repeat of the golden run whose
-    weights are `off` from `step` on; runs that diverged, with the seeds in which they
-    have no finite distance, and from which step on; attention that does more than round.
-    `off`: the largest difference, 0 for none, NaN where no repeat was run."""
+    """Yields sentences on what makes other sentences void. First, that the golden run is
+    not reproducible, where a repeat of it is `off` from `step` on. Then one on each
+    variant that has no finite distance, with the seeds and the first step of each. Last,
+    attention that does more than round. `off`: the largest difference between the golden
+    run and its repeat, 0 for none, NaN where no repeat was run."""
     if off > 0:
         yield NOT_DETERMINISTIC.format(off=si(off), first=step)
     seeds: dict[str, dict[int, int]] = {}
@@ -71,8 +72,8 @@ def warning_sentences(
 
 
 def not_rounding_sentences(outputs: Sequence[AtOutput]) -> Iterator[str]:
-    """Yields a sentence for each way in which the attention of a flash run, or of one in
-    the role `variant`, does more than round."""
+    """Yields a sentence for each way in which the attention of a variant in the role
+    `flash` or `variant` does more than round; other roles are passed over."""
     golden = next((o for o in outputs if o.role == "golden"), None)
     for output in outputs:
         if output.role in ("flash", "variant"):
@@ -81,9 +82,10 @@ def not_rounding_sentences(outputs: Sequence[AtOutput]) -> Iterator[str]:
 
 
 def _not_rounding_clauses(output: AtOutput, golden: AtOutput | None) -> Iterator[str]:
-    """Yields what an attention does more than round, each as a clause; nothing for one
-    that only rounds. `golden`: the golden run's errors, which it is compared with; None
-    where there are none."""
+    """Yields what an attention does more than round, each as a clause: elements that are
+    not finite, a scale, a bias, a large error, or a large error where scores are large.
+    Nothing for one that only rounds; a number that is None gives no clause. `golden`: the
+    errors of the golden run, with which it is compared; None where these are unknown."""
     if output.nonfinite:
         yield f"has {output.nonfinite:,} elements that are not finite"
     if output.slope is not None and abs(output.slope) >= SCALED:
@@ -111,8 +113,9 @@ def _not_rounding_clauses(output: AtOutput, golden: AtOutput | None) -> Iterator
 
 def paper_answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
     """Yields the answer to the paper's question for each pair of a flash run and one of
-    low precision: by the interval of their ratio in W1 in the early window, reproduced
-    where it lies within PAPER, not reproduced where it lies outside, else undecided."""
+    low precision, from the interval of their ratio in W1 over early steps: `reproduced`
+    where it lies within PAPER, `not reproduced` where it lies outside, else
+    `undecided`."""
     for c in compared:
         question = (c.role, c.against_role, c.metric, c.window)
         if question == ("flash", "low_precision", "w1", "early"):
@@ -120,9 +123,10 @@ def paper_answers(compared: Sequence[Comparison]) -> Iterator[Answer]:
 
 
 def _paper_answer(c: Comparison) -> Answer:
-    """Returns the answer that one comparison gives, `reproduced` where its interval lies
-    within PAPER, `not reproduced` where it lies outside, with the reason of one that is
-    undecided."""
+    """Returns the answer that one comparison gives. It is `reproduced` where the interval
+    lies within PAPER, `not reproduced` where it lies outside. It is `undecided`, with the
+    reason, where there is no ratio, no interval, or one that reaches across an end of
+    PAPER."""
     low, high = PAPER
     pair = {"variant": c.variant, "against": c.against}
     if c.ratio is None:
@@ -145,10 +149,11 @@ def paper_sentences(
     attention: Mapping[str, str],
     off: float,
 ) -> Iterator[str]:
-    """Yields the verdict on each answer with all three metrics, and the controls that
-    explain it. From the first step at which a repeat of the golden run is `off` (NaN: at
-    none) there is no verdict. `attention`: the format of a run's attention, by its
-    label."""
+    """Yields for each answer its verdict with the ratios in all three metrics, and then a
+    sentence on the controls that explain it, if there are any. `compared`: has the early
+    ratios of every answer. `attention`: the format of a run's attention, by its label.
+    `off`: the first step at which a repeat of the golden run differs (NaN: at none). An
+    answer whose steps reach it is undecided."""
     early = {(c.variant, c.against, c.metric): c for c in compared if c.window == "early"}
     low, high = PAPER
     for answer in answers:
@@ -190,14 +195,14 @@ def paper_sentences(
 
 
 def ratio_in_words(c: Comparison) -> str:
-    """Returns a ratio with its interval, if it has one: 0.75 [0.73, 0.78]."""
+    """Returns a ratio with its interval, if it has one: `0.75 [0.73, 0.78]`, `0.75`."""
     interval = "" if c.low is None else f" [{ratio(c.low)}, {ratio(c.high)}]"
     return f"{ratio(c.ratio)}{interval}"
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
-    """Returns steps in words: `at step 1`, `at steps 1 to 18`. `steps`: ascending, at
-    least one."""
+    """Returns the first and the last step in words, whatever lies between: `at step 1`,
+    `at steps 1 to 18`. `steps`: ascending, at least one."""
     when = " to ".join(dict.fromkeys(str(step) for step in (*steps[:1], *steps[-1:])))
     return f"at step{'s' * (len(steps) > 1)} {when}"
 
@@ -208,8 +213,9 @@ def steps_in_words(steps: Sequence[int]) -> str:
 def dose_sentences(
     doses: Sequence[DoseReading], outputs: Sequence[AtOutput]
 ) -> Iterator[str]:
-    """Yields a sentence on the early dose of each flash run, or why it is undecided, and
-    on the error of its attention's output: effect and cause."""
+    """Yields a sentence on the early dose of each flash run, or on why it is undecided.
+    The error of its attention's output follows, if that was measured. Other roles and
+    windows are passed over."""
     by_variant = {output.variant: output for output in outputs}
     for dose in doses:
         if (dose.role, dose.window) != ("flash", "early"):
@@ -232,9 +238,9 @@ def dose_sentences(
 
 
 def dose_in_words(dose: DoseReading) -> str:
-    """Returns a dose in words: `1.1 floors (0.6 to 2.3)`, the latter its 95 % interval
-    over seeds, if it has one; `below 1/16 floors` or `above 64 floors` where most
-    readings are beyond an end of the ladder; `–` for a dose that is None."""
+    """Returns a dose in words: `1.1 floors (0.6 to 2.3)`, with its 95 % interval over
+    seeds if it has one. It is `below 1/16 floors` or `above 64 floors` where more than
+    half of the readings are beyond an end of the ladder; `–` for a dose that is None."""
     if dose.dose is None:
         return "–"
     for word, share in (("below", dose.below), ("above", dose.above)):
@@ -248,9 +254,10 @@ def dose_in_words(dose: DoseReading) -> str:
 
 
 def chance_comparisons(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    """Returns the comparisons, early and by the mean |difference|, of each flash run with
-    the null that re-rounds (else that of one ulp), and with another seed. Of several the
-    first with a ratio."""
+    """Returns early comparisons of each flash run by the mean |difference|. One is with a
+    null: the run re-rounded at random, or, where `compared` has none, one moved by an
+    ulp. One is with another seed. Of several equal ones it is the first that has a
+    ratio."""
     chosen: dict[tuple[str, str], Comparison] = {}
     for c in sorted(compared, key=lambda c: c.ratio is None):
         question = (c.role, c.metric, c.window)
@@ -260,9 +267,10 @@ def chance_comparisons(compared: Sequence[Comparison]) -> tuple[Comparison, ...]
 
 
 def chance_sentences(compared: Sequence[Comparison], off: float) -> Iterator[str]:
-    """Yields a sentence on how far each flash run moves the weights compared with chance
-    and with another seed, early; or on why nothing can be said. Only an interval gives a
-    verdict, at steps before the first at which a repeat is `off` (NaN: at none)."""
+    """Yields a sentence on how far each flash run moves the weights over early steps,
+    compared with chance and with another seed; or on why nothing can be said. Only an
+    interval gives a verdict. `off`: the first step at which a repeat of the golden run
+    differs (NaN: at none). There is no verdict where the steps reach it."""
     for c in chance_comparisons(compared):
         name, what = WORDS[c.against_role]
         over = f"{len(c.by_seed)} seed{'s' * (len(c.by_seed) != 1)}"

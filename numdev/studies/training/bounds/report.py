@@ -1,7 +1,7 @@
-"""What `numdev bounds` says, as a report holds it: how far flash moves weights, beside
-low precision, another seed, and null runs, which show how far any perturbation would
-grow. Distances are from the golden run of the same seed, of all weights together; a step
-counts updates."""
+"""What the report of `numdev bounds` consists of: how far flash moves weights, beside low
+precision, another seed, and null runs, which show how far any perturbation would grow.
+Distances are from the golden run of the same seed, of all weights together; a step counts
+updates."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ Window = Literal["first", "early", "saturated", "start"]
 
 
 class Saturation(Record):
-    """The steps at which curves merge, by the paired mean |difference| of nulls alone:
-    the marks that `numdev.studies.training.bounds.rounding_doses` defines."""
+    """The steps at which curves merge, from the mean |difference| of null runs alone: the
+    marks that `numdev.studies.training.bounds.rounding_doses` defines. None where there
+    is no such step."""
 
     bends: int | None = None
     saturated: int | None = None
@@ -50,7 +51,9 @@ class Saturation(Record):
 
 
 class Comparison(Record):
-    """One kind of run's distance over another's, by seed: their geometric mean."""
+    """One kind of run's distance over another's: in each seed the geometric mean over
+    steps (`by_seed`), and the geometric mean of these (`ratio`). `nulls` has the reason
+    of each number that is None."""
 
     metric: str
     variant: str
@@ -68,9 +71,10 @@ class Comparison(Record):
     @property
     def standing(self) -> str:
         """Returns the verdict that the interval gives, to be followed by the name of the
-        other run: `Far less than`, `Within twice`, `No more than`, `More than`,
-        `Undecided beside`, or `No verdict beside` without an interval. Beside a null, up
-        to twice as far is within chance."""
+        other run. An interval within 1 gives `No more than`; beside a null, where up to
+        WITHIN times as far is chance, `Within twice` up to WITHIN; either is `Far less
+        than` where it ends below FAR_BELOW. An interval above 1 gives `More than`,
+        another one `Undecided beside`, none `No verdict beside`."""
         if self.low is None or self.high is None:
             return "No verdict beside"
         most = WITHIN if self.against_role.startswith("null") else 1.0
@@ -81,8 +85,8 @@ class Comparison(Record):
 
 
 class Rung(Record):
-    """One strength of re-rounding in a window: its distance over that of one floor, by
-    seed."""
+    """One strength of re-rounding in a window: its distance over that of one floor, the
+    geometric mean over steps and seeds."""
 
     times: float  # in floors
     runs: int  # of this strength in a seed
@@ -94,7 +98,8 @@ class Rung(Record):
 
 
 class DoseReading(Record):
-    """A distance as a dose: the strength of re-rounding that moves weights as far."""
+    """A distance of one variant in one window as a dose: the strength of re-rounding that
+    moves the weights as far."""
 
     variant: str
     role: VariantRole
@@ -112,7 +117,7 @@ class DoseReading(Record):
 
 class AtOutput(Record):
     """The errors of a variant's attention on the golden run's first calls: means over
-    seeds of a training run's `outputs`."""
+    seeds of the rows in `outputs` of a training run."""
 
     variant: str
     role: VariantRole
@@ -126,7 +131,8 @@ class AtOutput(Record):
 
 
 class Answer(Record):
-    """The paper's question for one flash run beside one of low precision, early."""
+    """The answer to the paper's question, whether flash moves weights two to five times
+    less than low precision, for one run of each, over early steps."""
 
     variant: str
     against: str
@@ -135,6 +141,8 @@ class Answer(Record):
 
 
 class BoundsSummary(Record):
+    """The answer in sentences, and what they are about."""
+
     answer: tuple[str, ...]
     seeds: tuple[int, ...]
     deterministic: bool | None
@@ -158,7 +166,7 @@ class BoundsReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether any two distances could be compared."""
+        """Whether any two distances could be compared: any comparison has a ratio."""
         return any(c.ratio is not None for c in self.comparisons)
 
     @property

@@ -65,7 +65,8 @@ Place = tuple[int, int]  # a seed and a step
 
 
 class _Line(NamedTuple):
-    """A distance of one run, and its strength of re-rounding."""
+    """The distance of one run at one place, with its strength of re-rounding in floors
+    (NaN for a run that does not re-round)."""
 
     place: Place
     times: float
@@ -78,12 +79,12 @@ class _Line(NamedTuple):
 def merging_marks(distances: pd.DataFrame) -> Saturation:
     """Returns the steps at which curves bend, merge, and are decided by chance, of one
     metric of weights. `distances`: a table with the columns role, times, seed, step and
-    value.
+    value; step 0 is ignored.
 
-    They are made from nulls alone: of each strength of PAIR the first runs, EQUAL at
-    most, in the order of the lines. So no other run moves a mark, and no later step.
-    Without both strengths in a seed there are no marks but `reason`, and only the first
-    step is early."""
+    They are made from null runs alone: of each strength of PAIR the first EQUAL lines of
+    each seed and step, and for `chance` perhaps runs moved by an ulp. So no other run
+    moves a mark, and no later step. Where no seed has both strengths, `reason` says so,
+    all marks are None, and only the first step is early."""
     steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
     chance = first_step_of_chance(distances)
     lead = lead_by_step(distances)
@@ -105,8 +106,9 @@ def merging_marks(distances: pd.DataFrame) -> Saturation:
 
 
 def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
-    """Returns the distance of the larger dose of PAIR over that of the smaller by step,
-    the geometric mean over seeds; empty where no seed has both."""
+    """Returns the distance of the larger dose of PAIR over that of the smaller, a series
+    indexed by step, ascending: the geometric mean over seeds. Empty where no seed has
+    both at one step. Distances of 0, and step 0, are left out."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     nulls = nulls[nulls.step > 0]
     low, high = (
@@ -117,10 +119,10 @@ def lead_by_step(distances: pd.DataFrame) -> pd.Series[float]:
 
 
 def first_step_of_chance(distances: pd.DataFrame) -> int | None:
-    """Returns the first step at which, in any seed, the largest of equal nulls over the
-    smallest is more than twice what it was at first. Equal are runs re-rounded at one
-    floor; without two of them in a seed, those of one ulp. None where that never is so,
-    or no seed has two."""
+    """Returns the first step at which, in any seed, the largest distance of equal nulls
+    over the smallest is more than PARTED times what it was at their first step. Equal
+    nulls are runs re-rounded at one floor, or, where no seed has two of these, runs moved
+    by an ulp. None where no step is so, and where no seed has two of either."""
     moved = distances[(distances.value > 0) & (distances.step > 0)]
     rounding = moved[(moved.role == "null_rounding") & (moved.times == PAIR[0])]
     for equal in (rounding, moved[moved.role == "null_ulp"]):
@@ -138,7 +140,7 @@ def first_step_of_chance(distances: pd.DataFrame) -> int | None:
 
 
 def _first_runs(lines: pd.DataFrame) -> pd.DataFrame:
-    """Returns the first EQUAL lines of each seed and step, so that more runs move no
+    """Returns the first EQUAL lines of each seed and step, so that further runs move no
     mark."""
     return lines.groupby(["seed", "step"], as_index=False).head(EQUAL)
 
@@ -150,8 +152,8 @@ def _mean_by_seed_and_step(lines: pd.DataFrame) -> pd.Series[float]:
 
 
 def _first_step(marked: pd.Series[float]) -> int | None:
-    """Returns the smallest step of a series that is indexed by step; None for an empty
-    one."""
+    """Returns the smallest step of a series that is indexed by step, or by seed and step;
+    None for an empty one."""
     return None if marked.empty else int(marked.index.get_level_values("step").min())
 
 
@@ -159,9 +161,10 @@ def _first_step(marked: pd.Series[float]) -> int | None:
 
 
 def ladder_rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
-    """Yields a rung for every strength in every window: its distance over that of one
-    floor, in each seed the geometric mean over steps, then over seeds with an
-    interval."""
+    """Yields a rung for every strength of re-rounding in every window: its distance over
+    that of one floor. In each seed it is the geometric mean over steps, then that over
+    seeds with an interval; None where no seed has both. Distances of 0 are left out.
+    `distances`: of one metric, a table of `study.COLUMNS`."""
     nulls = distances[(distances.role == "null_rounding") & (distances.value > 0)]
     strengths = sorted({float(times) for times in nulls.times})
     for window, steps in windows.items():
@@ -189,8 +192,10 @@ def ladder_rungs(distances: pd.DataFrame, windows: Windows) -> Iterator[Rung]:
 def dose_readings(
     distances: pd.DataFrame, roles: Mapping[str, VariantRole], windows: Windows
 ) -> Iterator[DoseReading]:
-    """Yields the dose of every label, window by window, but of nulls that re-round or
-    repeat, of other seeds and of the golden run."""
+    """Yields the dose of every label (of `roles`), window by window. Labels of the golden
+    run, of nulls that re-round or repeat, and of other seeds are passed over.
+    `distances`: of one metric, a table of `study.COLUMNS`, in which distances of 0 are
+    ignored."""
     for window, steps in windows.items():
         moved = distances[
             (distances.of == tensors_of_window(window)) & (distances.value > 0)
@@ -219,8 +224,8 @@ def _lines(distances: pd.DataFrame) -> Iterator[_Line]:
 
 
 def _ladder_by_place(nulls: pd.DataFrame) -> Mapping[Place, Mapping[float, float]]:
-    """Returns the distance by strength, for each seed and step with two strengths or
-    more; the geometric mean over runs of one strength."""
+    """Returns the distance by strength, the geometric mean over runs of one strength, for
+    each seed and step that has two strengths or more."""
     ladders = {}
     for place, lines in grouped(_lines(nulls), lambda line: line.place).items():
         by_strength = grouped(lines, lambda line: line.times)
@@ -241,10 +246,11 @@ def _read_dose(
     window: Window,
     steps: tuple[int, ...],
 ) -> DoseReading:
-    """Returns the dose of one label in one window: read in each seed at each step, then
-    the geometric mean over steps, and over seeds; None, with a reason, where no seed has
-    both a ladder and a distance. `distance`: by seed and step; `ladders`: distance by
-    strength, by seed and step."""
+    """Returns the dose of one label in one window. It is read in each seed at each step;
+    then the geometric mean over steps is taken, and that over seeds. None, with a reason,
+    where no seed and step has both a ladder and a distance. `why` is also set where the
+    dose is undecided: the ladder is flat, the interval is missing or wide. `distance`: by
+    seed and step; `ladders`: distance by strength, by seed and step."""
     reading = partial(DoseReading, variant=variant, role=role, window=window, steps=steps)
     readings = {
         at: dose_of_distance(x, ladders[at])
@@ -297,9 +303,9 @@ def _lowest_and_highest(ladders: Iterable[Mapping[float, float]]) -> tuple[float
 
 
 def dose_of_distance(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
-    """Returns the strength at which a ladder (distance by strength, two or more) has this
-    distance, and whether that is within the ladder. A distance beyond its ends has the
-    strength of the end."""
+    """Returns the strength at which a ladder has this distance, and where that lies:
+    `within` the ladder, or `below` or `above` it, where it is the strength of that end.
+    `ladder`: distance by strength, two strengths or more; all numbers above 0."""
     strengths, distances = in_order(ladder)
     if distance < distances[0] or distance > distances[-1]:
         below = distance < distances[0]
@@ -318,8 +324,9 @@ def dose_of_distance(distance: float, ladder: Mapping[float, float]) -> tuple[fl
 
 
 def in_order(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
-    """Returns strengths and distances, both ascending. Rungs in the wrong order are
-    merged into one, at their geometric means."""
+    """Returns the strengths and the distances of a ladder, both ascending. Neighbouring
+    rungs whose distances are equal or in the wrong order are merged into one, at their
+    geometric means. `ladder`: distance by strength."""
     blocks: list[tuple[list[float], list[float]]] = []
     for times, distance in sorted(ladder.items()):
         blocks.append(([times], [distance]))
@@ -339,20 +346,22 @@ def _block_distance(block: tuple[list[float], list[float]]) -> float:
 
 
 def mean_over_seeds(ratios: Sequence[float]) -> Mean:
-    """Returns the geometric mean over seeds, and the ends of its 95 % interval; None for
-    these below FEWEST_SEEDS. `ratios`: at least one."""
+    """Returns the geometric mean over seeds (the arithmetic one where a ratio is 0), and
+    the two ends of its 95 % interval; both ends are None for fewer than FEWEST_SEEDS.
+    `ratios`: at least one, none below 0."""
     mean, low, high = factor(ratios)
     return (mean, low, high) if len(ratios) >= FEWEST_SEEDS else (mean, None, None)
 
 
 def tensors_of_window(window: Window) -> str:
-    """Returns the tensors whose distance is taken in a window: `gradient`, of the first
-    batch, or `weights`."""
+    """Returns the tensors whose distance is taken in a window, as in the column `of`:
+    `gradient` (of the first batch) for `start`, else `weights`."""
     return "gradient" if window == "start" else "weights"
 
 
 def strength_in_words(times: float) -> str:
-    """Returns a strength in words: 1/16, 1/4, 1, 16."""
+    """Returns a strength in words: `1/16`, `1/4` (parts of a whole number), `1`, `16`,
+    `0.3`. `times`: above 0."""
     inverse = 1 / times
     is_part = times < 1 and abs(inverse - round(inverse)) < 1e-9
     return f"1/{round(inverse)}" if is_part else f"{times:.3g}"

@@ -64,10 +64,10 @@ COLUMNS = ("of", "metric", "role", "label", "times", "seed", "step", "value")
 
 def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     """Returns the bounds of a training run, from its report.json, or a directory with
-    one.
+    one. Nothing is written. `command`: as the report states it.
 
-    Raises UsageError where there is none or it is of another command, MeasurementError
-    where no weights were compared in it."""
+    Raises UsageError where there is no report or it is another command's,
+    MeasurementError where it cannot be read, or has no distance between weights."""
     run = _read_training_run(path)
     distances = distance_table(run)
     weights = distances[distances.of == "weights"]
@@ -124,8 +124,8 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
 
 
 def _read_training_run(path: Path) -> TrainReport:
-    """Returns the report at a path. Raises UsageError for none, and for one of another
-    command."""
+    """Returns the report of a training run at a path. Raises UsageError where there is no
+    report, and for one of another command; MeasurementError where it cannot be read."""
     run = reports.read(path)
     if isinstance(run, TrainReport):
         return run
@@ -134,14 +134,16 @@ def _read_training_run(path: Path) -> TrainReport:
 
 
 def run_label(v: VariantRecord) -> str:
-    """Returns the label of a run. Null runs of one kind and strength share one."""
+    """Returns the label of a run: its name, but for null runs the name of their kind in
+    NULLS, and behind it, where the strength is not 1, ` at 1/4`. Null runs of one kind
+    and strength share a label."""
     times = "" if (v.times or 1.0) == 1.0 else f" at {strength_in_words(v.times or 1.0)}"
     return NULLS.get(v.role, v.name) + times
 
 
 def output_errors(run: TrainReport) -> Iterator[records.AtOutput]:
-    """Yields the errors of attention's output of each variant that was measured: means
-    over seeds."""
+    """Yields for each variant whose attention's output was measured its errors, means
+    over seeds; a number is None where it is None in all seeds."""
     for v in run.variants:
         rows = [row for row in run.outputs if row.variant == v.name]
         nonfinite = sum(row.nonfinite for row in rows)
@@ -165,9 +167,9 @@ def _mean_of_present(values: Iterable[float | None]) -> float | None:
 
 
 def distance_table(run: TrainReport) -> pd.DataFrame:
-    """Returns every finite distance from the golden run, of weights and of gradients, in
-    a table of the COLUMNS: one in a line, with NaN for `times` but for a null that
-    re-rounds."""
+    """Returns every distance of a training run that is not None, in a table of the
+    COLUMNS: one metric of one distance in a line. `times` is the strength in floors of a
+    null that re-rounds, NaN for any other."""
     others = {v.name: v for v in run.variants if v.role != "golden"}
     lines = []
     for d in run.distances:
@@ -184,8 +186,9 @@ def distance_table(run: TrainReport) -> pd.DataFrame:
 
 
 def distances_by_label(distances: pd.DataFrame) -> pd.DataFrame:
-    """Returns the distances of one metric in a table: a line for each seed and step, a
-    column for each label with the mean over its runs; NaN where there is none."""
+    """Returns the distances of one metric in a table: a line for each seed and step,
+    which are its index, a column for each label, sorted, with the mean over its runs; NaN
+    where there is none."""
     return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
 
 
@@ -195,9 +198,10 @@ def distances_by_label(distances: pd.DataFrame) -> pd.DataFrame:
 def ratios_by_seed(
     a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]
 ) -> dict[int, float]:
-    """Returns a over b by seed, for two columns of a table of distances by label (indexed
-    by seed and step), in each seed that has both: the geometric mean over those of the
-    steps at which neither is zero; 0 where a is zero at all of them and b is not."""
+    """Returns column a over column b of a table of distances by label (indexed by seed
+    and step), by seed: the geometric mean over those of `steps` at which neither is 0. It
+    is 0 where a is 0 at all steps at which b is not. A seed in which no step has both,
+    with b above 0, is left out."""
     ratio = (a / b)[(b > 0) & b.index.isin(steps, level="step")].dropna()
     seeds = ratio.where(ratio > 0).groupby("seed").agg(_geometric_mean).fillna(0.0)
     return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
@@ -212,8 +216,9 @@ def _geometric_mean(values: pd.Series[float]) -> float:
 def _compared_labels(
     roles: Mapping[str, VariantRole], table: pd.DataFrame
 ) -> list[tuple[str, str]]:
-    """Returns the pairs (a, b) of labels of a table of which the ratio a over b is taken,
-    by their roles. The doses of a ladder take no part."""
+    """Returns the pairs (a, b) of labels in a table of which the ratio a over b is taken,
+    by their roles (BESIDE). Null runs re-rounded at a strength other than 1 take no
+    part."""
     rungs = NULLS["null_rounding"] + " at "  # for doses alone
     labels = (label for label in roles if label in table and not label.startswith(rungs))
     by_role = grouped(labels, lambda label: roles[label])
@@ -226,8 +231,9 @@ def _compared_labels(
 
 
 def _window_steps(mark: Saturation) -> Mapping[Window, tuple[int, ...]]:
-    """Returns the steps of each window, maybe none: `start` is step 0, `first` the first
-    early one, `early` all of these, `saturated` those where curves have merged."""
+    """Returns the steps of each window, which may be empty: `start` is step 0, `first`
+    the first early step, `early` all early steps, `saturated` the steps at which curves
+    have merged."""
     return {
         "start": (0,),
         "first": mark.early[:1],
@@ -242,9 +248,9 @@ def _comparisons(
     mark: Saturation,
     steps: Sequence[int],
 ) -> Iterator[Comparison]:
-    """Yields the ratio of every pair of labels in every metric, window by window; null,
-    with a reason, where no seed has both. `tables`: distances by label, by tensors and
-    metric; `steps`: all recorded ones."""
+    """Yields the ratio of every pair of labels in every metric, window by window; None,
+    with a reason, where no seed has both. `tables`: the distances by label for tensors
+    and metric; `steps`: all recorded steps above 0, at least one."""
     merged = (
         mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
     )
@@ -284,9 +290,9 @@ def _comparisons(
 
 
 def _figures(tables: Tables, roles: Mapping[str, VariantRole]) -> Iterator[Figure]:
-    """Yields one figure of distances by step for each metric, without zeros; then that of
+    """Yields one figure of distances by step for each metric, without zeros; then one of
     flash's distances over those of another format. A figure without distances has no
-    curves."""
+    curves. `tables`: has all METRICS of `weights`."""
     soft = {label for label, role in roles.items() if role.startswith("null")}
     for metric, name in METRICS.items():
         table = tables["weights", metric]
@@ -305,7 +311,8 @@ def _figures(tables: Tables, roles: Mapping[str, VariantRole]) -> Iterator[Figur
 
 
 def _positive_distances(table: Any) -> Iterator[tuple[str, int, float]]:
-    """Yields label, step and distance of each in a table by label that is above 0."""
+    """Yields label, step and distance of each distance above 0 in a table of distances by
+    label."""
     for label in table:
         for (_, step), distance in table[label].items():
             if distance > 0:
@@ -315,8 +322,8 @@ def _positive_distances(table: Any) -> Iterator[tuple[str, int, float]]:
 def _flash_over_formats(
     table: pd.DataFrame, roles: Mapping[str, VariantRole]
 ) -> Iterator[tuple[str, int, float]]:
-    """Yields label, step and ratio of flash's distance over that of another format, where
-    it is above 0, in each seed."""
+    """Yields label (`flash over bf16`), step and the ratio of flash's distance over that
+    of another format, for each seed in which the ratio is above 0."""
     for a, b in _compared_labels(roles, table):
         if roles[a] != "flash" or roles[b] not in PERTURBED:
             continue

@@ -77,21 +77,23 @@ LEGEND = (
 
 
 def styles(report: BoundsReport) -> tuple[doc.Style, ...]:
-    """Returns the style of each sentence of the answer; none where no question is
+    """Returns the style of each sentence of the answer; empty where no question is
     answered."""
     is_answered = bool(chance_comparisons(report.comparisons) or report.answers)
     return tuple(map(_sentence_style, report.summary.answer)) if is_answered else ()
 
 
 def _sentence_style(sentence: str) -> doc.Style:
-    """Returns the style of a sentence, by its first words; empty for any other."""
+    """Returns the style of a sentence by its first words (STYLES); the empty style for
+    any other."""
     fitting = (style for words, style in STYLES.items() if sentence.startswith(words))
     return next(fitting, "")
 
 
 def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: tables of early ratios, of ratios by window,
-    of doses and of the ladder, a legend, and figures."""
+    of doses and of the ladder; a legend; on a page all figures, in a terminal those of
+    the mean alone."""
     measured = [
         c for c in report.comparisons if c.metric == PAIRED and c.ratio is not None
     ]
@@ -118,9 +120,9 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
 def _legend_clauses(
     report: BoundsReport, measured: list[Comparison]
 ) -> Mapping[str, str]:
-    """Returns the clauses that the legend lacks, by name: which steps are `early` and
-    `merged`, which curves are in no ratio (`others`), and what a repeat gave (`bits`).
-    `measured`: the comparisons that have a ratio."""
+    """Returns the words for the places in braces of LEGEND, by name: which steps are
+    `early` and `merged`, which curves are in no ratio (`others`), and what a repeat gave
+    (`bits`). `measured`: the comparisons that have a ratio."""
     mark = report.saturation
     begins = {
         mark.chance: "chance begins to decide",
@@ -148,8 +150,9 @@ def _legend_clauses(
 
 
 def _window_titles(measured: list[Comparison]) -> Mapping[Window, str]:
-    """Returns the titles of the columns of ratios by window, each with its steps; the
-    window `first` is left out where `early` has the same steps."""
+    """Returns the titles of the columns of ratios by window, each with its first and last
+    step: `early, step 1–18`. A window without a ratio is left out, and so is `first`
+    where `early` has the same steps."""
     spans = {c.window: () if c.window == "start" else c.steps for c in measured}
     if spans.get("first") == spans.get("early"):
         spans.pop("first", None)
@@ -169,8 +172,9 @@ def _pair_columns(first: str, second: str) -> list[str | Column]:
 def _early_ratios_table(
     early: Sequence[Comparison], windows: Mapping[Window, str]
 ) -> doc.Table:
-    """Returns the table of early ratios: for each pair of runs how many times as far the
-    first moves the weights as the second, by mean, Wasserstein and largest difference."""
+    """Returns the table of early ratios: for each pair of runs, how many times as far as
+    the second the first moves the weights, by mean difference, W1 and largest difference.
+    Pairs whose first run is not flash are shown softly."""
     cells = {(c.variant, c.against, c.metric): ratio_in_words(c) for c in early}
     pairs = list(dict.fromkeys((c.variant, c.against) for c in early))
     flash = {c.variant for c in early if c.role in ("flash", None)}
@@ -189,8 +193,9 @@ def _early_ratios_table(
 def _window_ratios_table(
     measured: list[Comparison], windows: Mapping[Window, str]
 ) -> doc.Table:
-    """Returns the table of the ratios of mean distances with their intervals, a column
-    for each window; those of no flash run are shown softly."""
+    """Returns the table of the ratios of mean distances with their intervals, a row for
+    each pair of runs, a column for each window. Pairs whose first run is not flash are
+    shown softly."""
     cells = {(c.variant, c.against, c.window): c for c in measured}
     columns = [
         *_pair_columns("distance of", "over that of"),
@@ -212,8 +217,9 @@ def _ratio_cell(c: Comparison | None) -> str:
 
 
 def _dose_table(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Table:
-    """Returns the table of every run's dose by window in which any has one, and of the
-    errors of its attention's output."""
+    """Returns the table of each run's dose, with a column for each window in which any
+    run has one, and of the errors of its attention's output. Runs other than flash are
+    shown softly."""
     cells = {(d.variant, d.window): d for d in report.doses}
     outputs = {output.variant: output for output in report.outputs}
     read_in = {d.window for d in report.doses if d.dose is not None}
@@ -231,7 +237,8 @@ def _dose_table(report: BoundsReport, windows: Mapping[Window, str]) -> doc.Tabl
 
 
 def _output_cells(output: AtOutput | None) -> tuple[str, str, str, str]:
-    """Returns the cells of the errors of an attention's output; dashes for None."""
+    """Returns the cells of the errors of an attention's output: its distance from the
+    golden run's, its error, bias and slope; dashes for None."""
     if output is None:
         return (NONE, NONE, NONE, NONE)
     return (
@@ -250,19 +257,20 @@ def _dose_cell(dose: DoseReading | None) -> str:
 
 
 def _signed_cell(value: float | None) -> str:
-    """Returns a number with its sign and two decimals; a dash for None."""
+    """Returns a number with its sign and two decimals, `+0.12`; a dash for None."""
     return NONE if value is None else f"{value:+.2f}"
 
 
 def _ladder_table(rungs: Sequence[Rung], windows: Mapping[Window, str]) -> doc.Table:
-    """Returns the table of how far every strength moves the weights, over one floor; no
-    rows where there is one strength alone."""
+    """Returns the table of how far every strength moves the weights, over one floor;
+    without rows for fewer than two strengths."""
     cells = {(r.times, r.window): r for r in rungs}
     strengths = sorted({r.times for r in rungs})
     shown = strengths if len(strengths) > 1 else []
 
     def cell(rung: Rung | None) -> Cell:
-        """Returns a ratio with its interval; a dash without one."""
+        """Returns a ratio with its interval, if it has one; a dash for None and for a
+        rung without a ratio."""
         if rung is None or rung.ratio is None:
             return Cell(NONE)
         ends = "" if rung.low is None else f" [{ratio(rung.low)}, {ratio(rung.high)}]"

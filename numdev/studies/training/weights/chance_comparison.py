@@ -58,16 +58,16 @@ SAME_THERE = "no seed has a distance above 0"
 
 
 def is_chance(run: RunRecord) -> bool:
-    """Whether a run is a null of at most one floor, or one that the user names as a
-    null."""
+    """Whether a run is a null: re-rounded at one floor or less, moved by an ulp, or
+    declared a null by the user."""
     small = run.role == "null_rounding" and (run.times or 1.0) <= 1.0
     return small or run.null or run.role == "null_ulp"
 
 
 def early_marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Saturation:
     """Returns where curves bend, merge and are decided by chance, and which steps are
-    early, by the rule of `numdev bounds`, from the mean |difference| of all weights
-    together."""
+    early, by the rule of `numdev bounds`: `merging_marks`, from the mean |difference| of
+    all weights together."""
     by_name = {run.name: run for run in runs}
     lines = []
     for c in cells:
@@ -81,8 +81,9 @@ def early_marks(runs: Sequence[RunRecord], cells: Iterable[WeightsCell]) -> Satu
 def chance_comparisons(
     runs: Sequence[RunRecord], cells: Sequence[WeightsCell]
 ) -> Iterator[ChanceComparison]:
-    """Yields the comparison with chance of each run that is no null, in every layer and
-    kind, at every step and in every metric. `cells`: the distances of all runs."""
+    """Yields the comparison with chance of each run in a role of SHOWN_BESIDE that the
+    user declares no null, in every layer and kind, at every step and in every metric,
+    where the run has a cell. `cells`: the distances of all runs."""
     chance = {run.name for run in runs if is_chance(run)}
     at_one_floor = {
         run.name
@@ -121,9 +122,10 @@ def _chance_comparison(
     kind: str,
 ) -> ChanceComparison:
     """Returns the comparison of a run's distance with chance's at one place, from its
-    cells by seed and those of the nulls. A ratio is over the nulls named in `usual`; a
-    margin over the farthest of all. A distance of 0 has no ratio, and is never beyond
-    chance. `cells`: at least one."""
+    cells by seed and the cells of the nulls by seed. `ratio` is over the geometric mean
+    of the nulls named in `usual`. `margin` is over the farthest of all nulls, in the seed
+    where this is least. A distance of 0 has no ratio, and is never beyond chance.
+    `cells`: at least one."""
     values = {seed: x for seed, c in cells.items() if (x := getattr(c, metric))}
     distances: dict[int, list[float]] = {}
     null_means: dict[int, float] = {}
@@ -161,17 +163,17 @@ def _chance_comparison(
 
 
 def _geometric_mean(values: Collection[float]) -> float | None:
-    """Returns the geometric mean; None without a value."""
+    """Returns the geometric mean; None without a value. Values are above 0."""
     return statistics.geometric_mean(values) if values else None
 
 
 def _not_judged_reason(
     role: VariantRole, nulls: int, seeds: int, *, is_whole: bool, moves: bool
 ) -> str | None:
-    """Returns why a run is not judged at a place; None where it is. `nulls`: the fewest
-    null runs that move the place in a seed; `seeds`: how many there are; `is_whole`:
-    whether the place is all layers or kinds; `moves`: whether the run moves it in any
-    seed."""
+    """Returns why a run is not judged at a place; None where it is. `nulls`: of the null
+    runs that move the place, the number in the seed that has fewest; `seeds`: how many
+    seeds the run has; `is_whole`: whether the place is all layers or all kinds; `moves`:
+    whether the run moves the place in any seed."""
     if role not in JUDGED:
         return ANOTHER
     if is_whole:
@@ -217,9 +219,12 @@ def answer_sentences(
     compared: Sequence[ChanceComparison],
     early: Sequence[int],
 ) -> Iterator[str]:
-    """Yields sentences on where runs are beyond chance, flash first; on how far they are
-    over early steps, compared with chance and with each other; and on runs that equal the
-    first. `runs`: the first is the one that all are compared with."""
+    """Yields sentences on each run in a role of JUDGED, flash first: where it is beyond
+    chance, then which places too few nulls move, then how far it is over early steps,
+    compared with chance. Then the ratio of each flash run to each run of low precision,
+    over early steps. Last, runs that equal the first. `runs`: all runs; the others are
+    compared with the first. `compared`: the comparisons of `cells` with chance; `early`:
+    the early steps."""
     first = runs[0].name
     order = sorted(runs[1:], key=lambda run: _role_order(run))
     same = [run for run in order if _equals_first_run(run, cells)]
@@ -242,13 +247,14 @@ def answer_sentences(
 
 
 def _role_order(run: RunRecord) -> int:
-    """Returns a sort key: flash first, then the other roles in the order of SHOWN_BESIDE,
-    all else last."""
+    """Returns a sort key: the role's index in SHOWN_BESIDE, where flash is first; their
+    number for any other role."""
     return SHOWN_BESIDE.index(run.role) if run.role in SHOWN_BESIDE else len(SHOWN_BESIDE)
 
 
 def _equals_first_run(run: RunRecord, cells: Iterable[WeightsCell]) -> bool:
-    """Whether a run has the first run's weights at every step; False without a cell."""
+    """Whether every element of a run equals the first run's, and is finite, at every step
+    and seed; False without a cell."""
     of_run = [c for c in cells if c.of == run.name and c.layer == ALL and c.kind == ALL]
     return bool(of_run) and all(c.equal == 1 and not c.nonfinite_of for c in of_run)
 
@@ -257,14 +263,14 @@ T = TypeVar("T", WeightsCell, ChanceComparison)
 
 
 def single_places(rows: Iterable[T]) -> list[T]:
-    """Returns the rows of one kind in one layer, or outside layers, without those of
-    whole layers or kinds."""
+    """Returns the rows whose layer and kind are each a single one, `none` (outside
+    layers) being one, in their order."""
     return [x for x in rows if ALL not in (x.layer, x.kind)]
 
 
 def place_in_words(layer: Layer, kind: str) -> str:
     """Returns a layer and kind in words: `layer 2 attention`, `embedding outside layers`,
-    `attention`, `layer 2`, `all weights`."""
+    `weights outside layers`, `attention`, `layer 2`, `all weights`."""
     if layer == ALL:
         return "all weights" if kind == ALL else kind
     if layer == "none":
@@ -275,9 +281,9 @@ def place_in_words(layer: Layer, kind: str) -> str:
 def _standing_out_sentence(
     run: RunRecord, first: str, compared: Sequence[ChanceComparison]
 ) -> str:
-    """Returns the sentence on where a run is beyond chance (stands out), that it is so
-    nowhere, or why that is not judged. `compared`: the run's comparisons; `first`: the
-    name of the first run."""
+    """Returns the sentence on where a run is beyond chance (stands out), that it is
+    beyond chance nowhere, or why that is not judged. `compared`: the run's comparisons;
+    `first`: the name of the first run."""
     tested = single_places(compared)
     judged = [s for s in tested if s.stands_out is not None]
     if not judged:
@@ -309,7 +315,8 @@ def _too_few_nulls_sentence(
     run: RunRecord, compared: Sequence[ChanceComparison]
 ) -> Iterator[str]:
     """Yields a sentence on the places that a run moves and that are not judged, such as
-    those that fewer than two nulls move; nothing where no other place is judged."""
+    those that fewer than FEWEST_NULLS nulls move. Nothing where it moves no such place,
+    and where no place of the run is judged at all."""
     of_run = [
         s
         for s in single_places(compared)
@@ -323,7 +330,8 @@ def _too_few_nulls_sentence(
 
 
 def _steps_in_words(steps: Iterable[int]) -> str:
-    """Returns steps in words: `step 1`, `steps 1 to 100`. `steps`: at least one."""
+    """Returns the first and the last step in words, whatever lies between: `step 1`,
+    `steps 1 to 100`. `steps`: at least one."""
     ends = sorted(steps)
     span = " to ".join(dict.fromkeys(map(str, (ends[0], ends[-1]))))
     return f"step{'s' * (ends[0] != ends[-1])} {span}"
@@ -342,8 +350,9 @@ def _ranges_in_words(values: Mapping[Metric, Sequence[float]]) -> str:
 def _chance_ratio_sentence(
     run: RunRecord, compared: Sequence[ChanceComparison], early: Sequence[int]
 ) -> Iterator[str]:
-    """Yields a sentence on the range, over places, of a run's early ratios to chance, a
-    place's mean over steps; nothing without a ratio."""
+    """Yields a sentence on a run's early ratios to chance in each metric: the least and
+    the largest over places, of each place's geometric mean over steps. Nothing where no
+    place has a ratio."""
     values: dict[Metric, list[float]] = {}
     steps: set[int] = set()
     of_run = single_places(
@@ -365,7 +374,8 @@ def _run_ratio_sentence(
     run: RunRecord, other: RunRecord, cells: Sequence[WeightsCell], early: Sequence[int]
 ) -> Iterator[str]:
     """Yields a sentence on one run's early distances over another's of the same seed,
-    step, layer and kind; nothing where no place has both."""
+    step, layer and kind, in each metric: the least and the largest over places, of each
+    place's geometric mean. Nothing where no place has both."""
     values: dict[Metric, list[float]] = {}
     steps: set[int] = set()
     seeds: set[int] = set()
@@ -395,6 +405,7 @@ def _run_ratio_sentence(
 def _positive_distances(
     cells: Iterable[WeightsCell], name: str, metric: Metric
 ) -> dict[tuple[int, int], float]:
-    """Returns a run's distances in a metric that are not 0, by (seed, step)."""
+    """Returns a run's distances in a metric by (seed, step), without those that are 0 or
+    None."""
     of_run = [c for c in cells if c.of == name]
     return {(c.seed, c.step): x for c in of_run if (x := getattr(c, metric))}

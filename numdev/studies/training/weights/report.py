@@ -22,10 +22,10 @@ Matter = Literal["damaged", "not finite", "reshaped", "missing", "extra", "not c
 
 
 class WeightNumbers(Record):
-    """The numbers that rows of one tensor and of several have in common. `times` is
-    mean_abs over the mean change that a cast of the tensor of `against` makes, over the
-    elements that the format can represent. That is W1 of a cast too, since rounding
-    preserves the order."""
+    """The numbers that rows of one tensor and of several have in common. `bfloat16_times`
+    and the like are mean_abs over the mean change that a cast of the tensor of `against`
+    makes, over the elements that the format can represent. That is W1 of a cast too,
+    since rounding preserves the order."""
 
     of: str
     against: str
@@ -42,13 +42,17 @@ class WeightNumbers(Record):
     nulls: dict[str, str] = Field(default_factory=dict)  # number to the reason it is null
 
     def multiple_of_cast(self, format: str) -> float | None:
-        """Returns the mean difference over the change that a cast to the format (one of
-        Cast) would make; None where that is nothing, or not known."""
+        """Returns the mean difference over the mean change that a cast of `against` to
+        `format` would make; None where the cast changes nothing, or the number is
+        unknown. `format`: `bfloat16`, `float16` or `float8_e4m3fn`; another raises
+        AttributeError."""
         value: float | None = getattr(self, f"{format}_times")
         return value
 
 
 class TensorRow(WeightNumbers):
+    """The tensors of one name in a set of weights and in the first."""
+
     tensor: str
     kind: str
     shape: tuple[int, ...]
@@ -59,7 +63,8 @@ class TensorRow(WeightNumbers):
 
 
 class Together(WeightNumbers):
-    """Several tensors together, every element with the same weight."""
+    """Several tensors of one set together, compared with those of the first set; every
+    element has the same weight."""
 
     tensors: int
     mean_w1: float | None
@@ -78,13 +83,15 @@ class Together(WeightNumbers):
 
 
 class GroupRow(Together):
-    """All tensors, or those of one kind of parameter."""
+    """All tensors of a set (`name` is `all`), or those of one kind of parameter (`name`
+    is the kind)."""
 
     name: str
 
 
 class RunRecord(Record):
-    """A run with weights of several steps."""
+    """A run with weights of several steps. `name`: its variant's, or the list that the
+    user gave."""
 
     name: str
     role: VariantRole
@@ -94,8 +101,8 @@ class RunRecord(Record):
 
 
 class WeightsCell(Together):
-    """A run and the first, of one seed, at one step: all tensors together, those of a
-    layer, of a kind, or of a layer and kind."""
+    """A run compared with the first, of one seed at one step: all tensors together, or
+    those of a layer, of a kind, or of a layer and kind."""
 
     seed: int
     step: int
@@ -105,8 +112,8 @@ class WeightsCell(Together):
 
 class ChanceComparison(Record):
     """A run's distance in a layer and a kind at a step, beside the distance that chance
-    alone makes in the same tensors, seed and step: that of runs re-rounded at one floor,
-    or where there are none of all null runs of at most that."""
+    alone makes in the same tensors, seed and step: that of null runs re-rounded at one
+    floor, or, without any, of all null runs of at most one floor."""
 
     variant: str
     role: VariantRole
@@ -127,8 +134,9 @@ class ChanceComparison(Record):
 
 
 class QuantileRow(Record):
-    """A quantile of a tensor's values in a run, less that of the first run, and the range
-    of the same in the seed's null runs; for a layer and kind that stand out."""
+    """A quantile of a tensor's values in a run less that of the first run (`shift`), and
+    the least and largest shift of the same seed's null runs. Of tensors in a layer and
+    kind that stand out."""
 
     variant: str
     seed: int
@@ -142,7 +150,7 @@ class QuantileRow(Record):
 
 
 class Remark(Record):
-    """A remark on one tensor of a set of weights, or on a whole file."""
+    """A remark on one tensor of a set of weights, or (`tensor` None) on the set."""
 
     source: str
     tensor: str | None
@@ -151,6 +159,8 @@ class Remark(Record):
 
 
 class SourceRecord(Record):
+    """A set of weights that was read."""
+
     name: str
     tensors: int
     elements: int
@@ -158,6 +168,8 @@ class SourceRecord(Record):
 
 
 class WeightsSummary(Record):
+    """The answer, sentences, and the axis of the figures over steps."""
+
     answer: tuple[str, ...]
     axis: Axis | None = None  # of the figures, over steps
 

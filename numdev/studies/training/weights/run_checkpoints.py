@@ -33,9 +33,9 @@ Place = tuple[int, int]  # a seed and a step
 
 @dataclass(kw_only=True)
 class RunCheckpoints:
-    """Runs, of which the first is the one that the others are compared with, and the
-    paths of their weights by seed and step, then by run. Every seed and step has weights
-    of the first run and of another."""
+    """Runs, with the paths of their weights by (seed, step), then by run. The first run
+    is the one that the others are compared with. Every seed and step has weights of the
+    first run and of another."""
 
     name: str
     runs: tuple[RunRecord, ...]
@@ -45,8 +45,9 @@ class RunCheckpoints:
 
 
 def training_step(path: Path) -> int | None:
-    """Returns the step of training of a checkpoint, by `training.json`, else by its name;
-    None where neither has one."""
+    """Returns the step of training of a checkpoint: `step` of its `training.json`, else
+    the number that ends its name (`-step500`, `checkpoint-500`). None where neither has
+    one. Nothing need exist at `path`."""
     step = read_training_json(path).get("step")
     if isinstance(step, int):
         return step
@@ -55,8 +56,8 @@ def training_step(path: Path) -> int | None:
 
 
 def training_seed(path: Path) -> int:
-    """Returns the seed of a checkpoint, by `training.json`, else by its name; 0 where
-    neither has one."""
+    """Returns the seed of a checkpoint: `seed` of its `training.json`, else that in its
+    name (`seed1`); 0 where neither has one. Nothing need exist at `path`."""
     seed = read_training_json(path).get("seed")
     if isinstance(seed, int):
         return seed
@@ -75,15 +76,17 @@ def read_training_json(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def has_runs(targets: Sequence[str]) -> bool:
-    """Whether any target is a run, a list of checkpoints or a folder of them, and not one
-    set of weights."""
+    """Whether any target is a run (a list of checkpoints, a pattern, a folder of them, a
+    training's report) and not one set of weights."""
     return any(target != "demo" and _is_run(target) for target in targets)
 
 
 def find_runs(targets: Sequence[str], nulls: Sequence[str] = ()) -> RunCheckpoints:
-    """Returns the runs of one training, or of two lists of checkpoints and more, and of
-    `nulls`: lists of runs that differ from the first by rounding alone. Raises UsageError
-    where there are none to compare, and where a target is no run."""
+    """Returns the runs of one training (a single target), or of two or more lists of
+    checkpoints. `nulls`: lists of runs that differ from the first by rounding alone; they
+    count as lists. Raises UsageError where a target is no run, for a single list, a list
+    that is named twice, a checkpoint without a step or two of one seed and step, and
+    where no step has weights of the first run and of another. `targets`: at least one."""
     if len(targets) == 1 and not nulls:
         return _runs_of_training(Path(targets[0]))
     for target in (*targets, *nulls):
@@ -101,9 +104,10 @@ def find_runs(targets: Sequence[str], nulls: Sequence[str] = ()) -> RunCheckpoin
 
 
 def _runs_of_training(path: Path) -> RunCheckpoints:
-    """Returns the checkpoints of the variants of one training run. Raises UsageError
-    without one of the golden run, and for a checkpoint that does not say of which variant
-    it is."""
+    """Returns the checkpoints of the variants of one training run, the golden one first.
+    Raises UsageError where there is no checkpoint of the golden run or none beside it at
+    one step, and for a folder whose `training.json` does not say of which variant, seed
+    and step it is."""
     run = _training_folder(path)
     places: dict[Place, dict[str, str]] = {}
     variants: dict[str, RunRecord] = {}
@@ -132,8 +136,9 @@ def _runs_of_training(path: Path) -> RunCheckpoints:
 
 
 def _training_folder(path: Path) -> Path:
-    """Returns the directory of a training run: the path itself, or the run of the bounds
-    report at the path."""
+    """Returns the directory of a training run: the path itself, the parent of a
+    report.json, or, where the path has no checkpoints and a bounds report, what that
+    report names as its run. Raises what reading a report raises."""
     directory = path.parent if path.name == "report.json" else path
     if not (directory / FOLDER).is_dir() and (directory / "report.json").is_file():
         report = reports.read(directory)
@@ -145,8 +150,9 @@ def _training_folder(path: Path) -> Path:
 def _variant_order(
     places: Mapping[Place, Mapping[str, str]], variants: Mapping[str, RunRecord]
 ) -> Iterator[str]:
-    """Yields the names of variants that have checkpoints, in the order of the run's file.
-    `places`: at least one."""
+    """Yields the names of variants that have checkpoints, in the order in which the
+    request of the first checkpoint's `training.json` has them, then any others. `places`:
+    at least one."""
     checkpoint = next(iter(next(iter(places.values())).values()))
     planned = read_training_json(Path(checkpoint)).get("request", {}).get("variants", ())
     in_file = [v["name"] for v in planned if v["name"] in variants]
@@ -157,9 +163,10 @@ def _variant_order(
 
 
 def _runs_of_lists(targets: Sequence[str], nulls: Sequence[str]) -> RunCheckpoints:
-    """Returns the checkpoints of lists, each of which is a run. Raises UsageError for a
-    checkpoint without a step, two of one seed and step in a run, and a list that is given
-    twice."""
+    """Returns the checkpoints of lists, each of which is a run. The first is the one that
+    the others are compared with. Raises UsageError for a checkpoint without a step, for
+    two of one seed and step in a run, for a list that is named twice, for a path that
+    does not exist, and where no step has weights of the first run and of another."""
     places: dict[Place, dict[str, str]] = {}
     runs: list[RunRecord] = []
     for target in (*targets, *nulls):
@@ -182,8 +189,9 @@ def _runs_of_lists(targets: Sequence[str], nulls: Sequence[str]) -> RunCheckpoin
 
 
 def _is_run(target: str) -> bool:
-    """Whether a target is a list or a pattern, or a directory with checkpoints by step
-    that is no checkpoint itself, or a report."""
+    """Whether a target is a run. Where no such path exists it is one if it has `,` or `*`
+    in it. A path is one if it is a report.json or a directory with one, or a directory
+    that has checkpoints with a step in it or in its `checkpoints`."""
     path = Path(target)
     if not path.exists():
         return "," in target or "*" in target
@@ -194,8 +202,9 @@ def _is_run(target: str) -> bool:
 
 
 def _checkpoints_with_steps(target: str) -> Iterator[tuple[int | None, Path]]:
-    """Yields each checkpoint that a target names with its step, None if it has none.
-    Raises UsageError for a path that does not exist."""
+    """Yields the step (None if it has none) and the path of each checkpoint that a target
+    names: those in a directory, or paths and patterns separated by commas. Raises
+    UsageError for a path that does not exist, and a pattern that nothing matches."""
     path = Path(target)
     if path.is_dir():
         yield from _checkpoints_in_folder(path)
@@ -211,8 +220,9 @@ def _checkpoints_with_steps(target: str) -> Iterator[tuple[int | None, Path]]:
 
 
 def _checkpoints_in_folder(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields each checkpoint in a directory, or in its `checkpoints`, with its step;
-    folders without a step or without weights are left out."""
+    """Yields the step and the path of each checkpoint in a directory, or in its
+    `checkpoints` if it has such a folder, sorted by name. Folders without a step or
+    without weights are left out."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     for directory in sorted(p for p in folder.iterdir() if p.is_dir()):
         step = training_step(directory)
@@ -224,9 +234,10 @@ def _checkpoints_in_folder(path: Path) -> Iterator[tuple[int, Path]]:
 def _with_first_run(
     name: str, runs: Sequence[RunRecord], weights: Mapping[Place, Mapping[str, str]]
 ) -> RunCheckpoints:
-    """Returns the seeds and steps that have weights of the first run and of another, and
-    a sentence on each that lacks some run. `weights`: paths by seed and step, then by
-    run. Raises UsageError where there is no such step."""
+    """Returns the runs with the seeds and steps that have weights of the first run and of
+    another, sorted. `missing` gets a sentence on each seed and step that some run lacks.
+    `weights`: paths by (seed, step), then by run. Raises UsageError where no seed and
+    step has both."""
     first = runs[0].name
     missing = []
     places = {}

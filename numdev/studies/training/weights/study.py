@@ -97,10 +97,11 @@ def weights(
 ) -> records.WeightsReport:
     """Compares every set of weights with the first and returns the report, which the
     caller writes to `directory`, made here. Raises UsageError, before tensors are read,
-    where a set does not exist or one but the first is given twice, or the directory has
-    the report of another command, or (unless `overwrite`) of another request; and
-    MeasurementError where no tensor could be compared, as with one set, and for an older
-    report that cannot be read."""
+    where a set does not exist, where one other than the first is named twice, and where
+    the directory has the report of another command, or (unless `overwrite`) of another
+    request. Raises MeasurementError where no tensor could be compared, as with one set,
+    and where the directory's old report cannot be read. Tensors that cannot be compared
+    are remarks in the report. `targets`: at least one."""
     for target in targets[1:]:  # rows are identified by the name of their set
         if targets[1:].count(target) > 1:
             raise UsageError(f"{target}: is given twice", hint="name every set once")
@@ -130,13 +131,15 @@ def weights(
 
 
 def nothing_compared_error(remarks: Iterable[records.Remark]) -> MeasurementError:
-    """Returns the error where no tensor could be compared, with the reasons."""
+    """Returns, without raising it, the error where no tensor could be compared, with the
+    first reasons of `remarks`."""
     words = [f"{r.source}: {r.tensor or ''} {r.words}" for r in remarks]
     return MeasurementError(f"no tensor could be compared: {some(words)}")
 
 
 def source_record(source: WeightSet) -> records.SourceRecord:
-    """Returns a set of weights as a report records it. Hashes its files."""
+    """Returns a set of weights as a report records it. Reads all its files for their
+    hash."""
     return records.SourceRecord(
         name=source.name,
         tensors=len(source.tensors),
@@ -146,8 +149,8 @@ def source_record(source: WeightSet) -> records.SourceRecord:
 
 
 class WeightComparison:
-    """The tensors of sets of weights beside the first's, and remarks on those that cannot
-    be compared."""
+    """The tensors of sets of weights beside those of the first set, on `device`.
+    `remarks` gets, in place, what cannot be compared. `opened`: at least one."""
 
     def __init__(self, opened: Sequence[WeightSet], device: str) -> None:
         self.first, *self.others = opened
@@ -158,8 +161,11 @@ class WeightComparison:
     def compare_tensors(
         self, progress: Progress = lambda what, done, total: None
     ) -> Iterator[Measured]:
-        """Yields the row and the sums of each tensor that can be compared. One with NaN
-        or infinity also adds a remark to `remarks`."""
+        """Yields the row and the sums of each tensor that can be compared, of each set
+        other than the first; in the order of the first set's tensors. One with NaN or
+        infinity also adds a remark to `remarks`, as does each that cannot be compared.
+        `progress`: called with a tensor's name, how many are done, and how many there
+        are."""
         costs: dict[str, float] = {}
         last = None
         for name, other, of, against in self.matching_tensors(progress):
@@ -187,9 +193,10 @@ class WeightComparison:
     def matching_tensors(
         self, progress: Progress = lambda what, done, total: None
     ) -> Iterator[tuple[str, WeightSet, Tensor, Tensor]]:
-        """Yields the name of each tensor that can be compared, the other set, its tensor
-        and the first set's, on the device; in the order of the first set. What cannot be
-        compared becomes a remark."""
+        """Yields for each tensor that can be compared its name, the other set, the other
+        set's tensor and the first set's, both on the device; in the order of the first
+        set. What cannot be compared becomes a remark. A tensor of the first set is read
+        once for all others."""
         for source in (self.first, *self.others):
             for words in source.damage:
                 self.add_remark(source, None, "damaged", words)
@@ -213,8 +220,9 @@ class WeightComparison:
         self, other: WeightSet
     ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
         """Yields (name, stored tensor of another set, that of the first) for each tensor
-        that both have in one shape. Another becomes a remark; but one that a damaged
-        set lacks may be in the file that cannot be read, and is not called missing."""
+        that both have in one shape; nothing is read. Every other tensor becomes a remark:
+        `missing`, `extra` or `reshaped`. No tensor is called missing or extra where the
+        set that lacks it has damage, since a file that cannot be read may have it."""
         first = self.first
         for name, ours in first.tensors.items():
             aliases = [alias for alias, target in first.tied.items() if target == name]
@@ -236,8 +244,8 @@ class WeightComparison:
     def read_tensor(
         self, source: WeightSet, name: str, stored: StoredTensor
     ) -> Tensor | None:
-        """Returns a tensor on the device; None, after a remark, where it cannot be read
-        or has no values to measure."""
+        """Returns a tensor on the device. Returns None, after a remark, where it cannot
+        be read or is not a plain array of floating-point values."""
         try:
             tensor = stored.read()
         except MeasurementError as error:
@@ -251,13 +259,15 @@ class WeightComparison:
     def add_remark(
         self, source: WeightSet, name: str | None, what: records.Matter, words: str
     ) -> None:
-        """Adds a remark on a tensor, or on the set for None, to `remarks`, once."""
+        """Adds a remark to `remarks`, once: on the tensor `name`, or, for None, on the
+        whole set."""
         remark = records.Remark(source=source.name, tensor=name, what=what, words=words)
         self.remarks[remark] = None
 
 
 def kind_by_name(name: str) -> str:
-    """Returns the kind of a weight by its name, one of KINDS; it only groups rows."""
+    """Returns the kind of a weight by its name, one of KINDS; `other` for a name that no
+    rule fits. It only groups rows."""
     parts = name.split(".")
     module = parts[-2] if len(parts) > 1 and _LEAF.match(parts[-1]) else parts[-1]
     if _NORM.search(module):
@@ -268,7 +278,8 @@ def kind_by_name(name: str) -> str:
 
 
 def _group_rows(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
-    """Yields the rows of all tensors of each set together, and of those of each kind."""
+    """Yields for each set the row of all its tensors together (`all`), then one for each
+    kind of KINDS that it has."""
     for of_set in grouped(measured, lambda pair: pair[0].of).values():
         for name in (records.ALL, *KINDS):
             group = [pair for pair in of_set if name in (records.ALL, pair[0].kind)]
@@ -277,9 +288,9 @@ def _group_rows(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
 
 
 def group_fields(measured: Sequence[Measured]) -> Fields:
-    """Returns the fields of a `Together` row, by name: several tensors of one set,
-    compared with those of the first. `measured`: the row and sums of each tensor, at
-    least one."""
+    """Returns the fields of a `Together` row, by name, of several tensors of one set
+    compared with those of the first. Where no tensor has a number, its field is None.
+    `measured`: the row and sums of each tensor, at least one."""
     rows = [row for row, _ in measured]
     cast = _coarser_cast(rows)
     ratios = {
@@ -306,8 +317,8 @@ def group_fields(measured: Sequence[Measured]) -> Fields:
 
 
 def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
-    """Returns the first of CASTS that is coarser than the formats of most tensors; None
-    where no cast is."""
+    """Returns the first of CASTS that is coarser than the formats in which more than half
+    of the first set's tensors are stored; None where no cast is. `rows`: at least one."""
     stored = [FORMATS[row.stored_against].precision for row in rows]
     for name in tensor_pairs.CASTS:
         precision = FORMATS[name].precision
@@ -318,15 +329,16 @@ def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
 
 def _is_identical(row: records.TensorRow) -> bool:
     """Whether a tensor is finite and equal in both sets; False for one that is 0
-    throughout in both."""
+    throughout in both, which has no `equal`."""
     return row.equal == 1 and not (row.nonfinite_of or row.nonfinite_against)
 
 
 def _answer_sentences(
     groups: Sequence[records.GroupRow], remarks: Sequence[records.Remark]
 ) -> Iterator[str]:
-    """Yields sentences on each set: its mean difference over the change of one cast of
-    the same tensors, and W1 over the mean difference; then on what could not be compared,
+    """Yields sentences on each set but the first. One is on its mean difference: unknown,
+    0, or its multiple of what one cast of the same tensors would change. One is on W1,
+    where the mean difference is not 0. Then sentences on what could not be compared,
     damage first."""
     for g in (g for g in groups if g.name == records.ALL):
         zeros = ZEROS.format(p=g) if g.zeros else ""
@@ -359,7 +371,9 @@ def _answer_sentences(
 
 
 def remark_sentences(remarks: Sequence[records.Remark]) -> Iterator[str]:
-    """Yields a sentence on the remarks of each matter and set, damage first."""
+    """Yields one sentence for each matter and set that has remarks, in the order of
+    `Matter`, damage first: `Missing in b: h.0.weight is not there.` Of many remarks it
+    names some."""
     by_matter = grouped(remarks, lambda r: r.what)
     for what in get_args(records.Matter):
         by_source = grouped(by_matter.get(what, ()), lambda r: r.source)

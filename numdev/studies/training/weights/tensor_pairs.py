@@ -30,8 +30,9 @@ Sums = Mapping[str, float]
 
 
 def unfit_reason(x: Tensor) -> str | None:
-    """Returns why a tensor has no floating-point values to measure (another layout, fewer
-    stored elements than it claims, another dtype); None for one that has."""
+    """Returns, as a clause, why a tensor has no floating-point values to measure: it is
+    no plain strided array, claims more elements than it stores, or has another dtype than
+    the formats of numdev. None for one that has such values, and an empty one has."""
     if not is_plain(x):
         return "is not stored as a plain array"
     stored = x.untyped_storage().nbytes() // x.itemsize
@@ -50,9 +51,9 @@ def dtype_name(x: Tensor) -> str:
 
 
 def cast_costs(x: Tensor) -> dict[str, float]:
-    """Returns the change that a cast to each of CASTS makes in a tensor of floating-point
-    values: by `NAME_change` the sum of |change| over the elements that the format can
-    represent, by `NAME_elements` their number."""
+    """Returns the change that a cast to each format NAME of CASTS makes in a tensor of
+    floating-point values. `NAME_change` is the sum of |change| over the elements that the
+    format can represent, `NAME_elements` their number."""
     sums: dict[str, float] = {}
     for name in CASTS:
         row = weight_row("", widened(x), FORMATS[name])
@@ -63,9 +64,10 @@ def cast_costs(x: Tensor) -> dict[str, float]:
 
 def compare_pair(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sums:
     """Returns the sums that compare two tensors of one shape on one device, of
-    floating-point values; `casts` are the `cast_costs` of `against`, and part of the
-    result. Elements that are NaN or infinite in either are counted, and left out of all
-    sums."""
+    floating-point values, in fp64. `casts`: the `cast_costs` of `against`, which become
+    part of the result. Elements that are NaN or infinite in either are counted, and left
+    out of all other sums. A sum beyond float64 is infinite; all are 0 without
+    elements."""
     elements = against.numel()
     a, b = widened(of).reshape(-1), widened(against).reshape(-1)
     lost = [elements - int(x.isfinite().sum()) for x in (a, b)]
@@ -77,8 +79,8 @@ def compare_pair(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sum
     comparable = n if bool(a.any()) or bool(b.any()) else 0
 
     def total(mean: float | None, times: int) -> float:
-        """Returns the sum that a mean is of. A mean is None only where it is beyond
-        float64, or there is no element."""
+        """Returns `times` times a mean, the sum that it is of. A mean that is None is
+        beyond float64, so that its sum is infinite; without elements the sum is 0."""
         return times * (math.inf if mean is None else mean) if n else 0.0
 
     # A difference relative to a tensor of zeros is None: it is then the other's norm
@@ -100,8 +102,8 @@ def compare_pair(of: Tensor, against: Tensor, casts: Mapping[str, float]) -> Sum
 
 
 def pool_sums(parts: Sequence[Sums]) -> Sums:
-    """Returns the sums of several pairs together; of `largest` the maximum. `parts`: at
-    least one."""
+    """Returns the sums of several pairs of tensors together: each added up, but
+    `largest`, of which it is the maximum. `parts`: at least one."""
     added = {name: sum(part[name] for part in parts) for name in parts[0]}
     return {**added, "largest": max(part["largest"] for part in parts)}
 

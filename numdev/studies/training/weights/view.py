@@ -28,7 +28,8 @@ LEGEND = (
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: for runs over steps their tables, else for
-    each set a table of kinds and one of tensors; then the remarks and a legend."""
+    each set a table of kinds and one of the SHOWN tensors that moved most; then the first
+    ON_PAGE remarks, and a legend."""
     if report.runs:
         yield from view_over_steps.blocks(report)
     by_set = grouped(report.groups, lambda g: g.of)
@@ -55,17 +56,19 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
 
 
 def _count(group: GroupRow) -> str:
-    """Returns how many tensors a group has, in brackets: the kinds' add up to those of
+    """Returns how many tensors a group has: `(12)`, or `(148 tensors)` for the group of
     all."""
     return f"({group.tensors}{' tensors' * (group.name == ALL)})"
 
 
 def most_moved_first(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
-    """Returns the tensors of a pair of sets, those that moved most first: over a cast to
-    its yardstick, and without that number by their mean difference."""
+    """Returns the tensors of a set that a row of all its tensors (`pair`) is about, those
+    that moved most first. The order is by their multiple of a cast to the row's
+    yardstick. Tensors without that number come last, by their mean difference."""
 
     def moved(row: TensorRow) -> tuple[float, float]:
-        """Returns the sort key of a tensor."""
+        """Returns the sort key of a tensor: its multiple of the cast, or -1, and its mean
+        difference, or 0."""
         beside = row.multiple_of_cast(pair.yardstick) if pair.yardstick else None
         return (-1.0 if beside is None else beside, row.mean_abs or 0.0)
 
@@ -73,14 +76,15 @@ def most_moved_first(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
 
 
 def _tensor_cell(row: TensorRow) -> Cell:
-    """Returns a tensor's name as a cell, with its shape and stored formats."""
+    """Returns a tensor's name as a cell, with its shape and stored formats behind it:
+    `768 × 3072 bfloat16 / float32`, one format where both sets have the same."""
     stored = " / ".join(dict.fromkeys((row.stored_of, row.stored_against)))
     return Cell(row.tensor, after=f"{' × '.join(map(str, row.shape))} {stored}")
 
 
 def _w1(row: GroupRow | TensorRow) -> float | None:
-    """Returns W1 of a tensor, or the mean over those of a group. None where it has
-    none."""
+    """Returns W1 of a tensor's row, or the mean W1 of a group's; None where that is
+    unknown."""
     return row.mean_w1 if isinstance(row, GroupRow) else row.w1
 
 

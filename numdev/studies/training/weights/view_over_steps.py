@@ -51,8 +51,8 @@ LEGEND = (
 
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
-    """Yields what is shown below the answer: tables by step for each run, quantiles,
-    remarks, a legend and figures."""
+    """Yields what is shown below the answer: for each run the first ON_PAGE tables by
+    step, then quantiles, remarks, a legend, and (on the page alone) the figures."""
     for of_run in grouped(report.standings, lambda s: s.variant).values():
         yield doc.TableChoice(tuple(_tables_by_step(of_run, report.early))[:ON_PAGE])
     yield from _quantile_tables(report)
@@ -66,9 +66,9 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
 def _tables_by_step(
     of_run: Sequence[ChanceComparison], early: Sequence[int]
 ) -> Iterator[doc.Table]:
-    """Yields a table for each step of one run, those of early steps first. Its rows are
-    all weights, then layers, then kinds, then layers and kinds. `of_run`: at least
-    one."""
+    """Yields a table for each step of one run, early steps first. The rows are all
+    weights, then layers, then kinds, then layers and kinds. `of_run`: at least one, all
+    of one run."""
     steps = grouped(of_run, lambda s: s.step)
     for step in sorted(steps, key=lambda step: (step not in early, step)):
         places = grouped(steps[step], lambda s: (s.layer, s.kind))
@@ -85,7 +85,8 @@ def _tables_by_step(
 
 
 def _place_order(layer: Layer, kind: str) -> tuple[int, int, str]:
-    """Returns a sort key: all weights, then layers, kinds, and layers with kinds."""
+    """Returns a sort key: all weights first, then layers, then kinds, then layers with
+    kinds; `none` before the first layer."""
     groups = {(True, True): 0, (False, True): 1, (True, False): 2}
     group = groups.get((layer == ALL, kind == ALL), 3)
     return group, layer if isinstance(layer, int) else -1, "" if kind == ALL else kind
@@ -94,8 +95,9 @@ def _place_order(layer: Layer, kind: str) -> tuple[int, int, str]:
 def _place_cells(
     place: tuple[Layer, str], by_metric: Mapping[str, ChanceComparison]
 ) -> Iterator[Cell]:
-    """Yields the cells of a layer and kind: for each metric the distance, chance's, their
-    ratio, with `!` where it stands out; dashes where there is none."""
+    """Yields the cells of a layer and kind: its name, then for each metric the distance,
+    chance's, and their ratio, with `!` where it stands out. Dashes for a metric that is
+    missing."""
     yield Cell(place_in_words(*place))
     for metric in SHORT:
         s = by_metric.get(metric)
@@ -110,7 +112,8 @@ def _place_cells(
 
 
 def _quantile_tables(report: WeightsReport) -> Iterator[doc.Node]:
-    """Yields the tables of quantiles, and that of the remarks."""
+    """Yields a table of the quantiles of each tensor that has some, then the table of the
+    remarks."""
     tensors = grouped(report.quantiles, lambda q: (q.variant, q.step, q.seed, q.tensor))
     for (variant, step, seed, tensor), rows in tensors.items():
         title = f"Quantiles of {tensor}, {variant} at step {step}, seed {seed}"
@@ -125,7 +128,8 @@ def _quantile_tables(report: WeightsReport) -> Iterator[doc.Node]:
 
 
 def _quantile_cells(row: QuantileRow) -> Iterator[str]:
-    """Yields the cells of a quantile, with the range of the nulls' shifts."""
+    """Yields the cells of a quantile: which it is, the first run's value, the shift, and
+    the range of the nulls' shifts, a dash without nulls."""
     yield percent(row.quantile)
     yield si(row.against)
     yield si(row.shift)

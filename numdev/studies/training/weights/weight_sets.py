@@ -33,7 +33,8 @@ ACCEPTED = (
 
 @dataclass(kw_only=True)
 class WeightSet:
-    """An opened set of weights, its tensors in the order of the files."""
+    """An opened set of weights, its tensors in the order of the files. Tensors are read
+    when they are asked for, one at a time."""
 
     name: str  # as the user named it
     # The files that exist, which `sources.files.identity` hashes
@@ -44,15 +45,17 @@ class WeightSet:
     damage: list[str] = field(default_factory=list)  # why files cannot be read
 
     def find(self, name: str) -> StoredTensor | None:
-        """Returns the tensor of this name, by whichever of its names it is listed; None
-        without one."""
+        """Returns the stored tensor of this name, also by a name in `tied`; None where
+        the set has no such name. Nothing is read."""
         return self.tensors.get(self.tied.get(name, name))
 
 
 def open_weights(target: str) -> WeightSet:
-    """Opens the weights at a path, or the demo's; a prefix that all names have is left
-    out. Damaged files are no error here, and there may be no tensor left. Raises
-    UsageError where a path has no weights, or several sets."""
+    """Returns the weights at a path, or the demo's (`demo`), opened: headers are read,
+    tensors are not. A prefix that all names have is left out of them. What is wrong with
+    a damaged file stands in `damage`, and there may be no tensor left. Raises UsageError
+    where a path does not exist, has no weights or several sets, and for a name that two
+    files have."""
     path = demo_checkpoint() if target == "demo" else Path(target)
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
@@ -70,10 +73,11 @@ def open_weights(target: str) -> WeightSet:
 
 
 def _weight_containers(path: Path) -> Sequence[Container]:
-    """Returns the containers of weights at a path. In a directory that is none these are
-    the files that transformers reads; else its only index, all its files of a kind that
-    is joined, or its only file. Raises UsageError where there are none, or several
-    sets."""
+    """Returns the containers of weights at a path: that of a file, or of a directory
+    which is one itself. In another directory it is the first file (or index) that
+    transformers would read; else the only index; else all files of a kind that belongs
+    together; else the only file of weights. Raises UsageError where there is none, or
+    several."""
     if is_weights(path):
         return containers_at(path, lack=True)
     if path.is_file():
@@ -96,8 +100,9 @@ def _weight_containers(path: Path) -> Sequence[Container]:
 
 
 def _add_container(weights: WeightSet, container: Container) -> None:
-    """Adds a container's tensors to the set, in place, or to its `damage` what is wrong
-    with the container. Raises UsageError for a name that is in another file too."""
+    """Adds a container's tensors and files to the set, in place. Where the container is
+    damaged or a file is missing, a sentence on it is added to `damage`; tensors before
+    the damage stay. Raises UsageError for a name that another file has too."""
     first: dict[object, str] = {}  # of each tie, the name that is listed
     try:
         for file in container.files:

@@ -77,10 +77,11 @@ def weights_over_steps(
     progress: Progress = lambda what, done, total: None,
 ) -> records.WeightsReport:
     """Compares runs with the first at every step that has weights and returns the report,
-    which the caller writes to `directory`. `nulls`: runs that differ from the first by
-    rounding alone. Raises UsageError, before anything is read, where there is nothing to
-    compare or the directory is taken (unless `overwrite`), and MeasurementError where no
-    tensor could be compared."""
+    which the caller writes to `directory`, made here. `targets`, at least one, and
+    `nulls`: as in `find_runs`. Raises UsageError, before anything is read, where there is
+    nothing to compare, and where the directory has the report of another command, or
+    (unless `overwrite`) of another request. Raises MeasurementError where no tensor could
+    be compared. Tensors that cannot be compared are remarks in the report."""
     runs = find_runs(targets, nulls)
     request = {"targets": list(targets), "nulls": list(nulls), "device": device}
     system = System.probe(device)
@@ -119,7 +120,7 @@ def weights_over_steps(
 
 @dataclass
 class _Results:
-    """The rows of all seeds and steps, and what else a report needs of them."""
+    """What is collected over all seeds and steps, in place."""
 
     cells: list[records.WeightsCell] = field(default_factory=list)
     remarks: dict[records.Remark, None] = field(default_factory=dict)
@@ -129,7 +130,8 @@ class _Results:
 
 def _compare_runs(runs: RunCheckpoints, device: str, progress: Progress) -> _Results:
     """Returns the cells, remarks, sources and farthest tensors of every run compared with
-    the first, at every seed and step that has weights of both."""
+    the first, at every seed and step of `runs.places`. What a seed and step lacks is a
+    remark."""
     results = _Results()
     for done, (place, paths) in enumerate(runs.places.items()):
         progress(f"step {place[1]}, seed {place[0]}", done, len(runs.places))
@@ -152,15 +154,16 @@ def _compare_runs(runs: RunCheckpoints, device: str, progress: Progress) -> _Res
 
 def layer_by_name(name: str) -> Layer:
     """Returns the layer of a tensor by its dotted name: the first part that is a number,
-    as an int; the string "none" without one."""
+    as an int; the string `none` for a name without a number."""
     return next((int(part) for part in name.split(".") if part.isdigit()), "none")
 
 
 def _cells(
     measured: Sequence[Measured], names: Mapping[str, str], place: Place
 ) -> Iterator[records.WeightsCell]:
-    """Yields the cells of each run at a seed and step: all tensors together, by layer, by
-    kind, and by both. `names`: the run by the name of its set of weights."""
+    """Yields the cells of each run at a seed and step: all tensors together, those of
+    each layer, of each kind, and of each layer and kind. `names`: the run's name by the
+    name of its set of weights; `place`: (seed, step)."""
     seed, step = place
     for of, of_set in grouped(measured, lambda pair: pair[0].of).items():
         groups: dict[tuple[Layer, str], list[Measured]] = {}
@@ -179,8 +182,8 @@ def _cells(
 def _farthest_tensors(
     measured: Iterable[Measured], names: Mapping[str, str], place: Place
 ) -> Tensors:
-    """Returns the tensor with the largest W1 in each layer and kind of each run, by run,
-    seed, step, layer and kind."""
+    """Returns the name of the tensor with the largest W1 in each layer and kind of each
+    run, by (run, seed, step, layer, kind); of equal ones the last."""
     largest: dict[tuple[str, int, int, Layer, str], float] = {}
     tensors: Tensors = {}
     for row, _ in measured:
@@ -196,10 +199,11 @@ def _farthest_tensors(
 def _quantile_rows(
     runs: RunCheckpoints, judged: Sequence[records.ChanceComparison], tensors: Tensors
 ) -> Iterator[records.QuantileRow]:
-    """Yields the quantiles of one tensor in each of the layers and kinds that are
-    farthest beyond chance, MAX_SHIFTED at most, less the first run's: of the tensor with
-    the largest W1, at the step where it is farthest, in the first seed that has it. A
-    tensor that cannot be read again is left out."""
+    """Yields QUANTILES of one tensor, less the first run's, in each of at most
+    MAX_SHIFTED layers and kinds: those that are farthest beyond chance, at the step where
+    they are so. The tensor is that with the largest W1, in the first seed that has the
+    run at that step. One that cannot be read again is left out. Reads the weights
+    again."""
     out = [s for s in single_places(judged) if s.stands_out]
     out.sort(key=lambda s: -(s.margin or 0.0))
     chosen = {(s.variant, s.layer, s.kind): s for s in reversed(out)}
@@ -237,8 +241,9 @@ def _quantile_rows(
 
 
 def _finite_values(target: str, name: str) -> NDArray[np.float64] | None:
-    """Returns the finite values of a tensor, float64 [elements]; None where the set has
-    no such tensor, it cannot be read, or has none."""
+    """Returns the finite values of a tensor, float64 [elements]. None where the set lacks
+    the tensor, where it cannot be read, and where no value is finite. `target`: a set of
+    weights. Raises what `open_weights` raises."""
     stored = open_weights(target).find(name)
     if stored is None:
         return None
@@ -257,12 +262,12 @@ def _finite_values(target: str, name: str) -> NDArray[np.float64] | None:
 def _figures(
     runs: Sequence[records.RunRecord], cells: Sequence[records.WeightsCell]
 ) -> Iterator[Figure]:
-    """Yields the figures of distances by step in all three metrics, of all weights and of
-    every kind; the curves of nulls are soft."""
+    """Yields a figure of distances by step for each metric, of all weights together and
+    of every kind; one without a curve is left out. Curves of nulls are soft."""
 
     def middle(values: Sequence[float]) -> Mean:
-        """Returns the geometric mean and the ends of the values at a step; None for the
-        ends of one value."""
+        """Returns the geometric mean of the values at a step, the least and the largest;
+        for a single value the latter two are None. Values are above 0."""
         ends = (min(values), max(values)) if len(values) > 1 else (None, None)
         return geometric_mean(values), *ends
 
@@ -294,8 +299,9 @@ def _figures(
 
 
 def curve_name(run: records.RunRecord) -> str:
-    """Returns the name of a run's curve. Null runs of one kind and strength share one,
-    but those that the user named have their own."""
+    """Returns the name of a run's curve: `null: NAME` where the user declares it a null;
+    `null: re-rounded at 4 floors` or `null: one ulp` for a null run, which those of one
+    kind and strength share; else the run's name."""
     if run.null:
         return f"null: {run.name}"
     dose = "" if (run.times or 1.0) == 1.0 else f" at {run.times:g} floors"
