@@ -89,7 +89,8 @@ def audit(
 
 def _effects_answer(path: Path, request: AuditRequest) -> tuple[str, ...]:
     """Returns the answer of a report of `numdev effects`. Raises UsageError for a report
-    of another command or checkpoint."""
+    of another command or checkpoint, and where there is none; MeasurementError for one
+    that cannot be read."""
     from numdev.report import read
     from numdev.studies.effects.report import EffectsReport
 

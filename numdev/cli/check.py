@@ -160,7 +160,8 @@ def check(
 
 
 def show_check(result: CheckResult, *, as_json: bool) -> None:
-    """Prints a check on stdout: as JSON, or what is to be read of it."""
+    """Prints a check on stdout: as JSON (`check_as_data`) in one line, or as a page for
+    the terminal (`check_document`)."""
     from numdev.report.renderers import terminal
 
     if as_json:
@@ -182,7 +183,8 @@ def check_attention_kernel(
     output: Path | None,
 ) -> CheckResult:
     """Returns the check of a kernel of attention. Raises MeasurementError where the
-    kernel cannot run here."""
+    kernel cannot run here; UsageError for an unknown kernel, one that cannot be imported,
+    and wrong options."""
     from numdev.kernels import find
     from numdev.system import System
     from numdev.testing import check as run
@@ -208,7 +210,8 @@ def check_attention_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedAgainst:
-    """What a target is checked beside: one of these, or where all are None, nothing."""
+    """What a target is checked beside: one of these options, or where all are None,
+    nothing."""
 
     reference: str | None
     problem: Path | None
@@ -216,11 +219,12 @@ class CheckedAgainst:
     definition: Path | None
 
     def options(self) -> list[str]:
-        """Returns the options that are set, as they are written."""
+        """Returns the options that are set, as they are written: `--reference`."""
         return [f"--{name}" for name, value in vars(self).items() if value is not None]
 
     def expect_files(self, thresholds: Path | None) -> None:
-        """Raises UsageError for a file of another kind than its option takes."""
+        """Raises UsageError for a file of another kind than its option takes; a path that
+        does not exist passes. `thresholds`: the file of `--thresholds` or None."""
         paths = {**vars(self), "thresholds": thresholds}
         for name, path in paths.items():
             if isinstance(path, Path):
@@ -233,8 +237,8 @@ class CheckedAgainst:
         formats: tuple[str, ...],
         backward: bool | None,
     ) -> None:
-        """Raises UsageError unless one option is set, and for other options of the
-        command that go with none of it."""
+        """Raises UsageError where more than one of these options is set, and for other
+        options of the command that do not go with the one that is."""
         several = self.options()
         if len(several) > 1:
             raise UsageError(f"expected one of {' and '.join(several)}, got both")
@@ -265,9 +269,10 @@ def check_function(
     power: str | None,
 ) -> CheckResult:
     """Returns the check of a function beside its reference, or of what solves a problem,
-    a task or a definition, and writes its report into the directory `output`, if there is
-    one. The function is imported and run in a process of its own, in which nothing of the
-    reference is."""
+    a task or a definition. The function is imported and run in a process of its own, in
+    which nothing of the reference is. Writes the report into the directory `output`, if
+    there is one, and a failure's script there, else into a new temporary folder. Raises
+    UsageError and MeasurementError as `check_beside` does."""
     from numdev.function_check import check_beside, check_problem
     from numdev.kernels import import_callable
     from numdev.operations.function.process import FunctionProcess
@@ -311,7 +316,8 @@ def check_function(
 
 
 def _source_of_inputs(inputs: str | None) -> Callable[..., object] | str | None:
-    """Returns the function that FILE:NAME names; anything else as it is."""
+    """Returns the function that FILE:NAME names; text without a colon, and None, as it
+    is. Raises UsageError where it cannot be imported."""
     from numdev.kernels import import_callable
 
     if inputs is None or ":" not in inputs:
@@ -320,8 +326,8 @@ def _source_of_inputs(inputs: str | None) -> Callable[..., object] | str | None:
 
 
 def write_report(result: CheckResult, output: Path) -> None:
-    """Writes the report of a check into a directory, and makes that where it is not
-    there."""
+    """Writes the report of a check into a directory, as report.json, tables and page, and
+    makes the directory where it is missing. Raises OSError where that cannot be."""
     from numdev import report as reports
     from numdev.report.renderers import html
 
@@ -337,8 +343,8 @@ def _uses_cuda(device: str) -> bool:
 
 
 def check_as_data(result: CheckResult) -> dict[str, object]:
-    """Returns a check as plain data: first what a program asks for (verdict, findings,
-    what was not tested), then the whole report."""
+    """Returns a check as plain data: first what a program asks for (`passed`, `verdict`,
+    `findings`, `not_tested`), and under `report` the whole report."""
     from numdev.report import Places
 
     name, findings = Places(result.report.rows, result.report.words), []
@@ -369,8 +375,10 @@ def check_as_data(result: CheckResult) -> dict[str, object]:
 
 
 def check_document(result: CheckResult) -> Document:
-    """Returns a check as a document: the verdict; what else is wrong; what was tested and
-    what not; a script that shows it."""
+    """Returns a check as a document for the terminal: the verdict, at most SHOWN further
+    findings, what was tested and what not, and the script that reproduces a failure. A
+    check that was not judged, without a crash, has its reason in short as the only
+    verdict."""
     from numdev.report import FunctionReport
     from numdev.report.document import Bullets, Document, Item, Paragraph, notes
     from numdev.report.views import verdicts

@@ -32,12 +32,13 @@ def plugin_kernels() -> list[str]:
 
 
 def _beginning(names: Iterable[str], start: str) -> list[CompletionItem]:
-    """Returns the names that begin so, each once."""
+    """Returns the names that begin with `start`, each once, as completions."""
     return [CompletionItem(n) for n in dict.fromkeys(names) if n.startswith(start)]
 
 
 def names_of(names: Iterable[str]) -> Complete:
-    """Returns a completion by a list of names."""
+    """Returns a completion that offers those of the names that begin with what was
+    typed."""
     words = tuple(names)
     return lambda context, parameter, start: _beginning(words, start)
 
@@ -45,8 +46,8 @@ def names_of(names: Iterable[str]) -> Complete:
 def complete_kernel(
     context: click.Context, parameter: click.Parameter, start: str
 ) -> list[CompletionItem]:
-    """Returns kernels that begin so; where none does, files, of which a function may be
-    named."""
+    """Returns the names of kernels that begin with `start`. Where none does, one item by
+    which the shell completes files, since a function in a file may be named."""
     names = _beginning((*KERNELS, *plugin_kernels()), start)
     return names or [CompletionItem(start, type="file")]
 
@@ -54,7 +55,8 @@ def complete_kernel(
 def complete_target(
     context: click.Context, parameter: click.Parameter, start: str
 ) -> list[CompletionItem]:
-    """Returns files and directories, and `demo`."""
+    """Returns `demo` where it begins with `start`, and the item by which the shell
+    completes files and directories."""
     return [*_beginning(("demo",), start), CompletionItem(start, type="file")]
 
 
@@ -74,8 +76,8 @@ COMPLETIONS: dict[str, Complete] = {
 
 
 def with_completions(command: click.Command) -> click.Command:
-    """Returns the command, with completions for those of its parameters whose words are
-    known and that have no type of their own to complete them."""
+    """Returns the command, changed in place: parameters of COMPLETIONS complete their
+    words, unless their type does it already. The target of `check` is a kernel."""
     special = {"target": complete_kernel} if command.name == "check" else {}
     completions = {**COMPLETIONS, **special}
     for parameter in command.params:

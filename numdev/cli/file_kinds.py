@@ -94,8 +94,8 @@ WORDS: Mapping[str, str] = {
 
 def expect_file(path: Path | str, of: str) -> None:
     """Raises UsageError for a file or directory of another kind than a command or an
-    option (`of`) takes, and names the command that takes it. Says nothing of a path that
-    does not exist, and of one whose kind is not known."""
+    option (`of`: one of ACCEPTS) takes, and names the command that takes it. A path that
+    does not exist passes, and so does one whose kind is not known."""
     words, accepted = accepted_by(of)
     file, colon, _ = str(path).partition(":")
     if colon and file.endswith(".py") and "python" not in accepted:
@@ -113,7 +113,8 @@ def expect_file(path: Path | str, of: str) -> None:
 
 
 def accepted_by(of: str) -> tuple[str, tuple[Kind, ...]]:
-    """Returns what a command or an option takes, in words and by kind."""
+    """Returns what a command or an option, one of ACCEPTS, takes: in words, and by kind
+    in the order of USES."""
     kinds = tuple(kind for kind in USES if kind in ACCEPTS[of].split())
     return WORDS.get(of) or USES[kinds[-1]].words, kinds
 
@@ -134,7 +135,8 @@ def kind_of_path(path: Path, preferred: Iterable[Kind] = ()) -> Kind | None:
 
 
 def _kind_of_directory(path: Path) -> Kind | None:
-    """Returns the kind of a directory; None for one of weights, which has many forms."""
+    """Returns `report` or `task`; None for a directory of weights, which has many
+    forms."""
     if (path / "report.json").is_file():
         return "report"
     return "task" if (path / "task.yml").is_file() else None
@@ -173,7 +175,7 @@ def yaml_keys() -> dict[Kind, frozenset[str]]:
 
 
 def _kind_of_json(path: Path) -> Kind | None:
-    """Returns the kind of a JSON file by its first bytes; None for another."""
+    """Returns `report` or `definition` by a JSON file's first bytes; None for another."""
     with path.open("rb") as file:
         head = file.read(HEAD).decode(errors="replace")
     if re.match(r'\s*\{\s*"kind"\s*:', head) and '"schema_version"' in head:
@@ -184,8 +186,9 @@ def _kind_of_json(path: Path) -> Kind | None:
 
 
 def _kind_of_safetensors(path: Path) -> Kind | None:
-    """Returns the kind of a safetensors file by its header, which is JSON behind its
-    length in eight bytes; None for a damaged one."""
+    """Returns `captured` or `tensors` by a safetensors file's header, which is JSON
+    behind its length in eight bytes; None for a file that is shorter than that. Raises
+    ValueError for a header that is no JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:

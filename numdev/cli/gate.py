@@ -65,10 +65,12 @@ class Verdict:
         *,
         verbose: bool = False,
     ) -> int:
-        """Judges a report and returns the exit code; sets it for the command. Shows the
-        verdict on stdout (`show`: as a page, which is `verbose` or not, as JSON, or
-        not), then writes it to the
-        files, and on GitHub as annotations."""
+        """Judges a report and returns the exit code; sets it as that of the running click
+        command. Shows the verdict on stdout (`show`: as a page, which is `verbose` or
+        not, as JSON, or not), then writes it to the files, and on GitHub as annotations.
+        Raises UsageError for wrong rules and a file that cannot be written; OSError for
+        the step's summary on GitHub. Raises MeasurementError for what `judge_report`
+        refuses, such as a report from a system that the rules do not hold for."""
         from numdev.gate.judging import judge_report
         from numdev.report.renderers import ci, markdown, terminal
         from numdev.report.views.gate import page_of

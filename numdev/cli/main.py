@@ -99,8 +99,9 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns what click returns of a known command. Raises UsageError for another
-        word: it names the nearest command, or the one that takes the file."""
+        """Returns what click returns of a known command or an option. Raises UsageError
+        for any other word: it names the nearest command, or the one that takes the
+        file."""
         name = args[0]
         if name in COMMANDS or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
@@ -139,7 +140,8 @@ class _Commands(click.Group):
 
 def _command_for(word: str) -> str:
     """Returns what to type in place of a word that is no command: the command that takes
-    it, as a target or a file, else the command with the nearest name."""
+    it as a target or a file, as `numdev check mine.py:f`, else the nearest name, as `did
+    you mean 'audit'?; see ...`."""
     from numdev.cli.file_kinds import USES, kind_of_path
 
     file, colon, _ = word.partition(":")
@@ -185,8 +187,10 @@ def _show_version(context: click.Context, asked: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0 done or passed, 1 exceeded, 2 usage, 3 could not
-    measure, 130 interrupted. `arguments`: None: those of the process."""
+    """Runs the command line and exits with its code: 0 done or passed (then it returns),
+    1 exceeded, 2 usage, 3 could not measure, 130 interrupted. An error is one line on
+    stderr; with `--debug` one that nobody expected is raised. `arguments`: None: those of
+    the process."""
     # Read when torch is imported: a thread that waits for another sleeps. One that spins
     # keeps the other from its core where the machine is busy, and an audit took 50 times
     # as long.
@@ -238,7 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser_words(error: click.ClickException) -> str:
     """Returns what click has against a command line, without its full stop: what was
-    expected of an argument or a choice, and of an unknown option the nearest."""
+    expected of an argument or a choice, and of an unknown option the nearest, as `no
+    option '--fromat'; did you mean '--format'?`."""
     if isinstance(error, click.NoSuchOption):
         near = ", ".join(map(repr, error.possibilities or ()))
         return f"no option {error.option_name!r}" + f"; did you mean {near}?" * bool(near)

@@ -48,8 +48,8 @@ class Grouped(click.Command):
     where they are many."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Returns the command's parameters, and `--help-all` where it differs from
-        `--help`."""
+        """Returns the command's parameters, and `--help-all` where they are MANY or more,
+        so that it shows more than `--help`."""
         params = super().get_params(ctx)
         return params if len(self.params) < MANY else [*params, HELP_ALL]
 
@@ -99,8 +99,9 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        """Returns the numbers in order, each once; raises UsageError for anything but
-        numbers and ranges."""
+        """Returns the numbers in the order in which they stand, each once. Raises
+        UsageError for anything but numbers of at most six digits and ascending ranges of
+        these."""
         chosen: list[int] = []
         for part in value.split(","):
             match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
@@ -142,9 +143,10 @@ class AtLeast(click.ParamType):  # type: ignore[type-arg]
 def options_of(
     model: type[BaseModel], *names: str, without: str = ""
 ) -> Callable[[F], F]:
-    """Returns a decorator that adds an option for each field of a model that has one, or
-    for the fields `names` alone, but for those in `without`, which a file may set. A
-    value that is not on the command line is None, or ()."""
+    """Returns a decorator that adds an option for each field of a model that has one; for
+    the fields `names` alone, if there are any. Fields in `without` (names between
+    blanks), which a file may set, get none. A value that is not on the command line is
+    None, or ()."""
 
     def decorate(function: F) -> F:
         """Returns the function with the options, in the order of the fields."""
@@ -199,14 +201,15 @@ class WorkersOrAddress(AtLeast):
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | float | str:
-        """Returns a number, or text that has the form of an address as it is. Raises
-        UsageError for any other."""
+        """Returns text with a colon, which an address has, as it is; else a whole number,
+        at least 1. Raises UsageError for any other."""
         return value if ":" in value else super().convert(value, param, ctx)
 
 
 def cluster_options(function: Callable[..., object]) -> Callable[..., object]:
     """Returns a command with `--workers`, by which processes other than this one measure.
-    The function gets it as `workers`, a number, and `scheduler`, an address."""
+    The function gets it as `workers`, a number, and `scheduler`, an address; each is None
+    where the option is not that."""
 
     @click.option(
         "--workers", type=WorkersOrAddress(), metavar="N|ADDRESS",

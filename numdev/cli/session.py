@@ -47,9 +47,10 @@ class Session:
     verbose: bool
 
     def directory(self, name: str, request: object) -> Path:
-        """Returns the directory of the results: --output, else one named by `name` and a
-        hash of the request, so that the same request goes where it went. Raises
-        UsageError where another command's report is there."""
+        """Returns the directory of the results, which is not made here: --output, else
+        `numdev-reports/NAME-1a2b3c4d` by `name` and a hash of the request, so that the
+        same request goes where it went. Raises UsageError where another command's report
+        is there."""
         from numdev.report.io import refuse_other_kind
 
         text = json.dumps(request, sort_keys=True, separators=(",", ":"), default=str)
@@ -59,8 +60,9 @@ class Session:
         return directory
 
     def begin(self, name: str, request: object) -> Path:
-        """Returns the directory of the results of a study that takes a while, and says at
-        once, before torch is imported, that it has begun."""
+        """Returns the directory of the results of a study that takes a while, as
+        `directory` does. Says on stderr at once, before torch is imported, that the study
+        has begun, unless --json or --quiet is set."""
         directory = self.directory(name, request)
         if not (self.as_json or self.quiet):
             command = click.get_current_context().info_name
@@ -114,8 +116,10 @@ class Session:
             return run(*asked, progress=progress, **more)
 
     def claim_directory(self, name: str, request: Mapping[str, object]) -> Path:
-        """Makes and returns the directory of a report that is made at once. Raises
-        UsageError where it holds another report."""
+        """Makes and returns the directory of a report that is made at once. `name`: what
+        the directory is called, which begins with the command's, as `bounds-tiny`. Raises
+        as `numdev.report.io.claim_directory`: UsageError where it holds another
+        report."""
         from numdev.report.io import claim_directory
 
         directory = self.directory(name, request)
@@ -133,10 +137,12 @@ class Session:
         *,
         exits: bool = False,
     ) -> None:
-        """Writes a finished report, and shows it or the `verdict` on it as asked; then
-        has the `scripts` of its findings written. Exits with the verdict's code, and with
-        `exits` with that of the report's outcome. Raises MeasurementError for a report in
-        which nothing was measured: that is no success."""
+        """Writes a finished report and its page. Shows the report, or the `verdict` on
+        it, as asked, then has the `scripts` of its findings written. Exits with the
+        verdict's code, and with `exits` with that of the report's outcome; returns
+        without these. Raises MeasurementError for a report in which nothing was measured,
+        which is no success, unless a limit is exceeded; OSError where a file cannot be
+        written."""
         from numdev import report as reports
         from numdev.report import Outcome
         from numdev.report.io import text_of
@@ -176,8 +182,8 @@ class Session:
 @contextlib.contextmanager
 def raising_lost_interrupts() -> Iterator[Callable[[], None]]:
     """Yields a function that raises KeyboardInterrupt if one came and was lost: a native
-    extension that calls back into Python may clear the error. The loop asks at every
-    task."""
+    extension that calls back into Python may clear the error. Who yields calls it at
+    every task."""
     from numdev.studies.audit.interrupt import handling
 
     came = threading.Event()

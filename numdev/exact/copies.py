@@ -20,7 +20,7 @@ def wide_arguments(arguments: tuple[object, ...]) -> tuple[object, ...]:
     """Returns a copy of a tree of arguments. Floating-point tensors become `Wide` tensors
     of the same values, shape, strides and dtype, leaves of autograd that require a
     gradient where the originals do; other tensors are cloned, and other objects are kept.
-    Tensors that are one object, or share storage, do so in the copy.
+    Tensors that are one object, or share storage in one dtype, do so in the copy.
 
     Raises Unsupported for a tensor that is not strided (sparse)."""
     copies = wide_copies(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
@@ -29,9 +29,9 @@ def wide_arguments(arguments: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def wide_module(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module: its parameters, buffers and all tensors in its
-    attributes (also inside lists, tuples, dicts, sets, dataclasses and other objects in
-    them) are `Wide` tensors of the same values.
+    """Returns a copy of a module, with its parameters, buffers and all tensors in its
+    attributes, also inside lists, tuples, dicts, sets, dataclasses and other objects in
+    them. Floating-point tensors are `Wide` tensors of the same values, others are cloned.
 
     Raises Unsupported for an attribute that cannot be copied, and for a tensor that is
     not strided."""
@@ -53,8 +53,9 @@ def wide_module(module: nn.Module) -> nn.Module:
 
 def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Returns the copy of each tensor by `id()` of the original: a `Wide` tensor for one
-    of floating point, else a clone. Copies share storage where their originals do. Raises
-    Unsupported for a tensor that is not strided."""
+    of floating point, else a clone. Copies share storage where their originals do in one
+    dtype; those of `Wide` tensors share none. Raises Unsupported for a tensor that is not
+    strided."""
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for x in tensors:
         if not isinstance(x, Wide) and x.layout != torch.strided:

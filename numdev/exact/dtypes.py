@@ -92,7 +92,7 @@ def result_dtypes(
     """Returns the dtype that PyTorch would give each of a call's `results`, in their
     order. The entry of a result that is no floating-point tensor means nothing. Norms
     follow `NORMS`; every other operator gives the dtype that is asked for, else the
-    promoted one."""
+    promoted one. The second result of `_fused_rms_norm` has at least float32."""
     name = func.overloadpacket.__name__
     common = requested_dtype(func, args, kwargs) or promoted_dtype(
         _tensor_arguments(args, kwargs)

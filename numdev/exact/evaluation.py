@@ -57,6 +57,8 @@ class Computing(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> object:
+        """Returns the result of an operation by `compute_operation`. Where every
+        operation rounds, `logsumexp` is computed in its single steps."""
         if func is aten.logsumexp.default and isinstance(self.rounding, EveryOperation):
             with self:
                 return _logsumexp(*args, **(kwargs or {}))
@@ -104,9 +106,9 @@ def evaluate(
     seed: int | None = None, cotangent: Cotangent | None = None,
     within: AbstractContextManager[object] | None = None,
 ) -> Evaluation[T]:  # fmt: skip
-    """Runs a function or module on these arguments, any tree of tensors and other
-    objects, in fp64, rounded as `rounding` says, and returns its output, the arguments
-    afterwards and the gradients. Arguments and module are copied, not changed.
+    """Runs a function or module in fp64, rounded as `rounding` says, on these arguments:
+    any tree of tensors and other objects. Returns its output, the arguments afterwards
+    and the gradients. Arguments and module are copied, not changed.
 
     `cotangent(i, output)` returns the gradient with respect to the i-th floating-point
     output that requires one, of its shape. With it autograd computes the gradients of all

@@ -92,18 +92,18 @@ def operator_argument(
 def unsupported_error(
     what: object, reason: str, frames: Iterable[tuple[str, int]] | None = None
 ) -> Unsupported:
-    """Returns (does not raise) the error `what at file:line (source): reason`. `frames`:
-    file and line of the frames to search for the user's code, from the innermost on;
-    None: those that are running."""
+    """Returns (does not raise) the error `what at file:line (source): reason`; the place
+    is as `source_location` says. `frames`: file and line of the frames to search for the
+    user's code, from the innermost on; None: those that are running."""
     where = source_location(_running_lines() if frames is None else frames)
     return Unsupported(f"{what}{where}: {reason}")
 
 
 def as_unsupported(what: object, error: RuntimeError) -> Exception:
     """Returns what to raise in place of PyTorch's `error`: Unsupported where its message
-    says that an operator cannot compute in fp64, else the error itself. `what`: the
-    operator to name. The line is from the error's own traceback, else from the running
-    code."""
+    has one of PHRASES, so that an operator cannot compute in fp64, else the error itself.
+    `what`: the operator to name. The line that is named is from the error's own
+    traceback, else from the running code."""
     reason = next((r for words, r in PHRASES.items() if words in str(error)), None)
     if reason is None:
         return error
@@ -111,9 +111,10 @@ def as_unsupported(what: object, error: RuntimeError) -> Exception:
 
 
 def source_location(frames: Iterable[tuple[str, int]]) -> str:
-    """Returns ` at file:line (source)` for the innermost frame that is neither PyTorch's
-    nor this package's, ` in the backward pass` while autograd runs, where no line of the
-    user's is running, and an empty string where no frame is the user's."""
+    """Returns ` at file:line (source)` for the innermost frame that is the user's, so in
+    none of NOT_THE_USERS; without ` (source)` where the file cannot be read. While
+    autograd runs it is ` in the backward pass`, since no line of the user's is running;
+    empty where no frame is the user's."""
     if torch._C._current_graph_task_id() != -1:
         return " in the backward pass"
     for path, line in frames:

@@ -100,7 +100,8 @@ class Wide(Tensor):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Outside of a run, as when a cache is put together: nothing is rounded."""
+        """Returns the result of an operation outside of a run, as when a cache is put
+        together: computed in fp64 and not rounded. Random numbers may be drawn."""
         return compute_operation(func, args, kwargs or {}, UNROUNDED)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -202,7 +203,8 @@ def compute_operation(
 ) -> object:
     """Returns the result of an operation, computed in fp64 and rounded as `rounding`
     says; its floating-point tensors are `Wide` tensors of the dtypes that PyTorch would
-    give. In-place operations and `out=` write into their tensors.
+    give. In-place operations and `out=` write into their tensors. A view of ordinary
+    tensors is an ordinary one, so that what is written into it reaches them.
 
     `draws`: whether random numbers may be drawn without a generator. Raises Unsupported
     for what has no exact result, for such a draw where `draws` is False, and where
@@ -323,8 +325,9 @@ class _Call:
 
     def _round_written(self, target: Tensor) -> None:
         """Rounds what was written into `target` to its dtype, in place, and gives it the
-        new shape where `out=` resized it. A tensor that is not floating-point stays as it
-        was written."""
+        new shape where `out=` resized it. An ordinary tensor, not `Wide`, gets it rounded
+        to nearest, whatever the rounding; one that is not floating-point stays as it was
+        written."""
         values = self.wide_targets[id(target)]
         if not is_floating(target):
             return
@@ -367,8 +370,9 @@ class _Call:
 
 
 def _without_lazy_bits(values: Tensor) -> Tensor:
-    """Returns a tensor in whose memory its values are: a conjugate, or the imaginary part
-    of one, is a view with a bit that no kernel below a dispatch mode reads."""
+    """Returns the values with a lazy conjugate or negative computed, in other memory; the
+    tensor itself where it is neither. Such a view (as the imaginary part of a conjugate)
+    has a bit that no kernel below a dispatch mode reads."""
     if values.is_conj():
         values = torch.conj_physical(values.conj())
     if values.is_neg():
@@ -465,7 +469,7 @@ def _apply_dropout(
 ) -> tuple[Wide, Tensor]:
     """Returns the output and the bool mask of `native_dropout`; the mask is drawn in the
     input's dtype. The output is exact values times mask / (1 - p), 0 for p = 1, then
-    rounded."""
+    rounded. Where `train` is False, nothing is divided by 1 - p."""
     x, p = args[0], float(args[1])
     ones = torch.ones_like(narrowed(x))
     _, mask = func(ones, *args[1:], **kwargs)

@@ -125,11 +125,11 @@ def compare(
     `reports`: two or more, each a report, its file or its directory; the last is compared
     with the one before, and of three or more all are in the history. `allow`: keys out of
     `MUST` in which the requests may differ. `by_date` sorts the reports by when they were
-    created.
+    created. `command`: the command line to record.
 
-    Raises UsageError for reports that cannot be compared or were asked for different
-    things, and for an unknown key in `allow`; MeasurementError for a report that cannot
-    be understood, is not whole or contradicts itself."""
+    Raises UsageError for reports that are not there, cannot be compared or were asked for
+    different things, and for an unknown key in `allow`; MeasurementError for a report
+    that cannot be understood, is not whole or contradicts itself."""
     named = _ordered_reports(reports, allow, by_date)
     several = len(named) > 2
     (old, first), (new, last) = named[-2:]
@@ -173,7 +173,8 @@ def _ordered_reports(
 ) -> list[tuple[Any, str]]:
     """Returns the reports in the order in which they are compared, each with what errors
     call it. Raises UsageError for fewer than two, for more than two that are no audit or
-    sweep, for a kind that cannot be compared, and for an unknown key in `allow`."""
+    sweep, for a kind that cannot be compared, and for an unknown key in `allow`; and what
+    `report.read` raises for a path."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
@@ -212,7 +213,8 @@ def _summary(compared: Compared, roles: Collection[str]) -> CompareSummary:
 
 def require_whole(report: Report, name: str) -> None:
     """Raises MeasurementError, with the name of the report, where it lacks rows that were
-    planned, has others, or contradicts itself."""
+    planned, has others, or contradicts itself; UsageError for a kind of report that is
+    not judged."""
     try:
         judged_by(report.kind).check(report)
     except MeasurementError as error:
@@ -543,9 +545,9 @@ def _move_record(
     change: float | None = None,
     noise: float | None = None,
 ) -> Move:
-    """Returns the record of what moved in a pair: `words` is part of a sentence, `a` and
-    `b` are the numbers, `change` is B / A, `noise` the factor that noise explains, and
-    `excess` how far beyond noise it is (FAR where there is no ratio)."""
+    """Returns the record of what moved in a pair. `words` is part of a sentence; `a` and
+    `b` are the numbers; `change` is B / A. `noise` is the factor that noise explains, and
+    `excess` how far beyond it the change is (FAR where there is no ratio)."""
     return Move(
         **pair.b.who,
         tensor=pair.b.tensor,
@@ -670,9 +672,10 @@ def answer_sentences(
     sides: str,
     summary: CompareSummary,
 ) -> Iterator[str]:
-    """Yields the verdict on the two `sides` with the largest moves, then which
-    differences were allowed, which other operators ran, and a sentence for each kernel.
-    `moves`: the farthest beyond noise first; `place` puts a place in words."""
+    """Yields the verdict with the largest moves, then which differences were allowed,
+    which other operators ran, and a sentence for each kernel. `moves`: the farthest
+    beyond noise first; `place` puts a place in words; `sides`: `B against A: `, which
+    goes behind the verdict's first words, or empty."""
     by_kernel = grouped(groups, _kernel_and_format)
     numbers = [move for move in moves if move.metric != "ran"]
     moved = [name for name, of_kernel in by_kernel.items() if _has_moved(of_kernel)]
@@ -711,9 +714,10 @@ def _has_moved(groups: Sequence[Group]) -> bool:
 def _verdict(
     moves: Sequence[Move], presences: Sequence[Presence], summary: CompareSummary
 ) -> str:
-    """Returns the first words of the answer: CHANGED, NO CHANGE or NOT JUDGED; NO NUMBER
-    CHANGED where none moved and they say whether a kernel crashed or not all was
-    compared."""
+    """Returns the first words of the answer: `CHANGED` where anything moved. Else `NO
+    NUMBER CHANGED, BUT A KERNEL CRASHED` where a row failed in either report; `NO NUMBER
+    CHANGED, BUT NOT ALL WAS COMPARED` where a row or number is gone, or only some pairs
+    could be judged. Else `NO CHANGE`, or `NOT JUDGED` where no pair was judged."""
     if moves:
         return "CHANGED"
     gone = any(p.what != "new" for p in presences)
@@ -765,7 +769,8 @@ def _kernel_sentence(
     kernel: str, groups: Sequence[Group], numbers: Sequence[Move], units: str
 ) -> str:
     """Returns a sentence on what moved of one kernel, and how many of its rows have the
-    same bits. `groups`: its groups, at least one; `numbers`: the moves of all kernels;
+    same bits, as `mine (bfloat16): moved in out (3 of 8 heads); the same bits in 5 of 8
+    rows.` `groups`: its groups, at least one; `numbers`: the moves of all kernels;
     `units`: what pairs of rows are of, in words, where their metric does not say it."""
     each = EACH.get(groups[0].metric or "", units)
     tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in groups if g.moved]
@@ -779,8 +784,9 @@ def _kernel_sentence(
 
 
 def _presence_clause(of: Presence) -> str:
-    """Returns a clause on what one report alone has, or what failed; empty for rows that
-    failed on the other side, which have a clause of their own."""
+    """Returns a clause on what one report alone has, or what failed, as `mine was
+    measured in A alone`; empty for rows that failed in the other report, which have a
+    clause of their own."""
     if of.what == "failed":
         where, alone = of.why[:4], of.why[4:].startswith(" alone")
         return f"{label(of)} {f'was run {where} alone, and ' * alone}crashed {where}"
@@ -798,7 +804,7 @@ def _presence_clause(of: Presence) -> str:
 
 def _place_clause(move: Move, moved: Sequence[str], place: Places) -> str:
     """Returns the place of a move in words, with its kernel where several moved
-    (`moved`)."""
+    (`moved`): `in out of mine, layer 3 head 2`."""
     of = f" of {label(move)}" if len(moved) > 1 else ""
     return f"in {move.tensor}{of}, {place(move.place)}"
 

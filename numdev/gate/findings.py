@@ -210,7 +210,8 @@ def _kernel_verdict(
 
 
 def _reasons(tests: Sequence[Test]) -> Statement:
-    """Returns the first reason of these tests, and some more as details."""
+    """Returns the first reason of these tests, and as details up to REASONS - 1 others,
+    joined by `; `. Where they have no reason the first is `no rule could be applied`."""
     reasons = dict.fromkeys(why for test in tests for why in test.reasons)
     first, *others = list(reasons)[:REASONS] or ["no rule could be applied"]
     return Statement(first, "; ".join(others))
@@ -328,9 +329,9 @@ def _other_failed_rules(
 
 
 def _inherited_flags(findings: Sequence[Finding]) -> list[bool]:
-    """Returns for each finding whether it is of a gradient whose output is that of
-    another function in the same formats, so that the gradient is wrong for that
-    reason."""
+    """Returns for each finding, in order, whether it is of a gradient that is wrong
+    because the output is. So it is where, in each of its formats, another finding says
+    that the same kernel's output is that of another function."""
     wrong = set()
     for finding in findings:
         if _is_of_function(finding):
@@ -345,8 +346,9 @@ def _inherited_flags(findings: Sequence[Finding]) -> list[bool]:
 def _finding_of_same_cause(
     findings: Sequence[Finding], fault: Fault, rows: Rows
 ) -> int | None:
-    """Returns the index of the finding of the same kernel, tensor and format whose
-    imprecise step explains these rows of the fault too; None without one."""
+    """Returns the index of the finding, of the same kernel, tensor and format, whose
+    cause is the imprecise step that all these rows of the fault name. None without one,
+    where the rows name no step or several, and for a mistake."""
     causes = {row.imprecision for row in rows}
     if fault.cause is not None or len(causes) != 1 or causes == {None}:
         return None
@@ -442,14 +444,15 @@ def _faults_by_mistake(rows: Sequence[tuple[Test, JudgedRow]]) -> Iterator[Fault
 
 
 def _tensor_prefix(test: Test) -> str:
-    """Returns a prefix that keeps a mistake in the output from being counted with the
-    same one in gradients: they are different faults."""
+    """Returns `output ` or `other `: a prefix by which a mistake in the output and the
+    same one in a gradient are counted as different faults."""
     return "output " if test.is_of_output else "other "
 
 
 def _mistake_statements(row: DeviationRow) -> Iterator[str]:
     """Yields every statement that describes a row's mistake: of each alternative the one
-    on this call, then what it is an instance of."""
+    on this call, then what it is an instance of. Without alternatives it is the row's
+    `suspicion`, empty where there is none."""
     if not row.suspicion_of:
         yield row.suspicion or ""
     for alternative in row.suspicion_of:
@@ -457,9 +460,10 @@ def _mistake_statements(row: DeviationRow) -> Iterator[str]:
 
 
 def _one_statement_each(words: Sequence[str], row: DeviationRow) -> Sequence[str]:
-    """Returns the statements that explain the same heads, one for each alternative that
-    the row names and at most ALIKE: what a call itself shows goes before what it is an
-    instance of. All of them where the row names none."""
+    """Returns one statement for each alternative that the row names (`suspicion_of`): the
+    first of the alternative's that is among `words`, so that what a call itself shows
+    goes before what it is an instance of. At most ALIKE. All of `words`, which explain
+    the same heads, where the row names no alternative."""
     if not row.suspicion_of:
         return words
     firsts = (
@@ -473,9 +477,10 @@ ALIKE = 3  # statements that explain the same heads
 
 
 def _ordered_faults(faults: Sequence[Fault]) -> list[Fault]:
-    """Returns the faults in the order of the rules, but a mistake that leaves a worse
-    head of its tensor unexplained comes after the first fault without a mistake of that
-    head."""
+    """Returns the faults in the order of the rules, with one exception. A mistake goes
+    behind a fault without a mistake, of the same kernel and format, that has the tensor's
+    worst row, where this row errs more than those of the mistake and names no mistake
+    itself."""
     ordered = list(faults)
     for fault in [f for f in faults if f.cause is not None]:
         rows = {id(judged_row.row) for _, judged_row in fault.rows}
@@ -518,8 +523,8 @@ def _largest_error(fault: Fault) -> float:
 
 
 def _relative_error(row: DeviationRow) -> float:
-    """Returns the error of a head over what is expected of it, else over eager
-    attention's; of a log-sum-exp over its size. 0 where no such number is in the row."""
+    """Returns the error of a head over what is expected of it, else over the baseline's;
+    of a log-sum-exp its `lse_error`. 0 where the row has no such number."""
     if not tensor_spec(row.tensor).has_floor:
         return lse_error(row) or 0.0
     ratio = row.expected_ratio if row.expected_ratio is not None else row.baseline_ratio
@@ -576,10 +581,11 @@ def _counted_sentence(
     *,
     median: bool,
 ) -> tuple[str, bool]:
-    """Returns the sentence of a finding, which begins with `start`, and whether it says
-    in how many units the fault is: it does where it has at most WORDS words with that.
-    Its number is said to be of the median unit, with `median`, or the largest of several;
-    not where earlier findings have a larger one."""
+    """Returns the sentence of a finding, `start` and the filled template, and whether it
+    says in how many units the fault is. It does where it has at most WORDS words with
+    that, several units were judged, and none of them is in earlier findings. With
+    `median` its number is said to be the median unit's; else `up to` stands before the
+    number where several units offend."""
     some = not count.before and count.judged > 1
     up_to = "up to " if some and count.offending > 1 and not median else ""
     ways = [(f" {count.in_words}", ""), ("", "")] if some else [("", "")]
@@ -625,9 +631,10 @@ def _finding_of_rows(
 def _where_sentences(
     rows: Rows, count: _Count, named: Places, *, is_counted: bool
 ) -> Iterator[str]:
-    """Yields a sentence on where in their units the offending ones err, and one on which
-    is worst and, unless the finding's line says it (`is_counted`), in how many of those
-    judged. `rows`: the offending ones, at least one, the worst first."""
+    """Yields `It errs in WHERE.`, if the rows tell where in their units; then `In 3 of 16
+    heads, worst at layer 0 head 1.`, or `Worst at ...` alone where the finding's line has
+    the count (`is_counted`). `rows`: the offending ones, at least one, the worst
+    first."""
     if place := _place_in_units(rows, count.unit):
         yield f"It errs{place}."
     words = f"I{count.in_words[1:]}"
@@ -640,10 +647,9 @@ def _where_sentences(
 def _cause_sentences(
     causes: Sequence[str], step: str | None, rows: Rows, unit: str
 ) -> Iterator[str]:
-    """Yields sentences on why rows err: of a mistake how much correcting it removes, and
-    the other statements that explain them; of an imprecise `step` (None: there is none)
-    how much it explains; else why no cause is known, where the worst row says so; nothing
-    without any."""
+    """Yields sentences on why rows err. Of a mistake (`causes`): how much correcting it
+    removes, then its other statements. Of an imprecise `step`: how much that explains.
+    Else `Cause unknown: ...`, where the worst row says why, or nothing."""
     if causes:
         removed = _removal_clause(rows, unit)
         yield f"{removed[0].upper()}{removed[1:]}."
@@ -671,8 +677,9 @@ def _common_imprecise_step(rows: Rows) -> str | None:
 
 
 def _shown_number(verdict: Test, rows: Rows) -> Value:
-    """Returns the number that a finding shows: of the worst of these rows, since an
-    earlier finding may have a worse one; a median is of all."""
+    """Returns the number that a finding shows: that of the first of these rows, the
+    worst, since an earlier finding may show a larger one. Where the test is on a median,
+    or observed no number, it is what the test observed."""
     if isinstance(verdict.observed, float) and not verdict.median and verdict.metric:
         return value_of(rows[0], verdict.metric)[0]
     return verdict.observed
@@ -692,9 +699,10 @@ def share_in_words(share: float) -> str:
 
 
 def _removal_clause(rows: Rows, unit: str) -> str:
-    """Returns a clause on the share of the error that correcting a mistake removes, in
-    each format that was judged, and in the finer format in which the mistake was
-    identified, if another. `rows`: at least one; `unit`: what each is of, in words."""
+    """Returns `correcting it removes 99.7 % of the rms error of the median head`: the
+    share in each format that was judged. The share in the finer format in which the
+    mistake was identified is added, where that is another and a share is below CLEAR.
+    `rows`: at least one; `unit`: what each is of, in words."""
     by_format = grouped(
         (r for r in rows if r.suspicion_share is not None), lambda r: r.format
     )
@@ -729,9 +737,10 @@ CLEAR = 0.9
 
 
 def _least_removed_share(cut: float) -> float:
-    """Returns the least share of a head's error that goes in all its rows, where in those
-    that were searched what is left is `cut` times smaller: the others may leave twice as
-    much. Rounded to nines (0.99, 0.999) from 0.9 on; 0 where `cut` is 2 or less."""
+    """Returns the least share of a head's error that correcting a mistake removes in all
+    of its rows. In the rows that were searched it makes the error `cut` times smaller; of
+    the other rows' error twice as much may be left. Rounded down to nines (0.99, 0.999)
+    from 0.9 on; 0 where `cut` is 2 or less."""
     left = 2 / max(cut, 2.0)
     return 1 - (left if left > 0.1 else 10.0 ** math.ceil(math.log10(left) - 1e-9))
 
@@ -796,9 +805,10 @@ def _reference_fields(row: DeviationRow) -> dict[str, object]:
 
 
 def _place_in_units(rows: Rows, unit: str) -> str:
-    """Returns where in their units (of attention, heads) more than half of these rows,
-    the worst first, err, as ` in WHERE`, in words that hold in all of them; else where
-    the worst does. Empty where they err all over. `unit`: what one is called."""
+    """Returns ` in WHERE` in the words, of the rows' `errs_in_of`, that hold in more than
+    half of the rows; with ` (3 of 4 heads)` where not in all. Else where the worst row
+    errs, as ` in WHERE of the worst head`; empty where no place is known, as where it
+    errs all over. `rows`: the worst first; `unit`: what each is of, in words."""
     places = Counter(words for row in rows for words in dict.fromkeys(row.errs_in_of))
     words, count = places.most_common(1)[0] if places else ("", 0)
     if 2 * count > len(rows):
@@ -832,9 +842,9 @@ def _rounding_model_in_words(rows: Rows) -> str:
 def exceeded_finding(
     test: Test, statement: Statement, cause: str | None = None
 ) -> Finding:
-    """Returns the finding of an exceeded test, whose sentence is the line of the
-    statement behind the kernel's name and format. `cause`: what explains it, None where
-    that is unknown."""
+    """Returns the finding of an exceeded test, with the sentence `KERNEL (FORMAT) LINE.`
+    of the statement's line, and its details. `cause`: what explains it, None where that
+    is unknown. The finding has no place, and no number where the test observed words."""
     observed = test.observed if isinstance(test.observed, float) else None
     return Finding(
         rule=test.rule,
@@ -902,8 +912,8 @@ def first_clauses(
     least: int = 0,
 ) -> Statement:
     """Returns a sentence of `name` and as many of the first clauses, at least `least`, as
-    make WORDS words, and the others as a sentence of the details. `between`: what stands
-    behind the name; `more`: how the details begin."""
+    make WORDS words, and the others as a sentence of the details. `clauses`: `least` or
+    more; `between`: what stands behind the name; `more`: how the details begin."""
     for count in range(len(clauses), least - 1, -1):
         line = f"{name}{between if count else ''}{'; '.join(clauses[:count])}."
         if len(line.split()) <= WORDS:
@@ -916,7 +926,9 @@ def _tested_sentence(
     tests: Sequence[Test], findings: Sequence[Finding], unit: str
 ) -> Iterator[str]:
     """Yields one sentence on what the rules were applied to, and on rules that were not
-    applied; nothing where none was. `unit`: what a result is of, in words."""
+    applied and why: `All applied rules passed: ...`, or `Checked: ...` where a finding is
+    more than a note. Nothing where no rule was applied. `unit`: what a result is of, in
+    words."""
     of_rows = [
         test for test in tests if test.metric not in (None, "calls") or not test.kernel
     ]
@@ -984,8 +996,8 @@ def _call_key(row: DeviationRow) -> tuple[object, ...]:
 
 
 def remark_sentences(rows: Iterable[DeviationRow]) -> Iterator[str]:
-    """Yields sentences on kernels that return another format than requested or no
-    log-sum-exp, on the rounding models inferred for kernels that declare none, and on
+    """Yields sentences on kernels that return another format than requested, or no
+    log-sum-exp; on the rounding models inferred for kernels that declare none; and on
     intermediate overflows that the rounding model predicts."""
     kernels = [
         r

@@ -47,8 +47,9 @@ def fitted_thresholds(report: Report, name: str) -> str:
     """Returns the YAML text of thresholds fitted to a report. `name`: what errors call
     the report.
 
-    Raises UsageError for a report that is no audit or sweep, MeasurementError where no
-    kernel was measured, or the report does not pass the fitted thresholds."""
+    Raises UsageError for a report that is no audit or sweep; MeasurementError where no
+    kernel was measured, or the report does not pass the fitted thresholds, and as
+    `judge_report`."""
     if not isinstance(report, Measured):
         what = (
             f"{name}: expected the report of an audit or a sweep, got one of "
@@ -108,9 +109,11 @@ def _fit_threshold(
     threshold: Threshold, groups: Groups, wider: Collection[object]
 ) -> Threshold:
     """Returns the rule with a limit for each format and tensor: the tightest of its
-    kernels' (other kernels may come, or be planted), and a limit of its own for each
-    kernel whose limit is larger. `wider`: what breaks the default rule (rule, format,
-    tensor, kernel), and may have a looser limit."""
+    kernels' (other kernels may come, or be planted), and before it a limit for each
+    kernel whose own is larger. A kernel's limit is its number times the margin, rounded
+    up; the default one where that is tighter, or the kernel has no number. `wider`: what
+    breaks the default rule (rule, format, tensor, kernel), and may have a looser
+    limit."""
     margin, least = MARGINS[threshold.metric, threshold.heads is not None]
     limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
     # By tensor, where it is another than the rule's

@@ -106,8 +106,9 @@ class Test(Record):
 
     @property
     def nearness(self) -> float:
-        """Returns the size of the number over its limit, infinite where the limit is 0
-        and the number is not; 0 where there is no number."""
+        """Returns the size of the number over its limit (`bound`); infinite where the
+        limit is 0 or None and the number is not 0. 0 where there is no number, or words
+        in its place."""
         if not isinstance(self.observed, float | int):
             return 0.0
         size = abs(self.observed)

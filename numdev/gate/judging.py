@@ -31,9 +31,9 @@ NOT_PLANTED = "no such planted fault in this report: audit with --control"
 def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
     """Returns the judgement of a finished report by the rules (the default ones if None),
     from its plan and rows. Raises MeasurementError for a report from a system that the
-    rules do not hold for, for one that was not judged when it was made, and for one that
-    contradicts its plan or itself: where its conclusions do not follow from its rows.
-    Raises UsageError for a kind of report that is not judged."""
+    rules do not hold for, and for one that was not judged when it was made. Raises it too
+    for one that contradicts its plan or itself: where its conclusions do not follow from
+    its rows. Raises UsageError for a kind of report that is not judged."""
     rules = rules or default_rules()
     check_system(report.provenance.system, rules)
     _check_request(report)
@@ -60,9 +60,10 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
 
 
 def _check_request(report: Report) -> None:
-    """Raises MeasurementError where the kernels of a request have no names or were named
-    and by the plan were not, and where a source lacks what its kind of source says:
-    nothing of such a report could be judged."""
+    """Raises MeasurementError where nothing of a report could be judged. A kernel of its
+    request has no name; or the request names kernels, and the plan says that it does not.
+    Or its source does not say how much of a text was asked for or read, or which weights
+    are not finite."""
     request, source, plan = (
         report.request,
         report.provenance.source,
@@ -91,7 +92,8 @@ def _check_request(report: Report) -> None:
 def judged(report: R, rules: Rules | None = None) -> R:
     """Returns a new report with the outcome, verdicts, findings and summary that follow
     from its plan and rows by the rules (the default ones if None), and with the rules
-    themselves. The plan and rows are not checked."""
+    themselves. The plan and rows are not checked. Raises UsageError for a kind of report
+    that is not judged."""
     rules = rules or default_rules()
     report = report.model_copy(update={"rules": rules_as_data(rules)})
     return with_conclusions(report, judgement_of(report, rules))
@@ -108,9 +110,10 @@ def judgement_of(report: Report, rules: Rules) -> Judgement:
 
 
 def reading_tests(report: Report) -> Iterator[Test]:
-    """Yields a test of whether as much of a text was read as was asked for, and one of
-    whether stored weights are finite; each undecided where that is not so, and yielded
-    only where the report's source has the numbers."""
+    """Yields a test of whether as much of a text was read as was asked for (the rule
+    `reading`), and one of whether stored weights are finite (`finite weights`). Each is
+    held or undecided, and left out where the report's source does not have the
+    numbers."""
     source = report.provenance.source
     counts = [
         [source.get(f"{name}_{state}") for name in ("sequences", "tokens")]
@@ -209,9 +212,9 @@ def judge(
 def catching_tests(
     power: Sequence[Power], rules: Rules, formats: Iterable[str]
 ) -> Iterator[Test]:
-    """Yields a test for each planted fault that the rules must catch. It is missing where
-    the fault was not planted in one of these formats, or is caught only from a larger
-    dose on. Nothing without such faults."""
+    """Yields a test for each planted fault that the rules must catch, in the order of the
+    rules; nothing where they name none. It is held where the fault was planted in all
+    these formats, and is caught in each from the rules' dose on; else missing."""
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
@@ -229,8 +232,8 @@ def catching_tests(
 
 
 def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
-    """Yields a test for each kernel that the rules require: whether the report has it.
-    `ran`: the tests that count calls."""
+    """Yields a test for each pattern of kernels that the rules require: held where a
+    kernel of the report fits it, else missing. `ran`: the tests that count calls."""
     kernels = {test.kernel or "" for test in ran}
     for pattern in rules.required:
         present = any(fnmatchcase(kernel, pattern) for kernel in kernels)

@@ -219,9 +219,10 @@ def has_same_bits(a: DeviationRow, b: DeviationRow) -> bool:
 
 
 def judged_metrics(pair: Pair) -> tuple[str, ...]:
-    """Returns the metrics that are judged of a pair, if it has their numbers: rms of a
-    tensor without a floor, else multiples of a yardstick, one alone where the inputs
-    differ. None in float64, where the reference is no more exact than a kernel."""
+    """Returns the metrics that are judged of a pair, if it has their numbers. `rms` of a
+    tensor without a floor, else all MULTIPLES; where the inputs differ `expected_ratio`
+    alone, or without it `floor_ratio`. Empty in float64, where the reference is no more
+    exact than a kernel."""
     if pair.b.format == "float64":
         return ()
     if not tensor_spec(pair.b.tensor).has_floor:
@@ -248,8 +249,8 @@ def _least_factor(tensor: str, metric: str) -> float:
 
 
 def may_differ_by_chance(a: int, b: int) -> bool:
-    """Whether two counts may differ by chance: by at most 4 standard deviations. 0 and
-    more never do."""
+    """Whether two counts may differ by chance: by at most 4 standard deviations of their
+    difference, √(a + b). True for equal ones; False where one alone is 0."""
     return a == b or (min(a, b) > 0 and abs(a - b) <= 4 * math.sqrt(a + b))
 
 
@@ -268,6 +269,9 @@ def ratio_of_log(log: float | None) -> float | None:
 
 
 class Change(NamedTuple):
+    """A metric of one pair of rows in A and in B, and what noise explains of its
+    change."""
+
     metric: str
     a: float
     b: float
@@ -277,7 +281,8 @@ class Change(NamedTuple):
 
     @property
     def change(self) -> float | None:
-        """Returns B / A; None where either is 0, or the ratio is no number."""
+        """Returns B / A; None where either is 0, and where the ratio is too large or
+        small for float64."""
         return ratio_of_log(log_ratio(self.a, self.b))
 
     @property
@@ -328,9 +333,10 @@ class NoiseModel:
         return repeat_noise(pair) + max(self.z * error, luck)
 
     def _other_inputs_log(self, pair: Pair, metric: str) -> float:
-        """Returns ln of the factor that other inputs explain, by how far other heads of
-        the call scatter, or of the tensor where the call has few; infinite where fewer
-        than two degrees of freedom tell."""
+        """Returns ln of the factor that other inputs explain, by how far the other heads
+        of the call scatter. Where these have fewer than HEADS degrees of freedom, all
+        other heads of the tensor are taken; infinite where they too have fewer than
+        two."""
         variance, freedom = 0.0, 0
         for whole, pairs in self._together.items():
             if freedom < HEADS:
@@ -375,9 +381,10 @@ def equality_bound(pair: Pair, metric: str) -> float:
 
 
 def repeat_noise(pair: Pair) -> float:
-    """Returns ln of the factor that runs on the same inputs may differ by; infinite where
-    one has no error to compare. 0 for a kernel that ran once in both: nothing could
-    excuse it."""
+    """Returns ln of the factor by which runs on the same inputs may differ: ln(1 + noise
+    / rms), of the larger noise and the smaller rms of A and B. 0 without noise, as of a
+    kernel that ran once in both: nothing could excuse it. Infinite where a row has no
+    error to compare."""
     noise = max(
         (row.noise for row in (pair.a, pair.b) if row.noise is not None), default=0.0
     )
@@ -390,10 +397,10 @@ def repeat_noise(pair: Pair) -> float:
 def log_standard_error(
     row: DeviationRow, metric: str, value: float | None, width: int
 ) -> float:
-    """Returns the standard error of ln(value): 0 for None, 0 and a worst row without an
-    interval; infinite where it cannot be estimated. From the interval of sampled rows if
-    there is one, else from how far the largest error exceeds the rms. `width`: elements
-    in a row of the tensor."""
+    """Returns the standard error of ln(value). 0 where `value` is None or 0, and for a
+    worst row without an interval. From the interval of sampled rows if there is one, else
+    from how far the largest error exceeds the rms; infinite where neither tells. `width`:
+    elements in a row of the tensor."""
     if not value:
         return 0.0
     ends = interval_of(row, metric)

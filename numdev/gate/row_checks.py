@@ -53,8 +53,8 @@ Groups = dict[Key, list[DeviationRow]]
 
 
 def options_text(options: Mapping[str, object]) -> str:
-    """Returns options as text: the same for the same ones in another order; empty without
-    options."""
+    """Returns options as JSON text, the same in whatever order the options stand; empty
+    without options."""
     return json.dumps(options, sort_keys=True, default=str) if options else ""
 
 
@@ -74,9 +74,10 @@ def rows_to_judge(rows: Iterable[DeviationRow]) -> Groups:
 
 
 def has_something_to_judge(row: DeviationRow) -> bool:
-    """Whether there is anything to judge in a measured row. There is not in a head
-    without a row that sees a key, or that overflows as it should, unless more rows exist
-    than were looked at."""
+    """Whether there is anything to judge in a measured row. False for one without
+    elements: no row sees a key, or all elements overflow as they should. True even so
+    where some are not finite that should be, the row is sampled, or the form or the
+    integers of a result were compared."""
     beside = row.beside_reference
     other = beside is not None and (beside.form or beside.mismatches is not None)
     return bool(row.elements != 0 or row.nonfinite or row.sampled or other)
@@ -181,8 +182,9 @@ def format_differences(request: Request, planned: Sequence[str]) -> Iterator[str
 
 
 def unplanned_kernels(request: Request, planned: Iterable[str]) -> Iterator[str]:
-    """Yields a clause for each kernel of a request that is not in the plan. A function of
-    a file is named by its module there."""
+    """Yields a clause for each kernel of a request that is not in the plan. What follows
+    the last `:` is compared, since a function of a file has another name before it
+    there."""
     names = {name.rpartition(":")[2] for name in planned}
     for kernel in request.get("kernels") or ():
         if str(kernel["name"]).rpartition(":")[2] not in names:

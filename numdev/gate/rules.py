@@ -63,7 +63,8 @@ Phases = Annotated[Names, _patterns_among(get_args(Phase))]
 @lru_cache(maxsize=1 << 16)
 def matches_patterns(patterns: tuple[str, ...], text: str | None) -> bool:
     """Whether none of the patterns that begin with ! excludes a text, and one of the
-    others, if there are any, fits it. None counts as an empty text."""
+    others, if there are any, fits it. True without patterns. Patterns are the shell's,
+    and capitals count; a text of None counts as empty."""
     if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
         return False
     wanted = [p for p in patterns if not p.startswith("!")]
@@ -88,6 +89,10 @@ class Patterns(Strict):
 
 
 class Selector(Patterns):
+    """Which rows a threshold is for: by role (`kernel` by default), kernel, format and
+    tensor, and by where they were measured. Another field without patterns or numbers
+    fits all."""
+
     role: Annotated[tuple[Judgeable, ...], BeforeValidator(as_list)] = ("kernel",)
     out_format: Names = ()
     case: Names = ()
@@ -237,11 +242,11 @@ class Threshold(Limit):
         return self
 
     def for_row(self, row: DeviationRow, heads: int | None = None) -> Threshold:
-        """Returns the threshold for rows of this one's kernel, format and tensor: for
-        sampled rows with the limit `sampled`, if there is one, else as the first of
-        `instead` that fits says; with the limit of `few`, where that is higher, for fewer
-        `heads` than the rule asks for (None: there are enough). Itself where nothing
-        changes."""
+        """Returns the threshold with the limit that it has for rows of this one's kernel,
+        format and tensor. That is `sampled` for sampled rows, if the rule has it, else
+        the limit of the first of `instead` that fits, else its own. For fewer `heads`
+        than the rule asks for, `few` says how many there must be, and its limit holds
+        where it is higher; None: there are enough. Itself where nothing changes."""
         changes: dict[str, object] = {}
         if row.sampled and self.sampled is not None:
             changes = {"at_most": self.sampled}
@@ -260,9 +265,10 @@ class Threshold(Limit):
         )
 
     def raised_by_luck(self, row: DeviationRow) -> Threshold:
-        """Returns the threshold for a row, its limit raised by the row's own luck: that
-        of `few_rows` where fewer make its error, and multiplied by the number `times`.
-        The same where the rule has neither, or the row no such number."""
+        """Returns the threshold for a row, its limit raised by the row's own luck. Where
+        fewer rows than `few_rows` says make the error, the limit there holds if it is
+        higher. Else the limit is multiplied by the row's number `times`, and rounded up
+        to a thousandth. Itself where the rule has neither, or the row no such number."""
         if self.few_rows and row.error_rows is not None:
             few, limit = self.few_rows
             if row.error_rows < few:
@@ -284,12 +290,13 @@ class Threshold(Limit):
         )
 
     def widened_for_sample_size(self, row: DeviationRow, heads: int = 1) -> Threshold:
-        """Returns the threshold for a row, or for the median over `heads` of them: higher
-        where it has few numbers, the same where the rule has no `scatter` and for sampled
-        rows. A ratio of root mean squares of n numbers has a standard deviation of 1/√n
-        or less; a median of N, 1.25/√N of that; an interval has luck. A row whose
-        elements share an error (`rows_share_error`) counts as 8 numbers. Where rows count
-        by their size (`rms_ratio`), a few may be all there is."""
+        """Returns the threshold for a row, or for the median over `heads` of them, with a
+        limit of at least 1 + `scatter` standard deviations of luck. Of a ratio of root
+        mean squares of n numbers that is 1/√n or less; of a median of N, 1.25/√N of that.
+        Itself for a rule without `scatter`, and for sampled rows, whose interval has
+        luck. n counts 8 numbers at most for each row whose elements share an error
+        (`rows_share_error`), and of `rms_ratio` only the rows that count in effect
+        (`rms_rows`)."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
         n, rows = float(row.elements), float(row.rows_measured or 0)
@@ -308,6 +315,9 @@ AtMost = Annotated[float, Field(ge=0)]
 
 
 class Rules(Strict):
+    """All by which reports are judged: thresholds of rows, limits of other kinds of
+    reports, and what must have been measured, planted and caught."""
+
     name: str = "default"
     holds_for: dict[str, str] = Field(default_factory=dict)
     """Keys of the report's system, for example cpu_capability or gpu, with a pattern for
@@ -341,7 +351,7 @@ class Rules(Strict):
     def limits_of(self, kind: str) -> Any:
         """Returns the limits of a kind of report beside the thresholds, as that kind's
         model: its class is `Kind.limits`. The default ones where the rules have no
-        others."""
+        others. `kind`: one that has limits."""
         model: Any = kind_of(kind).limits
         return model.model_validate(self.limits.get(kind) or default_limits()[kind])
 

@@ -77,7 +77,8 @@ class SequenceRatios:
 
     @property
     def change(self) -> float | None:
-        """Returns the geometric mean of B / A; None without a ratio."""
+        """Returns the geometric mean of B / A; None without a ratio, and where it is too
+        large or small for float64."""
         return ratio_of_log(statistics.mean(self.logs)) if self.logs else None
 
     @property

@@ -106,9 +106,10 @@ def _finite_inputs_test(rows: Rows, cases: Sequence[CallRecord]) -> Test:
 
 
 def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
-    """Yields a test for every rule on everything it selects, in the rules' order. A rule
-    that selects no row has a test too, which is missing unless the rule may lack rows;
-    but a rule on gradients alone has none where none were planned."""
+    """Yields a test for every rule on each tensor of each kernel in each format that it
+    selects (`by_case`: in each case too), in the rules' order. A rule that selects no row
+    has a test too, which is missing unless the rule may lack rows; but a rule on
+    gradients alone has none where none were planned."""
     groups = rows_to_judge(rows)
     for threshold in rules.thresholds:
         chosen = [*filter(None, map(threshold.where.select, groups.values()))]
@@ -138,7 +139,8 @@ def _is_of_gradients(where: Selector) -> bool:
 
 def _unmatched_pattern(where: Selector, groups: Groups) -> str:
     """Returns a clause on the first of a selector's patterns that fit no row at all, with
-    the names that rows have; empty where each fits some row."""
+    the names that rows have: `; kernel mine is none of a, b`. Empty where each fits some
+    row."""
     for name in ("kernel", "format", "tensor"):
         present = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
@@ -239,8 +241,8 @@ def _worst_first(judged: JudgedRow) -> tuple[float, float]:
 
 
 def _row_with_limit(threshold: Threshold, row: DeviationRow) -> JudgedRow | str:
-    """Returns a row with the first limit whose number it has; else the reason why it has
-    none.
+    """Returns a row with the first limit whose number it has (`absent` needs none); else
+    the reason why it has none, or too few sequences for a rule that asks for certainty.
 
     The next limit (`otherwise`) is for a number that means nothing, and says why, not for
     one not measured."""
@@ -279,8 +281,12 @@ def _is_excused(
     threshold: Threshold, row: DeviationRow, why: str, plan: PlanRecord
 ) -> bool:
     """Whether a row itself shows why it lacks what a rule needs; `why`: the reason it
-    has. That its elements and sequences are all there are is checked against the floor
-    (`check_whole`)."""
+    has. It does where no element of it counts, unless it is sampled. Of a rule on
+    certainty it does with too few sequences, or an inferred rounding model; of noise
+    where nothing was to run twice; of `empty_nonfinite` without an empty row; of numbers
+    beside a reference where it has some. Of other metrics it does with a number that too
+    few heads have, and by its reason where nothing predicts its errors. That its elements
+    and sequences are all there are is checked against the floor (`check_whole`)."""
     metric = threshold.metric
     if row.elements == 0:
         return not row.sampled  # others of its rows may see a key
@@ -306,9 +312,11 @@ def _is_excused(
 
 
 def _with_interval(estimate: JudgedRow) -> JudgedRow | str:
-    """Returns the number of sampled rows with its interval; one without an interval says
-    in `unsure` that it decides nothing. For a maximum that is not exceeded, returns the
-    reason why it says nothing of all rows."""
+    """Returns a number of sampled rows beside its limit. It stays as it is where it is of
+    all rows or has a test of its own (WHOLE, TESTED), and as a maximum beyond its limit.
+    An estimate gets its interval; without one it says in `unsure` that it decides
+    nothing. For another maximum, and for `fa_rule`, returns the reason why it says
+    nothing of all rows."""
     metric = estimate.limit.metric
     if metric in WHOLE | TESTED:
         return estimate
@@ -425,9 +433,10 @@ def run_test(
     `failed`, and why; `asked`: whether it was asked for by name; `empty`: whether no
     element that it returned could be judged; `place`: of the first failure.
 
-    A call in which it failed is missing; so is one that it declined, where the rules
-    require the kernel, or where it was asked for by name (as gradients are) and ran in
-    none."""
+    It is missing where the kernel failed in a call; where it declined one, and the rules
+    require the kernel; where it was asked for by name (as gradients are) and ran in none,
+    unless the rules allow that; and where it is required and `empty`. Else it is not
+    applicable where a call was declined, and held."""
     kernel = who["kernel"]
     required = rules.skipped == "never" or any(
         fnmatchcase(kernel, p) for p in rules.required

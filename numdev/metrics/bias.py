@@ -31,14 +31,18 @@ Flags = NDArray[np.bool_]
 
 
 def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, object]]:
-    """Returns the bias metrics of each head: `sequences`, `bias`, `bias_sign`,
-    `bias_feature`, and the judged one as `bias_t`, `bias_p`, `bias_size`, `bias_of`.
+    """Returns the bias metrics of each head, by name. `sequences` is how many were
+    observed. Means over sequences: `bias`, `bias_sign` (along the reference's sign) and
+    `bias_feature` (of the feature whose mean is the largest in magnitude). Of the most
+    certain mean: `bias_t`, `bias_p`, `bias_size` and `bias_of` (`mean`, `sign` or
+    `feature 3`).
+
     Summed over rows of each sequence: signed differences from the floor in ulps,
     `features` [sequences, H, features], and `along` the reference's sign [sequences, H];
     `counts` [sequences, H, features]: of how many elements.
 
     A sequence without a usable element is no observation; with fewer than two sequences
-    the judged fields are None. `bias_p` is corrected for the family (Bonferroni with
+    the last four fields are None. `bias_p` is corrected for the family (Bonferroni with
     weights, so that the 64 or 128 features do not drown the two overall means: these get
     a quarter of the error rate each, the features share the other half). The correction
     over heads is made where heads are seen together. Members of at least BIAS_ULP are

@@ -41,8 +41,9 @@ def checksums(x: Tensor) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def _odd_multipliers(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the odd numbers w_i [size] by which bit patterns are multiplied, int64, and
-    their sum modulo 2^64."""
+    """Returns the odd numbers w_i [size] by which bit patterns are multiplied, int64 on
+    the device, and their sum modulo 2^64. The tensors are cached: nobody may change
+    them."""
     # No progression, whose terms can cancel: i - 2 (i + 1) + (i + 2) is 0.
     w = torch.arange(1, size + 1, device=device) * _ODD[0]
     w = (w ^ (w >> 29)) * _ODD[1]
@@ -58,8 +59,8 @@ def same(x: Tensor, y: Tensor) -> bool:
 
 def bits(x: Tensor) -> Tensor:
     """Returns the bit patterns of a tensor's elements as integers of their size (uint8
-    for one byte, else signed), sharing the tensor's memory; of complex ones those of
-    their parts, [..., 2]. A lazy conjugate is computed."""
+    for one byte, else signed), of complex ones those of their parts, [..., 2]. They share
+    the tensor's memory, unless it is a lazy conjugate or negative, which is computed."""
     x = x.detach()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
     return x.view(_BITS[x.element_size()])

@@ -63,7 +63,8 @@ def measure(
     bins: Tensor | None = None,
 ) -> Deviation:
     """Returns all metrics of `output` [B, H, q_len, v_dim] against `yardstick`, head by
-    head.
+    head. Rows that see no key are left out; an element that is not finite is counted and
+    not averaged; a number that means nothing is None, with its reason in `nulls`.
 
     `expected` is the output of the emulation the kernel claims to be, on the same inputs;
     without it there is no expected_ratio, rms_ratio or worst_row. `of`: where the rows
@@ -111,7 +112,8 @@ def measure_plain(
 
 def _common_metrics(totals: Totals) -> dict[str, Column]:
     """Returns the metrics that every tensor has: elements, empty_rows, nonfinite, max_abs
-    and rel, each [H]. Counts are of the rows that were drawn, as the floor's are."""
+    and rel, each [H]. Where rows that stood out are measured beside a sample, the three
+    counts are of the sampled rows alone, as the floor's are."""
     sums, counts = totals.sums, totals.drawn or totals.sums
     return {
         "elements": counts["count"],
@@ -124,9 +126,9 @@ def _common_metrics(totals: Totals) -> dict[str, Column]:
 
 def _format_metrics(totals: Totals, fmt: Format) -> dict[str, Column]:
     """Returns the metrics that need the floor's format, the baseline or a prediction:
-    max_ulp, fa_rule (only with a baseline) and worst_row (only with a prediction). Also
-    `lost`: whether the reference is below the format's rounding of its terms, so that
-    `rel` means nothing."""
+    max_ulp, fa_rule (only with a baseline, and in formats of 16 bits or more) and
+    worst_row (only with a prediction). Also `lost`: whether the reference is below the
+    format's rounding of its terms, so that `rel` means nothing."""
     sums, largest = totals.sums, totals.largest
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
@@ -173,10 +175,10 @@ def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
 
 def _with_nulls(head: Metrics) -> Metrics:
     """Sets every number of a head that means nothing to None, in place, with its reason
-    in `nulls`, removes the flag `lost`, and returns the head. These are NaN and infinity,
-    all but the counts of a head without elements, `rel` where the reference is lost in
-    its terms, `flash_vs_precision` where the format changes nothing, and the bias of
-    fewer than two sequences."""
+    in `nulls`, removes the flag `lost`, and returns the head. Numbers that mean nothing
+    are: NaN and infinity; all but the counts of a head without elements; `rel` where the
+    reference is lost in its terms; `flash_vs_precision` where the format changes nothing;
+    and the bias of fewer than two sequences."""
     nulls: dict[str, str] = {}
     lost = head.pop("lost", False)
     if head["elements"] == 0:

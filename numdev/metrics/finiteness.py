@@ -22,7 +22,8 @@ class Outside:
 
 def nonfinite_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Returns how many elements are NaN or infinite, by the tensor's name. Left out are
-    tensors that have none, and tensors of integers or bools."""
+    tensors that have none, and tensors of integers, bools or complex numbers. The names
+    differ: of one that comes twice the last count stays."""
     floating = ((name, x) for name, x in tensors if x.is_floating_point())
     counts = {name: count_nonfinite(x) for name, x in floating}
     return {name: count for name, count in counts.items() if count}

@@ -47,8 +47,9 @@ RMS = {
 
 
 def of_sums(sums: Sums) -> dict[str, Numbers]:
-    """Returns every metric, by name, that can be computed from these sums. A metric whose
-    denominator is 0 is NaN or infinite; one whose sums are missing is left out."""
+    """Returns every metric, by name, that can be computed from these sums, in their
+    shape. A metric whose denominator is 0 is NaN or infinite. A metric whose sums are
+    missing is left out, but for `absolute`, `square` and `count`, which must be there."""
     metrics = {"mean_abs": sums["absolute"] / sums["count"]}
     for name, (squares, count) in RMS.items():
         if sums.keys() >= {squares, count}:
@@ -79,8 +80,8 @@ def intervals(
 ) -> list[dict[str, Interval]]:
     """Returns for each head the 95 % intervals (low, high) of its metrics, by name, from
     a sample of `rows` rows in order of position. `groups`: sums over the rows dealt to
-    groups [H, GROUPS]; `of`: how many rows the sample stands for; `certain` [sums, H]:
-    sums over further rows that are all measured.
+    groups [H, GROUPS]; `of`: how many rows the sample stands for; `certain` [sums, H], in
+    the order of `groups`: sums over further rows that are all measured.
 
     A metric without a finite interval is left out, and all are for fewer than two rows. A
     metric of exactly 0 has the interval (0, 0)."""

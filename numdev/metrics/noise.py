@@ -43,7 +43,9 @@ class Noise:
 
 def noise(runs: Sequence[Tensor]) -> list[Noise]:
     """Returns the noise of each head of one tensor [B, H, rows, ...] over several runs,
-    at least one; a single run has the noise None, runs of the same bits 0.
+    at least one: the root mean square difference of two runs, over all pairs and the
+    elements that are finite in both. A single run has the noise None, runs of the same
+    bits 0.
 
     Two runs are brought to fp64 at a time, some heads at a time. Raises MeasurementError
     where runs differ in shape or dtype."""

@@ -14,16 +14,19 @@ Value = float | str | None
 def lse_error(row: DeviationRow) -> float | None:
     """Returns the rms error of a row on the log-sum-exp over 1 + the root mean square of
     the exact values (which is rms / rel): relative where these are large, absolute where
-    they are near 0. None where the row has no rms."""
+    they are near 0. The rms alone where `rel` is missing or 0; None where the row has no
+    rms."""
     if not row.rms:
         return row.rms
     return row.rms / (1 + (row.rms / row.rel if row.rel else 0.0))
 
 
 def _beside_reference(name: str) -> Callable[[DeviationRow], Value]:
-    """Returns the function that takes a number beside a reference out of a row."""
+    """Returns the function that takes the number `name`, a field of `BesideReference`,
+    out of a row; it returns None for a row that has no numbers beside a reference."""
 
     def number(row: DeviationRow) -> Value:
+        """Returns the number of the row; None where it has none."""
         numbers = row.beside_reference
         value: Value = None if numbers is None else vars(numbers)[name]
         return value
@@ -88,9 +91,9 @@ METRICS = (FIELDS - {"layer", "seed", "head", "step"}) | {"suspicion", *DERIVED}
 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
-    """Returns a metric of a row by name, and None; or None with the reason in the row's
-    `nulls`, which is None where it gives none. A ratio of ERRORS is 0 in a row without
-    any error, though its denominator is 0."""
+    """Returns a metric of a row by name, one of METRICS, and None; or None with the
+    reason in the row's `nulls`, which is None where it gives none. A ratio of ERRORS is 0
+    in a row without any error, though its denominator is 0."""
     value: Value = DERIVED[metric](row) if metric in DERIVED else getattr(row, metric)
     if value is not None:
         return value, None
@@ -102,8 +105,8 @@ def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     """Returns the 95 % interval of a metric that is estimated from sampled rows; None
     where it has none, and for a text. A ratio of ERRORS in a row without any error has
-    the interval of its rms; `noise_ratio` and `lse_error` get theirs from that of the
-    rms."""
+    the interval of its rms. `noise_ratio` and `lse_error` get theirs from that of the
+    rms; a derived metric of 0 has the interval (0, 0)."""
     if metric in ERRORS and row.rms == 0:
         return row.interval.get("rms")
     if metric not in DERIVED:

@@ -74,7 +74,8 @@ class Strata:
 @functools.lru_cache(maxsize=256)
 def starts(length: int) -> tuple[int, ...]:
     """Returns the first row of every bin of positions in a call of `length` rows,
-    ascending from 0, at most BINS; empty for a call of fewer than FEWEST rows."""
+    ascending from 0, at most BINS: 0, 1, 2, 4, 8 and so on, then in equal steps. Empty
+    for a call of fewer than FEWEST rows."""
     first_rows: list[int] = []
     at = 0 if length >= FEWEST else length
     while at < length:
@@ -87,8 +88,9 @@ def starts(length: int) -> tuple[int, ...]:
 
 def membership(length: int, positions: Tensor) -> Tensor | None:
     """Returns which of the rows at `positions` (int64 [rows]) of a call of `length` rows
-    are in which bin: 1.0 or 0.0, fp64 [rows, bins], on their device; None where there are
-    no bins. A product with it gives sums over rows by bin, in the same order."""
+    are in which bin: 1.0 or 0.0, fp64 [rows, bins], on the device of `positions`. None
+    where there are no bins. The matrix product of numbers [rows] with it sums them bin by
+    bin."""
     first = starts(length)
     if not first:
         return None

@@ -193,10 +193,10 @@ def _fastest_element_sums(
     *,
     is_floor: bool,
 ) -> ElementSums:
-    """Returns the sums over elements by the fastest way: by the Triton kernel for an
-    output on a GPU of more than SMALL elements, of 16 bits or more, of which everything
-    counts, if Triton is installed; else by steps of PyTorch. `e`: the expected output or
-    None."""
+    """Returns the sums over elements by the fastest way. That is the Triton kernel where
+    Triton is installed and the output is on a GPU, has more than SMALL elements of 16
+    bits or more, and all of them count; else steps of PyTorch. `e`: the expected output
+    or None."""
     if not (counted.is_regular and counted.is_alike):
         masks = counted.rows.usable, counted.beside, counted.compared
         return element_sums(o, e, y, *masks, is_floor=is_floor)
@@ -210,12 +210,15 @@ def _fastest_element_sums(
 def _prediction_sums(
     size: Tensor, predicted: Tensor, relative: Tensor, rows: yardstick.RowScales
 ) -> yardstick.Sums:
-    """Returns by name the squares of rows' errors `size` and of the errors `predicted`
-    for them, relative to the row's terms and (`own_`) in the unit of the tensor; rows
-    without a relative error have 0 in the former. From the squares of squares follows how
-    many rows there are in effect. In the unit of the tensor also the least that may be
-    predicted, and the larger of this and what is. [B, H, rows] each. `relative`: the
-    squares of what is predicted, of the least that may be and of the errors, relative."""
+    """Returns squares by name, [B, H, rows] each: of rows' errors `size`, of the errors
+    `predicted` for the rows, and of the least that may be predicted. As `against`,
+    `predicted` and `least_row` they are relative to the row's terms, and 0 in rows
+    without a relative error; `expected_count` is 1 in the other rows. As `own_against`,
+    `own_predicted` and `own_least` they are in the unit of the tensor, and `own_weight`
+    is the larger of the last two. From `against_squared` and `own_weight_squared`,
+    squares of squares, follows how many rows there are in effect. `relative` [3, B, H,
+    rows]: the squares, relative, of what is predicted, of the least that may be, and of
+    the errors."""
     square, least, against = relative
     sums = {
         "against": against,
@@ -289,7 +292,9 @@ def _beside_floor(
     o: Tensor, y: yardstick.Yardstick, usable: Tensor | None, beside: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `features`, `along` and `from_floor` of `ElementSums`. `usable`, `beside`:
-    which elements count in the first two and in the last; None: all."""
+    which elements count in the first two and in the last; None: all. Of a mask, elements
+    whose floor is not finite do not count; in the first two, nor do rows that repeat
+    others."""
     off = (o - y.floor).contiguous()
     ulps = off / y.spacing
     if usable is not None:
@@ -303,10 +308,11 @@ def _beside_floor(
 
 
 def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
-    """Returns the sums over each row for the distances alone of a tensor without a floor:
-    [B, H, rows] or [B, H, rows, features]; `empty` bool [B, H, rows], rows that are left
-    out. Elements that are not finite in either are left out and, where only one is,
-    counted in `nonfinite`."""
+    """Returns the sums over each row for the distances alone of a tensor without a floor,
+    [B, H, rows] or [B, H, rows, features]: count, absolute, square, reference, empty_rows
+    and nonfinite, and max_abs among the largest. `empty`: bool [B, H, rows], rows that
+    are left out. Elements that are not finite in either tensor are left out and, where
+    only one is, counted in `nonfinite`."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = yardstick.widened(output)
@@ -332,7 +338,8 @@ def to_host(
     """Deals rows to groups and returns all sums on the host, copied in one transfer.
     `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and 1; None: no
     sums by bin. `of`: where rows are a sample, how many rows the call has, or the strata
-    they come from; None: all rows are there."""
+    they come from; None: all rows are there. Of strata, rows that stood out are in no
+    group: `certain` has their sums."""
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
     sums = torch.stack(list(x.sums.values()))
     in_groups = sums[..., ~of.suspects] if isinstance(of, Strata) else sums
@@ -372,8 +379,9 @@ def row_ratios(
     error: Tensor, predicted: Tensor, usable: Tensor, y: yardstick.Yardstick
 ) -> Tensor:
     """Returns |error_i| over what is predicted for the row, [B, H, rows]; 0 in a row
-    without an error. `error` and `predicted`, both minus the reference, [B, H, rows,
-    features], are 0 where `usable` (bool, same shape) is False."""
+    without an error. What is predicted counts as at least what is typical of the head, as
+    in `_ratios_to_prediction`. `error` and `predicted`, both minus the reference, [B, H,
+    rows, features], are 0 where `usable` (bool, same shape) is False."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
     squares = rows.relative(torch.stack([sizes, rows.least])).square()
@@ -384,11 +392,11 @@ def _ratios_to_prediction(
     size: Tensor, predicted: Tensor, squares: Tensor, rows: yardstick.RowScales
 ) -> Tensor:
     """Returns rows' errors `size` over what is `predicted`, all [B, H, rows]; 0 where
-    `size` is 0. What is predicted counts as at least what is typical of the head (the rms
-    over rows of what is predicted relative to |term scale_i|), since that one row's
-    roundings happen to cancel is no prediction; and as at least u |r_i| / sqrt(12) and u
-    SMALLEST_SCALE. `squares` [2, B, H, rows]: of what is predicted and of the least that
-    may be, relative."""
+    `size` is 0. What is predicted counts as at least u |r_i| / sqrt(12) and u
+    SMALLEST_SCALE. It also counts as at least what is typical of the head, since that one
+    row's roundings happen to cancel is no prediction: the rms over rows of what is
+    predicted relative to |term scale_i|. `squares` [2, B, H, rows]: of what is predicted
+    and of the least that may be, relative."""
     typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged_count).sqrt()
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
     allowed = torch.maximum(allowed, rows.least).clamp_min(rows.least_allowed)

@@ -48,9 +48,9 @@ def interval(values: Sequence[float], least: float = -math.inf) -> Mean:
 
 def factor(ratios: Sequence[float]) -> Mean:
     """Returns the geometric mean of at least one ratio and its 95 % interval, from
-    logarithms: a ratio and its inverse say the same. The ordinary mean and its interval
-    where a ratio is not positive; None for the ends of a single ratio, or of an interval
-    beyond float64."""
+    logarithms: a ratio and its inverse say the same. Where a ratio is not positive it is
+    the ordinary mean with its interval, which begins at 0 or above where no ratio is
+    negative. None for the ends of a single ratio, or of an interval beyond float64."""
     if min(ratios) <= 0:
         return interval(ratios, least=0.0 if min(ratios) == 0 else -math.inf)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])
@@ -61,9 +61,10 @@ def factor(ratios: Sequence[float]) -> Mean:
 
 def noise_ratio(row: DeviationRow) -> float | None:
     """Returns the rms difference between repeated runs over what rounding the result once
-    changes: over the rms of the floor (rms / floor_ratio), or over u / sqrt(12) of the
-    terms (about rms / row_rel) where that is more. 0 where runs agree; None where noise,
-    rms or floor_ratio is missing."""
+    changes. That is the rms of the floor (rms / floor_ratio), or u / sqrt(12) of the
+    terms (about rms / row_rel) where this is more. The latter is only for formats of
+    UNIT_ROUNDOFF. 0 where runs agree; None where the noise is missing, or rms or
+    floor_ratio is missing or 0."""
     if row.noise is None or row.noise == 0:
         return row.noise
     if not row.rms or not row.floor_ratio:
@@ -75,8 +76,8 @@ def noise_ratio(row: DeviationRow) -> float | None:
 
 def holm(p: Sequence[float], alpha: float) -> list[bool]:
     """Returns which hypotheses Holm's step-down procedure rejects at family-wise error
-    rate `alpha`, in the order of their p-values `p`. One with p NaN counts, and is not
-    rejected.
+    rate `alpha`, in the order of their p-values `p`; empty for none. A hypothesis whose p
+    is NaN counts as one of the family, and is not rejected.
 
     S. Holm, "A simple sequentially rejective multiple test procedure" (1979)."""
     # NaN last: it compares with nothing, and would leave the others unsorted

@@ -12,8 +12,11 @@ WEIGHTS_AT_ONCE = 1 << 24
 
 
 def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
-    """Returns the report's row on what casting a stored tensor to a format costs; its
-    numbers are None for a tensor without a usable element, and `rel` for one of zeros.
+    """Returns the report's row on what casting a stored tensor to a format costs.
+    `max_abs` and `mean_abs` are of the errors' magnitudes, `rel` is the norm of the
+    errors over that of the tensor. All three are None for a tensor without a usable
+    element, and `rel` also for one of zeros. Raises UsageError for a dtype without a
+    format, as of integers.
 
     Elements the format cannot hold, or that were not finite to begin with, are counted
     and left out of the averages. Sums are fp64; WEIGHTS_AT_ONCE elements at a time bound

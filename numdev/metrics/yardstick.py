@@ -47,8 +47,9 @@ class RowScales:
         return sizes / self.unit
 
     def predicted(self, sizes: Tensor) -> Tensor:
-        """Returns rows' predicted errors [B, H, rows] with what fp32 arithmetic may err
-        added in squares, where the yardstick has that."""
+        """Returns rows' predicted errors `sizes` [B, H, rows] and what fp32 arithmetic
+        may err, joined as the root of the sum of their squares; `sizes` alone where
+        `arithmetic` is None."""
         return sizes if self.arithmetic is None else torch.hypot(sizes, self.arithmetic)
 
     @cached_property
@@ -141,8 +142,8 @@ class Yardstick:
 
     @cached_property
     def _finite(self) -> list[bool]:
-        """Returns whether all elements are finite, of the reference, the floor, the
-        spacing and, if there is one, the baseline."""
+        """Returns, one after another, whether all elements of the reference, of the
+        floor, of the spacing and of the baseline (if there is one) are finite."""
         every = [self.reference, self.floor, self.spacing]
         return each_finite(every if self.baseline is None else [*every, self.baseline])
 
@@ -169,9 +170,10 @@ class Yardstick:
 
     @cached_property
     def regular(self) -> bool:
-        """Whether every row sees a key, all elements of the reference, floor, spacing and
-        baseline (if there is one) are finite, and no row repeats another or is left
-        undrawn."""
+        """Whether all rows and elements count. Every row sees a key. All elements of the
+        reference, the floor, the spacing and the baseline (if there is one) are finite.
+        No row has the result of one in an earlier sequence, and none is left out of the
+        sample."""
         return all(self._finite) and not bool((self.empty | self.repeated).any())
 
     @cached_property
@@ -182,7 +184,7 @@ class Yardstick:
 
     def rows_where(self, usable: Tensor | None) -> RowScales:
         """Returns the scales of rows over the elements of a mask `usable`, bool [B, H,
-        rows, features]; None: over all usable ones."""
+        rows, features]; None: over those of `self.usable`."""
         is_everything = usable is None and self.regular
         usable = self.usable if usable is None else usable
         if is_everything:
@@ -213,10 +215,12 @@ class Yardstick:
 
     @cached_property
     def sums(self) -> Sums:
-        """Returns sums over rows, by name, of the squares of the floor's error, the
-        baseline's error, the precision deviation and the baseline's own, with counts,
-        each over the elements that are finite in it; without a tensor its sums are left
-        out.
+        """Returns sums over the elements of each row, by name, [B, H, rows] each: of the
+        squares of the floor's error (`floor`), of the baseline's (`plain`), of what
+        rounding the inputs moves the reference (`moved`), and of the baseline's
+        difference from `baseline_fp32` (`cast_apart`). With each comes the number of
+        elements, those that are finite in it (`floor_count`, ...). Without a tensor its
+        sums are left out. Also `least`, and `empty_rows` (1 or 0).
 
         u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor
         of values that fill their binades, and stands in where all are exact (V = 1) and
@@ -293,10 +297,10 @@ class Yardstick:
 
     def fa_allowance(self, usable: Tensor | None) -> Sums:
         """Returns the largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each
-        row, as `plain_from_floor` and `shifted` [B, H, rows], over the elements of the
-        mask `usable`, or for None over all of a regular yardstick. Flash-attention's own
-        test allows twice their sum; ref is the exact answer cast to the format, and the
-        shifts are computed in it. Needs a baseline."""
+        row, as `plain_from_floor` and `shifted` [B, H, rows]. Plain is the baseline, ref
+        the exact answer cast to the format, in which the shifts are computed.
+        Flash-attention's own test allows twice the sum of both. `usable`: a mask of the
+        elements that count; None: all, of a regular yardstick. Needs a baseline."""
         assert self.baseline is not None
         floor, plain = self.floor, self.baseline - self.floor
         if usable is not None:
@@ -311,7 +315,8 @@ class Yardstick:
 
 def finite(x: Tensor) -> Tensor:
     """Returns a mask (bool) of where x is neither NaN nor infinite, several times faster
-    than isfinite on a CPU."""
+    than isfinite on a CPU. `x`: of a dtype that PyTorch computes in, so of no 8-bit
+    format."""
     return x.abs() < math.inf
 
 
@@ -340,7 +345,8 @@ def rounding(fmt: Format) -> float:
 
 
 def row_norm(x: Tensor) -> Tensor:
-    """Returns the rows' Euclidean norms [B, H, rows] of [B, H, rows, features]."""
+    """Returns the Euclidean norms [B, H, rows] of the rows of x [B, H, rows,
+    features]."""
     # Contiguous, since the order of a sum, and with it the last bit, goes with the
     # strides.
     norm: Tensor = torch.linalg.vector_norm(x.contiguous(), dim=-1)
@@ -348,7 +354,8 @@ def row_norm(x: Tensor) -> Tensor:
 
 
 def row_max(x: Tensor) -> Tensor:
-    """Returns the rows' largest magnitudes [B, H, rows] of [B, H, rows, features]."""
+    """Returns the largest magnitude [B, H, rows] of each row of x [B, H, rows, features],
+    at least one feature; NaN where the row has a NaN."""
     # An infinity norm takes eight times as long on a CPU
     largest: Tensor = x.abs().amax(dim=-1)
     return largest

@@ -49,6 +49,7 @@ class _Titled:
     foreign text in it is made harmless here, and not by each renderer."""
 
     def __post_init__(self) -> None:
+        """Replaces the control characters of `title` and `text`, whichever there are."""
         for name in ("title", "text"):
             if hasattr(self, name):
                 object.__setattr__(self, name, plain(getattr(self, name)))
@@ -149,7 +150,8 @@ class StackedBars:
 
     @property
     def names(self) -> list[str]:
-        """Returns the names of all parts, the largest of any bar first."""
+        """Returns the names of all parts, each once, sorted by a part's largest share in
+        any bar, the largest first."""
         largest: dict[str, float] = {}
         for _, parts in self.bars:
             for name, share in parts.items():
@@ -158,8 +160,8 @@ class StackedBars:
 
     @property
     def longest(self) -> float:
-        """Returns the length of a bar across the page: the largest sum of parts, 1 at
-        least."""
+        """Returns which share the longest bar, as wide as the page, stands for: the
+        largest sum of a bar's parts, 1 at least. Needs a bar."""
         return max(1.0, *(sum(parts.values()) for _, parts in self.bars))
 
 
@@ -180,6 +182,8 @@ Node = (
 
 @dataclass(frozen=True)
 class Document(_Titled):
+    """A title and the nodes below it, in the order in which they are shown."""
+
     title: str
     blocks: tuple[Node, ...] = ()
 
@@ -282,16 +286,17 @@ def heat_map(
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
     """Returns a table of one number for each layer (down) and head (across), in a few
-    characters. `layers`: by a layer's name its cells, one for each of `heads`, of which
-    None is a whole."""
+    characters. `layers`: by a layer's name its cells, one for each of `heads`. The head
+    None stands for the whole layer, and its column is called `all`."""
     names = ("all" if head is None else str(head) for head in heads)
     rows = ([Cell(name, style="soft"), *cells] for name, cells in layers.items())
     return table(["layer", *names], rows, title=title, kind="map", only=only)
 
 
 def cell_id(kernel: str, fmt: str, tensor: str, layer: str, head: int | None) -> str:
-    """Returns the id of a head's cell on a map of a page, in letters, digits and
-    `_.-`."""
+    """Returns the id of a head's cell on a map of a page, as
+    `flex-bfloat16-out-layer-3-7`; the head is `None` for a whole layer. Each run of
+    characters other than letters, digits, `_`, `.` and `-` becomes one `-`."""
     return re.sub(r"[^\w.-]+", "-", f"{kernel}-{fmt}-{tensor}-{layer}-{head}")
 
 
@@ -321,7 +326,9 @@ def curve(
 
 def tables_of(of: Figures) -> Iterator[Table]:
     """Yields figures as numbers, those of one metric in one table: a row for each curve,
-    a column for each tick of the axis."""
+    a column for each tick of the axis. A curve that the axis does not move has the same
+    number in each. Ratios are written as `ratio` writes them, a loss with three decimals,
+    others in two digits."""
 
     def cell(figure: Figure, curve: Curve, x: float) -> str:
         """Returns a curve's number at x with its note; a dash where it has no point

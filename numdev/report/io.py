@@ -34,9 +34,9 @@ class _Head(BaseModel):
 
 def read(path: Path) -> Report:
     """Returns the report in a `report.json`, or in a directory that holds one. Raises
-    UsageError where there is none, and MeasurementError for one that is not understood
-    (another schema version), or was cut off, edited or merged by hand, as its digest
-    tells: a report is read right, or not at all."""
+    UsageError where there is none or it cannot be opened. Raises MeasurementError for a
+    file that is no report of this schema version, and for one that was cut off, edited or
+    merged by hand, as its digest tells: a report is read right, or not at all."""
     try:
         path = path / "report.json" if path.is_dir() else path
         text = bytearray(path.read_bytes())
@@ -82,8 +82,8 @@ def read(path: Path) -> Report:
 
 
 def text_of(report: Report) -> str:
-    """Returns a report as JSON, for a file as for a terminal; its last key is the SHA-256
-    of all before."""
+    """Returns a report as JSON in one line, for a file as for a terminal; its last key,
+    `digest`, is the SHA-256 of all before."""
     return with_digest(json_text(report.model_dump_json()).encode()).decode()
 
 
@@ -95,8 +95,9 @@ def with_digest(text: bytes) -> bytes:
 
 
 def write(report: Report, directory: Path) -> None:
-    """Writes report.json and its tables as CSV into a directory that exists; each
-    atomically."""
+    """Writes report.json and the report's tables, as CSV, into a directory that exists;
+    each file atomically, in place of an older one. Raises OSError where one cannot be
+    written."""
     for name, lines in report.tables().items():
         with replacing(directory / f"{name}.csv") as file:
             write_csv(file, lines)
@@ -108,7 +109,8 @@ def write(report: Report, directory: Path) -> None:
 def replacing(path: Path) -> Iterator[IO[str]]:
     """Yields a text file that takes the name `path` only when it is complete; after an
     exception the old file stays. A device, a pipe, or the system's name for an open file
-    (`/dev/stdout`) is written to, and stays what it is."""
+    (`/dev/stdout`) is written to, and stays what it is. Raises OSError where it cannot be
+    written, as in a folder that does not exist."""
     if path.parts[:2] in (("/", "dev"), ("/", "proc")) or (
         path.exists() and not path.is_file()
     ):
@@ -123,8 +125,8 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 
 def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
-    """Writes one line for each record under a line of the names of the fields; nothing
-    where there is no record."""
+    """Writes one line for each record, all of one class, under a line of the names of the
+    fields; nothing where there is no record."""
     writer = csv.writer(file)
     for i, line in enumerate(lines):
         values = line.model_dump()
@@ -153,8 +155,9 @@ def claim_directory(
 ) -> None:
     """Makes the directory of the results, and removes unfinished files in it. Raises
     UsageError where it holds another report: one of another command always, of another
-    request unless `overwrite`; and MeasurementError for an older report that cannot be
-    read, unless `overwrite`."""
+    request unless `overwrite`. Raises MeasurementError for an older report that cannot be
+    read, unless `overwrite`; OSError where the directory cannot be made, as where a file
+    has its name."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_stale(directory)
     refuse_other_kind(directory, kind)

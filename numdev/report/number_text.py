@@ -24,8 +24,8 @@ def si(value: float | None) -> str:
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
-    """Returns a share as a percentage: `3.1 %`, `-42 %`, `2e-5 %`; with `sign` also `+3.1
-    %`. A dash for None."""
+    """Returns a share as a percentage of two digits, `3.1 %`, `-42 %`, `2.0e-3 %`, and a
+    whole one from 99.5 % to 1000 %; with `sign` also `+3.1 %`. A dash for None."""
     if share is None:
         return NONE
     number = f"{100 * share:.0f}" if 0.995 <= abs(share) < 10 else si(100 * share)
@@ -34,14 +34,16 @@ def percent(share: float | None, *, sign: bool = False) -> str:
 
 def power(number: str) -> str:
     """Returns a number's text, as Python writes it, without zeros or a plus in the
-    exponent: 1.2e-3, 1.2e3."""
+    exponent: `1.2e-3` for `1.2e-03`, `1.2e3` for `1.2e+03`. Text without an exponent
+    stays."""
     return re.sub(r"(?<=\d)e(?:\+|(-))0*(?=\d)", r"e\1", number)
 
 
 def three(value: float | None, beside: float | None = None) -> str:
     """Returns a number in three digits, or in more where it would read as the limit
-    `beside` that it is not equal to; 9570 and not 9.57e3. What was rounded shows its
-    zeros: 1.00, where 1 is exactly 1. A dash for None."""
+    `beside` that it is not equal to; 9570 and not 9.57e3, but a power from 1e6 on and
+    below 1e-4. What was rounded shows its zeros: 1.00, where 1 is exactly 1. A dash for
+    None."""
     if value is None:
         return NONE
     digits = 3
@@ -73,7 +75,7 @@ def labelled(kernel: str, options: Mapping[str, object]) -> str:
 def ratio(value: float | None) -> str:
     """Returns a multiple, without ×: below 0.1 in two significant digits (0.031, 4.0e-3),
     up to 100 with two decimals, then in three digits (1230), from 1e5 on as a power; 0.00
-    for 0, a dash for None. Below -0.1 it has two decimals."""
+    for 0, a dash for None. A negative one has two decimals from -0.1 downwards."""
     if value is None:
         return NONE
     if 0 < abs(value) < 0.1:
@@ -94,5 +96,5 @@ def short(value: float | None) -> str:
 
 def shade(value: float | None, limits: Sequence[float] = SHADES) -> int | None:
     """Returns how dark a number is shown: how many of the ascending `limits` it reaches,
-    0 to 4 with those for a multiple of the floor. None for None."""
+    0 to 4 with SHADES, which are for a multiple of the floor. None for None."""
     return None if value is None else sum(value >= limit for limit in limits)

@@ -14,8 +14,8 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def plain(text: str, keep: str = "") -> str:
-    """Returns text with its control characters (ANSI escapes, marks of direction) spelled
-    out, but for those in `keep`."""
+    """Returns text with each character that is not printable (ANSI escapes, marks of
+    direction, odd blanks) spelled out as Python escapes it, but for those in `keep`."""
     if text.isprintable():
         return text
     return "".join(
@@ -25,9 +25,9 @@ def plain(text: str, keep: str = "") -> str:
 
 
 def csv_cell(value: object) -> object:
-    """Returns a value as a cell of a CSV file: mappings as JSON, and text that a
-    spreadsheet would compute with an apostrophe before it; control characters but tabs
-    and line ends spelled out. Numbers stay."""
+    """Returns a value as a cell of a CSV file: a dict as JSON, and text that a
+    spreadsheet would compute (FORMULA) with an apostrophe before it. In text, control
+    characters but tabs and line ends are spelled out. Other values stay."""
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, str):

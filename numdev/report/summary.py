@@ -51,7 +51,8 @@ def summarise(
     words: Words = ATTENTION_WORDS,
 ) -> AuditSummary:
     """Returns the summary of an audit's rows, whether ok, skipped or failed; planted
-    faults are left out. A kernel that a finding is on is not spoken of in its answer.
+    faults are left out. The answer, sentences as `bfloat16: ...`, says nothing of a
+    kernel that a finding is on. `explanations` and `worst` are taken over as they are.
     `words`: of the operation."""
     groups = grouped(
         (row for row in rows if row.role != "control"),
@@ -80,10 +81,11 @@ def summarise(
 
 
 def _rank_in_format(kernel: KernelSummary) -> tuple[int, bool, float]:
-    """Returns the order of a kernel in its format: the floor first, then by distance from
-    the truth over the baseline's (which is the same for kernels that return another
-    format than the others), else over the floor; what is not finite last, then the cost
-    of the format."""
+    """Returns the order of a kernel among those of its format: the floor first, the cost
+    of the format (the role `precision`) last. Between them kernels come by their error
+    over the baseline's, or over the floor's where that is missing; those with elements
+    that are not finite after the others. The baseline's is the same for kernels that
+    return another format."""
     order = 0 if kernel.role == "floor" else 2 if kernel.role == "precision" else 1
     ratios = (kernel.baseline_ratio, kernel.floor_ratio)
     return (
@@ -94,9 +96,9 @@ def _rank_in_format(kernel: KernelSummary) -> tuple[int, bool, float]:
 
 
 def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSummary:
-    """Returns the summary of one kernel in one format, by all its rows, at least one, of
-    which those that are not ok only count: of its output over all heads, of each
-    gradient, and of each phase of a generation."""
+    """Returns the summary of one kernel in one format: of its output over all heads, of
+    each gradient, and of each phase of a generation. `rows`: all of the kernel's, at
+    least one; those that are not ok are only counted."""
     ok = [row for row in rows if row.status == "ok" and tensor_spec(row.tensor).is_output]
     worst = max(ok, key=lambda row: row.expected_ratio or 0.0, default=rows[0])
     ran = _distinct_values(row.ran for row in rows)
@@ -164,9 +166,10 @@ def _mean_error(ok: Sequence[DeviationRow]) -> float | None:
 def _fields_over_heads(
     ok: Sequence[DeviationRow], record: type[Record], places: Places
 ) -> dict[str, Any]:
-    """Returns those fields of `record` that are of a metric over heads: the median, the
-    largest (`_worst`), and the layer and head that have it (`_where`); counts, but none
-    of these, where no head has a number. `ok`: measured rows."""
+    """Returns the fields of `record` that are over heads: of each of METRICS the median,
+    the largest (`_worst`), and the layer and head that have it (`_where`), and the counts
+    `ok` and `nonfinite`. A metric of which no head has a number is left out. `ok`:
+    measured rows."""
     fields: dict[str, object] = {
         "ok": len(ok),
         "nonfinite": sum(row.nonfinite or 0 for row in ok),
@@ -213,8 +216,8 @@ def _answer_sentences(
     """Yields sentences on one format: what overflows, and how far a flash kernel is from
     eager attention, or what else is the baseline by the `words` of the operation, beside
     what the format costs. A kernel with a finding, or one whose output is not finite, is
-    not spoken of: its verdict says it. Of several kernels it is one that PyTorch does not
-    bring, if there is one."""
+    not spoken of: its verdict says it. Of several kernels it is the first that is not in
+    HEADLINE, else the first of HEADLINE."""
     standard = {k.role: k for k in kernels}
     precision, plain = standard.get("precision"), standard.get("baseline")
     usual = {name: place for place, name in enumerate(HEADLINE)}

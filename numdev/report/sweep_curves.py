@@ -80,8 +80,8 @@ def cells(
     """Returns one row for each metric of each kernel in each cell and format, in the
     rows' order: heads pooled within a seed, then the mean over seeds, its 95 % interval
     and the ratio to the baseline. Gradients, and rows that are not ok, are left out.
-    `baseline`: the kernel and all its options; `axes`: by case, its value on every
-    axis."""
+    `metrics`: names of METRICS; `baseline`: the kernel and all its options; `axes`: by
+    case, its value on every axis (none for a case that is missing)."""
     pooled = _pooled_over_heads(
         [r for r in rows if r.status == "ok" and tensor_spec(r.tensor).is_output], metrics
     )
@@ -181,8 +181,9 @@ class Grid:
 
     @cached_property
     def axes(self) -> dict[str, list[str]]:
-        """Returns every axis with more than one value, and its values as text, in
-        order."""
+        """Returns every axis with more than one value, and its values as text, in order.
+        Axes are those of the cases, `case`, `format`, and the options that the request
+        names for kernels."""
         places: list[Mapping[str, object]] = [case.axes for case in self.request.cases]
         places += [{"case": case.entry} for case in self.request.cases]
         places += [{"format": name} for name in self.request.formats]
@@ -254,12 +255,13 @@ class Grid:
 
     @property
     def axis_values(self) -> list[str]:
-        """Returns the values on the axis of the curves, in the order of its ticks."""
+        """Returns the values on the axis of the curves, in the order of its ticks. Raises
+        UsageError as `x`."""
         return [tick.label for tick in self.axis.ticks]
 
     def label(self, kernel: str, options: Mapping[str, object]) -> str:
         """Returns a kernel with the options that the request names for it, without the
-        axis of the curves."""
+        axis of the curves: `emulated fa2 block_kv=64`."""
         named = {
             n: v
             for n, v in self._requested_options(kernel, options).items()
@@ -272,7 +274,7 @@ class Grid:
         """Returns the cells as curves along the axis, in the order they came: by (metric,
         place on the other axes, label) the cells by their value on the axis, None for a
         cell that the axis does not move. Where it moves some cells of a curve, the others
-        are left out."""
+        are left out. `cells`: of cases of the request. Raises UsageError as `x`."""
         values = [None, *self.axis_values]
         cases = {case.name: case for case in self.request.cases}
         lines: Lines = {}
@@ -359,10 +361,11 @@ def _place_in_words(place: Place) -> str:
 def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
     """Returns `LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31×
     [0.30 to 0.32]` for each curve of the first metric that moves along the axis, the
-    baseline last, at most SENTENCES and how many more; then one sentence on those that do
-    not move, each with its last number. The ratio is of the last point; where the axis
-    has no order, the ends are the least and the largest mean. A peak twice as high as
-    both ends stands between them."""
+    baseline last, and `METRIC not measured` for one without a number: at most SENTENCES,
+    and how many more. Then comes one sentence on the curves that do not move, each with
+    its last number. Of roles other than `kernel` only the baseline is told. The ratio is
+    of the last point; where the axis has no order, the ends are the least and the largest
+    mean. A peak twice as high as both ends stands between them."""
     moving, still = [], []
     for (metric, place, label), cells in sorted(
         lines.items(), key=lambda x: x[0][2] == baseline
@@ -394,10 +397,11 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
 
 
 def _moves(cells: Mapping[str | None, CellRow]) -> bool:
-    """Whether a curve moves along the axis: its largest mean is more than MOVED times its
-    least, and their intervals do not meet, or it is more than SURELY_MOVED times that
-    (two seeds give intervals that meet whatever happens). A curve of one point, or of
-    zeros, does not."""
+    """Whether a curve moves along the axis. Its largest mean is more than MOVED times its
+    least, both in magnitude, and their intervals do not meet; or it is more than
+    SURELY_MOVED times its least, since two seeds give intervals that meet whatever
+    happens. False for a curve of one point, or of zeros. `cells`: at least one with a
+    mean."""
     sized = [(abs(cell.mean), cell) for cell in cells.values() if cell.mean is not None]
     least, most = (end(sized, key=lambda pair: pair[0]) for end in (min, max))
     low, high = most[1].low, least[1].high
@@ -409,8 +413,8 @@ def _end_points(
     cells: Mapping[str | None, CellRow], *, by_size: bool
 ) -> list[tuple[float, str | None, CellRow]]:
     """Returns mean, value on the axis and cell of a curve's first and last point, or of
-    its least and largest (`by_size`); between them a peak twice as high as both. Empty
-    where no cell has a mean."""
+    its least and largest (`by_size`); between them a peak twice as high as both. One
+    point alone where no other has a mean, empty where none has."""
     ends = [
         (cell.mean, value, cell) for value, cell in cells.items() if cell.mean is not None
     ]

@@ -189,12 +189,15 @@ class InputRecord(Record):
 
     @property
     def is_judged(self) -> bool:
-        """Whether a function that reads the input wrong could be told from a right
-        one."""
+        """Whether a function that reads the input wrong could be told from a right one:
+        other numbers in it change integers of the results, or move the others as far as
+        is `needed`."""
         return bool(self.changed) or (self.moved or 0.0) >= self.needed
 
 
 class OfKernel(Record):
+    """A record on one kernel, with its options, in one format."""
+
     role: Role
     kernel: str
     options: dict[str, object] = Field(default_factory=dict)

@@ -66,8 +66,9 @@ class Standing(StrEnum):
 
     @property
     def outcome(self) -> Outcome | None:
-        """Returns the best outcome that a report with such a test can have; None where
-        nothing follows from the test."""
+        """Returns the best outcome that a report with such a test can have: EXCEEDED,
+        NOT_JUDGED for a missing or undecided test, PASSED for one that held. None where
+        nothing follows from the test, as it is not applicable."""
         match self:
             case Standing.EXCEEDED:
                 return Outcome.EXCEEDED
@@ -82,5 +83,5 @@ class Standing(StrEnum):
 
     @property
     def word(self) -> str:
-        """Returns the word of tables: the outcome's, or `not applied`."""
+        """Returns the word of tables: `FAIL`, `NOT JUDGED`, `PASS`, or `not applied`."""
         return "not applied" if self.outcome is None else self.outcome.word

@@ -58,9 +58,10 @@ class Place(Record):
 
 
 class Places:
-    """What to call a place in a report of these rows: `layer 3 head 2`; the module where
-    layers share a number, the case where it was drawn; seed and call where there are
-    several. `words`: of the operation."""
+    """What to call a place in a report of these rows: `layer 3 head 2`. The module stands
+    in place of the layer where several have its number, the case where it has no layer.
+    The step of a generation is named, and seed and call where there are several. `words`:
+    of the operation."""
 
     def __init__(
         self,
@@ -80,13 +81,17 @@ class Places:
         self._calls = len({row.call for row in rows}) > 1
 
     def layer(self, place: Place | DeviationRow | WorstRow) -> str:
-        """Returns a place's layer in words, with its phase: `layer 3 decode`. The module
-        where several have that number, the case where the place has no layer."""
+        """Returns a place's layer in words, with its phase: `layer 3 decode`. The
+        module's name where several modules have that layer's number, and for a place of
+        other rows; the case's where the place has no layer."""
         name = self._names.get((place.layer, place.module), place.module)
         name = place.case if place.layer is None else name
         return f"{name} {place.phase}" if place.phase else name
 
     def __call__(self, place: Place | DeviationRow | WorstRow) -> str:
+        """Returns a place in words: `layer 3 decode step 2 call 1 head 5, seed 0`, of
+        these what the place has, and the call and the seed only where the report has
+        several."""
         words = self.layer(place)
         words += f" step {place.step}" if place.step is not None else ""
         words += f" call {place.call}" if self._calls and place.call != place.step else ""
@@ -170,6 +175,9 @@ class KernelVerdict(OfKernel):
 
 
 class Provenance(Record):
+    """Where a report comes from: which numdev made it, by which command, when, on which
+    system, and what was measured."""
+
     numdev: str
     command: str
     created: str  # UTC, ISO 8601
@@ -266,7 +274,7 @@ class Report(Record):
     def to_pandas(self, table: str = "") -> pandas.DataFrame:
         """Returns one of its tables, by default the first (`rows` of an audit), as a
         DataFrame: a field a column, None as NaN among numbers. Raises UsageError for a
-        table that it does not have."""
+        table that it does not have, and where it has none."""
         import pandas
 
         tables = self.tables()
@@ -279,8 +287,10 @@ class Report(Record):
 
     def plot(self, metric: str = "floor_ratio", **which: Any) -> Any:
         """Draws `metric` by layer and head with matplotlib, kernels side by side, and
-        returns the axes. `which`: `tensor` and `format`. Raises UsageError without
-        matplotlib, and where no row has the number."""
+        returns the axes, as an array of one for each kernel. `which`: `tensor` (default
+        `out`) and `format` (default: the first). For reports with rows by layer and head,
+        as of an audit. Raises UsageError without matplotlib, for an unknown metric, and
+        where no row has the number."""
         return _renderer("matplotlib_figure").draw(self, metric, **which)
 
     def __repr__(self) -> str:
@@ -402,7 +412,8 @@ class SweepReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether a cell has a number of a kernel, or no note says why one lacks it."""
+        """Whether a cell is of a kernel under audit, or the summary has no note, which
+        would say why a kernel is missing."""
         return any(cell.role == "kernel" for cell in self.cells) or not self.summary.notes
 
     def tables(self) -> Mapping[str, Sequence[Record]]:

@@ -72,16 +72,16 @@ def junit(judgement: Judgement, findings: Sequence[Finding], seconds: float = 0.
 
 
 def _suite_name(test: Test) -> str:
-    """Returns the name of a test's suite: the kernel with its options, or GATE without a
-    kernel."""
+    """Returns the name of a test's suite: the kernel with its options, followed by `
+    (baseline)` for the role of the baseline, or GATE without a kernel."""
     if test.kernel is None:
         return GATE
     return label(test) + (" (baseline)" if test.role == "baseline" else "")
 
 
 def _case_name(test: Test) -> str:
-    """Returns the name of a test's case: the rule, and of what. It holds no number of the
-    test."""
+    """Returns the name of a test's case: the rule, and of what, as `median (out,
+    bfloat16)` or `runs (backward, float16)`. It holds no number of the test."""
     if test.runs:
         return f"{test.rule} ({'backward, ' if test.is_backward else ''}{test.format})"
     of = ", ".join(filter(None, (test.tensor, test.format)))
@@ -89,8 +89,8 @@ def _case_name(test: Test) -> str:
 
 
 def _reason_lines(test: Test, findings: Sequence[Finding]) -> list[str]:
-    """Returns lines that say why a test is no pass, at least one: its number or first
-    three reasons, then findings, then places."""
+    """Returns lines that say why a test is no pass, at least one. First comes its number,
+    or up to three reasons joined by `; `; then the findings on it, then its places."""
     if test.runs:
         word, count = "failed", test.offending
         if not count:
@@ -122,8 +122,9 @@ def _place_line(place: Place) -> str:
 
 
 def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]:
-    """Yields a GitHub workflow command for each problem, at most ten; then a warning that
-    says how many more there are, since of errors GitHub would not show it."""
+    """Yields a GitHub workflow command, `::error title=...::...`, for each problem, at
+    most ten; then a warning that says how many more there are, since of errors GitHub
+    would not show it. Nothing for a judgement that passed."""
     problems = [("error", p.title, p.whole) for p in problems_of(judgement, findings)]
     more = len(problems) - ERRORS
     if more > 0:
@@ -139,5 +140,5 @@ def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]
 
 def _escaped(text: str) -> str:
     """Returns text as a workflow command can hold it: line breaks and other control
-    characters spelled out, as in `\n`, and % as %25."""
+    characters spelled out as Python escapes them, and % as %25."""
     return plain(text).replace("%", "%25")

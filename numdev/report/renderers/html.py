@@ -40,7 +40,8 @@ _UNBROKEN = re.compile(
 
 
 def write(report: Report, directory: Path) -> None:
-    """Writes report.html beside report.json and the reproducers, atomically."""
+    """Writes report.html into the directory of report.json and the reproducers,
+    atomically, in place of an older one. Raises OSError where it cannot be written."""
     with replacing(directory / "report.html") as file:
         file.write(page(report, directory))
 
@@ -76,8 +77,9 @@ def page(report: Report | doc.Document, directory: Path | None = None) -> str:
 
 @functools.cache
 def _environment() -> Environment:
-    """Returns how templates are read and filled in; one, since compiling them takes as
-    long as a small page."""
+    """Returns the environment by which jinja reads and fills in templates, with all text
+    escaped; the same one at every call, since compiling them takes as long as a small
+    page."""
     environment = Environment(
         loader=PackageLoader("numdev.report.renderers"),
         autoescape=True,
@@ -147,7 +149,9 @@ def _with_code(text: str) -> Markup:
 
 
 def _as_one(number: re.Match[str]) -> str:
-    """Returns a number as HTML that stays on one line, where it could be broken."""
+    """Returns the text of a match of _UNBROKEN as HTML that stays on one line: in a
+    `span` where it has a blank or a hyphen, at which it could be broken; else as it
+    is."""
     text = number[0]
     if re.search(r".[- ]", text) is None:
         return text

@@ -24,10 +24,10 @@ def draw(
     tensor: str = "out",
     format: str | None = None,
 ) -> Any:
-    """Draws a heat map for each kernel, layers down and heads across, all on one scale,
-    and returns the axes, one for each kernel. Where a head has several rows (calls,
-    seeds) it shows the largest. `format`: None: the report's first. Raises UsageError
-    without matplotlib, for an unknown metric, and where no row has the number."""
+    """Draws a heat map of magnitudes for each kernel, layers down and heads across, and
+    returns the axes, one for each. Of several rows of a head (calls, seeds) it shows the
+    largest. `format`: None: the report's first. Raises UsageError without matplotlib, for
+    an unknown metric, and where no row has the number."""
     if metric not in DeviationRow.model_fields:
         hint = closest(metric, DeviationRow.model_fields)
         raise UsageError(f"plot: no metric {metric!r}", hint=hint)

@@ -66,6 +66,9 @@ class Scale:
     log: bool
 
     def __call__(self, value: float) -> float:
+        """Returns the pixel of a value, rounded to a tenth; at the edge for one beyond
+        `low` or `high`, and at `start` for one that has no logarithm where the scale is
+        logarithmic."""
         at = value if not self.log else math.log10(value) if value > 0 else -math.inf
         share = min(max((at - self.low) / (self.high - self.low), 0.0), 1.0)
         return round(self.start + share * (self.end - self.start), 1)
@@ -138,9 +141,9 @@ class Panels(NamedTuple):
 
 
 def panels_of(of: Figures) -> Iterator[Panels]:
-    """Yields figures in the groups in which they are shown: those of one metric together;
-    three metrics or more, of a figure each, together too. On an axis of many names each
-    figure stands by itself."""
+    """Yields figures in the groups in which they are shown: those of one metric together.
+    Three metrics or more with one figure each are one group. On an axis of many names
+    each figure stands by itself."""
     groups = list(grouped(of.figures, lambda f: (f.metric, f.relative)).values())
     is_crowded = of.axis.scale == "category" and len(of.axis.ticks) > MAX_PANEL_NAMES
     if is_crowded:
@@ -194,9 +197,10 @@ def _swatch(look: str, marker: int) -> Markup:
 
 
 def svg(figure: Figure, of: Figures, frame: DrawingFrame = WIDE) -> Markup:
-    """Returns one of these figures as an SVG element of the frame's size, with the
-    vertical scale of all of its metric. Only where there is room for names do points have
-    tooltips: a phone has none. On a logarithmic scale points of 0 are left out."""
+    """Returns one of these figures as an SVG element of the frame's width, as high as it
+    needs, with the vertical scale of all of its metric. Only where there is room for
+    names do points have tooltips: a phone has none. On a logarithmic scale points of 0
+    are left out."""
     axis, categories = of.axis, of.axis.scale == "category"
     kind = (figure.metric, figure.relative)
     y = _y_scale([f for f in of.figures if (f.metric, f.relative) == kind], frame)
@@ -282,7 +286,8 @@ def _draw_axes(
 
 
 def _wrapped_label(label: str, width: int) -> list[str]:
-    """Returns a label in lines of at most `width` characters, at most four."""
+    """Returns a label in lines of at most `width` characters, at most four; what is cut
+    off is shown as `…`. Empty for a label of blanks."""
     return textwrap.wrap(
         label, width, max_lines=4, placeholder="…", break_on_hyphens=False
     )
@@ -293,7 +298,7 @@ def _draw_labels(
 ) -> float:
     """Draws each curve's name beside its end, moved until none covers another: down from
     the top, then up from the bottom. Returns where the lowest ends, in pixels; 0 without
-    curves. `ends`: each curve's group, end point and label in lines."""
+    curves. `ends`: each curve's group, its end point in pixels and its label in lines."""
     heights = [LINE * len(label) + 3 for _, _, label in ends]
     order = sorted(range(len(ends)), key=lambda i: ends[i][1][1])
     tops, free = [0.0] * len(ends), 0.0

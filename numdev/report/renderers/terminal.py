@@ -57,9 +57,9 @@ def show(
     verbose: bool = False,
 ) -> None:
     """Prints what a report or a document has for the terminal, to `console` or else
-    (None) to stdout, PIPE characters wide where that is no terminal and COLUMNS is not
-    set. `verbose`: with what columns mean, and tables that few need; else a last line
-    says where these are."""
+    (None) to stdout. On stdout lines have PIPE characters where it is no terminal and
+    COLUMNS is not set. `verbose`: with what columns mean, and tables that few need; else
+    a last line says where these are."""
     out = console or Console()
     if not console and not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = PIPE
@@ -108,7 +108,8 @@ def _print(content: RenderableType, out: Console) -> None:
 
 def _print_table(node: doc.Table, out: Console) -> None:
     """Prints a table under its title, in as many blocks of columns as the width asks for.
-    Columns for wider terminals are left out, and of a series some in the middle."""
+    A column whose `width` is more than the terminal's is left out, and of a series so are
+    some in the middle."""
     out.print()
     if node.title:
         _print(_rich_text(node.title, "bold"), out)
@@ -143,8 +144,8 @@ def _blocks(
 ) -> Iterator[tuple[list[_Fitted], int]]:
     """Yields the columns `chosen` (indices) of a table in blocks as wide as a line of
     `total` characters, with the blanks between two columns. Numbers and names stay on one
-    line where all columns fit so, words are whole where they do not, and where that is
-    too wide, the first column stands before each part of the others."""
+    line where all columns fit so. Else words are whole, and lines broken between them.
+    Where that is too wide, the first column stands before each part of the others."""
     gap = 1 if node.kind == "map" or len(chosen) > 9 else 2
     least, whole = [], []
     for at in chosen:
@@ -189,9 +190,10 @@ def _fitted(
 
 
 def shared_widths(least: Sequence[int], whole: Sequence[int], room: int) -> list[int]:
-    """Returns a width for each column: what it asks for (`whole`) up to a common bound,
-    the largest whole number under which they take no more than `room` together, and never
-    less than `least`. Where even these are more than `room`, the widest give way."""
+    """Returns a width for each column, at least one: what it asks for (`whole`) up to a
+    common bound, the largest whole number under which they take no more than `room`
+    together, and never less than `least`. Where even these are more than `room`, the
+    widest give way, down to 1 each."""
     bound = 0
     while bound < max(whole) and room >= sum(
         max(low, min(full, bound + 1)) for low, full in zip(least, whole, strict=True)
@@ -263,8 +265,9 @@ class _Pace:
     begun: tuple[float, int, int] = (0.0, 0, 0)  # time, tasks done by then, of how many
 
     def left(self, done: int, total: int, now: float) -> str:
-        """Returns about how much time is left at that pace, as `, about 1:40 left`; empty
-        where nothing is known of it. `now`: seconds of any clock."""
+        """Returns about how much time is left at that pace, as `, about 1:40 left`. Empty
+        at the first task of a `total`, which begins the pace anew, and where all are
+        done. `now`: seconds of any clock."""
         then, before, of = self.begun
         if of != total or done < before:
             self.begun = now, done, total
@@ -284,8 +287,8 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields the callback (what, done, total) that studies take: it moves a progress bar
-    on stderr, or outside a terminal prints a line after FIRST seconds and then every
+    """Yields the callback (what, done, total) that studies take. In a terminal it moves a
+    progress bar on stderr. Elsewhere it prints a line after FIRST seconds, then every
     QUIET seconds, with the time elapsed and about how much is left. With `show` False it
     prints nothing."""
     console, pace, started = Console(stderr=True), _Pace(), time.monotonic()

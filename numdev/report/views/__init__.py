@@ -35,7 +35,8 @@ LONGEST = 32_000
 
 
 def style_of(outcome: Outcome | None) -> doc.Style:
-    """Returns the style (colour) of an outcome; soft for None, where nothing follows."""
+    """Returns the style (colour) of an outcome: `bad`, `warn` (not judged) or `good`;
+    `soft` for None, where nothing follows."""
     match outcome:
         case Outcome.EXCEEDED:
             return "bad"
@@ -62,8 +63,10 @@ def document_of(
     report: Report | doc.Document, directory: Path | None = None
 ) -> doc.Document:
     """Returns the report as a document: verdicts, answer, findings, what its kind shows,
-    and where the numbers come from. A document stays as it is. Reproducers are looked for
-    under `directory`; None: nowhere."""
+    and where the numbers come from. First sentences of the answer for which its kind has
+    a style stand among the verdicts; a sentence that a verdict repeats is left out. A
+    document stays as it is. Reproducers are looked for under `directory`; None:
+    nowhere."""
     if isinstance(report, doc.Document):
         return report
     kind = kind_of(report.kind)
@@ -91,8 +94,9 @@ def document_of(
 
 
 def _tested_nodes(sentences: Sequence[str]) -> Iterator[doc.Node]:
-    """Yields the sentences on what was tested and what was not; on a page more than
-    TESTED of them open on request, so that numbers are near the verdict."""
+    """Yields the sentences on what was tested and what was not, as notes. More than
+    TESTED of them open on a page on request alone, so that numbers are near the
+    verdict."""
     if len(sentences) <= TESTED:
         yield from doc.notes(sentences)
         return
@@ -189,14 +193,15 @@ def _finding_details(
 
 
 def _verdict_rank(verdict: KernelVerdict) -> int:
-    """Returns the order of a verdict: what is wrong first, then not judged, then passed;
-    last what this machine cannot run."""
+    """Returns the order of a verdict, 0 to 3: what is wrong first, then not judged, then
+    passed; last the soft ones, such as what this machine cannot run."""
     return ("bad", "warn", "good", "soft").index(_word_and_style(verdict)[1])
 
 
 def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
-    """Returns an outcome's word and style: a failed call is CRASHED, in red; where no
-    rule could be applied the word is soft. A note has no word."""
+    """Returns the word and the style (colour) of an outcome, as `FAIL` and `bad`. A
+    failed call is CRASHED, in red (`bad`). Where no rule could be applied the style is
+    `soft`; a note has no word, and is soft too."""
     if isinstance(of, Finding) and of.severity == "note":
         return "", "soft"
     outcome = Outcome(of.severity) if isinstance(of, Finding) else of.outcome
@@ -208,9 +213,10 @@ def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
 
 
 def _error_line(k: KernelSummary, words: Words) -> str:
-    """Returns how far a kernel that passed is from fp64: its error over the expected,
-    over the floor and over the baseline's; its largest error where there is no floor, and
-    in float64, which the reference has too. `words`: of the operation."""
+    """Returns how far a kernel that passed is from fp64: its error over the expected, the
+    floor and the baseline's, as `_over_clause` writes it. Its largest error instead where
+    it has no error over the floor, and in float64, which the reference has too. `words`:
+    of the operation."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too"
     if k.floor_ratio is None or k.floor_ratio > MOST:
@@ -256,8 +262,8 @@ def _finding_items(report: Report, directory: Path | None) -> Iterator[doc.Item]
 
 
 def _cell_link(report: Report | Verdicts, finding: Finding) -> str:
-    """Returns the id of the cell on an audit's map that a finding is about; empty where
-    there is no such cell."""
+    """Returns the id of the cell on an audit's map that a finding is about; empty for a
+    finding without a head, and for a report whose kind has no map."""
     place, tensor = finding.place, finding.tensor or "out"
     mapped = isinstance(report, Report) and kind_of(report.kind).has_map
     if place is None or place.head is None or not mapped:
@@ -269,9 +275,10 @@ def _cell_link(report: Report | Verdicts, finding: Finding) -> str:
 
 
 def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
-    """Returns path and text of a finding's reproducer; the text is empty where it is too
-    long for a page. None where none was written, or without a directory. The folder's
-    name is foreign: it is only ever compared with what is there."""
+    """Returns the path `reproducers/FOLDER/reproduce.py` and the text of a finding's
+    reproducer; the text is empty where it is too long for a page. None where none was
+    written, or without a directory. The folder's name is foreign: it is only ever
+    compared with what is there."""
     for path in (directory / REPRODUCERS).glob("*/reproduce.py") if directory else ():
         if path.parent.name == finding.folder and not path.parent.is_symlink():
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -282,7 +289,8 @@ def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | N
 
 def _origin_nodes(report: Report) -> Iterator[doc.Node]:
     """Yields where the numbers come from: a table on the page, a line or two in the
-    terminal. What is not known is left out."""
+    terminal. What is not known is left out, but for the CPU (`None (None)`) and, in the
+    terminal, torch's version (`?`)."""
     origin, system, source = (
         report.provenance,
         report.provenance.system,

@@ -56,8 +56,8 @@ class Problem(NamedTuple):
 
 
 def page_of(judgement: Judgement, report: Report) -> doc.Document:
-    """Returns the judgement of a report, of any kind that is judged, as a document.
-    Raises UsageError for another kind."""
+    """Returns the judgement of a report as a document. Raises UsageError for a kind of
+    report that is not judged."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
     placed = any(test.places for test in judgement.tests) or any(
@@ -114,7 +114,8 @@ def document(
 
 
 def _decides_nothing(test: Test) -> bool:
-    """Whether a test that applies neither held nor was exceeded."""
+    """Whether a test that applies is undecided or missing, so that it neither held nor
+    was exceeded."""
     match test.outcome:
         case Outcome.PASSED | Outcome.EXCEEDED | None:
             return False
@@ -156,13 +157,14 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
 
 
 def _subject(test: Test) -> str:
-    """Returns whose a test is, as in `mine (out, bfloat16)`."""
+    """Returns of which kernel, tensor and format a test is, as in `mine (out,
+    bfloat16)`."""
     return f"{test.kernel} ({', '.join(filter(None, (test.tensor, test.format)))})"
 
 
 def _unjudged_sentences(judgement: Judgement) -> Iterator[str]:
     """Yields a sentence for each kernel, or its backward pass, that declined all calls
-    without being asked for, then one on how many heads pass flash-attention's own rule,
+    without being asked for. Then one on how many heads pass flash-attention's own rule,
     where that was counted."""
     for test in judgement.tests:
         if test.runs and not test.judged and test.standing is Standing.NOT_APPLICABLE:
@@ -204,8 +206,8 @@ def _rule_rows(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
 
 
 def observed_text(observed: float | str | None, metric: str | None = None) -> str:
-    """Returns what was observed, in three digits or in words; `-` where nothing was. Of a
-    ratio, by its `metric`, 1 is 1.00."""
+    """Returns what was observed: a float in three digits, text as it is, `-` for None. Of
+    a ratio, by its `metric`, 1 is 1.00."""
     if not isinstance(observed, float):
         return str(observed or "-")
     return multiple(observed) if metric in RATIOS else three(observed)
