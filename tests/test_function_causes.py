@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import numdev
+from numdev.errors import MeasurementError
 from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import FORMATS, round_to
+from numdev.operations.function import other_references
 from numdev.operations.function.causes import causes_of
 from numdev.operations.function.other_operations import truncated
 from numdev.operations.function.other_references import references_of_other_inputs
@@ -328,7 +330,28 @@ def test_a_reference_that_does_not_run_again_costs_the_name_alone() -> None:
         function=reference, arguments=arguments_of((x,), reference), seed=0,
         backward=False,
     )  # fmt: skip
-    assert causes_of(of, {"output": x * 3}, {}) == {}
+    words = r"could not be computed here, the first `means .*\(RuntimeError: once only\)"
+    with pytest.raises(MeasurementError, match=words):
+        causes_of(of, {"output": x * 3}, {})
+
+
+def test_an_alternative_that_cannot_be_computed_is_no_silent_miss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TF32 had no name on a GPU, since its alternative raised there and counted as one
+    that explains nothing. Where another function explains the output, nothing is said."""
+
+    def broken(*_: object, **__: object) -> object:
+        raise NotImplementedError("not on this device")
+
+    monkeypatch.setattr(other_references, "narrow_factors", broken)
+    arguments = drawn((32, 64), (64, 48))
+    with pytest.raises(MeasurementError, match=r"factors of products .*not on this"):
+        cause(
+            torch.matmul, lambda x, y: first_bits(x, 19) @ first_bits(y, 19), *arguments
+        )
+    halved = cause(torch.matmul, lambda x, y: x[:, :-1] @ y[:-1], *arguments)
+    assert halved == "sums leave out their last term"
 
 
 def test_rows_of_a_table_that_are_left_out_are_named_for_the_table() -> None:
