@@ -40,7 +40,7 @@ from scipy.stats import binomtest
 from numdev.cases import AttentionCase, CaseRef
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.thresholds import tests_of_rows
+from numdev.gate.thresholds import run_tests, threshold_tests
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow, PlanRecord
@@ -124,7 +124,8 @@ def trial(
     kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | None = None
 ) -> Trial:
     rules = rules or default_rules()
-    judged = judge(tests_of_rows(rows, TWICE, rules, ()), rules)
+    tests = [*threshold_tests(rows, TWICE, rules), *run_tests(rows, TWICE, rules)]
+    judged = judge(tests, rules)
     by = dict.fromkeys(t.rule for t in judged.tests if t.standing == "exceeded")
     return Trial(kind=kind, name=name, outcome=judged.outcome, by=tuple(by))
 

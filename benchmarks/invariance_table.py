@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from numdev.config import InvarianceRequest
-from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.kernels import find
+from numdev.report.number_text import label
 from numdev.sources.case_sources import Drawn
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.invariance.axes import SIZES, select_sequences

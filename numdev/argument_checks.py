@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeGuard, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from numdev.errors import UsageError
 
@@ -93,21 +93,21 @@ def _is_of_type(value: object, hint: Any) -> bool:
     """Whether a value is of an annotation. Elements of sequences are looked at, of
     mappings only the keys; a bool is no number, an empty string no string. Type variables
     allow anything."""
-    origin, *inner = _taken_apart(hint)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
     if origin in (typing.Union, types.UnionType):
         return any(_is_of_type(value, part) for part in inner)
     if origin is Literal:
         return any(type(value) is type(x) and value == x for x in inner)
-    if origin is tuple and ... not in inner:
-        return (
-            _is_list(value)
-            and len(value) == len(inner)
-            and all(map(_is_of_type, value, inner))
-        )
     if origin in LISTS:
-        return _is_list(value) and all(_is_of_type(x, inner[0]) for x in value)
+        is_text = isinstance(value, str | bytes | Mapping)
+        # Nor is a tensor a list
+        if is_text or hasattr(value, "ndim") or not isinstance(value, Collection):
+            return False
+        if origin is tuple and ... not in inner:
+            return len(value) == len(inner) and all(map(_is_of_type, value, inner))
+        return all(_is_of_type(x, inner[0]) for x in value)
     if origin is collections.abc.Mapping:
         return isinstance(value, Mapping) and all(
             _is_of_type(key, inner[0]) for key in value
@@ -119,19 +119,6 @@ def _is_of_type(value: object, hint: Any) -> bool:
     if hint in NUMBERS:
         return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
     return isinstance(value, origin or hint)
-
-
-@functools.cache
-def _taken_apart(hint: object) -> tuple[Any, ...]:
-    """Returns what an annotation is a form of, None for a plain one, and then what stands
-    in its brackets. Cached: a case has twenty, and ten are made of a call."""
-    return (typing.get_origin(hint), *typing.get_args(hint))
-
-
-def _is_list(value: object) -> TypeGuard[Collection[object]]:
-    """Whether it is a sequence or a set, and no text, mapping or tensor."""
-    no_list = isinstance(value, str | bytes | Mapping) or hasattr(value, "ndim")
-    return isinstance(value, Collection) and not no_list
 
 
 def _allowed_words(hint: object) -> Iterator[str]:

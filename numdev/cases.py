@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -160,18 +159,10 @@ class AttentionCase:
         for a whole call."""
         return None if self.positions is None else self.positions.tolist()
 
-    def is_in(self, fmt: Format) -> bool:
-        """Whether rounding to `fmt` would only copy: all numbers are stored in it
-        already, and no tensor requires a gradient."""
-        dtype, working = _storage_dtype(fmt)
-        parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
-        numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
-        stored = all(x.dtype == dtype and not x.requires_grad for x in numbers)
-        return stored and self.working == working
-
     def rounded_to(self, fmt: Format) -> AttentionCase:
         """Returns the same call with q, k, v (and an additive mask, sinks, grad_out)
-        rounded once to `fmt`.
+        rounded once to `fmt`; itself where all of these are stored in it already, and no
+        tensor requires a gradient.
 
         Rounding is correct (`formats.round_to`). Bool masks stay. An additive one
         saturates: the lowest finite number is how models write "hidden", and it must not
@@ -179,6 +170,11 @@ class AttentionCase:
         dtype for is kept in float32, or float64 where float32 cannot hold it, with
         `working` saying what it is. Strides stay (`strided_as`)."""
         dtype, working = _storage_dtype(fmt)
+        parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
+        numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
+        is_stored = all(x.dtype == dtype and not x.requires_grad for x in numbers)
+        if is_stored and self.working == working:
+            return self
 
         def cast(x: Tensor, *, saturate: bool = False) -> Tensor:
             """Returns a tensor rounded to the format, with its strides; a bool one as it
@@ -300,16 +296,6 @@ def position_span(case: AttentionCase, rows: slice) -> slice:
     if case.places is None:
         return rows
     return slice(case.places[rows.start], case.places[rows.stop - 1] + 1)
-
-
-def rows_within(case: AttentionCase, positions: slice) -> slice:
-    """Returns the case's rows whose positions are in [start, stop). Those of a sample may
-    be none."""
-    if case.places is None:
-        return slice(max(positions.start, 0), min(positions.stop, case.q_len))
-    return slice(
-        *(bisect_left(case.places, at) for at in (positions.start, positions.stop))
-    )
 
 
 def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:

@@ -560,7 +560,8 @@ def _target_fields(
     if target == "demo":
         return "demo", {"checkpoint": "demo"}
     if path.suffix in (".yaml", ".yml"):
-        return path.name, _fields_set(read_yaml(path, config))
+        named = read_yaml(path, config)
+        return path.name, {n: getattr(named, n) for n in named.model_fields_set}
     if path.exists():
         return path.resolve().name, {"checkpoint": str(path)}
     return target, {"checkpoint": _cached_model(target)}
@@ -574,11 +575,10 @@ def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
     asked = _options_set(flags)
     first = asked.pop("seed", None)
     config = read_yaml(path, SweepConfig)
+    fields = {name: getattr(config, name) for name in config.model_fields_set}
     if isinstance(first, int):
         asked["seeds"] = tuple(range(first, first + len(config.seeds)))
-    return validated(
-        {**_fields_set(config), **asked, "target": path.name}, SweepRequest, str(path)
-    )
+    return validated({**fields, **asked, "target": path.name}, SweepRequest, str(path))
 
 
 def _cached_model(name: str) -> str:
@@ -607,11 +607,6 @@ def _is_path(name: str) -> bool:
     endings = "safetensors bin pt pth ckpt gguf onnx json jsonl yaml yml py txt html npz"
     is_file = path.suffix.lower().removeprefix(".") in endings.split()
     return is_file or name.startswith((".", "~")) or path.parent.is_dir()
-
-
-def _fields_set(config: Strict) -> dict[str, object]:
-    """Returns the fields of a configuration that its file sets, without defaults."""
-    return {name: getattr(config, name) for name in config.model_fields_set}
 
 
 def _options_set(flags: Mapping[str, object]) -> dict[str, object]:

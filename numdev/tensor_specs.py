@@ -68,7 +68,7 @@ class TensorSpec:
     def is_output(self) -> bool:
         """Whether it is a result that is measured against its format: no gradient, and no
         log-sum-exp."""
-        return self.of_input is None and self.has_floor
+        return self.of_input is None and self.beside is None
 
     @property
     def in_words(self) -> str:

@@ -26,7 +26,7 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import default_rules
-from numdev.gate.thresholds import tests_of_rows
+from numdev.gate.thresholds import run_tests, threshold_tests
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import OPERATORS, claim_of
 from numdev.sources import capture as capturing
@@ -279,9 +279,9 @@ class _Observer(TorchFunctionMode):
         )
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
-        judgement = judge(
-            tests_of_rows(rows, plan.record([ref]), default_rules(), ()), default_rules()
-        )
+        record, rules = plan.record([ref]), default_rules()
+        tests = threshold_tests(rows, record, rules)
+        judgement = judge([*tests, *run_tests(rows, record, rules)], rules)
         findings, _ = findings_in(judgement, rows)
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
         worst = {name: max(x, default=None) for name, x in values.items()}

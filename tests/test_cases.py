@@ -72,7 +72,8 @@ def test_visible_is_what_the_definition_says(name: str) -> None:
 
 
 def test_rounding_rounds_every_tensor_once() -> None:
-    """Correctly; a bool mask is kept; what is out of range overflows, as in a model."""
+    """Correctly; a bool mask is kept; what is out of range overflows, as in a model. A
+    call in the format is returned as it is, unless it is in autograd's graph."""
     twice = 1 + 2.0**-8 + 2.0**-40  # through float32 this becomes a tie, and then 1.0
     names = ("q", "k", "v", "mask", "sinks", "grad_out")
     grad_out = torch.zeros(1, 2, 4, 4, dtype=torch.float64)
@@ -83,6 +84,9 @@ def test_rounding_rounds_every_tensor_once() -> None:
         x = getattr(rounded, name)
         assert x.dtype == torch.bfloat16
         assert (x == 1.0078125).all()
+    assert rounded.rounded_to(BF16) is rounded
+    tracked = dataclasses.replace(rounded, k=rounded.k.clone().requires_grad_())
+    assert not tracked.rounded_to(BF16).k.requires_grad
     shown = make_case(mask=("bool", "qk"))
     assert shown.rounded_to(BF16).mask is shown.mask
     shown.q[..., 0] = 1e6

@@ -490,9 +490,7 @@ def test_only_the_refused_phase_and_gradient_are_coloured() -> None:
     failed = FailedNumbers(created)
 
     def style(tensor: str, phase: str | None) -> str:
-        return failed.style_of_tensor(
-            "mine", {}, "bfloat16", tensor, "expected_ratio", phase
-        )
+        return failed.style_of_tensor("mine", "bfloat16", tensor, "expected_ratio", phase)
 
     assert style("out", "decode") == style("out", None) == style("dq", None) == "bad"
     assert (style("out", "prefill"), style("dk", None)) == ("", "good")

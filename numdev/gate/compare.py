@@ -27,7 +27,7 @@ from numdev.gate.compare_report import (
     Presence,
     Which,
 )
-from numdev.gate.findings import first_clauses, joined_words, label
+from numdev.gate.findings import first_clauses, joined_words
 from numdev.gate.noise_model import (
     FAR,
     THRESHOLD,
@@ -55,7 +55,7 @@ from numdev.report import (
     SweepReport,
     read,
 )
-from numdev.report.number_text import ratio, three
+from numdev.report.number_text import label, ratio, three
 from numdev.report_kinds import judged_by, kind_of
 from numdev.tensor_specs import tensor_spec
 
@@ -579,11 +579,8 @@ def _group_record(
     farthest = max(ratios, key=lambda r: abs(math.log(r[0])), default=None)
     change, where = farthest or (None, None)
     moved = len({(move.place, move.tensor) for move in moves})
-    a: float | None = None
-    b: float | None = None
-    if shown:
-        a = statistics.median(x.a for _, x in shown)
-        b = statistics.median(x.b for _, x in shown)
+    a = statistics.median(x.a for _, x in shown) if shown else None
+    b = statistics.median(x.b for _, x in shown) if shown else None
     row = pairs[0].b
     return Group(
         **row.who,
@@ -678,7 +675,9 @@ def answer_sentences(
     goes behind the verdict's first words, or empty."""
     by_kernel = grouped(groups, _kernel_and_format)
     numbers = [move for move in moves if move.metric != "ran"]
-    moved = [name for name, of_kernel in by_kernel.items() if _has_moved(of_kernel)]
+    moved = [
+        name for name, of_kernel in by_kernel.items() if any(g.moved for g in of_kernel)
+    ]
     # Checks, and the model's own output, are in no group.
     moved += [
         name
@@ -704,11 +703,6 @@ def answer_sentences(
             yield f"{_kernel_and_format(move)}, {move.tensor}: {move.words}."
     for kernel, of_kernel in by_kernel.items():
         yield _kernel_sentence(kernel, of_kernel, numbers, f"{place.words.unit}s")
-
-
-def _has_moved(groups: Sequence[Group]) -> bool:
-    """Whether anything moved beyond noise in one of these groups."""
-    return any(group.moved for group in groups)
 
 
 def _verdict(

@@ -9,7 +9,7 @@ from numdev.gate.compare_report import CompareReport, Group, Move, Past, Presenc
 from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
-from numdev.report.number_text import NONE, labelled, ratio, si
+from numdev.report.number_text import NONE, label, ratio, si
 from numdev.tensor_specs import ATTENTION_WORDS, TENSORS, Words
 
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
@@ -88,7 +88,7 @@ def _presence_row(presence: Presence, place: Places) -> tuple[str | Cell, ...]:
         why = f"{why}: {', '.join(presence.lacks)}"
     return (
         Cell(presence.what, style="strong" if presence.what == "new" else "bad"),
-        labelled(presence.kernel, presence.options),
+        label(presence),
         f"{', '.join(presence.tensors)} {presence.format}",
         str(presence.rows),
         place(presence.place),
@@ -156,7 +156,7 @@ def _move_row(m: Move, place: Places) -> tuple[str | Cell, ...]:
     in words, factor, and the factor that noise explains, each a dash where there is
     none."""
     return (
-        Cell(labelled(m.kernel, m.options), style="strong"),
+        Cell(label(m), style="strong"),
         f"{m.tensor} {m.format}",
         place(m.place),
         m.words,
@@ -170,7 +170,7 @@ def _group_row(g: Group) -> tuple[str | Cell, ...]:
     head); the count of what moved is coloured where it is not 0."""
     write = si if g.metric in ("rms", "cost") else ratio
     unit = UNITS.get(g.metric or "", g.metric or NONE)
-    kernel = Cell(labelled(g.kernel, g.options), style="strong" if g.moved else "")
+    kernel = Cell(label(g), style="strong" if g.moved else "")
     moved = Cell(str(g.moved), style="bad" if g.moved else "")
     return (
         *(kernel, f"{g.tensor} {g.format}"),

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from numdev.gate.judgement import (
     MODEL,
@@ -38,7 +38,7 @@ from numdev.report import (
     Standing,
     worst,
 )
-from numdev.report.number_text import labelled, multiple, power, si, three
+from numdev.report.number_text import label, multiple, power, si, three
 from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
 
 # What is wrong, by metric: how a sentence goes on that begins with the kernel. With
@@ -236,21 +236,6 @@ def findings_in(
     return tuple(findings), tuple(tested)
 
 
-class Labelled(Protocol):
-    """A record of a kernel with its options."""
-
-    @property
-    def kernel(self) -> str | None: ...
-    @property
-    def options(self) -> Mapping[str, object]: ...
-
-
-def label(of: Labelled) -> str:
-    """Returns a kernel with its options, as in `mine[block=64]`; empty where there is
-    neither."""
-    return labelled(of.kernel or "", of.options)
-
-
 def joined_words(words: Iterable[str]) -> str:
     """Returns words joined as in `a, b and c`; empty where there are none."""
     *most, last = list(words) or [""]
@@ -305,11 +290,9 @@ def _owning_faults(faults: Sequence[Fault]) -> dict[int, int]:
     """Returns, by the id of a row, the index of the fault that names it: a fault with a
     cause goes before the others, then the first in order."""
     owner: dict[int, int] = {}
-    for with_cause in (True, False):
-        for number, fault in enumerate(faults):
-            if (fault.cause is not None) == with_cause:
-                for _, judged_row in fault.rows:
-                    owner.setdefault(id(judged_row.row), number)
+    for number, fault in sorted(enumerate(faults), key=lambda at: at[1].cause is None):
+        for _, judged_row in fault.rows:
+            owner.setdefault(id(judged_row.row), number)
     return owner
 
 
@@ -395,30 +378,27 @@ def _faults(tests: Sequence[Test]) -> list[Fault]:
     """Returns the offending rows of each test as a fault, in order; of different
     functions one fault for each mistake, over all formats, the output's and the largest
     errors first. Tests without offending rows have none."""
+    offending = [test for test in tests if test.beyond]
+    by_mistake: dict[tuple[str, str], list[tuple[Test, JudgedRow]]] = {}
+    for test in offending:
+        if test.metric == "suspicion":
+            rows = by_mistake.setdefault((test.rule, label(test)), [])
+            rows += [(test, judged_row) for judged_row in test.beyond]
     faults: list[Fault] = []
-    named: dict[tuple[str, str], list[tuple[Test, JudgedRow]]] = {}
-    for test in tests:
-        offending = [(test, judged_row) for judged_row in test.beyond]
+    for test in offending:
         if test.metric != "suspicion":
-            faults += [Fault(offending)] if offending else []
+            faults.append(Fault([(test, judged_row) for judged_row in test.beyond]))
             continue
-        key = (test.rule, label(test))
-        if offending and key not in named:
-            named[key] = []
-            faults.append(Fault(named[key]))
-        if offending:
-            named[key] += offending
-    every: list[Fault] = []
-    for fault in faults:
-        if not any(fault.rows is rows for rows in named.values()):
-            every.append(fault)
-            continue
-        mistakes = list(_faults_by_mistake(fault.rows))
-        mistakes.sort(key=lambda f: -_largest_error(f))
-        # Which gradients inherit
-        mistakes.sort(key=lambda f: not f.rows[0][0].is_of_output)
-        every += mistakes
-    return every
+        # Those of all formats, where the first one is
+        mistakes = _faults_by_mistake(by_mistake.pop((test.rule, label(test)), []))
+        faults += sorted(
+            mistakes,  # an output's first: gradients inherit it
+            key=lambda fault: (
+                not fault.rows[0][0].is_of_output,
+                -_largest_error(fault),
+            ),
+        )
+    return faults
 
 
 def _faults_by_mistake(rows: Sequence[tuple[Test, JudgedRow]]) -> Iterator[Fault]:
@@ -554,8 +534,23 @@ def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
     details = [*_where_sentences(rows, count, named, is_counted=is_counted)]
     details += [MORE.get(metric, "").format(**fields)]
     details += _cause_sentences(fault.causes, step, rows, named.words.unit)
-    return _finding_of_rows(fault, rows, judged, observed, step).model_copy(
-        update={"sentence": sentence, "details": " ".join(filter(None, details))}
+    number = observed if isinstance(observed, float | int) else None
+    return Finding(
+        rule=verdict.rule,
+        severity="exceeded",
+        sentence=sentence,
+        details=" ".join(filter(None, details)),
+        kernel=verdict.kernel or "",
+        options=verdict.options,
+        formats=formats,
+        tensor=verdict.tensor,
+        metric=verdict.metric,
+        observed=number,
+        limit=verdict.bound,
+        count=len(rows),
+        judged=judged,
+        place=Place.of(rows[0]),
+        cause=fault.cause or step,
     )
 
 
@@ -600,32 +595,6 @@ def _counted_sentence(
         if len(sentence.split()) <= WORDS:
             break
     return sentence, bool(units) and units in sentence
-
-
-def _finding_of_rows(
-    fault: Fault, rows: Rows, judged: int, observed: Value, step: str | None
-) -> Finding:
-    """Returns the finding on a fault without its sentence. `rows`: the offending ones,
-    the worst first, of `judged`; `observed`: the number that it shows; `step`: the
-    imprecise step that explains it, None without one."""
-    verdict = fault.rows[0][0]
-    formats = tuple(dict.fromkeys(test.format or "" for test, _ in fault.rows))
-    return Finding(
-        rule=verdict.rule,
-        severity="exceeded",
-        sentence="",
-        kernel=verdict.kernel or "",
-        options=verdict.options,
-        formats=formats,
-        tensor=verdict.tensor,
-        metric=verdict.metric,
-        observed=observed if isinstance(observed, float | int) else None,
-        limit=verdict.bound,
-        count=len(rows),
-        judged=judged,
-        place=Place.of(rows[0]),
-        cause=fault.cause or step,
-    )
 
 
 def _where_sentences(

@@ -22,6 +22,7 @@ from numdev.gate.row_checks import (
     INFERRED,
     NOT_MEASURED,
     Groups,
+    Measured,
     Rows,
     has_something_to_judge,
     options_text,
@@ -68,15 +69,14 @@ NOTHING = "no row matches"
 EMPTY = "no element of this tensor could be judged"
 
 
-def tests_of_rows(
-    rows: Rows, plan: PlanRecord, rules: Rules, cases: Sequence[CallRecord]
-) -> Iterator[Test]:
-    """Yields a test for every rule on everything it selects, in the rules' order; for
-    which calls ran; and for whether their inputs are finite, if there are `cases`."""
-    yield from threshold_tests(rows, plan, rules)
-    yield from run_tests(rows, plan, rules)
-    if cases:
-        yield _finite_inputs_test(rows, cases)
+def tests_of_rows(report: Measured, rules: Rules) -> Iterator[Test]:
+    """Yields a test for every rule on every tensor of every kernel in every format, in
+    the rules' order; for which calls ran; and for whether their inputs are finite, if
+    there are any cases."""
+    yield from threshold_tests(report.rows, report.plan, rules)
+    yield from run_tests(report.rows, report.plan, rules)
+    if report.cases:
+        yield _finite_inputs_test(report.rows, report.cases)
 
 
 def _finite_inputs_test(rows: Rows, cases: Sequence[CallRecord]) -> Test:
@@ -228,8 +228,10 @@ def _rows_with_limits(
         return [], unsure, [*lacking, *((h.row, few) for h in judged)]
     if threshold.heads is not None and unsure:
         return [], unsure, lacking  # a median of what is not known
-    judged, straddling = _split_undecided(threshold, judged)
-    return judged, [*unsure, *straddling], lacking
+    if any(h.interval for h in judged):
+        judged, straddling = _split_undecided(threshold, judged)
+        unsure += straddling
+    return judged, unsure, lacking
 
 
 def _worst_first(judged: JudgedRow) -> tuple[float, float]:
@@ -342,9 +344,7 @@ def _split_undecided(
 ) -> tuple[list[JudgedRow], list[JudgedRow]]:
     """Returns estimates that decide, and those whose interval contains the limit, with
     the reason in `unsure`. For a median none decides, if the median of the lower ends is
-    within and that of the upper ends beyond."""
-    if not any(h.interval for h in judged):
-        return judged, []
+    within and that of the upper ends beyond. At least one has an interval."""
     if threshold.heads is None:
         unsure = [h for h in judged if h.ends[0] <= 1 < h.ends[1]]
         sure = [h for h in judged if not h.ends[0] <= 1 < h.ends[1]]
@@ -374,14 +374,14 @@ def _rows_beyond_limit(
     """Returns rows beyond the limit. Where the limit is for a median there are none as
     long as that is within; where certainty is asked for only those that are significant
     over all of them together."""
-    if threshold.heads is not None and judged and _median(judged).excess <= 1:
+    if not judged or (threshold.heads is not None and _median(judged).excess <= 1):
         return []
-    sure = [threshold.is_certain(h.row) for h in judged]
     if threshold.certain:
         sure = holm([h.row.bias_p or 0.0 for h in judged], threshold.certain.alpha)
-    return [
-        h for h, certain in zip(judged, sure, strict=True) if certain and h.excess > 1
-    ]
+        judged = [h for h, is_sure in zip(judged, sure, strict=True) if is_sure]
+    elif threshold.only_where:
+        judged = [h for h in judged if threshold.is_certain(h.row)]
+    return [h for h in judged if h.excess > 1]
 
 
 def _median(judged: Sequence[JudgedRow]) -> JudgedRow:

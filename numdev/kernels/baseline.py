@@ -50,7 +50,8 @@ def baseline(case: AttentionCase) -> Output:
     shown = visible(case, rows, keys)
     if shown is not None:
         S = S.masked_fill(~shown, -math.inf)
-    S = _append_sinks(case, S)
+    if case.sinks is not None:
+        S = _append_sinks(case.sinks, S)
     P = torch.softmax(S, dim=-1, dtype=torch.promote_types(dtype, torch.float32)).to(
         dtype
     )
@@ -80,7 +81,8 @@ def _plain_attention(
     dtype, (scores, softmax, product) = case.q.dtype, wide
     k, v = repeat_kv(case, wide=sums_wide)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
-    S = _append_sinks(case, S)
+    if case.sinks is not None:
+        S = _append_sinks(case.sinks, S)
     P = (S.float() if softmax else S).softmax(dim=-1)[..., : case.kv_len]
     return ((P @ v.float()) if product else (P.to(dtype) @ v)).to(dtype)
 
@@ -182,13 +184,10 @@ def _largest(part: Tensor, function: str) -> Tensor:
     return part.amax(dim=-1, keepdim=True)
 
 
-def _append_sinks(case: AttentionCase, S: Tensor) -> Tensor:
+def _append_sinks(sinks: Tensor, S: Tensor) -> Tensor:
     """Returns the scores [B, H, rows, keys] with each head's sink, in their dtype,
-    appended as one more key, [B, H, rows, keys + 1]; unchanged for a case without
-    sinks."""
-    if case.sinks is None:
-        return S
-    sink = case.sinks.to(S.dtype)[None, :, None, None].expand(*S.shape[:3], 1)
+    appended as one more key, [B, H, rows, keys + 1]. `sinks`: [H]."""
+    sink = sinks.to(S.dtype)[None, :, None, None].expand(*S.shape[:3], 1)
     return torch.cat([S, sink], dim=-1)
 
 

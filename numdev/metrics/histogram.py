@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from numdev.metrics.row_metrics import ULPS
-from numdev.metrics.yardstick import Yardstick, zeroed_outside
+from numdev.metrics.yardstick import Yardstick
 
 LEAST, MOST = ULPS
 
@@ -20,7 +20,7 @@ def by_ulps(output: Tensor, y: Yardstick) -> tuple[int, ...]:
     error = (output.double() - y.reference).abs() / y.spacing
     counted = y.usable & error.isfinite()
     # frexp: error = m 2^e with m in [0.5, 1), so that e - 1 is the power of two below it
-    power = torch.frexp(zeroed_outside(error, counted)).exponent.long() - 1
+    power = torch.frexp(torch.where(counted, error, 0.0)).exponent.long() - 1
     power = torch.where(error > 0, power, LEAST - 1)[counted]
     return tuple(
         torch.bincount(

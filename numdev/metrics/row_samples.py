@@ -97,12 +97,3 @@ def membership(length: int, positions: Tensor) -> Tensor | None:
     inner = torch.tensor(first[1:], device=positions.device)
     of = torch.bucketize(positions, inner, right=True)
     return (of[:, None] == torch.arange(len(first), device=positions.device)).double()
-
-
-@functools.lru_cache(
-    maxsize=2
-)  # of the queries and of the keys of one call after another
-def membership_of_all(length: int, device: torch.device) -> Tensor | None:
-    """Returns the `membership` of all rows of a call, on a device: one tensor for all who
-    ask, which nobody may change. None for a call that is too short for bins."""
-    return membership(length, torch.arange(length, device=device))

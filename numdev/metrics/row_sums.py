@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -52,6 +51,9 @@ class Totals:
     rows: int  # in the groups
     # [H, GROUPS], summed over the batch and the rows of a group
     groups: dict[str, Numbers]
+    sums: dict[str, Numbers]
+    """[H], over all rows; or estimates of these from a sample: the sums over the groups,
+    scaled to the rows they stand for, plus those of `certain`."""
     largest: dict[str, Numbers]  # [H]
     signed: tuple[Numbers, ...]
     along: Mapping[str, Numbers] = field(default_factory=dict)
@@ -62,16 +64,6 @@ class Totals:
     drawn: Mapping[str, Numbers] = field(default_factory=dict)
     # How many rows those in groups stand for, where they are a sample
     left: int | None = None
-
-    @cached_property
-    def sums(self) -> dict[str, Numbers]:
-        """Returns the sums over all rows [H], or estimates of these from a sample: the
-        sums over the groups, scaled to the rows they stand for, plus those of
-        `certain`."""
-        together = np.array(list(self.groups.values())).sum(axis=-1)
-        if self.certain is not None and self.left is not None:
-            together = together * (self.left / max(self.rows, 1)) + self.certain
-        return dict(zip(self.groups, together, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,10 +107,10 @@ class Counted:
         rows = y.rows
         nonfinite = torch.zeros_like(rows.size)
         if not (is_finite and y.regular):
-            fine = yardstick.finite(o)
-            is_finite = is_finite or bool((fine | ~y.seen).all())
+            fine, seen = yardstick.finite(o), ~y.empty[..., None]
+            is_finite = is_finite or bool((fine | ~seen).all())
             rows = y.rows if is_finite else y.rows_where(y.usable & fine)
-            nonfinite = yardstick.count_of((fine != y.floor_finite) & y.seen, dim=-1)
+            nonfinite = yardstick.count_of((fine != y.floor_finite) & seen, dim=-1)
         is_regular = is_finite and y.regular
         beside = None if y.baseline is None else rows.usable
         if beside is not None and not is_regular and y.baseline_finite is not None:
@@ -154,7 +146,7 @@ def row_sums(
     sums |= {
         "absolute": elements.absolute,
         "square": elements.size.square(),
-        "relative": rows.relative(elements.size).square(),
+        "relative": (elements.size / rows.unit).square(),
         "nonfinite": counted.nonfinite,
     }
     largest = {"max_abs": elements.max_abs, "max_ulp": elements.max_ulp}
@@ -171,18 +163,16 @@ def row_sums(
     if elements.predicted is not None:
         scales, size = rows, elements.size
         if not counted.is_alike:
-            error = yardstick.zeroed_outside(o - y.reference, counted.compared)
+            error = torch.where(counted.compared, o - y.reference, 0.0)
             scales, size = y.rows_where(counted.compared), yardstick.row_norm(error)
         predicted = scales.predicted(elements.predicted)
-        relative = scales.relative(torch.stack([predicted, scales.least, size])).square()
+        relative = (torch.stack([predicted, scales.least, size]) / scales.unit).square()
         sums |= _prediction_sums(size, predicted, relative, scales)
         largest["worst_row"] = _ratios_to_prediction(
             size, predicted, relative[:2], scales
         )
-    observed = y.observed if counted.is_finite else y.observed_where(rows.usable)
-    return RowSums(
-        sums=sums, largest=largest, signed=(elements.features, elements.along, observed)
-    )
+    signed = elements.features, elements.along, rows.observed
+    return RowSums(sums=sums, largest=largest, signed=signed)
 
 
 def _fastest_element_sums(
@@ -228,7 +218,8 @@ def _prediction_sums(
         "expected_count": rows.judged.double(),
     }
     # In the unit of the tensor, where rows of large errors count for more
-    squared, least = predicted.square(), rows.least_square
+    squared = predicted.square()
+    least = rows.least.clamp_min(rows.least_allowed).square()
     weight = torch.maximum(squared, least)
     return sums | {
         "own_against": size.square(),
@@ -260,15 +251,15 @@ def element_sums(
     plain = None if y.baseline is None else o.double() - y.baseline
     expected = None if e is None else e - y.reference
     if usable is not None:
-        error = yardstick.zeroed_outside(error, usable)
+        error = torch.where(usable, error, 0.0)
     if plain is not None and beside is not None:
-        plain = yardstick.zeroed_outside(plain, beside)
+        plain = torch.where(beside, plain, 0.0)
     if expected is not None and compared is not None:
-        expected = yardstick.zeroed_outside(expected, compared)
+        expected = torch.where(compared, expected, 0.0)
     largest = error.abs()
     in_ulps = largest / y.spacing
     if usable is not None:  # the spacing may be NaN elsewhere
-        in_ulps = yardstick.zeroed_outside(in_ulps, usable)
+        in_ulps = torch.where(usable, in_ulps, 0.0)
     if is_floor:
         features, along = torch.zeros_like(error[:, :, 0]), error.new_zeros(o.shape[:2])
         from_floor = error.new_zeros(o.shape[:3])
@@ -299,9 +290,9 @@ def _beside_floor(
     ulps = off / y.spacing
     if usable is not None:
         observed = usable & y.floor_finite & ~y.repeated[..., None]
-        ulps = yardstick.zeroed_outside(ulps, observed)
+        ulps = torch.where(observed, ulps, 0.0)
     if beside is not None:
-        off = yardstick.zeroed_outside(off, beside & y.floor_finite)
+        off = torch.where(beside & y.floor_finite, off, 0.0)
     features = ulps.sum(dim=2)
     along = ulps.mul_(y.reference.sign()).sum(dim=(2, 3))  # in place: `ulps` is done with
     return features, along, yardstick.row_max(off)
@@ -319,8 +310,8 @@ def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
     o_finite, reference_finite = yardstick.finite(o), yardstick.finite(reference)
     seen = ~empty[..., None]
     usable = seen & o_finite & reference_finite
-    exact = yardstick.zeroed_outside(reference, usable)
-    error = yardstick.zeroed_outside(o, usable) - exact
+    exact = torch.where(usable, reference, 0.0)
+    error = torch.where(usable, o, 0.0) - exact
     sums = {
         "count": usable.sum(dim=-1).double(),
         "absolute": torch.linalg.vector_norm(error, 1, dim=-1),
@@ -357,15 +348,18 @@ def to_host(
     rows = in_groups.shape[-1]
     certain: Numbers | None = None
     drawn: dict[str, Numbers] = {}
-    if isinstance(of, Strata):
-        certain, sums_drawn = others
-        drawn = dict(zip(x.sums, sums_drawn, strict=True))
-        left: int | None = of.of - (sums.shape[-1] - rows)
-    else:
-        left = of
+    left = None if isinstance(of, Strata) else of
+    with np.errstate(all="ignore"):  # as of the metrics of these sums
+        together = groups.sum(axis=-1)
+        if isinstance(of, Strata):
+            certain, sums_drawn = others
+            drawn = dict(zip(x.sums, sums_drawn, strict=True))
+            left = of.of - (sums.shape[-1] - rows)
+            together = together * (left / max(rows, 1)) + certain
     return Totals(
         rows=rows,
         groups=dict(zip(x.sums, groups, strict=True)),
+        sums=dict(zip(x.sums, together, strict=True)),
         largest=dict(zip(x.largest, largest, strict=True)),
         signed=signed,
         along=along,
@@ -384,7 +378,7 @@ def row_ratios(
     rows, features], are 0 where `usable` (bool, same shape) is False."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
-    squares = rows.relative(torch.stack([sizes, rows.least])).square()
+    squares = (torch.stack([sizes, rows.least]) / rows.unit).square()
     return _ratios_to_prediction(yardstick.row_norm(error), sizes, squares, rows)
 
 

@@ -40,38 +40,19 @@ class RowScales:
     least: Tensor  # u |r_i| / sqrt(12), the least a row's error may be predicted to be
     arithmetic: Tensor | None  # what fp32 arithmetic alone may err
     least_allowed: float  # what any row may err: u SMALLEST_SCALE
+    judged_count: Tensor  # int64 [H]: how many rows of each head are judged
+    observed: Tensor
+    """[B, H, features]: in how many rows an element that counts may tell of a bias. Rows
+    that repeat others do not count, nor do elements whose floor is not finite."""
 
-    def relative(self, sizes: Tensor) -> Tensor:
-        """Returns sizes of rows [..., B, H, rows] over their |term scale_i|; 0 in rows
-        that are not judged."""
-        return sizes / self.unit
+    sums: Sums
+    """What does not depend on any error, by name: count, counted, reference, terms."""
 
     def predicted(self, sizes: Tensor) -> Tensor:
         """Returns rows' predicted errors `sizes` [B, H, rows] and what fp32 arithmetic
         may err, joined as the root of the sum of their squares; `sizes` alone where
         `arithmetic` is None."""
         return sizes if self.arithmetic is None else torch.hypot(sizes, self.arithmetic)
-
-    @cached_property
-    def judged_count(self) -> Tensor:
-        """Returns how many rows of each head are judged, int64 [H]."""
-        return self.judged.sum(dim=(0, 2))
-
-    @cached_property
-    def least_square(self) -> Tensor:
-        """Returns the square of the least that may be predicted of a row."""
-        return self.least.clamp_min(self.least_allowed).square()
-
-    @cached_property
-    def sums(self) -> Sums:
-        """Returns the sums of rows that do not depend on any error, by name: count,
-        counted, reference, terms."""
-        return {
-            "count": self.count,
-            "counted": self.judged.double(),
-            "reference": self.size.square(),
-            "terms": self.scale.square(),
-        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,15 +110,10 @@ class Yardstick:
         return ulp(self.term_scale, self.format)
 
     @cached_property
-    def seen(self) -> Tensor:
-        """Returns which rows see a key: bool [B, H, q_len, 1]."""
-        return ~self.empty[..., None]
-
-    @cached_property
     def usable(self) -> Tensor:
         """Returns which elements are of rows that see a key and have a finite reference:
         bool."""
-        seen = self.seen.expand_as(self.reference)
+        seen = (~self.empty)[..., None].expand_as(self.reference)
         return seen if self._finite[0] else seen & finite(self.reference)
 
     @cached_property
@@ -188,19 +164,29 @@ class Yardstick:
         is_everything = usable is None and self.regular
         usable = self.usable if usable is None else usable
         if is_everything:
+            batch, heads, rows, features = self.reference.shape
             size, scale = row_norm(self.reference), row_norm(self.term_scale)
-            count = torch.full_like(size, self.reference.shape[-1])
+            count = torch.full_like(size, features)
+            observed = size.new_full((batch, heads, features), rows)
         else:
-            size = row_norm(zeroed_outside(self.reference, usable))
-            terms = zeroed_outside(self.term_scale, usable)
-            scale = row_norm(zeroed_outside(terms, finite(terms)))
+            size = row_norm(torch.where(usable, self.reference, 0.0))
+            terms = torch.where(usable, self.term_scale, 0.0)
+            scale = row_norm(torch.where(finite(terms), terms, 0.0))
             count = count_of(usable, dim=-1)
+            distinct = usable & self.floor_finite & ~self.repeated[..., None]
+            observed = count_of(distinct, dim=2)
         arithmetic = None
         if self.arithmetic is not None:
             # Inputs that are not finite make it NaN in rows of which no element is
             # usable.
             arithmetic = (scale * self.arithmetic).nan_to_num_()
         judged = (scale >= SMALLEST_SCALE) & finite(scale)
+        sums = {
+            "count": count,
+            "counted": judged.double(),
+            "reference": size.square(),
+            "terms": scale.square(),
+        }
         return RowScales(
             usable=usable,
             count=count,
@@ -211,6 +197,9 @@ class Yardstick:
             least=size * rounding(self.format),
             arithmetic=arithmetic,
             least_allowed=self.format.unit_roundoff * SMALLEST_SCALE,
+            judged_count=judged.sum(dim=(0, 2)),
+            observed=observed,
+            sums=sums,
         )
 
     @cached_property
@@ -225,69 +214,31 @@ class Yardstick:
         u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor
         of values that fill their binades, and stands in where all are exact (V = 1) and
         the floor is 0."""
-        fine = None if self.regular else self.usable & self.floor_finite
-        size = (
-            self.rows.size
-            if fine is None
-            else row_norm(zeroed_outside(self.reference, fine))
-        )
+        size = self.rows.size
+        if not self.regular:
+            fine = self.usable & self.floor_finite
+            size = row_norm(torch.where(fine, self.reference, 0.0))
         sums = dict.fromkeys(("empty_rows", "floor"), self.empty.double())
         sums["least"] = (size * rounding(self.format)).square()
-
-        def add_distance(
-            name: str, count: str, a: Tensor, b: Tensor | None, both: Tensor | None
-        ) -> None:
-            """Adds the sum of (a - b)^2, and of how many elements; nothing without b."""
-            if b is not None:
-                distance = a.double() - b  # in fp64: a and b may be of one narrow dtype
-                if both is None:
-                    sums[name], sums[count] = row_norm(distance).square(), self.rows.count
-                else:
-                    sums[name] = row_norm(zeroed_outside(distance, both)).square()
-                    sums[count] = count_of(both, dim=-1)
-
-        def where_finite(x: Tensor | None) -> Tensor | None:
-            if x is None or (self.regular and all_finite([x])):
-                return None
-            return self.usable & finite(x)
-
-        add_distance("floor", "floor_count", self.reference, self.floor, fine)
-        add_distance(
-            "moved",
-            "moved_count",
-            self.reference,
-            self.unrounded,
-            where_finite(self.unrounded),
+        distances = (
+            ("floor", "floor_count", self.reference, self.floor),
+            ("moved", "moved_count", self.reference, self.unrounded),
+            ("plain", "plain_count", self.reference, self.baseline),
+            ("cast_apart", "cast_count", self.baseline, self.baseline_fp32),
         )
-        plain = None
-        if not self.regular and self.baseline_finite is not None:
-            plain = self.usable & self.baseline_finite
-        add_distance("plain", "plain_count", self.reference, self.baseline, plain)
-        if self.baseline is not None:
-            both = where_finite(self.baseline_fp32)
-            if both is not None and self.baseline_finite is not None:
-                both = both & self.baseline_finite
-            add_distance(
-                "cast_apart", "cast_count", self.baseline, self.baseline_fp32, both
-            )
+        for name, count, a, b in distances:
+            if a is None or b is None:
+                continue
+            distance = a.double() - b  # in fp64: a and b may be of one narrow dtype
+            # That the floor and the baseline are finite, `regular` says already
+            is_finite = b is self.floor or b is self.baseline
+            if self.regular and (is_finite or all_finite([b])):
+                sums[name], sums[count] = row_norm(distance).square(), self.rows.count
+            else:
+                both = self.usable & finite(a) & finite(b)
+                sums[name] = row_norm(torch.where(both, distance, 0.0)).square()
+                sums[count] = count_of(both, dim=-1)
         return sums
-
-    @cached_property
-    def observed(self) -> Tensor:
-        """Returns in how many rows an element may tell of a bias, fp64 [B, H, features],
-        where the output is finite."""
-        return self.observed_where(None)
-
-    def observed_where(self, usable: Tensor | None) -> Tensor:
-        """Returns in how many rows an element of the mask `usable` may tell of a bias,
-        fp64 [B, H, features]; None: of all usable ones. Rows that repeat others do not
-        count, nor do elements whose floor is not finite."""
-        if usable is None and self.regular:
-            batch, heads, rows, features = self.reference.shape
-            return self.reference.new_full((batch, heads, features), rows)
-        usable = self.usable if usable is None else usable
-        distinct = usable & self.floor_finite & ~self.repeated[..., None]
-        return count_of(distinct, dim=2)
 
     @cached_property
     def allowance(self) -> Sums:
@@ -305,7 +256,7 @@ class Yardstick:
         floor, plain = self.floor, self.baseline - self.floor
         if usable is not None:
             judged = usable & self.floor_finite
-            floor, plain = (zeroed_outside(x, judged) for x in (floor, plain))
+            floor, plain = (torch.where(judged, x, 0.0) for x in (floor, plain))
         cast = floor.to(dtype_of(self.format))  # exact: the floor is representable
         return {
             "plain_from_floor": row_max(plain),
@@ -324,12 +275,6 @@ def count_of(mask: Tensor, dim: int) -> Tensor:
     """Returns how many elements of a bool tensor are True along an axis, in fp64."""
     # Counted as integers: bools added up in fp64 take three times as long on a CPU
     return mask.sum(dim=dim).double()
-
-
-def zeroed_outside(x: Tensor, usable: Tensor) -> Tensor:
-    """Returns x with 0 in place of every element that is not usable (bool, of x's
-    shape)."""
-    return torch.where(usable, x, 0.0)
 
 
 def widened(x: Tensor) -> Tensor:

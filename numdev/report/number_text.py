@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 NONE = "–"
 MOST = 1e9  # a larger multiple is of a rounding error of the fp64 reference, and not said
@@ -64,12 +65,23 @@ def multiple(value: float | None, beside: float | None = None) -> str:
     return three(value, beside)
 
 
-def labelled(kernel: str, options: Mapping[str, object]) -> str:
-    """Returns a kernel with the options that are not None:
-    `emulated[preset=fa2,block_kv=64]`; the name alone without any."""
-    chosen = ((n, f"{x:g}" if isinstance(x, float) else x) for n, x in options.items())
+class Labelled(Protocol):
+    """A record of a kernel with its options."""
+
+    @property
+    def kernel(self) -> str | None: ...
+    @property
+    def options(self) -> Mapping[str, object]: ...
+
+
+def label(of: Labelled) -> str:
+    """Returns a record's kernel with the options that are not None:
+    `emulated[preset=fa2,block_kv=64]`; the name alone without any, and empty where there
+    is neither."""
+    options = of.options.items()
+    chosen = ((n, f"{x:g}" if isinstance(x, float) else x) for n, x in options)
     text = ",".join(f"{name}={value}" for name, value in chosen if value is not None)
-    return kernel + (f"[{text}]" if text else "")
+    return (of.kernel or "") + (f"[{text}]" if text else "")
 
 
 def ratio(value: float | None) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -25,13 +25,11 @@ from numdev.metrics.statistics import (
 from numdev.report import (
     AuditSummary,
     DeviationRow,
-    Explanation,
     Finding,
     KernelSummary,
     PartSummary,
     Places,
     Record,
-    WorstRow,
 )
 from numdev.report.number_text import MOST, ratio
 from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
@@ -46,8 +44,6 @@ HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-
 def summarise(
     rows: Sequence[DeviationRow],
     findings: Sequence[Finding] = (),
-    explanations: Sequence[Explanation] = (),
-    worst: Sequence[WorstRow] = (),
     words: Words = ATTENTION_WORDS,
 ) -> AuditSummary:
     """Returns the summary of an audit's rows, whether ok, skipped or failed; planted
@@ -75,8 +71,6 @@ def summarise(
             )
         ),
         kernels=kernels,
-        explanations=tuple(explanations),
-        worst_rows=tuple(worst),
     )
 
 
@@ -101,9 +95,13 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
     least one; those that are not ok are only counted."""
     ok = [row for row in rows if row.status == "ok" and tensor_spec(row.tensor).is_output]
     worst = max(ok, key=lambda row: row.expected_ratio or 0.0, default=rows[0])
-    ran = _distinct_values(row.ran for row in rows)
+    ran = dict.fromkeys(row.ran for row in rows if row.ran is not None)
     statuses = [row.status for row in rows]
-    reasons = (row.reason for row in rows if row.reason != "reference-limited")
+    whys = (row.reason for row in rows if row.reason != "reference-limited")
+    reasons = dict.fromkeys(why for why in whys if why is not None)
+    # Over the floor's error; 0 where all runs gave the same bits
+    noise = [noise_ratio(row) for row in rows if row.noise is not None]
+    noisiest = max((x for x in noise if x is not None), default=0.0) if noise else None
     largest = max((row.max_abs for row in ok if row.max_abs is not None), default=None)
     sampled = max((row.rows_measured or 0 for row in ok if row.sampled), default=None)
     suspects = max((row.suspects or 0 for row in ok), default=0)
@@ -125,32 +123,18 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
         **_fields_over_heads(ok, KernelSummary, places),
         skipped=statuses.count("skipped"),
         failed=statuses.count("failed"),
-        reasons=_distinct_values(reasons),
-        ran=ran,
+        reasons=tuple(reasons),
+        ran=tuple(ran),
         mean_abs=_mean_error(ok),
         max_abs=largest,
         rows_measured=sampled,
         suspects=suspects or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
-        noise=_largest_noise(rows),
+        noise=noisiest,
         biased_heads=_biased_head_count(ok),
         gradients=gradients,
         phases=phases,
     )
-
-
-def _largest_noise(rows: Sequence[DeviationRow]) -> float | None:
-    """Returns the largest noise of a head, over the floor's error; 0 where all runs gave
-    the same bits, None where no row has a noise."""
-    noise = [noise_ratio(row) for row in rows if row.noise is not None]
-    if not noise:
-        return None
-    return max((x for x in noise if x is not None), default=0.0)
-
-
-def _distinct_values(values: Iterable[str | None]) -> tuple[str, ...]:
-    """Returns the values that are not None, each once, in order."""
-    return tuple(dict.fromkeys(value for value in values if value is not None))
 
 
 def _mean_error(ok: Sequence[DeviationRow]) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 from numdev.gate import findings, judging
 from numdev.gate.judgement import SOMETHING, Judgement
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.thresholds import power_of, tests_of_rows
+from numdev.gate.thresholds import power_of, run_tests, threshold_tests
 from numdev.report import (
     AuditReport,
     AuditSummary,
@@ -91,9 +91,8 @@ def judge(
     power = tuple(power_of(rows, record, rules))
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     passed = (sum(fa_rule), len(fa_rule)) if fa_rule else None
-    return judging.judge(
-        tests_of_rows(rows, record, rules, ()), rules, power=power, fa_rule=passed
-    )
+    tests = [*threshold_tests(rows, record, rules), *run_tests(rows, record, rules)]
+    return judging.judge(tests, rules, power=power, fa_rule=passed)
 
 
 def rule_tests(judgement: Judgement) -> list[Any]:

@@ -23,6 +23,7 @@ rescales."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -37,7 +38,6 @@ from numdev.cases import (
     key_range,
     keys_from,
     position_span,
-    rows_within,
     visible,
 )  # fmt: skip
 from numdev.errors import Refused
@@ -233,7 +233,10 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
     case, recipe = r.case, r.recipe
     m_old, l_old, O_old, _ = before
     tile_max = maximum(r, S)
-    m = moved(r, m_old, tile_max)
+    if (lag := recipe.max_lag) is None:
+        m = torch.maximum(m_old, tile_max)
+    else:  # in log2; a NaN in the tile is passed over
+        m = torch.where((tile_max - m_old) * LOG2_E > lag, tile_max, m_old)
     a = _factor(r, m_old, m)
     b = _factor(r, tile_max, m) if recipe.algorithm == "fa1" else None
     P = exponential(r, S, m if b is None else tile_max, w)
@@ -252,15 +255,6 @@ def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> 
     O = r("accumulator", al[..., None] * O_old)
     new = r("accumulator", b[..., None] * r("pv", times(case, P_V, V)))
     return State(m, l, r("accumulator", O.add_(new)))
-
-
-def moved(r: Rounder, m_old: Tensor, tile_max: Tensor) -> Tensor:
-    """Returns the running maximum, of the same shape, after a tile: the larger of the old
-    one and the tile's, or the old one while it has grown by no more than `max_lag` (in
-    log2). NaN in a tile stays with the first, and is passed over by the second."""
-    if (lag := r.recipe.max_lag) is None:
-        return torch.maximum(m_old, tile_max)
-    return torch.where((tile_max - m_old) * LOG2_E > lag, tile_max, m_old)
 
 
 def maximum(r: Rounder, S: Tensor) -> Tensor:
@@ -458,8 +452,10 @@ def _rows_that_see(
     last = blocks.stop if low is None else min(blocks.stop, keys.stop - low)
     if first >= last:
         return slice(0, 0)
-    rows = rows_within(case, slice(first - first % block_q, last + -last % block_q))
-    return slice(max(rows.start, piece.start), min(rows.stop, piece.stop))
+    first, last = first - first % block_q, last + -last % block_q
+    if case.places is not None:
+        first, last = (bisect_left(case.places, at) for at in (first, last))
+    return slice(max(first, piece.start), min(last, piece.stop))
 
 
 # --- many tiles at once ---------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.metrics.row_sums import row_ratios
-from numdev.metrics.yardstick import Yardstick, finite, zeroed_outside
+from numdev.metrics.yardstick import Yardstick, finite
 from numdev.operations.attention.row_facts import of_keys, of_queries
 from numdev.operations.attention.unusual_rows import sentence
 from numdev.report import WorstRow
@@ -149,7 +149,7 @@ class RowErrors:
         usable = self.usable[b, i]
         without = ~usable.any(dim=-1)
         r, terms = (
-            zeroed_outside(x[:, head][b, i], usable).norm(dim=-1)
+            torch.where(usable, x[:, head][b, i], 0.0).norm(dim=-1)
             for x in (y.reference, y.term_scale)
         )
         return {
@@ -169,12 +169,12 @@ def _measure_rows(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowError
     if predicted is not None:
         expected = predicted.double() - y.reference
         usable = usable & finite(expected)
-    error = zeroed_outside(o - y.reference, usable)
+    error = torch.where(usable, o - y.reference, 0.0)
     size = error.norm(dim=-1)
     if predicted is not None:
-        ratio = row_ratios(error, zeroed_outside(expected, usable), usable, y)
+        ratio = row_ratios(error, torch.where(usable, expected, 0.0), usable, y)
     else:
-        terms = zeroed_outside(y.term_scale, usable).norm(dim=-1)
+        terms = torch.where(usable, y.term_scale, 0.0).norm(dim=-1)
         ratio = torch.where(size > 0, size / terms, 0.0)
     return RowErrors(nonfinite=nonfinite, usable=usable, size=size, ratio=ratio)
 

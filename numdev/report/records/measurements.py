@@ -5,7 +5,7 @@ JSON has no NaN: a number that means nothing is null, and its row's `nulls` says
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,6 +43,8 @@ class Extent(Record):
 class CallRecord(Record):
     """What one call of an operation was. Rows name it in `case`."""
 
+    # What sentences call the operation, and what is part of it
+    words: ClassVar[Words] = Words()
     case: str
     batch: int
     source_format: str  # of its tensors before they were rounded to the audited formats
@@ -61,11 +63,6 @@ class CallRecord(Record):
         may leave out. Each kind of call has its own."""
         raise NotImplementedError
 
-    @property
-    def words(self) -> Words:
-        """Returns what sentences call the operation, and what is part of it."""
-        return Words()
-
 
 class FunctionCallRecord(CallRecord):
     """A call of a function: its tensors as they are."""
@@ -80,6 +77,7 @@ class FunctionCallRecord(CallRecord):
 class CaseRecord(CallRecord):
     """What one attention call was."""
 
+    words: ClassVar[Words] = ATTENTION_WORDS
     heads: int
     kv_heads: int
     q_len: int
@@ -106,11 +104,6 @@ class CaseRecord(CallRecord):
             "dk": key,
             "dv": key.model_copy(update={"width": self.v_dim}),
         }
-
-    @property
-    def words(self) -> Words:
-        """Returns what sentences call attention, and what is part of it."""
-        return ATTENTION_WORDS
 
 
 class Who(TypedDict):

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import assert_never
 from xml.etree import ElementTree
 
-from numdev.gate.findings import label
 from numdev.gate.judgement import Judgement, Test
 from numdev.report import Finding, Outcome, Place
+from numdev.report.number_text import label
 from numdev.report.safe_text import plain
 from numdev.report.views.gate import observed_text, problems_of
 

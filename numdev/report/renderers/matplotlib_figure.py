@@ -11,7 +11,7 @@ import pandas
 from numdev.argument_checks import checked
 from numdev.errors import UsageError, closest
 from numdev.report import DeviationRow, Places, Report
-from numdev.report.number_text import labelled
+from numdev.report.number_text import label
 
 ROLES = ("baseline", "kernel", "control")
 
@@ -34,7 +34,7 @@ def draw(
     every: Sequence[DeviationRow] = getattr(report, "rows", ())
     format, places = format or next((r.format for r in every), ""), Places(every)
     records = [
-        (labelled(row.kernel, row.options), places.layer(row), row.head or 0, abs(value))
+        (label(row), places.layer(row), row.head or 0, abs(value))
         for row in every
         if (row.tensor, row.format) == (tensor, format) and row.role in ROLES
         if isinstance(value := getattr(row, metric), int | float) and value

@@ -23,7 +23,7 @@ from numdev.report import (
     Report,
 )
 from numdev.report import document as doc
-from numdev.report.number_text import MOST, labelled, multiple, ratio, si, three
+from numdev.report.number_text import MOST, label, multiple, ratio, si, three
 from numdev.report_kinds import kind_of
 from numdev.studies.audit.timing import words as seconds
 from numdev.tensor_specs import ATTENTION_WORDS, Words
@@ -125,7 +125,7 @@ def verdicts(
     }
     ordered = sorted(report.verdicts, key=_verdict_rank)
     lines = list(grouped(ordered, lambda v: _line_key(ordered, v)).values())
-    names = [labelled(of[0].kernel, of[0].options) for of in lines]
+    names = [label(of[0]) for of in lines]
     width = max(map(len, names), default=0)
     wide = max((len(_word_and_style(of[0])[0]) for of in lines), default=0)
     for name, of in zip(names, lines, strict=True):
@@ -163,7 +163,7 @@ def _line_key(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
     without a finding has a line of its own, so that the key is its index in `every`."""
     if v.finding is None:
         return next(at for at, each in enumerate(every) if each is v)
-    return labelled(v.kernel, v.options), _word_and_style(v), f"finding {v.finding}"
+    return label(v), _word_and_style(v), f"finding {v.finding}"
 
 
 def _finding_details(
@@ -245,9 +245,9 @@ def _finding_items(report: Report, directory: Path | None) -> Iterator[doc.Item]
     their verdicts, those without one last."""
     shown = {v.finding for v in report.verdicts}
     ordered = sorted(report.verdicts, key=_verdict_rank)
-    names = [labelled(v.kernel, v.options) for v in ordered]
-    names += [labelled(f.kernel, f.options) for f in report.findings]
-    places = [names.index(labelled(f.kernel, f.options)) for f in report.findings]
+    names = [label(v) for v in ordered]
+    names += [label(f) for f in report.findings]
+    places = [names.index(label(f)) for f in report.findings]
     for number, finding in sorted(
         enumerate(report.findings), key=lambda pair: places[pair[0]]
     ):
@@ -270,7 +270,7 @@ def _cell_link(report: Report | Verdicts, finding: Finding) -> str:
         return ""
     rows: Sequence[DeviationRow] = getattr(report, "rows", ())
     layer = Places(rows).layer(place)
-    kernel = labelled(finding.kernel, finding.options)
+    kernel = label(finding)
     return doc.cell_id(kernel, finding.formats[0], tensor, layer, place.head)
 
 

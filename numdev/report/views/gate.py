@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, assert_never
 
-from numdev.gate.findings import kernel_verdicts, label
+from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import (
     RATIOS,
     REQUIRED,
@@ -26,7 +26,7 @@ from numdev.gate.judgement import (
 from numdev.grouping import grouped
 from numdev.report import Finding, Outcome, Place, Places, Report, Standing
 from numdev.report import document as doc
-from numdev.report.number_text import multiple, three
+from numdev.report.number_text import label, multiple, three
 from numdev.report.views import Verdicts, style_of, verdicts
 from numdev.report_kinds import judged_by
 from numdev.tensor_specs import ATTENTION_WORDS

@@ -82,14 +82,11 @@ class Unmeasured:
         """Returns a context with as many threads as suit the case."""
         return fitting_threads(self.case.q.shape[:3].numel() * self.case.kv_len)
 
-    def begin_kernel(self, run: Runner, after: int = 0) -> bool:
+    def begin_kernel(self, run: Isolated, after: int = 0) -> bool:
         """Lets the first kernel under audit among the tasks from number `after` on begin
         in its own process, while this one does something else; returns whether there is
-        one. Nothing begins where kernels have no process of their own, for a call that
-        takes much memory, nor where both processes would compute with several threads and
-        wait for one another."""
-        if not isinstance(run, Isolated):
-            return False
+        one. Nothing begins for a call that takes much memory, nor where both processes
+        would compute with several threads and wait for one another."""
         for planned, task in self.tasks[after:]:
             if task.role == "kernel" and not planned.kernel.missing(self.plan.system):
                 # What fails here fails again when its task asks, whose row it costs
@@ -135,12 +132,7 @@ def measured_here(
     that are named when all are measured (None: each is named by itself). `following`:
     what is measured next, if that is known, of which the first kernel may begin."""
     case, plan, selection = work.case, work.plan, work.selection
-
-    def begin_next(number: int) -> None:
-        """Lets the first kernel after a task begin, in this case or the following."""
-        if not work.begin_kernel(run, number + 1) and following and is_small(case):
-            following.begin_kernel(run)
-
+    process = run if isinstance(run, Isolated) else None
     with work.fitting_threads():
         record = case_record(case, work.located.axes, plan.formats)
         yield f"case {work.located.ref.case}", {"case": [record]}, case.ref.module
@@ -152,36 +144,47 @@ def measured_here(
             numbered, lambda each: each[1][1].format
         ):
             fmt, unmeasured = format_named(name), list(of_format)
-            work.begin_kernel(run, unmeasured[0][0])
+            if process is not None:
+                work.begin_kernel(process, unmeasured[0][0])
+            bench: Bench | Exception
             try:
                 if exact is None:
                     with work.watch("reference"):
                         exact = selection.exact(selection.case)
                 bench = Bench.of(selection, fmt, exact, work.watch)
             except of_rows.FAILS_ONE_ROW as error:  # too large for its reference
-                for _, (_, task) in unmeasured:
-                    yield _finished(task, {"row": [_failed_row(task, error)]})
-                continue
+                bench = error
             for number, (planned, task) in unmeasured:
-                runner = run if task.role == "kernel" else attempt
-                measured = measure_task(
-                    task,
-                    planned.kernel,
-                    bench,
-                    plan.system,
-                    runner,
-                    later,
-                    ran=partial(begin_next, number),
-                )
-                beside = _rows_beside(planned.kernel, task, measured, bench, plan)
-                yield _finished(task, {"row": measured.rows, **beside})
+                if isinstance(bench, Exception):
+                    rows: Rows = {"row": [_failed_row(task, bench)]}
+                else:
+                    ran = None
+                    if process is not None:
+                        ran = partial(_begin_next, work, following, process, number)
+                    runner = run if task.role == "kernel" else attempt
+                    measured = measure_task(
+                        task,
+                        planned.kernel,
+                        bench,
+                        plan.system,
+                        runner,
+                        later,
+                        ran=ran,
+                    )
+                    beside = _rows_beside(planned.kernel, task, measured, bench, plan)
+                    rows = {"row": measured.rows, **beside}
+                yield task.key, rows, f"{task.case.module} {task.kernel}"
             del bench  # one format's tensors are freed before the next one's are made
 
 
-def _finished(task: Task, rows: Rows) -> Finished:
-    """Returns a task's key, its rows, and what progress calls it, as they go into the
-    journal."""
-    return task.key, rows, f"{task.case.module} {task.kernel}"
+def _begin_next(
+    work: Unmeasured, following: Unmeasured | None, run: Isolated, number: int
+) -> None:
+    """Lets the first kernel under audit after the task of this number begin in its own
+    process: one of the case that is measured, else of the `following` one, where there is
+    one and this one is small."""
+    if not work.begin_kernel(run, number + 1) and following and is_small(work.case):
+        following.begin_kernel(run)
 
 
 def _rows_beside(
@@ -213,20 +216,24 @@ def measure_task(
     later: list[Any] | None = None,
     operation: Operation[Any] = ATTENTION,
     *,
-    ran: Callable[[], object] = lambda: None,
+    ran: Callable[[], object] | None = None,
 ) -> of_rows.Measured[Call]:
     """Returns the rows of a kernel on a prepared call, with what was measured. A kernel
     that is missing or declines is `skipped`; one that raises, or whose output cannot be
     measured, is `failed`. Where the forward pass runs and a training step does not, one
     row of a gradient says why there is none. `later` gets a call that errs, to be named
-    with others; `ran` is called as soon as a kernel under audit has run."""
+    with others; `ran` (None: nothing) is called as soon as a kernel under audit has
+    run."""
     if missing := kernel.missing(system):
         why = Failure("skipped", missing)
         return of_rows.Measured(rows=[of_rows.bare_row(task, why)])
     try:
         with call.watch("metrics"):
-            outputs, lacking = _run_or_forward_alone(task, kernel, call, run)
-            if task.role == "kernel":
+            lacking: Failure | None = None
+            outputs = _run_repeatedly(task, kernel, call, run)
+            if isinstance(outputs, Failure) and task.gradients and task.role == "kernel":
+                outputs, lacking = _run_forward_alone(task, kernel, call, run, outputs)
+            if ran is not None and task.role == "kernel":
                 ran()
             if isinstance(outputs, Failure):
                 return of_rows.Measured(rows=[of_rows.bare_row(task, outputs)])
@@ -248,21 +255,17 @@ def measure_task(
         return of_rows.Measured(rows=[_failed_row(task, error)])
 
 
-def _run_or_forward_alone(
-    task: Task, kernel: Kernel, call: PreparedCall, run: Runner
+def _run_forward_alone(
+    task: Task, kernel: Kernel, call: PreparedCall, run: Runner, failure: Failure
 ) -> tuple[list[Any] | Failure, Failure | None]:
-    """Returns what a kernel returns in each run, or a Failure; and why there are no
-    gradients, where its forward pass alone runs."""
-    outputs = _run_repeatedly(task, kernel, call, run)
-    if not (isinstance(outputs, Failure) and task.gradients and task.role == "kernel"):
-        return outputs, None
-    forward = _run_repeatedly(
-        dataclasses.replace(task, gradients=False), kernel, call, run
-    )
+    """Returns what a kernel's forward pass returns in each run, and why there are no
+    gradients; where that pass fails too, the `failure` of the training step, and None."""
+    forward_task = dataclasses.replace(task, gradients=False)
+    forward = _run_repeatedly(forward_task, kernel, call, run)
     if isinstance(forward, Failure):
-        return outputs, None
-    where = "in a training step: " if outputs.status == "failed" else ""
-    return forward, Failure(outputs.status, where + outputs.reason)
+        return failure, None
+    where = "in a training step: " if failure.status == "failed" else ""
+    return forward, Failure(failure.status, where + failure.reason)
 
 
 def _failed_row(task: Task, error: Exception) -> DeviationRow:
@@ -275,7 +278,7 @@ def _failed_row(task: Task, error: Exception) -> DeviationRow:
 
 def _run_repeatedly(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner
-) -> list[object] | Failure:
+) -> list[Any] | Failure:
     """Returns what the task's kernel returns, as often as asked, or the first Failure.
     Floor and baseline are the call's, once each; the output of `precision` only holds a
     place, since `rows` compares the two references."""

@@ -62,7 +62,7 @@ class Runs(Generic[Call]):
     the kernel's claim, or of the known way in `likes` that explains a tensor."""
 
     task: Task
-    runs: Sequence[Any]
+    runs: Sequence[Any]  # what each returned; the first one's is measured
     bench: Call
     claim: Mapping[str, object] | None
     likes: Mapping[str, Likeness] = field(default_factory=dict)
@@ -72,18 +72,13 @@ class Runs(Generic[Call]):
     """The first run's checksums and how far runs differ, by tensor; the same whatever the
     runs are held to."""
 
-    @property
-    def output(self) -> Returned:
-        """Returns the output of the first run, which is the one measured."""
-        output: Returned = self.runs[0]
-        return output
-
     def measured(self) -> Measured[Call]:
         """Returns the rows of every tensor of the first run. Raises MeasurementError
         where one is lacking in any of the runs."""
         task, bench, select = self.task, self.bench, self.bench.selection
-        present = self.output.tensors
-        outside = bench.outside_sample(self.output) if task.role == "kernel" else {}
+        output: Returned = self.runs[0]
+        present = output.tensors
+        outside = bench.outside_sample(output) if task.role == "kernel" else {}
         tensors = self._tensors_to_measure()
         by_distance = {
             name: distance
@@ -110,7 +105,7 @@ class Runs(Generic[Call]):
                 yardstick = bench.yardsticks[tensor].for_format(fmt)
                 units = self.likes[tensor].without_its_bias(units, yardstick)
             if task.role == "kernel":
-                bench.annotate(self.output, tensor, units, along[tensor], chosen)
+                bench.annotate(output, tensor, units, along[tensor], chosen)
             self._add_metrics_of_all_rows(units, tensor, outside)
             rows += self._make_rows(tensor, units, shared, fmt)
         for tensor, distance in by_distance.items():
@@ -122,7 +117,7 @@ class Runs(Generic[Call]):
         held_to = {name: like.expected[name] for name, like in self.likes.items()}
         return Measured(
             rows=rows,
-            output=self.output,
+            output=output,
             held_to=held_to,
             along=along,
             bench=bench,
@@ -133,7 +128,7 @@ class Runs(Generic[Call]):
         where none came back, and of a baseline of sampled rows what these give alone."""
         alone = self.task.role in ("baseline", "control")
         tensors = self.bench.by_row if alone else self.bench.yardsticks
-        trained = any(tensor_spec(name).is_gradient for name in self.output.tensors)
+        trained = any(tensor_spec(name).is_gradient for name in self.runs[0].tensors)
         return tuple(t for t in tensors if trained or not tensor_spec(t).is_gradient)
 
     def _rows_of_input_rounding(
@@ -172,17 +167,18 @@ class Runs(Generic[Call]):
                 nullify(unit, lacking, NOT_PREDICTED)
             return deviation
         if (like := self.likes.get(tensor)) is None:
-            expected = bench.expected(self.claim, self.output)[tensor]
+            expected = bench.expected(self.claim, self.runs[0])[tensor]
             claim = str((self.claim or {}).get("preset", "fa2"))
         else:
             expected, claim = like.expected[tensor], like.words
         deviation = measured(expected)
         for unit in deviation.heads:
             unit["claim"] = claim
-            nullify(unit, lacking, NOT_PREDICTED)
+            if lacking:
+                nullify(unit, lacking, NOT_PREDICTED)
         if any(unit["nonfinite"] for unit in deviation.heads):
             # Where its rounding sites overflow too, that is its format's limit.
-            over = yardstick.floor_finite & yardstick.seen
+            over = yardstick.floor_finite & ~yardstick.empty[..., None]
             over &= ~x.isfinite() & ~expected.isfinite()
             counts = over.sum(dim=(0, 2, 3)).tolist()
             for unit, count in zip(deviation.heads, counts, strict=True):
@@ -242,8 +238,8 @@ class Runs(Generic[Call]):
         """Returns the report's rows of one tensor, one for each unit's metrics. `shared`:
         fields of all rows of the task; `out_format`: the format the tensor counts as,
         None for one of which only the distance is measured."""
-        task, bench, output = self.task, self.bench, self.output
-        select = bench.selection
+        task, bench, select = self.task, self.bench, self.bench.selection
+        output: Returned = self.runs[0]
         x, is_gradient = output.tensors[tensor], tensor_spec(tensor).is_gradient
         limited = task.format == "float64" and task.role != "precision"
         fields: dict[str, object] = {
@@ -258,8 +254,8 @@ class Runs(Generic[Call]):
         came_wider = out_format is bench.format and x.dtype != bench.dtype
         if task.role == "kernel" and came_wider:
             fields["came_in"] = format_of(x.dtype).name
-        drawn, of = select.drawn_rows(tensor), select.sampled_from(tensor)
-        if drawn is not None and of is not None:
+        of = select.sampled_from(tensor)
+        if of is not None and (drawn := select.drawn_rows(tensor)) is not None:
             fields |= {"sampled": True, "rows_measured": len(drawn)}
         if isinstance(of, Strata):
             fields["suspects"] = int(of.suspects.sum())

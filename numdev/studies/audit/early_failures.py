@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from numdev.gate.findings import findings_in, label
+from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
 from numdev.gate.thresholds import threshold_tests
 from numdev.report import DeviationRow, PlannedKernel, PlanRecord, Standing
+from numdev.report.number_text import label
 
 DECIDED_BY_A_ROW = frozenset(
     {"nonfinite", "empty_nonfinite", "suspicion", "expected_ratio", "rms_ratio"}

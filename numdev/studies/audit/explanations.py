@@ -129,13 +129,15 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
     """Returns the tensors of one call that are beyond what the default rules allow them,
     by rounding: none where another function is suspected of the output, or something is
     not finite. `narrow`: count sums in 16 bits too, which no way of rounding excuses."""
-
-    def is_beyond(heads: Sequence[DeviationRow]) -> bool:
-        """Whether the heads of one tensor, together or one of them, are beyond a limit;
-        False where nothing is predicted."""
+    if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
+        return ()
+    tensors: list[str] = []
+    for tensor in TERMS:
+        heads = [row for row in rows if row.tensor == tensor and not row.suspicion]
         predicted = [r for r in heads if r.worst_row is not None]
         if not predicted:
-            return False
+            continue
+        # Of the heads together, then of each
         sizes = [_excess_in_median(predicted)]
         sizes += [excess("expected_ratio", r.expected_ratio, r) for r in predicted]
         if _is_judged("rms_ratio", heads[0]):
@@ -143,14 +145,13 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
         sizes += [excess("worst_row", r.worst_row, r) for r in predicted]
         if narrow:
             sizes += [excess("narrow_sum", r.narrow_sum, r, n=1) for r in predicted]
-        certain = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
-        sizes += [excess("bias_size", r.bias_size) for r in certain if r.tensor == "out"]
-        return max(sizes) > 1
-
-    if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
-        return ()
-    right = [row for row in rows if not row.suspicion]
-    return tuple(t for t in TERMS if is_beyond([r for r in right if r.tensor == t]))
+        if tensor == "out":
+            certain = (r for r in heads if r.bias_p is not None)
+            biased = [r for r in certain if (r.bias_p or 0.0) <= BIAS_ALPHA]
+            sizes += [excess("bias_size", r.bias_size) for r in biased]
+        if max(sizes) > 1:
+            tensors.append(tensor)
+    return tuple(tensors)
 
 
 def wrong_tensors(rows: Sequence[DeviationRow]) -> tuple[str, ...]:

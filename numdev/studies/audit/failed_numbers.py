@@ -5,15 +5,12 @@ A number is coloured by the rule that it was held to, and by no limit of a table
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from numdev.gate.findings import label
 from numdev.gate.judgement import Test
 from numdev.gate.row_checks import Measured
 from numdev.gate.rules import rules_from_data
 from numdev.report import DeviationRow, Standing
 from numdev.report.document import Style
-from numdev.report.number_text import labelled
+from numdev.report.number_text import label
 from numdev.report_kinds import judged_by
 
 Numbers = tuple[str, str, str, str, str | None]
@@ -68,14 +65,12 @@ class FailedNumbers:
     def style_of_tensor(
         self,
         kernel: str,
-        options: Mapping[str, object],
         format: str,
         tensor: str,
         metric: str,
         phase: str | None = None,
     ) -> Style:
-        """Returns `bad` where a rule refuses this metric of a tensor in any row, of one
-        phase or (None) of all; `good` where every rule on it passes; no style where none
-        was applied."""
-        name = labelled(kernel, options)
-        return self._styles.get((name, format, tensor, metric, phase), "")
+        """Returns `bad` where a rule refuses this metric of a kernel (its name with
+        options) in a tensor, in any row of one phase or (None) of all; `good` where every
+        rule on it passes; no style where none was applied."""
+        return self._styles.get((kernel, format, tensor, metric, phase), "")

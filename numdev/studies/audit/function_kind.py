@@ -46,7 +46,7 @@ def tests(report: FunctionReport, rules: Rules) -> Iterator[Test]:
     if not any(x is not None and x.mismatches is not None for x in numbers):
         floats = [t for t in rules.thresholds if t.metric != "mismatches"]
         rules = rules.model_copy(update={"thresholds": tuple(floats)})
-    return tests_of_rows(report.rows, report.plan, rules, report.cases)
+    return tests_of_rows(report, rules)
 
 
 def findings(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from numdev.gate.compare_report import Compared
 from numdev.gate.findings import findings_in
-from numdev.gate.judgement import Beside, Judgement, Test
+from numdev.gate.judgement import Beside, Judgement
 from numdev.gate.row_checks import Measured, check_whole
 from numdev.gate.row_pairs import Naming
 from numdev.gate.rules import Rules
@@ -25,12 +25,6 @@ TAKE_SINKS = (
     "and a function "
     "of yours with an argument `sinks`; give one with --kernel."
 )
-
-
-def tests(report: Measured, rules: Rules) -> Iterator[Test]:
-    """Yields a test for every rule on every tensor of every kernel in every format, and
-    for which calls ran."""
-    return tests_of_rows(report.rows, report.plan, rules, report.cases)
 
 
 def beside(report: Measured, rules: Rules) -> Beside:
@@ -98,7 +92,7 @@ AUDIT = Kind(
     blocks=view.blocks,
     judged=Judged(
         check=check_whole,
-        tests=tests,
+        tests=tests_of_rows,
         findings=findings,
         summarised=summarised,
         beside=beside,
@@ -111,7 +105,7 @@ SWEEP = Kind(
     blocks=sweep_view.blocks,
     judged=Judged(
         check=check_whole,
-        tests=tests,
+        tests=tests_of_rows,
         findings=findings,
         summarised=sweep_summarised,
         beside=beside,

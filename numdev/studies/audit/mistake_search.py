@@ -22,7 +22,6 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format
-from numdev.gate.findings import label
 from numdev.gate.row_checks import INFERRED
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output
@@ -33,6 +32,7 @@ from numdev.operations.attention.explain.imprecise_steps import Loss, imprecisio
 from numdev.operations.attention.explain.wrong_function import Suspicion, far_off, suspect
 from numdev.operations.attention.explain.wrong_gradients import suspect_gradients
 from numdev.report import DeviationRow
+from numdev.report.number_text import label
 from numdev.studies.audit.deviation_rows import Measured, Runs
 from numdev.studies.audit.explanations import (
     Likeness,

@@ -34,7 +34,7 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics import narrow_sum_eligibility
 from numdev.metrics.deviation import Deviation, Metrics, nullify
 from numdev.metrics.finiteness import Outside
-from numdev.metrics.row_samples import Sample, Strata, membership, membership_of_all
+from numdev.metrics.row_samples import Sample, Strata, membership
 from numdev.metrics.yardstick import Yardstick, widened
 from numdev.operations.attention.explain.narrow_sums import Sums, looked_at
 from numdev.operations.attention.explain.wrong_function import far_off, suspect
@@ -114,10 +114,7 @@ class Selection:
         until another format is asked for."""
         if fmt.name not in self.rounded:
             self.rounded.clear()
-            is_rounded = self.case.is_in(fmt)
-            self.rounded[fmt.name] = (
-                self.case if is_rounded else self.case.rounded_to(fmt)
-            )
+            self.rounded[fmt.name] = self.case.rounded_to(fmt)
         return self.rounded[fmt.name]
 
     @cached_property
@@ -160,7 +157,7 @@ class Selection:
         bins] of 0 and 1; None where the call is too short for bins."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         if rows is None:
-            return membership_of_all(length, self.case.q.device)
+            rows = torch.arange(length, device=self.case.q.device)
         bins, of = membership(length, rows), self.sampled_from(tensor)
         return (
             bins * of.drawn[:, None]
@@ -392,8 +389,12 @@ class Bench:
         log-sum-exp's place. `measured`: the tensor's measured heads and rows;
         `deviation`: its metrics."""
         if tensor == "out":
-            self._count_in_empty_rows(units, measured)
-            self._add_suspicions(output, units)
+            if any(unit["empty_rows"] for unit in units):
+                self._count_in_empty_rows(units, measured)
+            heads = self.selection.heads
+            far = [h for h, unit in zip(heads, units, strict=True) if far_off(unit)]
+            if far and self.watch.searching:
+                self._add_suspicions(output, units, far)
             for unit in units if output.not_lse else ():
                 why = f"the kernel returned {output.not_lse}"
                 unit["nulls"] = {**unit["nulls"], "lse_error": why}
@@ -404,20 +405,18 @@ class Bench:
 
     def _count_in_empty_rows(self, units: Sequence[Metrics], out: Tensor) -> None:
         """Sets `empty_nonfinite` of each head, in place: how many elements of `out` are
-        not finite in rows that see no key. Nothing is set where every row sees one."""
-        if any(unit["empty_rows"] for unit in units):
-            wrong = ~out.isfinite() & self.yardsticks["out"].empty[..., None]
-            counts = wrong.sum(dim=(0, 2, 3)).tolist()
-            for unit, count in zip(units, counts, strict=True):
-                unit["empty_nonfinite"] = count
+        not finite in rows that see no key."""
+        wrong = ~out.isfinite() & self.yardsticks["out"].empty[..., None]
+        counts = wrong.sum(dim=(0, 2, 3)).tolist()
+        for unit, count in zip(units, counts, strict=True):
+            unit["empty_nonfinite"] = count
 
-    def _add_suspicions(self, output: Output, units: Sequence[Metrics]) -> None:
-        """Adds to the metrics of heads far off, in place, what they seem to compute; does
-        nothing where none is, or the watch says not to search."""
+    def _add_suspicions(
+        self, output: Output, units: Sequence[Metrics], far: Sequence[int]
+    ) -> None:
+        """Adds to the metrics of the heads `far` off, in place, what they seem to
+        compute."""
         heads = self.selection.heads
-        far = [h for h, unit in zip(heads, units, strict=True) if far_off(unit)]
-        if not far or not self.watch.searching:
-            return
         with self.watch("names"):
             causes = suspect(
                 self.case, output.out, self.reference, heads, far, self.selection.queries

@@ -238,11 +238,15 @@ def run_source(
     calls: list[CaseRef] = []
     each = len(plan.formats) * len(plan.kernels)
     visited, total = 0, source.count() * each
-    # Of a running model the next case comes when this one is done with
-    is_known = bool(source.cases) and save is None and workers is None
     unmeasured = _unmeasured(source, plan, journal, watch, save)
+    pairs: Iterable[tuple[Unmeasured, Unmeasured | None]]
+    pairs = zip(unmeasured, itertools.repeat(None))
+    # A kernel in its own process may begin with the next case, where that is known
+    # already: of a running model it comes when this one is done with.
+    if isinstance(run, Isolated) and source.cases and save is None and workers is None:
+        pairs = _with_next(unmeasured)
     with watch("capture"):
-        for work, following in _with_next(unmeasured, is_known=is_known):
+        for work, following in pairs:
             with watch("other"):
                 ref = work.located.ref
                 calls.append(ref)
@@ -283,14 +287,10 @@ def _unmeasured(
 
 
 def _with_next(
-    items: Iterable[Unmeasured], *, is_known: bool
+    items: Iterable[Unmeasured],
 ) -> Iterator[tuple[Unmeasured, Unmeasured | None]]:
-    """Yields each item with the one after it; with None where there is none, or it is not
-    known before its turn."""
-    if is_known:
-        yield from itertools.pairwise(itertools.chain(items, [None]))
-    else:
-        yield from ((item, None) for item in items)
+    """Yields each item with the one after it, the last with None."""
+    yield from itertools.pairwise(itertools.chain(items, [None]))
 
 
 def _save_case(located: Located, plan: Plan, save: Add) -> Located:

@@ -10,7 +10,7 @@ from numdev.errors import MeasurementError
 from numdev.report import CellRow, DeviationRow, SweepReport
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
-from numdev.report.number_text import NONE, labelled, ratio, shade, si
+from numdev.report.number_text import NONE, label, ratio, shade, si
 from numdev.studies.audit.failed_numbers import FailedNumbers
 
 CROWDED = 24  # places on an axis from which on curves are behind the table, not below it
@@ -57,20 +57,20 @@ class CellTable:
     columns: dict[tuple[str, str], str] = field(default_factory=dict)
     """The role of each (label, format)."""
 
-    def add(self, where: Where, label: str, cell: CellRow) -> None:
+    def add(self, where: Where, kernel: str, cell: CellRow) -> None:
         """Puts a cell into its row and its column."""
-        self.cells[where, label, cell.format] = cell
+        self.cells[where, kernel, cell.format] = cell
         self.rows.setdefault(where)
-        self.columns.setdefault((label, cell.format), cell.role)
+        self.columns.setdefault((kernel, cell.format), cell.role)
 
     @property
     def ordered(self) -> list[tuple[str, str]]:
         """Returns the columns, kernel by kernel: what is under audit first, then what it
         is compared with; without those that have no number and are under no audit."""
-        labels = list(dict.fromkeys(label for label, _ in self.columns))
+        labels = list(dict.fromkeys(kernel for kernel, _ in self.columns))
         sized = {
-            (label, fmt)
-            for (_, label, fmt), cell in self.cells.items()
+            (kernel, fmt)
+            for (_, kernel, fmt), cell in self.cells.items()
             if cell.mean is not None or cell.role == "kernel"
         }
 
@@ -97,13 +97,13 @@ def _cell_blocks(report: SweepReport) -> Iterator[doc.Node]:
     except (MeasurementError, KeyError):
         return
     metric, table = grid.request.y[0], CellTable()
-    for (of_metric, place, label), cells in lines.items():
+    for (of_metric, place, kernel), cells in lines.items():
         beside = tuple((name, value) for name, value in place if name != "format")
         for value, cell in cells.items():
             # A cell that the axis does not move holds at all its places.
             places = [value] if value is not None else grid.axis_values
             for each in places if of_metric == metric else ():
-                table.add(((grid.x, each), *beside), label, cell)
+                table.add(((grid.x, each), *beside), kernel, cell)
     name = METRICS[metric][1]
     yield _table_node(table, report, f"{name[0].upper()}{name[1:]}, cell by cell", metric)
 
@@ -117,14 +117,14 @@ def _table_node(
     several = len({fmt for _, fmt in columns}) > 1
     status = _reasons(report)
     heads = [Column(name, "left") for name, _ in next(iter(table.rows))]
-    for label, fmt in columns:
-        heads.append(Column(f"{label} {fmt}" if several else label))
+    for kernel, fmt in columns:
+        heads.append(Column(f"{kernel} {fmt}" if several else kernel))
 
     def cells(where: Where) -> Iterator[Cell]:
         """Yields the cells of a row, one for each column."""
         yield from (Cell(value) for _, value in where)
-        for label, fmt in columns:
-            cell = table.cells.get((where, label, fmt))
+        for kernel, fmt in columns:
+            cell = table.cells.get((where, kernel, fmt))
             yield Cell(NONE) if cell is None else _cell(cell, metric, failed, status)
 
     return doc.table(heads, map(cells, table.rows), title=title)
@@ -139,7 +139,7 @@ def _cell(
     """Returns a cell of the sweep: its mean, with the interval and the rules that refuse
     it as tooltip; where the kernel did not run its status, with the reason; else a
     dash."""
-    key = labelled(cell.kernel, cell.options), cell.format, cell.case
+    key = label(cell), cell.format, cell.case
     if cell.mean is None:
         row = status.get(key)
         if row is None:
@@ -160,4 +160,4 @@ def _reasons(report: SweepReport) -> dict[tuple[str, str, str], DeviationRow]:
     """Returns by (kernel with its options, format, case) a row of one that did not
     run."""
     rows = (row for row in report.rows if row.status != "ok")
-    return {(labelled(r.kernel, r.options), r.format, r.case): r for r in rows}
+    return {(label(r), r.format, r.case): r for r in rows}

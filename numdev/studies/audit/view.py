@@ -29,7 +29,7 @@ from numdev.report import (
 )
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floor_cell
-from numdev.report.number_text import NONE, SHADES, labelled, ratio, shade, short, si
+from numdev.report.number_text import NONE, SHADES, label, ratio, shade, short, si
 from numdev.studies.audit.failed_numbers import FailedNumbers
 from numdev.tensor_specs import Words, tensor_spec
 
@@ -106,9 +106,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
 def _name_cell(k: KernelSummary) -> Cell:
     """Returns the cell with a kernel's name and options; strong for a kernel under
     audit."""
-    return Cell(
-        labelled(k.kernel, k.options), style="strong" if k.role == "kernel" else ""
-    )
+    return Cell(label(k), style="strong" if k.role == "kernel" else "")
 
 
 def _max_error_text(k: KernelSummary) -> str:
@@ -142,9 +140,7 @@ def _ratio_cells(
 
     def styled(cell: Cell, metric: str) -> Cell:
         """Returns the cell in the style that its number has by the rules."""
-        style = failed.style_of_tensor(
-            k.kernel, k.options, k.format, tensor, metric, phase
-        )
+        style = failed.style_of_tensor(label(k), k.format, tensor, metric, phase)
         return replace(cell, style=style)
 
     where = part.floor_ratio_where or ""
@@ -269,7 +265,7 @@ def maps(report: AuditReport, failed: FailedNumbers | None = None) -> Iterator[d
     groups = defaultdict[Group, dict[tuple[str, int | None], DeviationRow]](dict)
     for row in report.rows:
         if row.role == "kernel" and row.status == "ok" and row.floor_ratio is not None:
-            of = groups[labelled(row.kernel, row.options), row.format, row.tensor]
+            of = groups[label(row), row.format, row.tensor]
             at = places.layer(row), row.head
             if at not in of or _severity(row) > _severity(of[at]):
                 of[at] = row
@@ -351,13 +347,13 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
     figures = []
     for fmt, of_format in grouped(rows, attrgetter("format")).items():
         curves: list[Curve] = []
-        for (label, role), of_kernel in grouped(of_format, _label_and_role).items():
+        for (kernel, role), of_kernel in grouped(of_format, _label_and_role).items():
             by_layer = grouped(of_kernel, attrgetter("layer"))
             ratios = {
                 n: [row.floor_ratio or 0.0 for row in by_layer.get(n, ())] for n in layers
             }
             curves += doc.curve(
-                label, role, {(n, f"layer {n}"): x for n, x in ratios.items()}
+                kernel, role, {(n, f"layer {n}"): x for n, x in ratios.items()}
             )
         title = f"{fmt}: error / floor by layer, median {report.words.unit}"
         figures.append(Figure(
@@ -371,7 +367,7 @@ def by_layer(report: AuditReport) -> Iterator[doc.Node]:
 
 def _label_and_role(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
     """Returns the kernel's name with its options, and its role."""
-    return labelled(row.kernel, row.options), row.role
+    return label(row), row.role
 
 
 # --- what stands below it -------------------------------------------------------------
@@ -391,14 +387,14 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
         relative = any(row.predicted for row in rows)
         what = tensor_spec(tensor).row
         curves: list[Curve] = []
-        for (label, role), of_kernel in grouped(rows, _label_and_role).items():
+        for (kernel, role), of_kernel in grouped(rows, _label_and_role).items():
             errors = (_errors_by_bin(row, relative) for row in of_kernel)
             bins = (
                 [x for x in of_bin if x is not None]
                 for of_bin in zip(*errors, strict=True)
             )
             names = ((i, f"{what} {start}") for i, start in enumerate(rows[0].starts))
-            curves += doc.curve(label, role, dict(zip(names, bins, strict=True)))
+            curves += doc.curve(kernel, role, dict(zip(names, bins, strict=True)))
         figure = Figure(
             title=f"{name}, {f'{attends} attention, ' if attends else ''}{tensor} "
             f"({length} "
@@ -433,10 +429,10 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     for row in profiles:
         if row.role == "baseline":
             continue
-        of, label = groups[row.format, row.tensor], labelled(row.kernel, row.options)
-        predicted: tuple[str, Role] = f"{label}, predicted", "precision"
+        of, kernel = groups[row.format, row.tensor], label(row)
+        predicted: tuple[str, Role] = f"{kernel}, predicted", "precision"
         for key, counts in (
-            ((label, row.role), row.ulps),
+            ((kernel, row.role), row.ulps),
             (predicted, row.ulps_predicted),
         ):
             if counts:
@@ -444,10 +440,10 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     figures = []
     for (fmt, tensor), by_kernel in groups.items():
         curves: list[Curve] = []
-        for (label, role), numbers in by_kernel.items():
+        for (kernel, role), numbers in by_kernel.items():
             shares = ([100 * n / max(1, sum(numbers))] for n in numbers)
             names = ((i, name) for i, name in enumerate(ULP_LABELS))
-            curves += doc.curve(label, role, dict(zip(names, shares, strict=True)))
+            curves += doc.curve(kernel, role, dict(zip(names, shares, strict=True)))
         title = f"{fmt}, {tensor}: elements by the size of their error"
         figures.append(
             Figure(
@@ -507,7 +503,7 @@ def _worst_row_blocks(
     items, named = [], Places(rows, words)
     for w in rows:
         text = f"({w.format}), {named(w)}, {w.tensor}: {w.sentence}"
-        items.append(Item(text, lead=labelled(w.kernel or w.case, w.options)))
+        items.append(Item(text, lead=label(w) or w.case))
     yield doc.Bullets(tuple(items))
 
 
@@ -528,7 +524,7 @@ def _explanation_blocks(explanations: Sequence[Explanation]) -> Iterator[doc.Nod
 def _explanation_line(e: Explanation) -> tuple[Cell | str, ...]:
     """Returns a line of the table: the kernel, the tensor, the emulation and its
     residual, the next best, and the shares of the sites."""
-    kernel = Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong")
+    kernel = Cell(f"{label(e)} {e.format}", style="strong")
     source = Cell(_rounding_in_words(e), style="" if e.is_identified else "warn")
     following = f"{e.next_preset or NONE} {ratio(e.next_residual)}"
     shares = ", ".join(f"{100 * s.share:.0f} % {s.site}" for s in e.sites)

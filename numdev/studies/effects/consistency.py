@@ -14,7 +14,7 @@ from numdev.gate.row_checks import (
     unplanned_kernels,
 )
 from numdev.grouping import grouped
-from numdev.report.number_text import labelled
+from numdev.report.number_text import label
 from numdev.studies.effects.report import (
     LIMIT,
     LIMITS,
@@ -71,7 +71,7 @@ def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
         key=lambda kernel: rank_for_use(kernel.kernel, plan.against),
         default=plan.kernels[0],
     )
-    if plan.sites_of != labelled(used.kernel, used.options):
+    if plan.sites_of != label(used):
         yield "the plan has attention's sites of another kernel than the one that is used"
     kinds = Counter(run.kind for run in plan.runs)
     if max(Counter(run.run for run in plan.runs).values(), default=0) > 1:

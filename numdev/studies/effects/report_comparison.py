@@ -16,7 +16,6 @@ from numdev.gate.compare_report import (
     Move,
     Presence,
 )
-from numdev.gate.findings import label
 from numdev.gate.noise_model import FAR, may_differ_by_chance
 from numdev.gate.row_checks import Key
 from numdev.gate.row_pairs import (
@@ -30,6 +29,7 @@ from numdev.gate.row_pairs import (
 from numdev.gate.sequence_ratios import LEAST, SURELY, SequenceRatios, moved_numbers
 from numdev.grouping import grouped
 from numdev.report import Place, kernel_fields
+from numdev.report.number_text import label
 from numdev.studies.effects.report import Check, EffectsReport, OutputRow
 
 COSTS = (

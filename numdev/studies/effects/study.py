@@ -19,7 +19,7 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import PlannedKernel, Provenance
-from numdev.report.number_text import labelled
+from numdev.report.number_text import label
 from numdev.sources.capture import HINT, attention_modules, layer_of
 from numdev.sources.captured_calls import holds_cases
 from numdev.sources.case_sources import CheckpointSource, open_source, refuse_options
@@ -198,6 +198,7 @@ def _unjudged_report(
         PlannedKernel(role="kernel", kernel=p.kernel.name, options=dict(p.options))
         for p in (study.against, *study.mine)
     )
+    used = kernels[(study.against, *study.mine).index(study.used_kernel)]
     planned_checks = tuple(
         PlannedCheck(name=c.name, format=c.format, applies=c.applies) for c in checks
     )
@@ -206,7 +207,7 @@ def _unjudged_report(
     plan = EffectsPlan(
         kernels=kernels,
         against=study.against.kernel.name,
-        sites_of=labelled(study.used_kernel.kernel.name, study.used_kernel.options),
+        sites_of=label(used),
         named="kernels" in study.request.model_fields_set,
         formats=tuple(fmt.name for fmt in study.formats),
         runs=tuple(run.planned_run for run in study.runs),

@@ -9,7 +9,7 @@ from typing import Any
 
 from numdev.grouping import grouped
 from numdev.metrics.statistics import factor
-from numdev.report.number_text import labelled, percent, si, three
+from numdev.report.number_text import label, percent, si, three
 from numdev.studies.effects.report import (
     Beside,
     Budget,
@@ -161,7 +161,7 @@ class OutputRuns:
 
     def _run_name(self, main: RunSummary) -> str:
         """Returns the run in words: format, kernel, and the output of a pipeline."""
-        fmt = f"{main.format} with {labelled(main.kernel, main.options)}"
+        fmt = f"{main.format} with {label(main)}"
         return f"{fmt}, {main.place}" if main.at else fmt
 
     def _part_clauses(self, share: Estimate | None) -> Iterator[str]:
@@ -183,7 +183,7 @@ class OutputRuns:
         again = (r.from_against for r in self.runs if r.kind == "moved")
         moved = next(filter(None, again), None)
         ulp = f" (inputs one ulp off: {three(moved / size)}×)" if moved else ""
-        kernel = labelled(main.kernel, main.options)
+        kernel = label(main)
         return (
             f"{self._run_name(main)}: {kernel} and {self.against} differ by "
             f"{three(difference / size)}× the error{ulp}."

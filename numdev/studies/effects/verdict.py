@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from numdev.gate.findings import exceeded_finding, joined_words, label, run_findings
+from numdev.gate.findings import exceeded_finding, joined_words, run_findings
 from numdev.gate.judgement import MODEL, RUNS, Judgement, Statement, Test, TestFields
 from numdev.gate.rules import AtMost, Rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import Finding, PlannedKernel, Standing, Who, kernel_fields
-from numdev.report.number_text import labelled, multiple, percent, three
+from numdev.report.number_text import label, multiple, percent, three
 from numdev.studies.effects.report import (
     Check,
     EffectsPlan,
@@ -422,7 +422,7 @@ def _nearest_to_limit(report: EffectsReport, tests: Sequence[Test]) -> Statement
     who = (label(test), test.format, test.tensor)
     kind = "attention" if test.rule == "own share" else "whole"
     for run in report.summary.runs or recomputed_summary(report).runs:
-        of_run = (labelled(run.kernel, run.options), run.format, run.at or "output")
+        of_run = (label(run), run.format, run.at or "output")
         if run.kind == kind and run.layer is None and of_run == who:
             if test.rule in ("own share", "model") and run.over:
                 return Statement(_ratio_clause(test, run), _ratio_details(test, run))

@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.report import Axis, Curve, Figure, Role, Tick
 from numdev.report import document as doc
 from numdev.report.document import Column
-from numdev.report.number_text import NONE, labelled, percent, ratio, si
+from numdev.report.number_text import NONE, label, percent, ratio, si
 from numdev.studies.effects.report import Check, EffectsReport, Estimate, RunSummary
 
 LOGITS = (
@@ -217,7 +216,7 @@ def _mean_or_none(x: Estimate | None) -> float | None:
 def _run_name(run: RunSummary) -> str:
     """Returns what a run is called in a table: its kernel with options, or what it is
     otherwise."""
-    return STANDARD.get(run.kind, "{}").format(labelled(run.kernel, run.options))
+    return STANDARD.get(run.kind, "{}").format(label(run))
 
 
 def _share_cell(run: RunSummary | None) -> str:
@@ -307,7 +306,7 @@ class KernelColumns:
         `what`, red where a rule refuses it; a dash otherwise, and for None."""
         if run is None or run.over is None or run.beside != what:
             return doc.Cell(NONE)
-        name = labelled(run.kernel, run.options)
+        name = label(run)
         style: doc.Style = "bad" if (name, run.format) in self.failed else ""
         return doc.Cell(ratio(run.over.mean), style=style)
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from numdev.gate.findings import label
 from numdev.grouping import grouped
-from numdev.report.number_text import ratio
+from numdev.report.number_text import label, ratio
 from numdev.studies.invariance.report import InvarianceRow, ModelRow
 
 Answer = Literal["same", "differs", "exceeds", "not tried"]

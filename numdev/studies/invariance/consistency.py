@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from numdev.gate.findings import label
 from numdev.gate.row_checks import (
     HUGE,
     format_differences,
@@ -17,7 +16,7 @@ from numdev.gate.row_checks import (
 )
 from numdev.grouping import grouped
 from numdev.report import Tensor
-from numdev.report.number_text import labelled
+from numdev.report.number_text import label
 from numdev.studies.invariance.report import (
     InvarianceReport,
     InvarianceRow,
@@ -80,7 +79,7 @@ def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
     """Yields a sentence for each planned row that is missing, each row that was not
     planned, and each row that contradicts itself or others."""
     plan = report.plan
-    kernels = {labelled(kernel.kernel, kernel.options) for kernel in plan.kernels}
+    kernels = {label(kernel) for kernel in plan.kernels}
     rows = grouped(report.rows, lambda r: (label(r), r.format, r.case, r.axis, r.variant))
     returned: dict[tuple[str, str, str], set[Tensor]] = {}
     for way, kernel in itertools.product(plan.ways, kernels):
@@ -207,11 +206,9 @@ def _model_contradictions(report: InvarianceReport) -> Iterator[str]:
     """Yields a sentence for each planned row of the model's output that is missing or
     there several times, each that was not planned, and each that contradicts itself."""
     plan = report.plan
-    rows = grouped(
-        report.models, lambda m: (labelled(m.kernel, m.options), m.format, m.axis)
-    )
+    rows = grouped(report.models, lambda m: (label(m), m.format, m.axis))
     for kernel, fmt, axis in itertools.product(plan.kernels, plan.formats, plan.models):
-        key = (labelled(kernel.kernel, kernel.options), fmt, axis)
+        key = (label(kernel), fmt, axis)
         matching = rows.pop(key, [])
         where = f"the model's output with {key[0]} ({fmt}) along {axis}"
         if len(matching) != 1:

@@ -18,7 +18,6 @@ from numdev.gate.compare_report import (
     Move,
     Presence,
 )
-from numdev.gate.findings import label
 from numdev.gate.noise_model import FAR, log_ratio, may_differ_by_chance, ratio_of_log
 from numdev.gate.row_checks import Key
 from numdev.gate.row_pairs import (
@@ -30,7 +29,7 @@ from numdev.gate.row_pairs import (
 )
 from numdev.grouping import grouped
 from numdev.report import Place, kernel_fields
-from numdev.report.number_text import labelled, three
+from numdev.report.number_text import label, three
 from numdev.studies.invariance.report import (
     InvarianceReport,
     InvarianceRow,
@@ -256,9 +255,7 @@ def _output_moves(
     presences: rows with numbers, and single numbers, that one report alone has."""
     moves: list[Move] = []
     presences: list[Presence] = []
-    for a, b in both_sides(
-        old, new, lambda m: (m.axis, labelled(m.kernel, m.options), m.format)
-    ):
+    for a, b in both_sides(old, new, lambda m: (m.axis, label(m), m.format)):
         row = b or a
         assert row is not None
         about, tensor = kernel_fields(row.format, row.kernel), f"{row.axis} output"

@@ -10,13 +10,13 @@ from functools import partial
 from typing import NamedTuple
 
 from numdev.config import AXES, Axes
-from numdev.gate.findings import exceeded_finding, joined_words, label, run_findings
+from numdev.gate.findings import exceeded_finding, joined_words, run_findings
 from numdev.gate.judgement import MODEL, RATIOS, Judgement, Statement, Test
 from numdev.gate.rules import AtMost, Rules, Tensors, default_rules
 from numdev.gate.thresholds import run_test
 from numdev.grouping import grouped
 from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who, kernel_fields
-from numdev.report.number_text import labelled, multiple, ratio, si, three
+from numdev.report.number_text import label, multiple, ratio, si, three
 from numdev.studies.invariance.answers import (
     AxisAnswer,
     answers_clause,
@@ -143,14 +143,14 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
     limits: InvarianceLimits = rules.limits_of("invariance")
     plan = report.plan
     rows = grouped(report.rows, lambda r: (label(r), r.format))
-    models = grouped(report.models, lambda m: (labelled(m.kernel, m.options), m.format))
+    models = grouped(report.models, lambda m: (label(m), m.format))
     # Rules that somebody wrote are for axes that the report has to have.
     ours = "invariance" not in rules.limits
     required = tuple(report.request.get("require") or ())
     needed = required if ours else (*required, *limits.bitwise, *limits.within_floor)
     every = list(itertools.product(plan.kernels, plan.formats))
     for kernel, fmt in every:
-        of_kernel = rows.get((labelled(kernel.kernel, kernel.options), fmt), [])
+        of_kernel = rows.get((label(kernel), fmt), [])
         who = kernel_fields(fmt, kernel.kernel, kernel.options)
         yield from _run_tests(report, who, of_kernel, rules)
         absent = _is_absent(report, of_kernel)
@@ -165,7 +165,7 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
                 asked = (plan.asked or axis in needed) and not absent
                 yield _untried_test(axis, who, along, keeps_bits=keeps, asked=asked)
     for kernel, fmt in every:
-        key = (labelled(kernel.kernel, kernel.options), fmt)
+        key = (label(kernel), fmt)
         if _is_absent(report, rows.get(key, ())):
             continue
         yield from _model_tests(models.get(key, ()), kernel, limits)
@@ -284,7 +284,7 @@ def _model_tests(
     over what roundings explain, which is the error of the better form. The test is
     missing for a row without numbers."""
     for row in rows:
-        name = labelled(kernel.kernel, kernel.options)
+        name = label(kernel)
         test = partial(
             Test, kernel=MODEL, format=row.format, rule=f"{row.axis} with {name}"
         )
@@ -370,7 +370,7 @@ def _output_statement(test: Test) -> Statement:
     return Statement(
         f"output fails along {row.axis}: it changes by {multiple(ratio, test.bound)}× "
         f"what roundings explain (limit {three(test.bound)}×)",
-        f"The model's output ({row.format}, with {labelled(row.kernel, row.options)}) "
+        f"The model's output ({row.format}, with {label(row)}) "
         f"depends on {AXES[row.axis]}, by {si(row.difference)} of its size.",
     )
 
@@ -573,8 +573,5 @@ def _shares_clause(outputs: Sequence[ModelRow]) -> str:
     kernel, of mean squares. `outputs`: at least one, all of them changed."""
     if all((m.share or 0.0) >= WHOLE for m in outputs):
         return "all of it comes through attention"
-    shares = [
-        f"{100 * (m.share or 0.0):.0f} % with {labelled(m.kernel, m.options)}"
-        for m in outputs
-    ]
+    shares = [f"{100 * (m.share or 0.0):.0f} % with {label(m)}" for m in outputs]
     return f"through attention {joined_words(shares)}"

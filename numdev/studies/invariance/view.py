@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from numdev.config import AXES
-from numdev.gate.findings import label
 from numdev.grouping import grouped
 from numdev.report import document as doc
-from numdev.report.number_text import NONE, ratio, si, three
+from numdev.report.number_text import NONE, label, ratio, si, three
 from numdev.studies.invariance.answers import (
     GROUPS,
     Answer,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TEXT
-from numdev.report.number_text import NONE, labelled
+from numdev.report.number_text import NONE, label
 from numdev.studies.training.answer_sentences import NO_RUN
 from numdev.studies.training.report import TrainReport, VariantRecord
 
@@ -52,7 +52,7 @@ def _variant_cells(v: VariantRecord) -> Iterator[str]:
     """Yields the cells of a variant in the table, one for each column."""
     yield v.name
     yield v.role.replace("_", " ")
-    yield labelled(v.kernel, v.options)
+    yield label(v)
     yield v.format
     yield v.attention_format
     yield " ".join(f"{name} {value}" for name, value in v.differs.items())
