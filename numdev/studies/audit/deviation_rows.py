@@ -24,8 +24,8 @@ from numdev.metrics.deviation import (
     nullify,
 )
 from numdev.metrics.finiteness import Outside
-from numdev.metrics.noise import Noise, noise
 from numdev.metrics.row_samples import Strata
+from numdev.metrics.run_to_run import Noise, noise
 from numdev.report import NOT_PREDICTED, DeviationRow
 from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.operation import Call, Returned

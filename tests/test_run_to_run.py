@@ -10,7 +10,7 @@ import torch
 
 from numdev.metrics import noise as noises
 from numdev.metrics.bit_checksums import _ODD, checksums
-from numdev.metrics.noise import noise
+from numdev.metrics.run_to_run import noise
 
 nan, inf = math.nan, math.inf
 DTYPES = [
